@@ -1,0 +1,1 @@
+"""The four services: tokenizer, engine, grammar and http_shim. None imports another's package."""

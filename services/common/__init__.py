@@ -1,0 +1,1 @@
+"""What every service shares: settings, server bootstrap, errors, logging and telemetry."""

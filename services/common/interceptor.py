@@ -1,0 +1,136 @@
+"""What happens around every rpc: the request id, typed errors, one log line."""
+
+import inspect
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+
+from services.common.logging import request_id
+from tokenwire.errors import DETAILS_KEY, ServiceError
+
+__all__ = ["RpcInterceptor", "metadata_value", "sane_request_id"]
+
+_LOG = logging.getLogger("rpc")
+_SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def sane_request_id(offered: str | None) -> str:
+    """The id a client offered, if it is fit for logs and headers; else a new one."""
+    if offered and _SANE.fullmatch(offered):
+        return offered
+    return f"req_{uuid.uuid4().hex}"
+
+
+def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str | None:
+    """The first value of a metadata key."""
+    for name, value in context.invocation_metadata() or ():
+        if name == key:
+            return value if isinstance(value, str) else value.decode("utf-8", "replace")
+    return None
+
+
+class RpcInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler: sets the request id, turns ServiceError into a status, logs the end."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler: Any = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(("/grpc.health", "/grpc.reflection")):
+            return handler  # type: ignore[no-any-return]
+        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary
+        inner = inner or handler.stream_stream
+        if handler.response_streaming:
+            wrapped: Any = _stream(inner, method)
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+        else:
+            wrapped = _unary(inner, method)
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _unary(inner: Any, method: str) -> Any:
+    async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async with _Rpc(method, context):
+            return await inner(request, context)
+
+    return handle
+
+
+def _stream(inner: Any, method: str) -> Any:
+    async def handle(
+        request: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Any]:
+        async with _Rpc(method, context):
+            responses = inner(request, context)
+            if not inspect.isasyncgen(responses):
+                raise TypeError(f"{method} must be an async generator")
+            try:
+                async for response in responses:
+                    yield response
+            finally:
+                await responses.aclose()
+
+    return handle
+
+
+class _Rpc:
+    """One call, from arrival to its end."""
+
+    def __init__(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._method = method
+        self._context = context
+        self._began = time.monotonic()
+
+    async def __aenter__(self) -> None:
+        identity = sane_request_id(metadata_value(self._context, "x-request-id"))
+        request_id.set(identity)
+        self._context.set_trailing_metadata((("x-request-id", identity),))
+        self._identity = identity
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            self._log("OK", logging.INFO)
+        elif isinstance(error, ServiceError):
+            self._log(error.code.name, logging.INFO, reason=error.reason, error=error.message)
+            await self._abort(error)
+        elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+            _LOG.exception("unexpected failure in %s", self._method)
+            self._log("INTERNAL", logging.ERROR)
+            failure = ServiceError(
+                grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log."
+            )
+            await self._abort(failure)
+        else:
+            self._log("CANCELLED", logging.INFO)
+
+    async def _abort(self, error: ServiceError) -> NoReturn:
+        details = error.to_status().SerializeToString()
+        await self._context.abort(
+            error.code,
+            error.message,
+            (("x-request-id", self._identity), (DETAILS_KEY, details)),
+        )
+
+    def _log(self, code: str, level: int, **fields: object) -> None:
+        milliseconds = round((time.monotonic() - self._began) * 1e3, 2)
+        extra = {"method": self._method, "code": code, "milliseconds": milliseconds, **fields}
+        _LOG.log(level, "%s %s", self._method, code, extra=extra)

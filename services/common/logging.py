@@ -1,0 +1,42 @@
+"""Logs as JSON lines on stderr, each with the id of the request that it speaks of."""
+
+import json
+import logging
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+
+__all__ = ["configure", "request_id"]
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line; `extra` becomes fields."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "message": record.getMessage(),
+        }
+        if identity := request_id.get():
+            line["request_id"] = identity
+        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def configure(service: str, level: str) -> None:
+    """Send every logger's lines to stderr as JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(service))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,22 @@
+"""Metrics: an HTTP endpoint for Prometheus, and the buckets that all services share."""
+
+from prometheus_client import start_http_server
+
+from services.common.settings import StartupError
+
+__all__ = ["INTER_TOKEN_BUCKETS", "LATENCY_BUCKETS", "serve_metrics"]
+
+LATENCY_BUCKETS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+INTER_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
+)  # fmt: skip
+
+
+def serve_metrics(host: str, port: int) -> None:
+    """Serve /metrics in a thread of its own."""
+    try:
+        start_http_server(port, addr=host)
+    except OSError as error:
+        raise StartupError(f"Can't serve metrics on {host}:{port}: {error.strerror}.") from None

@@ -1,0 +1,1 @@
+"""Tokenwire: a language-model server and its client."""

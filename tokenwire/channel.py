@@ -1,0 +1,28 @@
+"""Channels to the services, with the options that all clients need."""
+
+from typing import Any
+
+import grpc
+
+__all__ = ["MESSAGE_LIMIT", "MESSAGE_LIMITS", "connect"]
+
+MESSAGE_LIMIT = 64 * 1024 * 1024  # bytes; gRPC's own default of 4 MiB cuts long prompts
+MESSAGE_LIMITS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+    ("grpc.max_send_message_length", MESSAGE_LIMIT),
+]
+_OPTIONS: list[tuple[str, Any]] = [
+    *MESSAGE_LIMITS,
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # retries of work that was never admitted need the whole request in the buffer
+    ("grpc.per_rpc_retry_buffer_size", MESSAGE_LIMIT),
+]
+
+
+def connect(target: str) -> grpc.aio.Channel:
+    """A channel to "host:port". It connects by itself, and again whenever the connection is lost."""
+    return grpc.aio.insecure_channel(target, options=_OPTIONS)

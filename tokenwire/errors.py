@@ -1,0 +1,105 @@
+"""The one error type of Tokenwire, and its way to and from gRPC.
+
+An error is a gRPC status with google.rpc details: ErrorInfo always, BadRequest where a field is to
+blame, RetryInfo where a retry makes sense.
+"""
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+
+__all__ = ["DETAILS_KEY", "ServiceError", "invalid", "unimplemented"]
+
+DOMAIN = "tokenwire"
+DETAILS_KEY = "grpc-status-details-bin"
+_CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class ServiceError(Exception):
+    """A request that fails: what the caller is told.
+
+    `field` is the path of the request field to blame ("sampling.top_p"); `retry_seconds` says
+    when a retry makes sense; `metadata` are further facts for programs.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        field: str = "",
+        retry_seconds: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.retry_seconds = retry_seconds
+        self.metadata = dict(metadata or {})
+
+    def __repr__(self) -> str:
+        return f"ServiceError({self.code.name}, {self.reason}, {self.message!r}, {self.field!r})"
+
+    def to_status(self) -> status_pb2.Status:
+        """The same as a google.rpc.Status."""
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        info = error_details_pb2.ErrorInfo(
+            reason=self.reason, domain=DOMAIN, metadata=self.metadata
+        )
+        status.details.add().Pack(info)
+        if self.field:
+            violation = error_details_pb2.BadRequest.FieldViolation(
+                field=self.field, description=self.message
+            )
+            status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+        if self.retry_seconds is not None:
+            delay = Duration()
+            delay.FromNanoseconds(int(self.retry_seconds * 1e9))
+            status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        return status
+
+    @classmethod
+    def from_status(cls, status: status_pb2.Status) -> "ServiceError":
+        """Reads a google.rpc.Status; unknown details are left out."""
+        reason, field, retry, metadata = "UNKNOWN", "", None, {}
+        for detail in status.details:
+            info = error_details_pb2.ErrorInfo()
+            bad_request = error_details_pb2.BadRequest()
+            retry_info = error_details_pb2.RetryInfo()
+            if detail.Unpack(info):
+                reason, metadata = info.reason, dict(info.metadata)
+            elif detail.Unpack(bad_request) and bad_request.field_violations:
+                field = bad_request.field_violations[0].field
+            elif detail.Unpack(retry_info):
+                retry = retry_info.retry_delay.ToNanoseconds() / 1e9
+        code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+        return cls(
+            code, reason, status.message, field=field, retry_seconds=retry, metadata=metadata
+        )
+
+    @classmethod
+    def from_rpc_error(cls, error: grpc.aio.AioRpcError) -> "ServiceError":
+        """Reads what a failed call raised, with its details where the server sent them."""
+        for key, value in error.trailing_metadata() or ():
+            if key == DETAILS_KEY and isinstance(value, bytes):
+                return cls.from_status(status_pb2.Status.FromString(value))
+        reason = "UNREACHABLE" if error.code() is grpc.StatusCode.UNAVAILABLE else "UNKNOWN"
+        return cls(error.code(), reason, error.details() or error.code().name)
+
+
+def invalid(field: str, message: str, *, reason: str = "INVALID_FIELD") -> ServiceError:
+    """INVALID_ARGUMENT with the path of the field to blame."""
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, reason, message, field=field)
+
+
+def unimplemented(what: str) -> NoReturn:
+    """Raises UNIMPLEMENTED for an rpc or a field that is in the contract but not here yet."""
+    raise ServiceError(
+        grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", f"{what} is not implemented."
+    )

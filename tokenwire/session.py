@@ -1,0 +1,162 @@
+"""One long-lived stream that carries many requests.
+
+A message on a stream costs the same whatever is in it, so a Session carries one message per step
+for all requests. `Session` batches the commands of one turn of the event loop into one message, and
+hands each event to the listener of its request.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.errors import ServiceError
+
+__all__ = [
+    "CompletionSession",
+    "EngineSession",
+    "Listener",
+    "Session",
+    "completion_session",
+    "engine_session",
+]
+
+Command = TypeVar("Command")
+Event = TypeVar("Event")
+EventIn = TypeVar("EventIn", contravariant=True)
+
+
+class Listener(Protocol[EventIn]):
+    """Takes the events of one request. Called on the event loop; must not block."""
+
+    def on_event(self, event: EventIn) -> None:
+        """An event; the last one is the event that completes the request."""
+
+    def on_error(self, error: ServiceError) -> None:
+        """The last event, in place of the completing one: refused, failed, or the stream was lost."""
+
+
+class Session(Generic[Command, Event]):
+    """Many requests over one stream. It connects at the first request, and anew after a loss.
+
+    When the stream is lost, every open request's listener gets UNAVAILABLE (SESSION_LOST); whoever
+    holds the Session decides whether to submit them again.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], "grpc.aio.StreamStreamCall[Any, Any]"],
+        bundle: Callable[[Sequence[Command]], Any],
+        is_last: Callable[[Event], bool],
+    ) -> None:
+        self._call = call
+        self._bundle = bundle
+        self._is_last = is_last
+        self._listeners: dict[int, Listener[Event]] = {}
+        self._next_handle = 1
+        self._outbox: list[Command] = []
+        self._wake = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def open(self, listener: Listener[Event]) -> int:
+        """A new handle, whose events go to `listener`. Send the start command next."""
+        handle = self._next_handle
+        self._next_handle += 1
+        self._listeners[handle] = listener
+        if self._running is None or self._running.done():
+            self._outbox.clear()
+            self._running = asyncio.ensure_future(self._run())
+        return handle
+
+    def send(self, command: Command) -> None:
+        """Queue a command; it leaves with the others of this turn of the loop."""
+        self._outbox.append(command)
+        self._wake.set()
+
+    def forget(self, handle: int) -> None:
+        """Deliver nothing more for this request. Send its cancel command too."""
+        self._listeners.pop(handle, None)
+
+    async def close(self) -> None:
+        """End the stream; the other side aborts what it carried."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    async def _run(self) -> None:
+        call = self._call()
+        writer = asyncio.ensure_future(self._write(call))
+        error = ServiceError(
+            grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", "The stream ended.", retry_seconds=1
+        )
+        try:
+            while (response := await call.read()) is not grpc.aio.EOF:
+                for event in response.events:
+                    self._dispatch(event)
+        except grpc.aio.AioRpcError as failure:
+            cause = ServiceError.from_rpc_error(failure)
+            error = ServiceError(
+                grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", cause.message, retry_seconds=1
+            )
+        finally:
+            writer.cancel()
+            call.cancel()
+            self._running = None
+            lost, self._listeners = self._listeners, {}
+            for listener in lost.values():
+                listener.on_error(error)
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                commands, self._outbox = self._outbox, []
+                if commands:
+                    await call.write(self._bundle(commands))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader sees the same failure and reports it
+
+    def _dispatch(self, event: Any) -> None:
+        listener = self._listeners.get(event.handle)
+        if listener is None:
+            return
+        if event.HasField("error"):
+            del self._listeners[event.handle]
+            listener.on_error(ServiceError.from_status(event.error))
+            return
+        if self._is_last(event):
+            del self._listeners[event.handle]
+        listener.on_event(event)
+
+
+EngineSession = Session[engine_pb2.SessionCommand, engine_pb2.SessionEvent]
+CompletionSession = Session[completion_pb2.SessionCommand, completion_pb2.SessionEvent]
+
+
+def engine_session(channel: grpc.aio.Channel) -> EngineSession:
+    """A Session of EngineService."""
+    stub = EngineServiceStub(channel)
+
+    def is_last(event: engine_pb2.SessionEvent) -> bool:
+        return event.HasField("completed")
+
+    return Session(stub.Session, lambda c: engine_pb2.SessionRequest(commands=c), is_last)
+
+
+def completion_session(channel: grpc.aio.Channel) -> CompletionSession:
+    """A Session of CompletionService."""
+    stub = CompletionServiceStub(channel)
+
+    def is_last(event: completion_pb2.SessionEvent) -> bool:
+        return event.complete.HasField("completed") or event.chat.HasField("completed")
+
+    return Session(stub.Session, lambda c: completion_pb2.SessionRequest(commands=c), is_last)
