@@ -24,5 +24,5 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 
 def connect(target: str) -> grpc.aio.Channel:
-    """A channel to "host:port". It connects by itself, and again whenever the connection is lost."""
+    """A channel to "host:port". It connects by itself, and again after every loss."""
     return grpc.aio.insecure_channel(target, options=_OPTIONS)

@@ -7,7 +7,7 @@ hands each event to the listener of its request.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import grpc
 
@@ -38,7 +38,7 @@ class Listener(Protocol[EventIn]):
         """An event; the last one is the event that completes the request."""
 
     def on_error(self, error: ServiceError) -> None:
-        """The last event, in place of the completing one: refused, failed, or the stream was lost."""
+        """The last event instead: refused, failed, or the stream was lost."""
 
 
 class Session(Generic[Command, Event]):
@@ -98,7 +98,7 @@ class Session(Generic[Command, Event]):
             grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", "The stream ended.", retry_seconds=1
         )
         try:
-            while (response := await call.read()) is not grpc.aio.EOF:
+            while (response := cast(Any, await call.read())) is not grpc.aio.EOF:
                 for event in response.events:
                     self._dispatch(event)
         except grpc.aio.AioRpcError as failure:
