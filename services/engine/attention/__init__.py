@@ -1,0 +1,26 @@
+"""Attention over a paged cache. Nothing outside this folder knows which backend is at work."""
+
+import torch
+
+from services.engine.attention.interface import DEFAULT_BLOCK_SIZE, AttentionBackend, KVCache
+from services.engine.attention.native_backend import AmxAttention, NativeAttention
+from services.engine.attention.torch_backend import TorchAttention
+from services.engine.kernels.library import InstructionSet, native
+from services.engine.model.spec import ModelSpec
+
+__all__ = ["DEFAULT_BLOCK_SIZE", "AttentionBackend", "KVCache", "choose_backend"]
+
+
+def choose_backend(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """The fastest backend that this machine, this dtype and this shape allow."""
+    if device.type == "cuda":
+        # Only here, so that xformers is needed only where it is used.
+        from services.engine.attention.xformers_backend import XformersAttention
+
+        return XformersAttention(spec, dtype, device)
+    if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return TorchAttention(spec, dtype, device)
+    has_amx = native.instruction_set() == InstructionSet.AMX
+    if has_amx and dtype == torch.bfloat16 and AmxAttention.suits(spec):
+        return AmxAttention(native, spec)
+    return NativeAttention(native, spec, dtype)

@@ -1,0 +1,190 @@
+"""The engine's side of the grammar service: compiles grammars, and keeps one stream of masks.
+
+Everything here runs on the event loop. The owner opens a matcher per constrained sequence, feeds it
+what was sampled, and gets the next mask by callback, for all matchers of a step at once.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+
+from services.common.logging import request_id
+from tokenwire.errors import ServiceError
+from tokenwire.grammar.v1 import grammar_pb2
+from tokenwire.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
+from tokenwire.types.v1.types_pb2 import GrammarSpec
+
+__all__ = ["GrammarClient", "MaskState", "MaskStream"]
+
+_RETRY = 1.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class MaskState:
+    """What a matcher allows next, or why it is broken."""
+
+    matcher: int
+    mask: bytes | None = None
+    """ceil(vocabulary / 8) bytes; bit i of byte i // 8, lowest first, is id i. None = every id."""
+    terminated: bool = False
+    """Nothing may follow but the end."""
+    forced: tuple[int, ...] = ()
+    """Ids that must follow."""
+    error: ServiceError | None = None
+    """The matcher is broken and forgotten; nothing above holds."""
+
+
+class GrammarClient:
+    """Compiles grammars."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = GrammarServiceStub(channel)
+
+    async def compile(self, spec: GrammarSpec, timeout: float | None = None) -> str:
+        """The grammar's id.
+
+        Raises ServiceError: INVALID_ARGUMENT with the field to blame, or UNAVAILABLE with a time to
+        retry when the service is gone. `timeout` is in seconds.
+        """
+        identity = request_id.get()
+        try:
+            response = await self._stub.Compile(
+                grammar_pb2.CompileRequest(grammar=spec),
+                timeout=timeout,
+                metadata=(("x-request-id", identity),) if identity else None,
+            )
+        except grpc.aio.AioRpcError as failure:
+            raise _typed(failure) from None
+        return response.grammar_id
+
+
+class MaskStream:
+    """All matchers of this engine, over one stream that carries one message per step.
+
+    It connects at the first command and anew after a loss. Commands of one turn of the event loop
+    leave together. A lost stream forgets its matchers: `on_lost` is told, once, and the owner opens
+    them again with what was generated, or fails them.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        vocabulary_size: int,
+        eos_token_ids: Sequence[int],
+        on_states: Callable[[list[MaskState]], None],
+        on_lost: Callable[[ServiceError], None],
+        mask_slots: int = 1024,
+    ) -> None:
+        self._stub = GrammarServiceStub(channel)
+        self._configuration = grammar_pb2.MasksConfiguration(
+            vocabulary_size=vocabulary_size, mask_slots=mask_slots
+        )
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._on_states = on_states
+        self._on_lost = on_lost
+        self._outbox: list[grammar_pb2.MatcherCommand] = []
+        self._wake = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    def open(self, matcher: int, grammar_id: str, generated: Sequence[int]) -> None:
+        """Make a matcher, for a sequence that already has these tokens of its output."""
+        command = grammar_pb2.MatcherOpen(
+            grammar_id=grammar_id, generated=generated, eos_token_ids=self._eos_token_ids
+        )
+        self._send(grammar_pb2.MatcherCommand(matcher=matcher, open=command))
+
+    def accept(self, matcher: int, ids: Sequence[int]) -> None:
+        """Feed tokens."""
+        command = grammar_pb2.MatcherAccept(ids=ids)
+        self._send(grammar_pb2.MatcherCommand(matcher=matcher, accept=command))
+
+    def close(self, matcher: int) -> None:
+        """Forget a matcher. Nothing is answered; a state that is under way may still arrive."""
+        command = grammar_pb2.MatcherClose()
+        self._send(grammar_pb2.MatcherCommand(matcher=matcher, close=command))
+
+    async def aclose(self) -> None:
+        """End the stream, without a call of `on_lost`."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    def _send(self, command: grammar_pb2.MatcherCommand) -> None:
+        if self._running is None:
+            self._outbox.clear()
+            self._running = asyncio.ensure_future(self._run())
+        self._outbox.append(command)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        call = self._stub.Masks()
+        writer = asyncio.ensure_future(self._write(call))
+        held: dict[int, bytes] = {}
+        error = ServiceError(
+            grpc.StatusCode.UNAVAILABLE,
+            "GRAMMAR_LOST",
+            "The stream of the grammar service ended.",
+            retry_seconds=_RETRY,
+        )
+        try:
+            while (response := cast(Any, await call.read())) is not grpc.aio.EOF:
+                if response.states:
+                    self._on_states([self._expand(state, held) for state in response.states])
+        except grpc.aio.AioRpcError as failure:
+            error = _typed(failure)
+        finally:
+            writer.cancel()
+            call.cancel()
+            self._running = None
+        self._on_lost(error)
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
+        step = 0
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                commands, self._outbox = self._outbox, []
+                configuration = None if step else self._configuration
+                await call.write(
+                    grammar_pb2.MasksRequest(
+                        configuration=configuration, commands=commands, step=step
+                    )
+                )
+                step += 1
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader sees the same failure and reports it
+
+    def _expand(self, state: grammar_pb2.MatcherState, held: dict[int, bytes]) -> MaskState:
+        if state.HasField("error"):
+            return MaskState(state.matcher, error=ServiceError.from_status(state.error))
+        mask: bytes | None
+        match state.WhichOneof("mask"):
+            case "held_slot":
+                mask = held[state.held_slot]
+            case "allowed":
+                mask = self._of_ids(state.allowed.ids)
+            case "bitmask":
+                mask = state.bitmask
+            case _:
+                mask = None
+        if state.HasField("store_slot") and mask is not None:
+            held[state.store_slot] = mask
+        return MaskState(state.matcher, mask, state.terminated, tuple(state.forced))
+
+    def _of_ids(self, ids: Sequence[int]) -> bytes:
+        mask = bytearray((self._configuration.vocabulary_size + 7) // 8)
+        for token in ids:
+            mask[token >> 3] |= 1 << (token & 7)
+        return bytes(mask)
+
+
+def _typed(failure: grpc.aio.AioRpcError) -> ServiceError:
+    error = ServiceError.from_rpc_error(failure)
+    if error.code is grpc.StatusCode.UNAVAILABLE and error.retry_seconds is None:
+        return ServiceError(error.code, error.reason, error.message, retry_seconds=_RETRY)
+    return error

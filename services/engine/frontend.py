@@ -1,0 +1,438 @@
+"""The engine as its servicers see it: requests in, events into outboxes.
+
+Lives on the event loop. It owns the streams; the step loop owns the sequences.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from services.engine import metrics
+from services.engine.admission import Admission, CheckedRequest
+from services.engine.constraint import GrammarClient, MaskState, MaskStream
+from services.engine.engine_process import EngineProcess
+from services.engine.messages import (
+    AddRequest,
+    Admitted,
+    CacheFlushed,
+    CancelRequest,
+    FinishCause,
+    Finished,
+    FlushCache,
+    GrantCredit,
+    LoadSnapshot,
+    Mask,
+    ModelDescription,
+    Refused,
+    RequestDone,
+    ScoredPrompt,
+    SetMasks,
+    StepOutput,
+    Token,
+)
+from services.engine.outbox import add_scores
+from services.engine.settings import EngineSettings
+from tokenwire.channel import connect
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1.types_pb2 import FinishReason, SamplingParams, StopMatch, Usage
+
+__all__ = ["Caller", "Frontend", "Sink"]
+
+_LOG = logging.getLogger("engine")
+_RATE_SECONDS = 5.0
+"""What tokens_per_second is averaged over"""
+
+_DRAINING = ServiceError(
+    grpc.StatusCode.UNAVAILABLE, "DRAINING", "This engine takes no new requests.", retry_seconds=1
+)
+
+
+class Sink(Protocol):
+    """Where the events of one request go. Called on the event loop; must not block."""
+
+    def on_accepted(self, accepted: engine_pb2.Accepted) -> None: ...
+    def on_prompt_scores(self, scores: engine_pb2.PromptScores) -> None: ...
+    def on_token(self, token: Token) -> None: ...
+    def on_finished(self, finished: engine_pb2.SequenceFinished) -> None: ...
+    def on_completed(self, completed: engine_pb2.Completed) -> None: ...
+    def on_error(self, error: ServiceError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """On whose behalf a request runs."""
+
+    request_id: str
+    tenant: str = ""
+    priority: int = 0
+    timeout_seconds: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request that the loop holds."""
+
+    caller: Caller
+    request: CheckedRequest
+    sink: Sink
+    arrival: float
+    last_token: dict[int, float] = field(default_factory=dict)
+    matchers: dict[int, int] = field(default_factory=dict)
+    """Matcher by sequence, while the sequence is constrained and unfinished"""
+    positions: dict[int, int] = field(default_factory=dict)
+    """Tokens that each matcher was fed"""
+    timer: asyncio.TimerHandle | None = None
+
+
+class Frontend:
+    """Submits requests to the loop and routes what comes back."""
+
+    def __init__(self, settings: EngineSettings, on_failure: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._on_failure = on_failure
+        self._process = EngineProcess(settings, self._on_output, self._on_death)
+        self._grammar: GrammarClient | None = None
+        self._masks: MaskStream | None = None
+        self._live: dict[int, _Live] = {}
+        self._handles = itertools.count(1)
+        self._matcher_ids = itertools.count(1)
+        self._matchers: dict[int, tuple[int, int]] = {}
+        """Matcher to (handle, sequence)"""
+        self._flushes: deque[asyncio.Future[int]] = deque()
+        self._changed = asyncio.Event()
+        self._rate: deque[tuple[float, int]] = deque()
+        self.load = LoadSnapshot()
+        self.draining = False
+
+    async def start(self) -> None:
+        """Load the model. Raises StartupError."""
+        self.model: ModelDescription = await self._process.start()
+        self.model_id = self._settings.model_id or self._settings.model.resolve().name
+        self._admission = Admission(
+            self.model_id, self.model, self._settings.max_logprobs, bool(self._settings.grammar)
+        )
+        self.load = LoadSnapshot(
+            free_blocks=self.model.total_blocks, total_blocks=self.model.total_blocks
+        )
+        if self._settings.grammar:
+            self._grammar_channel = connect(self._settings.grammar)
+            self._grammar = GrammarClient(self._grammar_channel)
+            self._masks = MaskStream(
+                self._grammar_channel,
+                vocabulary_size=self.model.vocabulary_size,
+                eos_token_ids=tuple(self.model.eos_token_ids),
+                on_states=self._on_states,
+                on_lost=self._on_grammar_lost,
+            )
+
+    async def stop(self) -> None:
+        """Abort everything and end the loop."""
+        if self._masks is not None:
+            await self._masks.aclose()
+            await self._grammar_channel.close()
+        await self._process.stop()
+
+    async def drained(self) -> None:
+        """Returns when no request is left."""
+        while self._live:
+            await self.load_changed()
+
+    async def load_changed(self) -> None:
+        """Returns after the next step, or the next change of what runs."""
+        await self._changed.wait()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return len(self._live)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second, over the last seconds."""
+        horizon = time.monotonic() - _RATE_SECONDS
+        while self._rate and self._rate[0][0] < horizon:
+            self._rate.popleft()
+        return sum(count for _, count in self._rate) / _RATE_SECONDS
+
+    # Requests.
+
+    async def submit(
+        self,
+        request: engine_pb2.GenerateRequest,
+        caller: Caller,
+        credit: int | None,
+        sink: Sink,
+    ) -> int:
+        """Check a request and hand it to the loop. Returns its handle; raises ServiceError.
+
+        A request that the loop refuses gets its error through the sink.
+        """
+        if self.draining:
+            raise _DRAINING
+        arrival = time.monotonic()
+        checked = self._admission.check(request)
+        grammar_id = ""
+        if checked.constrained and self._grammar is not None:
+            grammar_id = await self._grammar.compile(request.grammar)
+        handle = next(self._handles)
+        live = _Live(caller, checked, sink, arrival)
+        self._live[handle] = live
+        if grammar_id:
+            self._open_matchers(handle, live, grammar_id)
+        if caller.timeout_seconds is not None:
+            loop = asyncio.get_running_loop()
+            live.timer = loop.call_later(caller.timeout_seconds, self._expire, handle)
+        self._process.send(
+            AddRequest(
+                handle=handle,
+                prompts=checked.prompts,
+                n=checked.n,
+                sampling=checked.sampling,
+                stopping=checked.stopping,
+                logprobs=checked.logprobs,
+                prompt_logprobs=checked.prompt_logprobs,
+                resume=checked.resume,
+                constrained=checked.constrained,
+                credit=credit,
+                cache_salt=hashlib.blake2b(caller.tenant.encode(), digest_size=16).digest(),
+                priority=caller.priority,
+                arrival=arrival,
+            )
+        )
+        return handle
+
+    def cancel(self, handle: int, sequences: Sequence[int] = ()) -> None:
+        """End sequences; none named = all. Raises ServiceError for one that does not exist."""
+        live = self._live.get(handle)
+        if live is None:
+            return
+        count = len(live.request.prompts) * live.request.n
+        if any(index >= count for index in sequences):
+            raise ServiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "INVALID_FIELD",
+                f"The request has {count} sequences.",
+                field="cancel.sequences",
+            )
+        self._process.send(CancelRequest(handle, tuple(sequences)))
+
+    def drop(self, handle: int) -> None:
+        """End a request whose client is gone: nothing more is delivered."""
+        if handle in self._live:
+            self._process.send(CancelRequest(handle))
+            self._forget(handle, "cancelled")
+
+    def grant(self, handle: int, tokens: int) -> None:
+        """Let every sequence of a request generate further tokens."""
+        if handle in self._live:
+            self._process.send(GrantCredit(handle, tokens))
+
+    def abort(self, request_ids: Sequence[str] | None) -> int:
+        """End requests by id, or all. Returns how many there were."""
+        error = ServiceError(grpc.StatusCode.CANCELLED, "ABORTED", "Aborted by an operator.")
+        handles = [
+            handle
+            for handle, live in self._live.items()
+            if request_ids is None or live.caller.request_id in request_ids
+        ]
+        for handle in handles:
+            self._fail(handle, error, "aborted")
+        return len(handles)
+
+    async def flush_cache(self) -> int:
+        """Forget cached prefixes. Returns the blocks freed."""
+        flushed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._flushes.append(flushed)
+        self._process.send(FlushCache())
+        return await flushed
+
+    # What the loop reports.
+
+    def _on_output(self, output: StepOutput) -> None:
+        self.load = output.load
+        metrics.observe_load(output.load)
+        now, generated = time.monotonic(), 0
+        for item in output.outputs:
+            if isinstance(item, CacheFlushed):
+                self._flushes.popleft().set_result(item.freed_blocks)
+                continue
+            live = self._live.get(item.handle)
+            if live is None:
+                continue  # its client left while this was under way
+            match item:
+                case Token():
+                    generated += 1
+                    self._on_token(live, item, now)
+                case ScoredPrompt():
+                    live.sink.on_prompt_scores(_prompt_scores(item))
+                case Finished():
+                    self._close_matcher(live, item.sequence)
+                    live.sink.on_finished(_finished(item))
+                case Admitted():
+                    live.sink.on_accepted(_accepted(item, live))
+                case RequestDone():
+                    self._on_done(live, item)
+                case Refused():
+                    code = grpc.StatusCode[item.code]
+                    error = ServiceError(
+                        code, item.reason, item.message, retry_seconds=item.retry_seconds
+                    )
+                    self._forget(item.handle, "refused")
+                    live.sink.on_error(error)
+        if generated:
+            metrics.GENERATED_TOKENS.inc(generated)
+            self._rate.append((now, generated))
+        self._notify()
+
+    def _on_token(self, live: _Live, token: Token, now: float) -> None:
+        live.sink.on_token(token)
+        last = live.last_token.get(token.sequence)
+        if last is None:
+            metrics.TIME_TO_FIRST_TOKEN.observe(now - live.arrival)
+        else:
+            metrics.INTER_TOKEN.observe(now - last)
+        live.last_token[token.sequence] = now
+        matcher = live.matchers.get(token.sequence)
+        if matcher is not None and self._masks is not None:
+            live.positions[token.sequence] = token.position + 1
+            if token.id not in self.model.eos_token_ids:
+                self._masks.accept(matcher, (token.id,))
+
+    def _on_done(self, live: _Live, done: RequestDone) -> None:
+        metrics.PROMPT_TOKENS.inc(done.prompt_tokens)
+        metrics.CACHED_TOKENS.inc(done.cached_tokens)
+        metrics.QUEUE_TIME.observe(done.queue_seconds)
+        self._forget(done.handle, "ok")
+        usage = Usage(
+            prompt_tokens=done.prompt_tokens,
+            completion_tokens=done.completion_tokens,
+            cached_tokens=done.cached_tokens,
+            queue_seconds=done.queue_seconds,
+            prefill_seconds=done.prefill_seconds,
+            decode_seconds=done.decode_seconds,
+        )
+        live.sink.on_completed(engine_pb2.Completed(usage=usage))
+
+    def _on_death(self, why: str) -> None:
+        error = ServiceError(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", why, retry_seconds=1)
+        for handle in list(self._live):
+            self._fail(handle, error, "failed")
+        self._on_failure(why)
+
+    def _expire(self, handle: int) -> None:
+        message = "The deadline passed."
+        error = ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message)
+        self._fail(handle, error, "expired")
+
+    def _fail(self, handle: int, error: ServiceError, outcome: str) -> None:
+        live = self._live.get(handle)
+        if live is not None:
+            self._process.send(CancelRequest(handle))
+            self._forget(handle, outcome)
+            live.sink.on_error(error)
+
+    def _forget(self, handle: int, outcome: str) -> None:
+        live = self._live.pop(handle)
+        if live.timer is not None:
+            live.timer.cancel()
+        for sequence in list(live.matchers):
+            self._close_matcher(live, sequence)
+        metrics.REQUESTS.labels(outcome).inc()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # Grammars.
+
+    def _open_matchers(self, handle: int, live: _Live, grammar_id: str) -> None:
+        assert self._masks is not None
+        generated = {resume.sequence: resume.generated for resume in live.request.resume}
+        for sequence in range(len(live.request.prompts) * live.request.n):
+            matcher = next(self._matcher_ids)
+            live.matchers[sequence] = matcher
+            live.positions[sequence] = len(generated.get(sequence, ()))
+            self._matchers[matcher] = (handle, sequence)
+            self._masks.open(matcher, grammar_id, generated.get(sequence, ()))
+
+    def _close_matcher(self, live: _Live, sequence: int) -> None:
+        matcher = live.matchers.pop(sequence, None)
+        if matcher is not None and self._masks is not None:
+            del self._matchers[matcher]
+            self._masks.close(matcher)
+
+    def _on_states(self, states: Sequence[MaskState]) -> None:
+        masks: list[Mask] = []
+        for state in states:
+            handle, sequence = self._matchers.get(state.matcher, (0, 0))
+            live = self._live.get(handle)
+            if live is None:
+                continue
+            if state.error is not None:
+                self._fail(handle, state.error, "failed")
+                continue
+            position = live.positions[sequence]
+            masks.append(Mask(handle, sequence, position, state.mask, state.terminated))
+        if masks:
+            self._process.send(SetMasks(masks))
+
+    def _on_grammar_lost(self, error: ServiceError) -> None:
+        """Constrained requests can't go on; free ones never notice."""
+        for handle in {handle for handle, _ in self._matchers.values()}:
+            self._fail(handle, error, "failed")
+
+
+_FINISH: dict[FinishCause, FinishReason.ValueType] = {
+    FinishCause.EOS: FinishReason.FINISH_REASON_STOP,
+    FinishCause.STOP_TOKEN: FinishReason.FINISH_REASON_STOP,
+    FinishCause.GRAMMAR: FinishReason.FINISH_REASON_STOP,
+    FinishCause.LENGTH: FinishReason.FINISH_REASON_LENGTH,
+    FinishCause.CANCELLED: FinishReason.FINISH_REASON_CANCELLED,
+}
+
+
+def _accepted(admitted: Admitted, live: _Live) -> engine_pb2.Accepted:
+    sampling = live.request.sampling
+    return engine_pb2.Accepted(
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        max_tokens=admitted.max_tokens,
+        cached_tokens=admitted.cached_tokens,
+        queue_position=admitted.queue_position,
+    )
+
+
+def _prompt_scores(scored: ScoredPrompt) -> engine_pb2.PromptScores:
+    message = engine_pb2.PromptScores(prompt=scored.prompt, position=scored.position)
+    message.tokens.ids.extend(scored.ids)
+    add_scores(message.tokens, scored.scores)
+    return message
+
+
+def _finished(finished: Finished) -> engine_pb2.SequenceFinished:
+    match: StopMatch | None = None
+    if finished.cause is FinishCause.EOS and finished.token_id is not None:
+        match = StopMatch(eos_token_id=finished.token_id)
+    elif finished.cause is FinishCause.STOP_TOKEN and finished.token_id is not None:
+        match = StopMatch(stop_token_id=finished.token_id)
+    return engine_pb2.SequenceFinished(
+        sequence=finished.sequence,
+        reason=_FINISH[finished.cause],
+        match=match,
+        completion_tokens=finished.completion_tokens,
+    )

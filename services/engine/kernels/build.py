@@ -1,0 +1,90 @@
+"""Compiles the kernels: python -m services.engine.kernels.build [OUTPUT]."""
+
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["LIBRARY", "build"]
+
+_SOURCES = Path(__file__).parent / "src"
+
+LIBRARY = Path(__file__).parent / "libtokenwire_kernels.so"
+"""Where the package looks for the compiled library."""
+
+# Reductions name themselves with "omp simd", so floating-point rules need not be relaxed further.
+# GCC 12 warns of uninitialised values inside its own intrinsics.
+_FLAGS = (
+    "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=default -Wall -Wextra -fno-exceptions -fno-rtti "
+    "-Wno-maybe-uninitialized -fno-math-errno -fno-trapping-math"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """One compilation of a source for one instruction set."""
+
+    source: str
+    flags: tuple[str, ...] = ()
+    table: str = ""
+
+
+_ANYWHERE = (
+    _Unit("dispatch.cpp"),
+    _Unit("portable.cpp", table="portable_baseline"),
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, *"-mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512".split())
+_AMX = (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+_X86_64 = (
+    _Unit("portable.cpp", _AVX2, "portable_avx2"),
+    _Unit("portable.cpp", _AVX512, "portable_avx512"),
+    _Unit("amx_linear.cpp", _AMX),
+    _Unit("amx_attention.cpp", _AMX),
+)
+
+
+def build(output: Path = LIBRARY) -> Path:
+    """Compiles every instruction set into one shared library at `output`.
+
+    The library picks among them at run time, so it runs on any processor of the architecture. It
+    needs a C++17 compiler (CXX, or the one Python was built with, or c++) with OpenMP. Raises
+    OSError when there is none and subprocess.CalledProcessError when it refuses.
+    """
+    units = _ANYWHERE + (_X86_64 if platform.machine() in ("x86_64", "AMD64") else ())
+    compiler = _compiler()
+    with tempfile.TemporaryDirectory() as scratch:
+        objects = [Path(scratch) / f"{index}.o" for index in range(len(units))]
+
+        def compile_unit(unit: _Unit, to: Path) -> None:
+            table = [f"-DTW_TABLE={unit.table}"] if unit.table else []
+            source = str(_SOURCES / unit.source)
+            command = [*compiler, *_FLAGS, *unit.flags, *table, "-c", source, "-o", str(to)]
+            subprocess.run(command, check=True)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(compile_unit, units, objects))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        linked = Path(scratch) / output.name
+        subprocess.run(
+            [*compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(linked)], check=True
+        )
+        # Replaced in one step: a process that runs the old library keeps its file.
+        fresh = output.with_suffix(".new")
+        fresh.write_bytes(linked.read_bytes())
+        fresh.chmod(0o755)
+        fresh.replace(output)
+    return output
+
+
+def _compiler() -> list[str]:
+    return (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else LIBRARY))

@@ -1,0 +1,171 @@
+"""The compiled kernels, as ctypes sees them. src/kernels.h documents every field and function."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+
+import torch
+
+from services.engine.kernels.build import LIBRARY
+
+__all__ = [
+    "DTYPES",
+    "AttentionCall",
+    "Epilogue",
+    "InstructionSet",
+    "LinearCall",
+    "Native",
+    "RotationCall",
+    "instruction_set",
+    "limit_instruction_set",
+    "native",
+]
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""enum tw_dtype"""
+
+
+class InstructionSet(IntEnum):
+    """Each includes those before it."""
+
+    BASELINE = 0
+    AVX2 = 1
+    AVX512 = 2
+    AMX = 3
+
+
+class Epilogue(IntEnum):
+    """What becomes of a product; enum tw_epilogue."""
+
+    STORE = 0
+    ADD = 1
+    GATE = 2
+    STORE_FLOAT32 = 3
+
+
+class RotationCall(ctypes.Structure):
+    """struct tw_rotation"""
+
+    _fields_ = [
+        ("heads", c_void_p),
+        ("row_stride", c_int64),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("tokens", c_int64),
+        ("num_query_heads", c_int64),
+        ("num_key_heads", c_int64),
+        ("head_dim", c_int64),
+        ("epsilon", c_float),
+        ("dtype", c_int32),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    """struct tw_attention"""
+
+    _fields_ = [
+        ("queries", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("out", c_void_p),
+        ("key_cache", c_void_p),
+        ("value_cache", c_void_p),
+        ("slots", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lengths", c_void_p),
+        ("block_tables", c_void_p),
+        ("row_stride", c_int64),
+        ("table_stride", c_int64),
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("num_kv_heads", c_int64),
+        ("group", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("dtype", c_int32),
+    ]
+
+
+class LinearCall(ctypes.Structure):
+    """struct tw_linear"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("num_rows", c_int64),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("epilogue", c_int32),
+    ]
+
+
+class Native:
+    """The library's functions, with their C types."""
+
+    def __init__(self, path: Path) -> None:
+        # It needs libgomp.so.1, which torch has loaded by now: the loader takes that one, so that
+        # both share one pool of threads and torch.set_num_threads holds for both.
+        library = ctypes.CDLL(str(path))
+
+        def function(name: str, result: type | None, *arguments: type) -> Callable[..., int]:
+            found = library[name]
+            found.restype, found.argtypes = result, arguments
+            call: Callable[..., int] = found
+            return call
+
+        size = c_int64
+        self.instruction_set = function("tw_instruction_set", c_int32)
+        self.limit_instruction_set = function("tw_limit_instruction_set", c_int32, c_int32)
+        self.rms_norm = function(
+            "tw_rms_norm", None, c_int32, c_void_p, c_void_p, c_void_p, size, size, c_float
+        )
+        self.rotate = function("tw_rotate", None, POINTER(RotationCall))
+        self.silu_multiply = function(
+            "tw_silu_multiply", None, c_int32, c_void_p, c_void_p, size, size
+        )
+        self.paged_decode = function("tw_paged_decode", None, POINTER(AttentionCall))
+        self.amx_packed_elements = function("tw_amx_packed_elements", size, size, size)
+        self.amx_pack = function(
+            "tw_amx_pack", None, c_int32, c_void_p, c_void_p, size, size, size, size
+        )
+        self.amx_linear = function("tw_amx_linear", None, POINTER(LinearCall))
+        self.amx_attend = function("tw_amx_attend", None, POINTER(AttentionCall))
+
+
+def _load() -> Native | None:
+    if not LIBRARY.exists():
+        return None
+    try:
+        return Native(LIBRARY)
+    except OSError:
+        return None  # compiled for another system
+
+
+native: Native | None = _load()
+"""None where the package was built without a compiler."""
+
+
+def instruction_set() -> InstructionSet | None:
+    """What the kernels use on this machine; None where they were not built."""
+    return None if native is None else InstructionSet(native.instruction_set())
+
+
+@contextmanager
+def limit_instruction_set(highest: InstructionSet) -> Iterator[None]:
+    """Within it the kernels use at most `highest`, as an older machine would."""
+    if native is not None:
+        native.limit_instruction_set(highest)
+    try:
+        yield
+    finally:
+        if native is not None:
+            native.limit_instruction_set(InstructionSet.AMX)

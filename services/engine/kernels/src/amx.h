@@ -1,0 +1,65 @@
+// AMX tiles: eight registers of 16 rows by 64 bytes. One instruction multiplies 16x32 by 32x16
+// bfloat16 into 16x16 float32.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+constexpr int64_t kTile = 512;     // bfloat16 elements in a full tile
+constexpr int64_t kTileRows = 16;  // rows of a tile: rows of a product, or pairs of its inner index
+constexpr int64_t kTileInner = 32;
+constexpr int64_t kPair = 2 * kTileRows;  // rows and columns that a 2 x 2 block of tiles covers
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// A 2 x 2 block of products, C[i][j] += A[i] B[j]: tiles 0 to 3 hold C, 4 and 5 A, 6 and 7 B.
+// Configures them for `rows` (1 to 32) rows of A, of which A[0] has the first 16.
+inline void configure_tiles(int64_t rows) {
+  TileConfig config;
+  uint8_t upper = static_cast<uint8_t>(rows < kTileRows ? rows : kTileRows);
+  uint8_t lower = static_cast<uint8_t>(rows > kTileRows ? rows - kTileRows : kTileRows);
+  for (int tile = 0; tile < 8; tile++) {
+    config.row_bytes[tile] = 64;
+    config.rows[tile] = kTileRows;
+  }
+  config.rows[0] = config.rows[1] = config.rows[4] = upper;
+  config.rows[2] = config.rows[3] = config.rows[5] = lower;
+  _tile_loadconfig(&config);
+}
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline __m256i to_bfloat16(__m512 values) {
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values));
+}
+
+inline __m512 to_float(__m256i values) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+}
+
+// 2^x to 2e-6 relative, ample for results kept in bfloat16.
+inline __m512 exp2(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
+  __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_sub_ps(x, n);
+  __m512 p = _mm512_set1_ps(1.3333558146428e-3f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.6181291076285e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5504108664822e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022650695910e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314718055995e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+}  // namespace

@@ -1,0 +1,368 @@
+// Attention over the paged cache on AMX, one kernel for decodes and prompt chunks.
+//
+// The query heads that share a key head become rows of one matrix (row = query * group + head), up
+// to 32 of them at a time, which is what a 2 x 2 block of tiles holds. Cached blocks are already in
+// tiles, so keys and values go from memory to tile registers untouched.
+#include <stdlib.h>
+#include <string.h>
+
+#include "amx.h"
+#include "kernels.h"
+
+namespace {
+
+constexpr int64_t kMostRows = kPair;  // of a unit
+constexpr int64_t kMostKeys = 256;  // keys per update of the online softmax
+constexpr int64_t kMostHeadDim = 256;
+// A context is cut into parts of this many tokens, whatever the number of threads, so that a result
+// does not depend on the machine or on what else is in the batch. Only decodes are cut: a prompt
+// chunk has rows enough to share.
+constexpr int64_t kPart = 512;
+constexpr float kLowest = -1e30f;  // finite: a difference of two is no NaN
+
+struct Unit {
+  int64_t sequence;
+  int64_t kv_head;
+  int64_t first_row, num_rows;  // rows of the sequence's folded queries
+  int64_t first_key, last_key;
+  float *partial;  // where a part's state goes, or null when the unit is the whole
+  int64_t parts;   // of the first part, how many there are; of the others 0
+};
+
+struct alignas(64) Scratch {
+  float scores[kMostRows * kMostKeys];
+  float state[kMostRows * kMostHeadDim];  // weighted values, not yet divided
+  uint16_t queries[kMostRows * kMostHeadDim];
+  uint16_t weights[kMostRows * kMostKeys];
+  uint16_t tail[kTileInner * kMostHeadDim];
+  float highest[kMostRows];
+  float total[kMostRows];
+};
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+class Attention {
+ public:
+  explicit Attention(const tw_attention &a) : a_(a), head_size_(a.block_size * a.head_dim) {}
+
+  // Puts one token's keys and values where the tiles want them.
+  void write(int64_t token) const {
+    int64_t block = a_.slots[token] / a_.block_size, offset = a_.slots[token] % a_.block_size;
+    for (int64_t h = 0; h < a_.num_kv_heads; h++) {
+      int64_t from = token * a_.row_stride + h * a_.head_dim;
+      int64_t to = (block * a_.num_kv_heads + h) * head_size_;
+      auto key = reinterpret_cast<const uint32_t *>(static_cast<const uint16_t *>(a_.keys) + from);
+      auto keys = reinterpret_cast<uint32_t *>(static_cast<uint16_t *>(a_.key_cache) + to) +
+                  offset / kTileRows * (kTileRows * a_.head_dim / 2) + offset % kTileRows;
+      for (int64_t pair = 0; pair < a_.head_dim / 2; pair++) keys[pair * kTileRows] = key[pair];
+      const uint16_t *value = static_cast<const uint16_t *>(a_.values) + from;
+      uint16_t *values = static_cast<uint16_t *>(a_.value_cache) + to +
+                         offset / kTileInner * (kTileInner * a_.head_dim) +
+                         offset % kTileInner / 2 * kPair + offset % 2;
+      for (int64_t i = 0; i < a_.head_dim; i++)
+        values[i / kTileRows * kTile + i % kTileRows * 2] = value[i];
+    }
+  }
+
+  void attend(const Unit &unit, Scratch &s) const {
+    load_queries(unit, s);
+    for (int64_t r = 0; r < unit.num_rows; r++) {
+      s.highest[r] = kLowest;
+      s.total[r] = 0;
+    }
+    memset(s.state, 0, sizeof(float) * static_cast<size_t>(kMostRows * a_.head_dim));
+    for (int64_t key = unit.first_key; key < unit.last_key; key += kMostKeys) {
+      int64_t count = smaller(kMostKeys, unit.last_key - key);
+      score(unit, key, count, s);
+      for (int64_t r = 0; r < unit.num_rows; r++) weigh(unit, r, key, count, s);
+      gather(unit, key, count, s);
+    }
+    if (unit.partial)
+      keep(unit, s);
+    else
+      for (int64_t r = 0; r < unit.num_rows; r++)
+        store(unit, r, s.state + r * a_.head_dim, s.total[r]);
+  }
+
+  // Joins the parts of one unit. `unit.partial` is the first part's.
+  void merge(const Unit &unit, int64_t parts, int64_t part_size) const {
+    alignas(64) float sum[kMostHeadDim];
+    for (int64_t r = 0; r < unit.num_rows; r++) {
+      const float *first = unit.partial + r * (a_.head_dim + 2);
+      float highest = kLowest, total = 0;
+      for (int64_t p = 0; p < parts; p++) {
+        float candidate = first[p * part_size + a_.head_dim];
+        highest = candidate > highest ? candidate : highest;
+      }
+      memset(sum, 0, sizeof sum);
+      for (int64_t p = 0; p < parts; p++) {
+        const float *part = first + p * part_size;
+        __m512 factor = exp2(_mm512_set1_ps(part[a_.head_dim] - highest));
+        total += part[a_.head_dim + 1] * _mm512_cvtss_f32(factor);
+        for (int64_t i = 0; i < a_.head_dim; i += 16)
+          _mm512_store_ps(sum + i, _mm512_fmadd_ps(factor, _mm512_loadu_ps(part + i),
+                                                   _mm512_load_ps(sum + i)));
+      }
+      store(unit, r, sum, total);
+    }
+  }
+
+ private:
+  // The tiles of 32 tokens from `key` on, of one head.
+  int64_t tiles_at(const Unit &unit, int64_t key) const {
+    int64_t block = a_.block_tables[unit.sequence * a_.table_stride + key / a_.block_size];
+    return (block * a_.num_kv_heads + unit.kv_head) * head_size_ +
+           key % a_.block_size * a_.head_dim;
+  }
+
+  int64_t position(const Unit &unit, int64_t row) const {
+    int64_t length = a_.query_starts[unit.sequence + 1] - a_.query_starts[unit.sequence];
+    return a_.context_lengths[unit.sequence] - length + (unit.first_row + row) / a_.group;
+  }
+
+  void load_queries(const Unit &unit, Scratch &s) const {
+    for (int64_t r = 0; r < unit.num_rows; r++) {
+      int64_t row = unit.first_row + r;
+      const uint16_t *from = static_cast<const uint16_t *>(a_.queries) +
+                             (a_.query_starts[unit.sequence] + row / a_.group) * a_.row_stride +
+                             (unit.kv_head * a_.group + row % a_.group) * a_.head_dim;
+      memcpy(s.queries + r * a_.head_dim, from, static_cast<size_t>(a_.head_dim) * 2);
+    }
+  }
+
+  // scores [rows, keys] = queries @ keys.T
+  void score(const Unit &unit, int64_t key, int64_t count, Scratch &s) const {
+    bool two = unit.num_rows > kTileRows;
+    for (int64_t k = 0; k < count; k += kTileInner) {
+      const uint16_t *keys = static_cast<const uint16_t *>(a_.key_cache) + tiles_at(unit, key + k);
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t i = 0; i < a_.head_dim; i += kTileInner) {
+        _tile_loadd(6, keys + i * kTileRows, 64);
+        _tile_loadd(7, keys + (a_.head_dim + i) * kTileRows, 64);
+        _tile_loadd(4, s.queries + i, a_.head_dim * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+          _tile_loadd(5, s.queries + kTileRows * a_.head_dim + i, a_.head_dim * 2);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+      float *scores = s.scores + k;
+      _tile_stored(0, scores, kMostKeys * 4);
+      _tile_stored(1, scores + kTileRows, kMostKeys * 4);
+      if (two) {
+        _tile_stored(2, scores + kTileRows * kMostKeys, kMostKeys * 4);
+        _tile_stored(3, scores + kTileRows * kMostKeys + kTileRows, kMostKeys * 4);
+      }
+    }
+  }
+
+  // One row's online softmax step (https://arxiv.org/abs/1805.02867): scores to weights.
+  void weigh(const Unit &unit, int64_t r, int64_t key, int64_t count, Scratch &s) const {
+    int64_t at = position(unit, r), width = divide_up(count, kTileInner) * kTileInner;
+    int64_t last = smaller(smaller(at + 1, unit.last_key) - key, count);
+    int64_t first = a_.window ? larger(at + 1 - a_.window - key, 0) : 0;
+    const float *scores = s.scores + r * kMostKeys;
+    uint16_t *weights = s.weights + r * kMostKeys;
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    auto visible = [&](int64_t i) {
+      __m512i index = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(i)));
+      return _mm512_cmplt_epi32_mask(index, _mm512_set1_epi32(static_cast<int>(last))) &
+             _mm512_cmpge_epi32_mask(index, _mm512_set1_epi32(static_cast<int>(first)));
+    };
+    __m512 highest = _mm512_set1_ps(kLowest);
+    for (int64_t i = 0; i < width; i += 16)
+      highest = _mm512_mask_max_ps(highest, visible(i), highest, _mm512_load_ps(scores + i));
+    // In powers of two, so that one multiplication serves the scale and the change of base.
+    float scale = a_.scale * kLog2E, before = s.highest[r];
+    float now = _mm512_reduce_max_ps(highest);
+    now = now == kLowest || now * scale < before ? before : now * scale;
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < width; i += 16) {
+      __m512 exponent = _mm512_fmsub_ps(_mm512_load_ps(scores + i), _mm512_set1_ps(scale),
+                                        _mm512_set1_ps(now));
+      __m512 weight = _mm512_maskz_mov_ps(visible(i), exp2(exponent));
+      sum = _mm512_add_ps(sum, weight);
+      _mm256_store_si256(reinterpret_cast<__m256i *>(weights + i), to_bfloat16(weight));
+    }
+    __m512 correction = exp2(_mm512_set1_ps(before - now));
+    s.total[r] = s.total[r] * _mm512_cvtss_f32(correction) + _mm512_reduce_add_ps(sum);
+    s.highest[r] = now;
+    float *state = s.state + r * a_.head_dim;
+    for (int64_t i = 0; i < a_.head_dim; i += 16)
+      _mm512_store_ps(state + i, _mm512_mul_ps(correction, _mm512_load_ps(state + i)));
+  }
+
+  // state [rows, head_dim] += weights @ values
+  void gather(const Unit &unit, int64_t key, int64_t count, Scratch &s) const {
+    bool two = unit.num_rows > kTileRows;
+    const uint16_t *tiles[kMostKeys / kTileInner];
+    for (int64_t k = 0; k < count; k += kTileInner) {
+      tiles[k / kTileInner] = static_cast<const uint16_t *>(a_.value_cache) + tiles_at(unit, key + k);
+      // Behind the context lies what an earlier sequence left. Its weight is zero, but zero times
+      // a NaN is not.
+      if (count - k < kTileInner)
+        tiles[k / kTileInner] = clean(tiles[k / kTileInner], count - k, s.tail);
+    }
+    int64_t stride = a_.head_dim * 4;
+    for (int64_t i = 0; i < a_.head_dim; i += kPair) {
+      float *state = s.state + i, *lower = state + kTileRows * a_.head_dim;
+      _tile_loadd(0, state, stride);
+      _tile_loadd(1, state + kTileRows, stride);
+      if (two) {
+        _tile_loadd(2, lower, stride);
+        _tile_loadd(3, lower + kTileRows, stride);
+      }
+      for (int64_t k = 0; k < count; k += kTileInner) {
+        const uint16_t *values = tiles[k / kTileInner] + i * kTileInner;
+        _tile_loadd(6, values, 64);
+        _tile_loadd(7, values + kTile, 64);
+        _tile_loadd(4, s.weights + k, kMostKeys * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+          _tile_loadd(5, s.weights + kTileRows * kMostKeys + k, kMostKeys * 2);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+      _tile_stored(0, state, stride);
+      _tile_stored(1, state + kTileRows, stride);
+      if (two) {
+        _tile_stored(2, lower, stride);
+        _tile_stored(3, lower + kTileRows, stride);
+      }
+    }
+  }
+
+  // A copy of 32 tokens' value tiles in which those from `count` on are zero.
+  const uint16_t *clean(const uint16_t *from, int64_t count, uint16_t *to) const {
+    memcpy(to, from, static_cast<size_t>(kTileInner * a_.head_dim) * 2);
+    for (int64_t tile = 0; tile < a_.head_dim / kTileRows; tile++)
+      for (int64_t token = count; token < kTileInner; token++)
+        for (int64_t i = 0; i < kTileRows; i++)
+          to[tile * kTile + token / 2 * kPair + i * 2 + token % 2] = 0;
+    return to;
+  }
+
+  void keep(const Unit &unit, const Scratch &s) const {
+    for (int64_t r = 0; r < unit.num_rows; r++) {
+      float *partial = unit.partial + r * (a_.head_dim + 2);
+      memcpy(partial, s.state + r * a_.head_dim, static_cast<size_t>(a_.head_dim) * 4);
+      partial[a_.head_dim] = s.highest[r];
+      partial[a_.head_dim + 1] = s.total[r];
+    }
+  }
+
+  void store(const Unit &unit, int64_t r, const float *state, float total) const {
+    int64_t row = unit.first_row + r;
+    int64_t token = a_.query_starts[unit.sequence] + row / a_.group;
+    int64_t head = unit.kv_head * a_.group + row % a_.group;
+    uint16_t *out = static_cast<uint16_t *>(a_.out) +
+                    (token * a_.num_kv_heads * a_.group + head) * a_.head_dim;
+    __m512 scale = _mm512_set1_ps(1.0f / total);
+    for (int64_t i = 0; i < a_.head_dim; i += 16)
+      _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + i),
+                          to_bfloat16(_mm512_mul_ps(scale, _mm512_loadu_ps(state + i))));
+  }
+
+  const tw_attention &a_;
+  int64_t head_size_;
+};
+
+// Memory that grows and is kept from call to call.
+class Buffer {
+ public:
+  ~Buffer() { free(data_); }
+  void *reserve(int64_t bytes) {
+    if (bytes > capacity_) {
+      free(data_);
+      data_ = malloc(static_cast<size_t>(bytes));
+      capacity_ = bytes;
+    }
+    return data_;
+  }
+
+ private:
+  void *data_ = nullptr;
+  int64_t capacity_ = 0;
+};
+
+thread_local Buffer unit_buffer;
+thread_local Buffer partial_buffer;
+
+struct Plan {
+  const Unit *units;
+  int64_t num_units;
+};
+
+// Parts that a sequence's context is cut into.
+int64_t count_parts(const tw_attention &a, int64_t sequence) {
+  bool decodes = a.query_starts[sequence + 1] - a.query_starts[sequence] == 1;
+  return decodes ? divide_up(a.context_lengths[sequence], kPart) : 1;
+}
+
+// Lists the step's units. A chunk's last rows see most keys and come
+// first, so that no thread is left with a long unit at the end.
+Plan plan(const tw_attention &a, int64_t part_size) {
+  int64_t num_units = 0, num_parts = 0;
+  for (int64_t s = 0; s < a.sequences; s++) {
+    int64_t rows = (a.query_starts[s + 1] - a.query_starts[s]) * a.group, parts = count_parts(a, s);
+    int64_t units = divide_up(rows, kMostRows) * a.num_kv_heads * parts;
+    num_units += units;
+    if (parts > 1) num_parts += units;
+  }
+  auto units = static_cast<Unit *>(
+      unit_buffer.reserve(num_units * static_cast<int64_t>(sizeof(Unit))));
+  auto partial = static_cast<float *>(
+      partial_buffer.reserve(num_parts * part_size * static_cast<int64_t>(sizeof(float))));
+  Unit *unit = units;
+  for (int64_t s = 0; s < a.sequences; s++) {
+    int64_t length = a.query_starts[s + 1] - a.query_starts[s], rows = length * a.group;
+    int64_t context = a.context_lengths[s], parts = count_parts(a, s);
+    for (int64_t h = 0; h < a.num_kv_heads; h++)
+      for (int64_t block = divide_up(rows, kMostRows) - 1; block >= 0; block--) {
+        int64_t row = block * kMostRows, count = smaller(kMostRows, rows - row);
+        int64_t lowest = context - length + row / a.group;
+        int64_t highest = context - length + (row + count - 1) / a.group;
+        int64_t seen = a.window ? larger(lowest + 1 - a.window, 0) / kTileInner * kTileInner : 0;
+        for (int64_t part = 0; part < parts; part++) {
+          int64_t first = larger(part * kPart, seen);
+          int64_t last = parts > 1 ? smaller((part + 1) * kPart, context) : highest + 1;
+          *unit++ = {s, h, row, count, first, last, parts > 1 ? partial : nullptr, part ? 0 : parts};
+          if (parts > 1) partial += part_size;
+        }
+      }
+  }
+  return {units, num_units};
+}
+
+}  // namespace
+
+void tw_amx_attend(const tw_attention *attention) {
+  const tw_attention &a = *attention;
+  Attention kernel(a);
+  int64_t part_size = smaller(kMostRows, a.group) * (a.head_dim + 2);
+  const Plan work = plan(a, part_size);
+#pragma omp parallel
+  {
+    Scratch scratch;
+#pragma omp for
+    for (int64_t token = 0; token < a.tokens; token++) kernel.write(token);
+    int64_t configured = 0;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < work.num_units; i++) {
+      if (work.units[i].num_rows != configured) configure_tiles(configured = work.units[i].num_rows);
+      kernel.attend(work.units[i], scratch);
+    }
+    _tile_release();
+#pragma omp for
+    for (int64_t i = 0; i < work.num_units; i++)
+      if (work.units[i].parts > 1) kernel.merge(work.units[i], work.units[i].parts, part_size);
+  }
+}

@@ -1,0 +1,155 @@
+// Linear layers on AMX, from weights packed once into tiles.
+#include <omp.h>
+#include <string.h>
+
+#include "amx.h"
+#include "kernels.h"
+
+namespace {
+
+// Rows multiplied with a panel before the next panel's turn: they should stay in the L2 cache.
+constexpr int64_t kRowsBytes = 1 << 20;
+constexpr int64_t kPrefetch = 8 * kTile;  // elements ahead, eight tiles
+
+inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
+  if (dtype == TW_FLOAT32) return static_cast<const float *>(weight)[index];
+  uint16_t bits = static_cast<const uint16_t *>(weight)[index];
+  if (dtype == TW_FLOAT16) return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+inline uint16_t round_to_bfloat16(float value) {
+  return static_cast<uint16_t>(
+      _mm_extract_epi16(reinterpret_cast<__m128i>(_mm_cvtneps_pbh(_mm_set_ss(value))), 0));
+}
+
+// The product of up to 32 rows and one panel, into tiles 0 to 3.
+template <bool kTwoRowTiles, bool kStreams>
+inline void multiply_panel(const uint16_t *rows, int64_t inputs, const uint16_t *panel) {
+  const uint16_t *lower = rows + kTileRows * inputs;
+  int64_t stride = inputs * 2;
+  _tile_zero(0);
+  _tile_zero(1);
+  if (kTwoRowTiles) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t k = 0; k < inputs; k += kTileInner, panel += 2 * kTile) {
+    if (kStreams)
+      for (int64_t line = 0; line < 2 * kTile; line += 32)
+        _mm_prefetch(reinterpret_cast<const char *>(panel + kPrefetch + line), _MM_HINT_T0);
+    _tile_loadd(6, panel, 64);
+    _tile_loadd(7, panel + kTile, 64);
+    _tile_loadd(4, rows + k, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (kTwoRowTiles) {
+      _tile_loadd(5, lower + k, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+}
+
+// Writes one row of 32 products where the epilogue wants them.
+inline void finish_row(const tw_linear &a, const float *product, int64_t row, int64_t panel) {
+  __m512 low = _mm512_load_ps(product), high = _mm512_load_ps(product + kTileRows);
+  int64_t column = panel * kPair;
+  if (a.bias) {
+    low = _mm512_add_ps(low, _mm512_loadu_ps(a.bias + column));
+    high = _mm512_add_ps(high, _mm512_loadu_ps(a.bias + column + kTileRows));
+  }
+  if (a.epilogue == TW_GATE) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    __m512 decay = exp2(_mm512_mul_ps(low, _mm512_set1_ps(-kLog2E)));
+    __m512 gated = _mm512_mul_ps(_mm512_div_ps(low, _mm512_add_ps(one, decay)), high);
+    int64_t width = a.outputs / 2, left = width - panel * kTileRows;
+    __mmask16 mask = left >= kTileRows ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+    auto out = static_cast<uint16_t *>(a.out) + row * width + panel * kTileRows;
+    _mm256_mask_storeu_epi16(out, mask, to_bfloat16(gated));
+    return;
+  }
+  int64_t left = a.outputs - column;
+  uint32_t mask = left >= kPair ? 0xffffffffu : (1u << left) - 1;
+  auto first = static_cast<__mmask16>(mask), second = static_cast<__mmask16>(mask >> 16);
+  if (a.epilogue == TW_STORE_FLOAT32) {
+    float *out = static_cast<float *>(a.out) + row * a.outputs + column;
+    _mm512_mask_storeu_ps(out, first, low);
+    _mm512_mask_storeu_ps(out + kTileRows, second, high);
+    return;
+  }
+  auto out = static_cast<uint16_t *>(a.out) + row * a.outputs + column;
+  if (a.epilogue == TW_ADD) {
+    low = _mm512_add_ps(low, to_float(_mm256_maskz_loadu_epi16(first, out)));
+    high = _mm512_add_ps(high, to_float(_mm256_maskz_loadu_epi16(second, out + kTileRows)));
+  }
+  _mm256_mask_storeu_epi16(out, first, to_bfloat16(low));
+  _mm256_mask_storeu_epi16(out + kTileRows, second, to_bfloat16(high));
+}
+
+}  // namespace
+
+int64_t tw_amx_packed_elements(int64_t outputs, int64_t inputs) {
+  return divide_up(outputs, kPair) * kPair * divide_up(inputs, kTileInner) * kTileInner;
+}
+
+void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t outputs, int64_t inputs,
+                 int64_t first_tile, int64_t tile_step) {
+  int64_t depth = divide_up(inputs, kTileInner);
+#pragma omp parallel for
+  for (int64_t tile = 0; tile < divide_up(outputs, kTileRows); tile++) {
+    int64_t column = first_tile + tile * tile_step;
+    uint16_t *panel = static_cast<uint16_t *>(packed) + column / 2 * depth * 2 * kTile;
+    for (int64_t k = 0; k < depth * kTileInner; k++) {
+      uint16_t *to = panel + (k / kTileInner * 2 + column % 2) * kTile +
+                     k % kTileInner / 2 * kPair + k % 2;
+      for (int64_t n = 0; n < kTileRows; n++) {
+        int64_t output = tile * kTileRows + n;
+        bool inside = output < outputs && k < inputs;
+        to[2 * n] =
+            inside ? round_to_bfloat16(weight_at(dtype, weight, output * inputs + k)) : 0;
+      }
+    }
+  }
+}
+
+void tw_amx_linear(const tw_linear *linear) {
+  const tw_linear &a = *linear;
+  int64_t panels = divide_up(a.outputs, kPair), panel_size = a.inputs * kPair;
+  int64_t block = kRowsBytes / (a.inputs * 2) / kPair * kPair;
+  if (block < kPair) block = kPair;
+  int64_t blocks = divide_up(a.num_rows, block);
+#pragma omp parallel
+  {
+    alignas(64) float products[kPair * kPair];
+    int64_t configured = 0;
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < blocks * panels; item++) {
+      int64_t start = item / panels * block, panel = item % panels;
+      int64_t end = start + block < a.num_rows ? start + block : a.num_rows;
+      const uint16_t *weights = static_cast<const uint16_t *>(a.packed) + panel * panel_size;
+      for (int64_t row = start; row < end; row += kPair) {
+        int64_t count = end - row < kPair ? end - row : kPair;
+        if (count != configured) configure_tiles(configured = count);
+        const uint16_t *rows = static_cast<const uint16_t *>(a.rows) + row * a.inputs;
+        if (count <= kTileRows)
+          row == start ? multiply_panel<false, true>(rows, a.inputs, weights)
+                       : multiply_panel<false, false>(rows, a.inputs, weights);
+        else
+          row == start ? multiply_panel<true, true>(rows, a.inputs, weights)
+                       : multiply_panel<true, false>(rows, a.inputs, weights);
+        _tile_stored(0, products, kPair * 4);
+        _tile_stored(1, products + kTileRows, kPair * 4);
+        if (count > kTileRows) {
+          _tile_stored(2, products + kTileRows * kPair, kPair * 4);
+          _tile_stored(3, products + kTileRows * kPair + kTileRows, kPair * 4);
+        }
+        for (int64_t i = 0; i < count; i++) finish_row(a, products + i * kPair, row + i, panel);
+      }
+    }
+    _tile_release();
+  }
+}

@@ -1,0 +1,75 @@
+// Chooses the instruction set at run time and forwards the C interface to it.
+#include "portable.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+enum InstructionSet : int32_t { BASELINE, AVX2, AVX512, AMX };
+
+#if defined(__x86_64__)
+bool has_amx_bf16() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  bool bf16 = d & (1u << 22), tile = d & (1u << 24);
+  if (!bf16 || !tile || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & (1u << 5))) return false;
+#if defined(__linux__)
+  // Linux hands out the tile registers only to processes that ask (ARCH_REQ_XCOMP_PERM, XTILEDATA).
+  return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+InstructionSet detect() {
+#if defined(__x86_64__)
+  // __builtin_cpu_supports also asks whether the operating system saves the registers.
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    return has_amx_bf16() ? AMX : AVX512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+#endif
+  return BASELINE;
+}
+
+const InstructionSet available = detect();
+InstructionSet in_use = available;
+
+const PortableKernels &portable() {
+#if defined(__x86_64__)
+  if (in_use >= AVX512) return portable_avx512;
+  if (in_use == AVX2) return portable_avx2;
+#endif
+  return portable_baseline;
+}
+
+}  // namespace
+
+int32_t tw_instruction_set() { return in_use; }
+
+int32_t tw_limit_instruction_set(int32_t highest) {
+  in_use = highest < available ? static_cast<InstructionSet>(highest) : available;
+  return in_use;
+}
+
+void tw_rms_norm(int32_t dtype, const void *rows, const void *weight, void *out, int64_t num_rows,
+                 int64_t width, float epsilon) {
+  portable().rms_norm(dtype, rows, weight, out, num_rows, width, epsilon);
+}
+
+void tw_rotate(const tw_rotation *rotation) { portable().rotate(rotation); }
+
+void tw_silu_multiply(int32_t dtype, const void *both, void *out, int64_t num_rows,
+                      int64_t width) {
+  portable().silu_multiply(dtype, both, out, num_rows, width);
+}
+
+void tw_paged_decode(const tw_attention *attention) { portable().paged_decode(attention); }

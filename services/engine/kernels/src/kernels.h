@@ -1,0 +1,107 @@
+// The C interface of Tokenwire's CPU kernels, loaded with ctypes.
+//
+// Tensors are row-major and contiguous unless a stride is given; strides and sizes count elements.
+// Every function runs on the OpenMP threads of the calling thread, hence on torch's.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+enum tw_dtype : int32_t { TW_FLOAT32 = 0, TW_BFLOAT16 = 1, TW_FLOAT16 = 2 };
+
+// The best instruction set compiled in that this processor and kernel allow:
+// 0 baseline, 1 AVX2 + FMA, 2 AVX-512, 3 AVX-512 + AMX bf16.
+int32_t tw_instruction_set();
+
+// Makes calls use at most this instruction set, for tests. Returns the one in use.
+int32_t tw_limit_instruction_set(int32_t highest);
+
+// ---- float32 and bfloat16, any instruction set ----
+
+void tw_rms_norm(int32_t dtype, const void *rows, const void *weight, void *out, int64_t num_rows,
+                 int64_t width, float epsilon);
+
+// Rotates queries and keys in place, after an RMSNorm of each head where a norm is not null.
+struct tw_rotation {
+  void *heads;  // queries, then keys: [tokens, num_query_heads + num_key_heads, head_dim]
+  int64_t row_stride;
+  const float *cosines;  // [tokens, head_dim / 2]
+  const float *sines;
+  const void *query_norm;  // [head_dim] or null
+  const void *key_norm;
+  int64_t tokens;
+  int64_t num_query_heads;
+  int64_t num_key_heads;
+  int64_t head_dim;
+  float epsilon;
+  int32_t dtype;
+};
+void tw_rotate(const tw_rotation *rotation);
+
+// out [rows, width] = silu(both[:, :width]) * both[:, width:]
+void tw_silu_multiply(int32_t dtype, const void *both, void *out, int64_t num_rows, int64_t width);
+
+// One layer's attention. Queries, keys and values share row_stride.
+struct tw_attention {
+  const void *queries;  // [tokens, num_kv_heads * group, head_dim]
+  const void *keys;     // [tokens, num_kv_heads, head_dim]
+  const void *values;
+  void *out;                     // [tokens, num_kv_heads * group * head_dim]
+  void *key_cache;               // [blocks, num_kv_heads, block_size * head_dim]
+  void *value_cache;             // the same
+  const int64_t *slots;          // [tokens]
+  const int32_t *query_starts;   // [sequences + 1]
+  const int32_t *context_lengths;  // [sequences]
+  const int32_t *block_tables;   // [sequences, table_stride]
+  int64_t row_stride;
+  int64_t table_stride;
+  int64_t tokens;
+  int64_t sequences;  // those to attend; keys and values of all tokens are written
+  int64_t num_kv_heads;
+  int64_t group;  // query heads that share a key head
+  int64_t head_dim;
+  int64_t block_size;
+  int64_t window;  // latest tokens a query sees; 0: all
+  float scale;
+  int32_t dtype;
+};
+
+// Writes keys and values, then attends for `sequences` sequences of one query token each.
+// Cache layout: [blocks, num_kv_heads, block_size, head_dim].
+void tw_paged_decode(const tw_attention *attention);
+
+// ---- bfloat16 on AMX (instruction set 3) ----
+
+// Weights are packed in tiles of 16 outputs by 32 inputs, laid out as TDPBF16PS wants them (pairs
+// of inputs interleaved), two tiles of neighbouring outputs side by side: a panel.
+int64_t tw_amx_packed_elements(int64_t outputs, int64_t inputs);
+
+// Packs weight [outputs, inputs] into the tile columns first_tile, first_tile + tile_step, ...
+void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t outputs, int64_t inputs,
+                 int64_t first_tile, int64_t tile_step);
+
+enum tw_epilogue : int32_t {
+  TW_STORE = 0,          // out = product
+  TW_ADD = 1,            // out += product
+  TW_GATE = 2,           // out = silu(even tiles) * odd tiles
+  TW_STORE_FLOAT32 = 3,  // out is float32
+};
+
+struct tw_linear {
+  const void *rows;    // bfloat16 [num_rows, inputs], inputs a multiple of 32
+  const void *packed;  // from tw_amx_pack
+  const float *bias;   // one per packed column, or null
+  void *out;           // [num_rows, outputs]; half as many columns after TW_GATE
+  int64_t num_rows;
+  int64_t inputs;
+  int64_t outputs;  // columns of the product, before TW_GATE halves them
+  int32_t epilogue;
+};
+void tw_amx_linear(const tw_linear *linear);
+
+// Writes keys and values, then attends for decodes and prompt chunks alike.
+// A cached block holds its keys as [block_size / 16][head_dim / 32] tiles and its values as
+// [block_size / 32][head_dim / 16] tiles; block_size and head_dim are multiples of 32.
+void tw_amx_attend(const tw_attention *attention);
+}

@@ -1,0 +1,256 @@
+// Kernels in plain C++ that the compiler vectorises, compiled once per instruction set.
+//
+// TW_TABLE names the table this compilation defines. Everything else is in an anonymous namespace
+// and no standard template is instantiated: a function that two compilations shared could be
+// taken from the wrong one.
+#include "portable.h"
+
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+namespace {
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+inline float load(float value) { return value; }
+inline float load(bfloat16 value) {
+  uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+inline void store(float *to, float value) { *to = value; }
+inline void store(bfloat16 *to, float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  // Round to nearest even; a NaN's payload must not round up to infinity.
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  to->bits = static_cast<uint16_t>(value != value ? (bits >> 16) | 0x40 : rounded);
+}
+
+inline float minimum(float a, float b) { return a < b ? a : b; }
+inline float maximum(float a, float b) { return a > b ? a : b; }
+inline int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// e^x to 2 ulp (Cephes expf), branch-free so that loops around it vectorise.
+inline float exponential(float x) {
+  x = maximum(minimum(x, 88.0f), -87.0f);
+  float n = x * 1.44269504088896341f;
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+  float shifted = n + 12582912.0f;
+  n = shifted - 12582912.0f;
+  float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  uint32_t bits;
+  memcpy(&bits, &shifted, sizeof bits);
+  bits = ((bits - 0x4b400000u) + 127u) << 23;
+  float power;
+  memcpy(&power, &bits, sizeof power);
+  return p * power;
+}
+
+template <typename T>
+void rms_norm_row(const T *row, const T *weight, T *out, int64_t width, float epsilon) {
+  float squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < width; i++) squares += load(row[i]) * load(row[i]);
+  float scale = 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
+#pragma omp simd
+  for (int64_t i = 0; i < width; i++) store(out + i, load(row[i]) * scale * load(weight[i]));
+}
+
+template <typename T>
+void rms_norm(const void *rows, const void *weight, void *out, int64_t num_rows, int64_t width,
+              float epsilon) {
+#pragma omp parallel for if (num_rows > 4)
+  for (int64_t row = 0; row < num_rows; row++)
+    rms_norm_row(static_cast<const T *>(rows) + row * width, static_cast<const T *>(weight),
+                 static_cast<T *>(out) + row * width, width, epsilon);
+}
+
+template <typename T>
+void rotate_head(T *head, const float *cosines, const float *sines, int64_t half) {
+#pragma omp simd
+  for (int64_t i = 0; i < half; i++) {
+    float low = load(head[i]), high = load(head[half + i]);
+    store(head + i, low * cosines[i] - high * sines[i]);
+    store(head + half + i, high * cosines[i] + low * sines[i]);
+  }
+}
+
+template <typename T>
+void rotate(const tw_rotation &r) {
+  int64_t half = r.head_dim / 2;
+#pragma omp parallel for if (r.tokens > 4)
+  for (int64_t token = 0; token < r.tokens; token++) {
+    for (int64_t h = 0; h < r.num_query_heads + r.num_key_heads; h++) {
+      T *head = static_cast<T *>(r.heads) + token * r.row_stride + h * r.head_dim;
+      auto norm = static_cast<const T *>(h < r.num_query_heads ? r.query_norm : r.key_norm);
+      if (norm) rms_norm_row(head, norm, head, r.head_dim, r.epsilon);
+      rotate_head(head, r.cosines + token * half, r.sines + token * half, half);
+    }
+  }
+}
+
+template <typename T>
+void silu_multiply(const void *both, void *out, int64_t num_rows, int64_t width) {
+#pragma omp parallel for if (num_rows > 4)
+  for (int64_t row = 0; row < num_rows; row++) {
+    const T *gate = static_cast<const T *>(both) + row * 2 * width, *up = gate + width;
+    T *to = static_cast<T *>(out) + row * width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) {
+      float x = load(gate[i]);
+      store(to + i, x / (1.0f + exponential(-x)) * load(up[i]));
+    }
+  }
+}
+
+// A sequence's context is cut into parts of this many tokens, whatever the number of threads, so
+// that a result does not depend on the machine or on what else is in the batch.
+constexpr int64_t kPart = 512;
+constexpr int64_t kScores = 64;  // keys whose scores are held at a time
+
+// Online softmax (https://arxiv.org/abs/1805.02867) over a part of one head's context.
+// partial: [group][head_dim + 2]: the weighted values, the highest score, the sum of weights.
+template <typename T>
+void attend_part(const tw_attention &a, const T *query, const int32_t *table, int64_t kv_head,
+                 int64_t first, int64_t last, float *partial) {
+  int64_t width = a.head_dim + 2, head_size = a.block_size * a.head_dim;
+  for (int64_t g = 0; g < a.group; g++) {
+    float *state = partial + g * width;
+    memset(state, 0, static_cast<size_t>(width) * sizeof(float));
+    state[a.head_dim] = -1e30f;
+  }
+  for (int64_t start = first; start < last;) {
+    int64_t block = table[start / a.block_size], offset = start % a.block_size;
+    int64_t count = minimum(minimum(a.block_size - offset, last - start), kScores);
+    int64_t at = (block * a.num_kv_heads + kv_head) * head_size + offset * a.head_dim;
+    const T *keys = static_cast<const T *>(a.key_cache) + at;
+    const T *values = static_cast<const T *>(a.value_cache) + at;
+    for (int64_t g = 0; g < a.group; g++) {
+      float *state = partial + g * width, scores[kScores], highest = state[a.head_dim];
+      const T *q = query + g * a.head_dim;
+      for (int64_t t = 0; t < count; t++) {
+        const T *key = keys + t * a.head_dim;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < a.head_dim; i++) sum += load(q[i]) * load(key[i]);
+        scores[t] = sum * a.scale;
+        highest = maximum(highest, scores[t]);
+      }
+      float correction = exponential(state[a.head_dim] - highest), total = 0;
+#pragma omp simd reduction(+ : total)
+      for (int64_t t = 0; t < count; t++) {
+        scores[t] = exponential(scores[t] - highest);
+        total += scores[t];
+      }
+      state[a.head_dim] = highest;
+      state[a.head_dim + 1] = state[a.head_dim + 1] * correction + total;
+#pragma omp simd
+      for (int64_t i = 0; i < a.head_dim; i++) state[i] *= correction;
+      for (int64_t t = 0; t < count; t++) {
+        const T *value = values + t * a.head_dim;
+#pragma omp simd
+        for (int64_t i = 0; i < a.head_dim; i++) state[i] += scores[t] * load(value[i]);
+      }
+    }
+    start += count;
+  }
+}
+
+// Joins the parts of one query head. parts: [num_parts] states, `stride` floats apart.
+template <typename T>
+void merge_parts(const float *parts, int64_t num_parts, int64_t stride, int64_t head_dim, T *out) {
+  float highest = -1e30f, total = 0;
+  for (int64_t p = 0; p < num_parts; p++)
+    highest = maximum(highest, parts[p * stride + head_dim]);
+  for (int64_t p = 0; p < num_parts; p++)
+    total += parts[p * stride + head_dim + 1] * exponential(parts[p * stride + head_dim] - highest);
+  for (int64_t i = 0; i < head_dim; i++) {
+    float sum = 0;
+    for (int64_t p = 0; p < num_parts; p++)
+      sum += parts[p * stride + i] * exponential(parts[p * stride + head_dim] - highest);
+    store(out + i, sum / total);
+  }
+}
+
+template <typename T>
+void paged_decode(const tw_attention &a) {
+  int64_t most_parts = 1, head_size = a.block_size * a.head_dim;
+  for (int64_t s = 0; s < a.sequences; s++)
+    most_parts = maximum(most_parts, (a.context_lengths[s] + kPart - 1) / kPart);
+  int64_t state = a.group * (a.head_dim + 2);
+  int64_t units = a.sequences * a.num_kv_heads;
+  auto parts = static_cast<float *>(
+      malloc(sizeof(float) * static_cast<size_t>(maximum(units * most_parts * state, 1))));
+#pragma omp parallel
+  {
+#pragma omp for
+    for (int64_t token = 0; token < a.tokens; token++) {
+      int64_t block = a.slots[token] / a.block_size, offset = a.slots[token] % a.block_size;
+      for (int64_t h = 0; h < a.num_kv_heads; h++) {
+        int64_t from = token * a.row_stride + h * a.head_dim;
+        int64_t to = (block * a.num_kv_heads + h) * head_size + offset * a.head_dim;
+        size_t bytes = static_cast<size_t>(a.head_dim) * sizeof(T);
+        memcpy(static_cast<T *>(a.key_cache) + to, static_cast<const T *>(a.keys) + from, bytes);
+        memcpy(static_cast<T *>(a.value_cache) + to, static_cast<const T *>(a.values) + from,
+               bytes);
+      }
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < units * most_parts; item++) {
+      int64_t unit = item / most_parts, part = item % most_parts;
+      int64_t s = unit / a.num_kv_heads, kv_head = unit % a.num_kv_heads;
+      int64_t context = a.context_lengths[s];
+      int64_t visible = a.window ? maximum(context - a.window, 0) : 0;
+      int64_t first = maximum(part * kPart, visible), last = minimum((part + 1) * kPart, context);
+      attend_part(a,
+                  static_cast<const T *>(a.queries) + a.query_starts[s] * a.row_stride +
+                      kv_head * a.group * a.head_dim,
+                  a.block_tables + s * a.table_stride, kv_head, first, last, parts + item * state);
+    }
+#pragma omp for
+    for (int64_t row = 0; row < units * a.group; row++) {
+      int64_t unit = row / a.group, g = row % a.group, s = unit / a.num_kv_heads;
+      int64_t num_parts = (a.context_lengths[s] + kPart - 1) / kPart;
+      T *out = static_cast<T *>(a.out) +
+               (a.query_starts[s] * a.num_kv_heads + unit % a.num_kv_heads) * a.group * a.head_dim +
+               g * a.head_dim;
+      merge_parts(parts + unit * most_parts * state + g * (a.head_dim + 2), num_parts, state,
+                  a.head_dim, out);
+    }
+  }
+  free(parts);
+}
+
+}  // namespace
+
+const PortableKernels TW_TABLE = {
+    [](int32_t dtype, const void *rows, const void *weight, void *out, int64_t num_rows,
+       int64_t width, float epsilon) {
+      (dtype == TW_FLOAT32 ? rms_norm<float> : rms_norm<bfloat16>)(rows, weight, out, num_rows,
+                                                                   width, epsilon);
+    },
+    [](const tw_rotation *r) {
+      (r->dtype == TW_FLOAT32 ? rotate<float> : rotate<bfloat16>)(*r);
+    },
+    [](int32_t dtype, const void *both, void *out, int64_t num_rows, int64_t width) {
+      (dtype == TW_FLOAT32 ? silu_multiply<float> : silu_multiply<bfloat16>)(both, out, num_rows,
+                                                                             width);
+    },
+    [](const tw_attention *a) {
+      (a->dtype == TW_FLOAT32 ? paged_decode<float> : paged_decode<bfloat16>)(*a);
+    },
+};

@@ -1,0 +1,17 @@
+// The kernels that are compiled once per instruction set; dispatch.cpp picks a table of them.
+#pragma once
+
+#include "kernels.h"
+
+struct PortableKernels {
+  decltype(&tw_rms_norm) rms_norm;
+  decltype(&tw_rotate) rotate;
+  decltype(&tw_silu_multiply) silu_multiply;
+  decltype(&tw_paged_decode) paged_decode;
+};
+
+extern const PortableKernels portable_baseline;
+#if defined(__x86_64__)
+extern const PortableKernels portable_avx2;
+extern const PortableKernels portable_avx512;
+#endif

@@ -1,0 +1,306 @@
+"""What the gRPC side and the step loop tell each other.
+
+Plain data without torch or protobuf, pickled over one socket: commands in, one `StepOutput` per
+step out. Nothing else is shared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = [
+    "AddRequest",
+    "Admitted",
+    "CacheFlushed",
+    "CancelRequest",
+    "Command",
+    "FinishCause",
+    "Finished",
+    "FlushCache",
+    "GrantCredit",
+    "LoadSnapshot",
+    "LoopFailed",
+    "LoopReady",
+    "Mask",
+    "ModelDescription",
+    "Output",
+    "Refused",
+    "RequestDone",
+    "Resume",
+    "SamplingSettings",
+    "Score",
+    "ScoredPrompt",
+    "SetMasks",
+    "StepOutput",
+    "Stop",
+    "StoppingSettings",
+    "Token",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """SamplingParams with every default applied."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingSettings:
+    """StoppingParams with every default applied."""
+
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a sequence generated elsewhere."""
+
+    sequence: int
+    generated: Sequence[int]
+
+
+# Commands: from the gRPC side to the loop.
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """Admit prompts x n sequences, or refuse them all."""
+
+    handle: int
+    prompts: Sequence[Sequence[int]]
+    n: int
+    sampling: SamplingSettings
+    stopping: StoppingSettings
+    logprobs: int | None
+    """Candidates per generated token; None = no scores"""
+    prompt_logprobs: int | None
+    """Candidates per prompt token; None = no scores"""
+    resume: Sequence[Resume]
+    constrained: bool
+    """Sequence i draws through the masks of matcher (handle, i)"""
+    credit: int | None
+    """Tokens each sequence may generate before more is granted; None = unlimited"""
+    cache_salt: bytes
+    priority: int
+    arrival: float
+    """time.monotonic() of its arrival"""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """End sequences; empty = all of the request."""
+
+    handle: int
+    sequences: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GrantCredit:
+    """Let every sequence of a request generate further tokens."""
+
+    handle: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What one sequence may draw at one position."""
+
+    handle: int
+    sequence: int
+    position: int
+    """Tokens generated before it, counted from the end of the original prompt"""
+    bits: bytes | None
+    """Bit i, least significant first, = id i may be drawn; None = every id"""
+    terminated: bool
+    """Nothing may follow: the sequence ends here"""
+
+
+@dataclass(frozen=True, slots=True)
+class SetMasks:
+    """Masks that the grammar service answered."""
+
+    masks: Sequence[Mask]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """Forget cached prefixes that nothing holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the loop."""
+
+
+Command = AddRequest | CancelRequest | GrantCredit | SetMasks | FlushCache | Stop
+
+
+# Outputs: from the loop to the gRPC side.
+
+
+class FinishCause(Enum):
+    """Why a sequence ended."""
+
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    GRAMMAR = "grammar"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The model's own natural-log probability of a token, and its best candidates."""
+
+    logprob: float
+    rank: int
+    """1 = most likely"""
+    top_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request was admitted."""
+
+    handle: int
+    max_tokens: Sequence[int]
+    """By prompt, lowered to what the context leaves"""
+    cached_tokens: Sequence[int]
+    """By prompt, found in the prefix cache"""
+    queue_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request was refused, or is cut: terminal."""
+
+    handle: int
+    code: str
+    """Name of a gRPC status code"""
+    reason: str
+    message: str
+    retry_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """Scores of prompt tokens from `position` on."""
+
+    handle: int
+    prompt: int
+    position: int
+    ids: Sequence[int]
+    scores: Sequence[Score]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token."""
+
+    handle: int
+    sequence: int
+    position: int
+    id: int
+    score: Score | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A sequence ended."""
+
+    handle: int
+    sequence: int
+    cause: FinishCause
+    token_id: int | None
+    """The id that ended it, with EOS and STOP_TOKEN"""
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDone:
+    """Every sequence of a request ended: terminal."""
+
+    handle: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFlushed:
+    """Answers FlushCache."""
+
+    freed_blocks: int
+
+
+Output = Admitted | Refused | ScoredPrompt | Token | Finished | RequestDone | CacheFlushed
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """How busy the loop is."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    preemptions: int = 0
+    """Since the start"""
+    steps: int = 0
+    """Since the start"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step brought, in order."""
+
+    outputs: Sequence[Output]
+    load: LoadSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """The model, as the loop loaded it."""
+
+    architecture: str
+    dtype: str
+    device: str
+    context_length: int
+    vocabulary_size: int
+    eos_token_ids: Sequence[int]
+    bos_token_id: int | None
+    recommended: dict[str, float]
+    """Fields of SamplingParams that generation_config.json sets"""
+    block_size: int
+    total_blocks: int
+    kv_bytes: int
+    weight_bytes: int
+    load_seconds: float = field(compare=False, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopReady:
+    """The model is loaded and commands are taken."""
+
+    model: ModelDescription
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFailed:
+    """The loop could not start. `message` is one sentence."""
+
+    message: str

@@ -1,0 +1,1 @@
+"""The decoder: its spec, its weights and its forward pass."""

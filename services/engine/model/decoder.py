@@ -1,0 +1,145 @@
+"""The one decoder, driven by a spec."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.engine.attention import DEFAULT_BLOCK_SIZE, AttentionBackend, KVCache
+from services.engine.batch import StepBatch
+from services.engine.model.operators import Gate, Operators, Projection
+from services.engine.model.rotary import Rotary
+from services.engine.model.spec import ModelSpec
+
+__all__ = ["Decoder", "DecoderLayer", "DecoderWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's weights; norms are [width] in the model's dtype."""
+
+    attention_norm: Tensor
+    qkv: Projection
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Projection
+    feed_forward_norm: Tensor
+    gate: Gate
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All weights of a decoder, where the operators want them."""
+
+    embedding: Tensor
+    """[vocab_size, hidden_size]"""
+    layers: tuple[DecoderLayer, ...]
+    final_norm: Tensor
+    output: Projection
+    """hidden_size → vocab_size"""
+    num_bytes: int
+    """What a decode step reads of them: everything but an untied embedding"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """Buffers of one forward pass, reused by every layer and every step: [tokens, width] each."""
+
+    hidden: Tensor
+    normed: Tensor
+    qkv: Tensor
+    attended: Tensor
+    gated: Tensor
+
+    def first(self, tokens: int) -> "_Activations":
+        return _Activations(
+            self.hidden[:tokens],
+            self.normed[:tokens],
+            self.qkv[:tokens],
+            self.attended[:tokens],
+            self.gated[:tokens],
+        )
+
+
+class Decoder:
+    """A decoder-only transformer. Not thread-safe: a pass writes into buffers of its own."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        weights: DecoderWeights,
+        operators: Operators,
+        attention: AttentionBackend,
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = weights.final_norm.device
+        self._weights = weights
+        self._operators = operators
+        self._attention = attention
+        self._rotary = Rotary(spec.rotary, self.device)
+        self._activations = self._allocate(64)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads."""
+        return self._weights.num_bytes
+
+    def allocate_cache(self, num_blocks: int, block_size: int = DEFAULT_BLOCK_SIZE) -> KVCache:
+        """A cache of `num_blocks` blocks for `forward`, in the layout of the attention backend."""
+        return self._attention.allocate(num_blocks, block_size)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
+        """Hidden states [tokens, hidden_size] before the final norm, valid until the next call.
+
+        Writes the step's keys and values into `cache`.
+        """
+        spec, operators, epsilon = self.spec, self._operators, self.spec.norm_epsilon
+        tokens = batch.token_ids.shape[0]
+        at = self._buffers(tokens)
+        heads = at.qkv.view(tokens, -1, spec.head_dim)
+        rotated, values = heads.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
+        queries, keys = rotated.tensor_split((spec.num_heads,), dim=1)
+        rotation = self._rotary.at(batch.positions)
+        torch.index_select(self._weights.embedding, 0, batch.token_ids, out=at.hidden)
+        for index, layer in enumerate(self._weights.layers):
+            operators.rms_norm(at.hidden, layer.attention_norm, epsilon, at.normed)
+            layer.qkv.into(at.normed, at.qkv)
+            operators.rotate(
+                rotated, spec.num_heads, rotation, layer.query_norm, layer.key_norm, epsilon
+            )
+            self._attention.attend(index, queries, keys, values, batch, cache, at.attended)
+            layer.output.add_to(at.attended, at.hidden)
+            operators.rms_norm(at.hidden, layer.feed_forward_norm, epsilon, at.normed)
+            layer.gate.into(at.normed, at.gated)
+            layer.down.add_to(at.gated, at.hidden)
+        return at.hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [rows, vocab_size] of the given rows of `forward`'s result."""
+        hidden = hidden.contiguous()
+        normed = torch.empty_like(hidden)
+        epsilon = self.spec.norm_epsilon
+        self._operators.rms_norm(hidden, self._weights.final_norm, epsilon, normed)
+        logits = torch.empty((hidden.shape[0], self.spec.vocab_size), device=self.device)
+        self._weights.output.into(normed, logits)
+        return logits
+
+    def _buffers(self, tokens: int) -> _Activations:
+        if tokens > self._activations.hidden.shape[0]:
+            self._activations = self._allocate(tokens)
+        return self._activations.first(tokens)
+
+    def _allocate(self, tokens: int) -> _Activations:
+        spec, empty = self.spec, self._operators.empty
+        return _Activations(
+            hidden=empty(tokens, spec.hidden_size),
+            normed=empty(tokens, spec.hidden_size),
+            qkv=empty(tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim),
+            attended=empty(tokens, spec.num_heads * spec.head_dim),
+            gated=empty(tokens, spec.intermediate_size),
+        )

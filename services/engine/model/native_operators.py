@@ -1,0 +1,195 @@
+"""The operators on our own CPU kernels."""
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from services.engine.kernels.library import DTYPES, Epilogue, LinearCall, Native, RotationCall
+from services.engine.kernels.memory import Arena, allocate
+from services.engine.model.operators import Gate, Operators, Projection
+from services.engine.model.rotary import Rotation
+from services.engine.model.spec import ModelSpec
+from services.engine.model.torch_operators import TorchOperators
+
+__all__ = ["AmxOperators", "NativeOperators"]
+
+_TILE_OUTPUTS = 16
+_TILE_INPUTS = 32
+
+
+class NativeOperators(Operators):
+    """float32 and bfloat16 on any CPU: matrix products by torch, the rest by the kernels."""
+
+    def __init__(self, native: Native, dtype: torch.dtype) -> None:
+        self._native = native
+        self._dtype = dtype
+        self._code = DTYPES[dtype]
+        self._torch = TorchOperators(dtype, torch.device("cpu"))
+
+    def empty(self, rows: int, width: int) -> Tensor:
+        return allocate((rows, width), self._dtype)
+
+    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        return self._torch.projection(weight, bias)
+
+    def gate(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+    ) -> Gate:
+        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+        both = self._torch.projection(torch.cat((gate, up)), bias)
+        return _NativeGate(self._native, both, self._code)
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        self._native.rms_norm(
+            self._code,
+            rows.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows.shape[0],
+            rows.shape[1],
+            epsilon,
+        )
+
+    def rotate(
+        self,
+        heads: Tensor,
+        num_queries: int,
+        rotation: Rotation,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        epsilon: float,
+    ) -> None:
+        tokens, num_heads, head_dim = heads.shape
+        call = RotationCall(
+            heads.data_ptr(),
+            heads.stride(0),
+            rotation.cosines.data_ptr(),
+            rotation.sines.data_ptr(),
+            None if query_norm is None else query_norm.data_ptr(),
+            None if key_norm is None else key_norm.data_ptr(),
+            tokens,
+            num_queries,
+            num_heads - num_queries,
+            head_dim,
+            epsilon,
+            self._code,
+        )
+        self._native.rotate(byref(call))
+
+
+class _NativeGate(Gate):
+    def __init__(self, native: Native, both: Projection, code: int) -> None:
+        self._native = native
+        self._both = both
+        self._code = code
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        both = out.new_empty((out.shape[0], 2 * out.shape[1]))
+        self._both.into(rows, both)
+        self._native.silu_multiply(
+            self._code, both.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1]
+        )
+
+
+class AmxOperators(NativeOperators):
+    """bfloat16 on AMX: matrix products by the kernels too, from weights packed into tiles."""
+
+    def __init__(self, native: Native) -> None:
+        super().__init__(native, torch.bfloat16)
+        self._arena = Arena()
+
+    @staticmethod
+    def suit(spec: ModelSpec) -> bool:
+        """Whether every product of the model sums over whole tiles."""
+        widths = (spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim)
+        return all(width % _TILE_INPUTS == 0 for width in widths)
+
+    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        outputs, inputs = weight.shape
+        packed = self._pack((weight,))
+        padded = None
+        if bias is not None:
+            padded = torch.zeros(_round_up(outputs, 2 * _TILE_OUTPUTS), dtype=torch.float32)
+            padded[:outputs] = bias
+        return _AmxProjection(self._native, _PackedWeight(packed, padded, inputs, outputs))
+
+    def gate(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+    ) -> Gate:
+        outputs, inputs = gate.shape
+        packed = self._pack((gate, up))
+        interleaved = None
+        if gate_bias is not None and up_bias is not None:
+            both = torch.zeros(2, _round_up(outputs, _TILE_OUTPUTS), dtype=torch.float32)
+            both[0, :outputs], both[1, :outputs] = gate_bias, up_bias
+            interleaved = both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
+        return _AmxGate(self._native, _PackedWeight(packed, interleaved, inputs, 2 * outputs))
+
+    def _pack(self, weights: tuple[Tensor, ...]) -> Tensor:
+        """Packs weights of one shape, their tiles taking turns."""
+        outputs, inputs = weights[0].shape
+        columns = len(weights) * _round_up(outputs, _TILE_OUTPUTS)
+        elements = self._native.amx_packed_elements(columns, inputs)
+        packed = self._arena.take(elements, torch.bfloat16)
+        for first, weight in enumerate(weights):
+            weight = weight.contiguous()
+            self._native.amx_pack(
+                DTYPES[weight.dtype],
+                weight.data_ptr(),
+                packed.data_ptr(),
+                outputs,
+                inputs,
+                first,
+                len(weights),
+            )
+        return packed
+
+
+class _PackedWeight:
+    """A weight in tiles, and the call that multiplies with it, filled in once."""
+
+    def __init__(self, packed: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> None:
+        self._packed = packed  # keeps the memory that `call` points to
+        self._bias = bias
+        self.call = LinearCall(
+            packed=packed.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            inputs=inputs,
+            outputs=outputs,
+        )
+
+    def multiply(self, native: Native, rows: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+        call = self.call
+        call.rows = rows.data_ptr()
+        call.out = out.data_ptr()
+        call.num_rows = rows.shape[0]
+        call.epilogue = epilogue
+        native.amx_linear(byref(call))
+
+
+class _AmxProjection(Projection):
+    def __init__(self, native: Native, weight: _PackedWeight) -> None:
+        self._native = native
+        self._weight = weight
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        exact = out.dtype == torch.float32
+        epilogue = Epilogue.STORE_FLOAT32 if exact else Epilogue.STORE
+        self._weight.multiply(self._native, rows, out, epilogue)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        self._weight.multiply(self._native, rows, out, Epilogue.ADD)
+
+
+class _AmxGate(Gate):
+    def __init__(self, native: Native, weight: _PackedWeight) -> None:
+        self._native = native
+        self._weight = weight
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self._weight.multiply(self._native, rows, out, Epilogue.GATE)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

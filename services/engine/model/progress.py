@@ -1,0 +1,49 @@
+"""How far loading has come: a bar on a terminal, a few log lines elsewhere."""
+
+import logging
+import sys
+import time
+
+__all__ = ["LoadProgress"]
+
+_WIDTH = 30
+_LINES = 4
+"""Log lines over the whole load"""
+
+_log = logging.getLogger(__name__)
+
+
+class LoadProgress:
+    """Counts the bytes of weights that were loaded. Silent unless `shown`."""
+
+    def __init__(self, total_bytes: int, *, shown: bool) -> None:
+        self._total = max(total_bytes, 1)
+        self._loaded = 0
+        self._shown = shown
+        self._terminal = sys.stderr.isatty()
+        self._quarter = 0
+        self._started = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        self._loaded += num_bytes
+        if not self._shown:
+            return
+        if self._terminal:
+            self._draw()
+        elif (quarter := _LINES * self._loaded // self._total) > self._quarter:
+            self._quarter = quarter
+            _log.info("loaded %s", self._amount())
+
+    def finish(self) -> None:
+        """Ends the bar's line. Call it however loading ended."""
+        if self._shown and self._terminal:
+            print(file=sys.stderr)
+
+    def _draw(self) -> None:
+        filled = _WIDTH * self._loaded // self._total
+        bar = "█" * filled + "░" * (_WIDTH - filled)
+        print(f"\rloading {bar} {self._amount()}", end="", file=sys.stderr, flush=True)
+
+    def _amount(self) -> str:
+        seconds = time.monotonic() - self._started
+        return f"{self._loaded / 1e6:,.0f} of {self._total / 1e6:,.0f} MB in {seconds:.1f} s"

@@ -1,0 +1,95 @@
+"""What waits to be sent to one client. Deltas of a sequence merge until the client takes them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from services.engine.messages import Score, Token
+from tokenwire.engine.v1.engine_pb2 import OutputDelta
+from tokenwire.types.v1.types_pb2 import TokenColumns
+
+__all__ = ["Event", "Outbox", "add_scores"]
+
+
+class Event(Protocol):
+    """SessionEvent or GenerateResponse: both name their events alike."""
+
+    @property
+    def delta(self) -> OutputDelta:
+        """The delta, made when it is first written to."""
+
+
+E = TypeVar("E", bound=Event)
+
+
+class Outbox(Generic[E]):
+    """Events in order, bounded by what sequences may generate."""
+
+    def __init__(self) -> None:
+        self._events: list[E] = []
+        self._deltas: dict[tuple[int, int], OutputDelta] = {}
+        self._wake = asyncio.Event()
+        self.untaken_since: float | None = None
+        """time.monotonic() of the oldest event that the client has not taken"""
+
+    def put(self, event: E) -> None:
+        """Add an event."""
+        self._events.append(event)
+        if self.untaken_since is None:
+            self.untaken_since = time.monotonic()
+        self._wake.set()
+
+    def put_token(self, handle: int, token: Token, make: Callable[[], E]) -> None:
+        """Add a token: to the delta that still waits, or to a new one in an event from `make`."""
+        delta = self._deltas.get((handle, token.sequence))
+        if delta is None:
+            event = make()
+            delta = event.delta
+            delta.sequence = token.sequence
+            delta.position = token.position
+            self._deltas[handle, token.sequence] = delta
+            self.put(event)
+        delta.tokens.ids.append(token.id)
+        if token.score is not None:
+            add_scores(delta.tokens, [token.score])
+
+    async def take(self, timeout: float) -> list[E]:
+        """All events, once there are any; none after `timeout` seconds of silence."""
+        try:
+            await asyncio.wait_for(self._wake.wait(), timeout)
+        except TimeoutError:
+            return []
+        self._wake.clear()
+        events, self._events = self._events, []
+        self._deltas.clear()
+        return events
+
+    @property
+    def pending(self) -> bool:
+        """Whether events wait."""
+        return bool(self._events)
+
+    def clear(self) -> None:
+        """Drop what waits."""
+        self._events.clear()
+        self._deltas.clear()
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Let `take` return, though there may be nothing to take."""
+        self._wake.set()
+
+    def taken(self) -> None:
+        """The client's stream took what `take` returned."""
+        self.untaken_since = time.monotonic() if self._events else None
+
+
+def add_scores(columns: TokenColumns, scores: Sequence[Score]) -> None:
+    """Append scores to the columns."""
+    for score in scores:
+        columns.logprobs.append(score.logprob)
+        columns.ranks.append(score.rank)
+        columns.top_width = len(score.top_ids)
+        columns.top_ids.extend(score.top_ids)
+        columns.top_logprobs.extend(score.top_logprobs)

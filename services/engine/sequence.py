@@ -1,0 +1,135 @@
+"""Sequences and the requests they belong to. Owned by the step loop alone."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.engine.block_pool import hash_block
+from services.engine.messages import AddRequest, Mask
+
+__all__ = ["Request", "Sequence", "SequenceState"]
+
+
+class SequenceState(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    """Holds no blocks: new or preempted"""
+    RUNNING = "running"
+    """Holds blocks: prefills or decodes"""
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One choice of one prompt: its tokens so far, and how far their KV is computed."""
+
+    def __init__(
+        self,
+        request: "Request",
+        index: int,
+        prompt: Items[int],
+        generated: Items[int],
+        max_tokens: int,
+        block_size: int,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.prompt_index = index // request.command.n
+        self.choice = index % request.command.n
+        self.prompt_length = len(prompt)
+        self.max_tokens = max_tokens
+        self.state = SequenceState.WAITING
+        self.blocks: list[int] = []
+        self.num_computed = 0
+        """Tokens whose KV is written (or will be by the step at hand)"""
+        self.cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache at first; None = never scheduled"""
+        # one choice speaks for its prompt
+        scores = request.command.prompt_logprobs is not None and self.choice == 0
+        self.scored = 1 if scores else len(prompt)
+        """Prompt tokens before this one need no score (any more)"""
+        self.credit = request.command.credit
+        self.starved_since: float | None = None
+        """When it ran out of credit, in time.monotonic()"""
+        self.mask: Mask | None = None
+        """What it may draw next, if it is constrained and the mask has come"""
+        self.held_logits: torch.Tensor | None = None
+        """float32 [vocabulary], kept while it waits for its mask"""
+        self.queued_tokens = 0
+        """Tokens that were not in the prefix cache when it began to wait"""
+        self.awaited_block: bytes | None = None
+        """The block that another sequence is about to compute for it"""
+        self._block_size = block_size
+        self._tokens = np.empty(len(prompt) + len(generated) + 64, dtype=np.int32)
+        self._tokens[: len(prompt)] = prompt
+        self._tokens[len(prompt) : len(prompt) + len(generated)] = generated
+        self.length = len(prompt) + len(generated)
+        self._names: list[bytes] = []
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Prompt and generated ids: int32 [length], a view."""
+        return self._tokens[: self.length]
+
+    @property
+    def position(self) -> int:
+        """Tokens generated, counted from the end of the original prompt."""
+        return self.length - self.prompt_length
+
+    @property
+    def order(self) -> tuple[int, float, int, int]:
+        """Sorts sequences: the first are scheduled first and preempted last."""
+        return (*self.request.order, self.index)
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose KV is still to be written; 0 while it waits for its mask."""
+        return self.length - self.num_computed
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        if self.length == len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * self.length)
+        self._tokens[self.length] = token
+        self.length += 1
+
+    def block_name(self, index: int) -> bytes:
+        """The name of full block `index` of this sequence."""
+        while len(self._names) <= index:
+            start = len(self._names) * self._block_size
+            parent = self._names[-1] if self._names else self.request.command.cache_salt
+            self._names.append(hash_block(parent, self._tokens[start : start + self._block_size]))
+        return self._names[index]
+
+    def readable_names(self) -> list[bytes]:
+        """Names of the full blocks that the prefix cache may serve.
+
+        At least one token is always computed, for its logits; so is every token whose successor
+        still has to be scored.
+        """
+        last = self.length - 1
+        if self.scored < self.prompt_length:
+            last = self.scored - 1
+        return [self.block_name(i) for i in range(last // self._block_size)]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What was asked for, and what has become of it."""
+
+    command: AddRequest
+    sequences: list[Sequence] = field(default_factory=list)
+    unfinished: int = 0
+    started: float | None = None
+    """time.monotonic() of the first step that held a token of it"""
+    first_token: float | None = None
+    """time.monotonic() of the first generated token"""
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Sorts requests: higher priority first, then earlier arrival."""
+        return (-self.command.priority, self.command.arrival, self.command.handle)

@@ -1,0 +1,51 @@
+"""What the engine can be told."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.settings import ServerSettings, StartupError, setting
+
+__all__ = ["EngineSettings", "parse_bytes"]
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(ServerSettings):
+    """The engine: token ids in, token ids out."""
+
+    port: int = setting(50052, "Port of the gRPC server; 0 = any free one.")
+    model: Path = setting(Path(), "Directory of the checkpoint, in the Hugging Face format.")
+    model_id: str = setting("", "Canonical id of the model; empty = the directory's name.")
+    dtype: str = setting(
+        "auto",
+        "What to compute in; auto = bfloat16 where the hardware multiplies it, else float32.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = setting("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
+    grammar: str = setting("", "host:port of the grammar service; empty = no grammars.")
+    threads: int = setting(0, "Threads that compute; 0 = one per core.")
+    kv_memory: str = setting("auto", "Memory of the KV cache, 4GiB say; auto = from what is free.")
+    max_running: int = setting(256, "Sequences that run at once.")
+    max_waiting: int = setting(1024, "Sequences that may wait; more are refused.")
+    max_step_tokens: int = setting(2048, "Tokens of a step in which nothing decodes.")
+    mixed_step_tokens: int = setting(256, "Tokens of a step that also decodes.")
+    max_logprobs: int = setting(20, "Most candidates that a token may be scored with.")
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_waiting", "max_step_tokens", "mixed_step_tokens"):
+            if getattr(self, name) < 1:
+                raise StartupError(f"--{name.replace('_', '-')} must be at least 1.")
+        if not 0 <= self.max_logprobs <= 128:
+            raise StartupError("--max-logprobs must be between 0 and 128.")
+        if self.kv_memory != "auto":
+            parse_bytes(self.kv_memory)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "512MiB", "4GiB", "2G" or "1000000"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise StartupError(f"{text!r} is no amount of memory; write 4GiB or 512MiB.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -1,0 +1,382 @@
+"""The step loop: take commands, schedule, run, draw, report. Owns every sequence and KV block."""
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.engine.messages import (
+    AddRequest,
+    Admitted,
+    CacheFlushed,
+    CancelRequest,
+    Command,
+    FinishCause,
+    Finished,
+    FlushCache,
+    GrantCredit,
+    LoadSnapshot,
+    Mask,
+    Output,
+    Refused,
+    RequestDone,
+    ScoredPrompt,
+    SetMasks,
+    StepOutput,
+    Stop,
+    Token,
+)
+from services.engine.model_runner import ModelRunner
+from services.engine.sampler import Row, sample, score
+from services.engine.scheduler import Scheduler, StepPlan
+from services.engine.sequence import Request, Sequence, SequenceState
+
+__all__ = ["LoopLimits", "StepLoop"]
+
+_SCORED_ROWS = 256
+"""Prompt rows whose logits exist at once"""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopLimits:
+    """What requests may ask of this model."""
+
+    context_length: int
+    eos_token_ids: frozenset[int]
+    max_waiting: int
+    """Sequences that may wait"""
+    starvation_seconds: float = 30.0
+    """How long a sequence may hold its blocks without credit"""
+
+
+class StepLoop:
+    """Continuous batching. `step` is one turn; everything else prepares it or follows from it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        limits: LoopLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._limits = limits
+        self._clock = clock
+        self._requests: dict[int, Request] = {}
+        self._outputs: list[Output] = []
+        self._late: list[Sequence] = []
+        """Sequences that keep their logits until their mask comes"""
+        self._steps = 0
+        self.progressed = False
+        """Whether the last step computed anything"""
+        self.stopped = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is here at all."""
+        return not self._requests
+
+    def step(self, receive: Callable[[], Iterable[Command]]) -> StepOutput:
+        """One turn: schedule, run, draw, report.
+
+        `receive` gives the commands that have come; it is asked before the batch is chosen and
+        again after it ran, because masks come while it runs.
+        """
+        self.apply(receive())
+        self._cut_starved()
+        plan = self._scheduler.plan()
+        self.progressed = bool(plan.chunks)
+        if plan.chunks:
+            self._note_started(plan)
+            hidden = self._runner.forward(plan)
+            self._steps += 1
+            self._score_prompts(plan, hidden)
+            rows = self._rows_to_draw(plan)
+            logits = self._runner.logits(hidden, [row for row, _ in rows]) if rows else None
+            self.apply(receive())
+            self._draw([sequence for _, sequence in rows], logits)
+        self._draw_late()
+        return self.take_output()
+
+    def take_output(self) -> StepOutput:
+        """What has happened since the last call."""
+        outputs, self._outputs = self._outputs, []
+        scheduler = self._scheduler
+        load = LoadSnapshot(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            queued_tokens=scheduler.queued_tokens,
+            free_blocks=scheduler.pool.num_free,
+            total_blocks=scheduler.pool.num_blocks,
+            preemptions=scheduler.preemptions,
+            steps=self._steps,
+        )
+        return StepOutput(outputs, load)
+
+    def apply(self, commands: Iterable[Command]) -> None:
+        """Carry out commands, in order."""
+        for command in commands:
+            match command:
+                case AddRequest():
+                    self._add(command)
+                case CancelRequest():
+                    self._cancel(command)
+                case GrantCredit():
+                    self._grant(command)
+                case SetMasks():
+                    for mask in command.masks:
+                        self._set_mask(mask)
+                case FlushCache():
+                    self._outputs.append(CacheFlushed(self._scheduler.pool.flush()))
+                case Stop():
+                    self.stopped = True
+
+    def check(self) -> None:
+        """Raise AssertionError if a block is lost or shared wrongly. For tests."""
+        self._scheduler.pool.check([s.blocks for s in self._scheduler.running])
+
+    # Commands.
+
+    def _add(self, command: AddRequest) -> None:
+        room = [self._limits.context_length - len(prompt) for prompt in command.prompts]
+        max_tokens = [min(command.stopping.max_tokens, r) for r in room]
+        refused = self._refusal(command, max_tokens)
+        if refused is not None:
+            self._outputs.append(refused)
+            return
+        request = Request(command)
+        generated = {resume.sequence: resume.generated for resume in command.resume}
+        position = len(self._scheduler.waiting)
+        cached = [0] * len(command.prompts)
+        for index in range(len(command.prompts) * command.n):
+            prompt = index // command.n
+            sequence = Sequence(
+                request,
+                index,
+                command.prompts[prompt],
+                generated.get(index, ()),
+                max_tokens[prompt],
+                self._scheduler.limits.block_size,
+            )
+            request.sequences.append(sequence)
+            cached[prompt] = max(cached[prompt], self._scheduler.add(sequence))
+        request.unfinished = len(request.sequences)
+        self._requests[command.handle] = request
+        self._outputs.append(Admitted(command.handle, max_tokens, cached, position))
+        for sequence in request.sequences:
+            if sequence.position and sequence.position >= sequence.max_tokens:
+                self._finish(sequence, FinishCause.LENGTH)
+
+    def _refusal(self, command: AddRequest, max_tokens: Items[int]) -> Refused | None:
+        waiting, count = len(self._scheduler.waiting), len(command.prompts) * command.n
+        if waiting and waiting + count > self._limits.max_waiting:
+            message = f"{waiting} sequences wait already; try again."
+            return Refused(command.handle, "RESOURCE_EXHAUSTED", "QUEUE_FULL", message, 1.0)
+        for prompt, most in zip(command.prompts, max_tokens, strict=True):
+            if not self._scheduler.fits(len(prompt) + most):
+                size = self._scheduler.limits.block_size * self._scheduler.pool.num_blocks
+                message = (
+                    f"{len(prompt)} prompt tokens and {most} to generate can never fit: the KV "
+                    f"cache holds {size} tokens."
+                )
+                return Refused(command.handle, "OUT_OF_RANGE", "KV_CACHE_TOO_SMALL", message)
+        return None
+
+    def _cancel(self, command: CancelRequest) -> None:
+        request = self._requests.get(command.handle)
+        if request is None:
+            return
+        for index in command.sequences or range(len(request.sequences)):
+            if request.sequences[index].state is not SequenceState.FINISHED:
+                self._finish(request.sequences[index], FinishCause.CANCELLED)
+
+    def _grant(self, command: GrantCredit) -> None:
+        request = self._requests.get(command.handle)
+        for sequence in request.sequences if request else ():
+            if sequence.credit is not None:
+                sequence.credit += command.tokens
+                sequence.starved_since = None
+
+    def _set_mask(self, mask: Mask) -> None:
+        request = self._requests.get(mask.handle)
+        if request is None:
+            return
+        sequence = request.sequences[mask.sequence]
+        if sequence.state is SequenceState.FINISHED or mask.position != sequence.position:
+            return
+        if mask.terminated:
+            self._finish(sequence, FinishCause.GRAMMAR)
+        else:
+            sequence.mask = mask
+
+    # What a step brings.
+
+    def _note_started(self, plan: StepPlan) -> None:
+        now = self._clock()
+        for chunk in plan.chunks[plan.num_decodes :]:
+            request = chunk.sequence.request
+            if request.started is None:
+                request.started = now
+
+    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> None:
+        """Report the scores of the prompt tokens whose predecessors were computed."""
+        first_row = plan.num_decodes
+        for chunk in plan.chunks[plan.num_decodes :]:
+            sequence = chunk.sequence
+            end = min(chunk.end + 1, sequence.prompt_length)
+            width = sequence.request.command.prompt_logprobs
+            if width is not None:
+                for start in range(max(sequence.scored, chunk.start + 1), end, _SCORED_ROWS):
+                    ids = sequence.tokens[start : min(start + _SCORED_ROWS, end)].tolist()
+                    row = first_row + start - 1 - chunk.start
+                    logits = self._runner.logits(hidden, list(range(row, row + len(ids))))
+                    handle, prompt = sequence.request.command.handle, sequence.prompt_index
+                    scores = score(logits, ids, width)
+                    self._outputs.append(ScoredPrompt(handle, prompt, start, ids, scores))
+            sequence.scored = max(sequence.scored, end)
+            first_row += chunk.count
+
+    def _rows_to_draw(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
+        """Sequences whose last token was computed, with their rows; ends those that only score."""
+        rows: list[tuple[int, Sequence]] = []
+        last_row = -1
+        for chunk in plan.chunks:
+            last_row += chunk.count
+            sequence = chunk.sequence
+            if chunk.end < sequence.length:
+                continue
+            if sequence.max_tokens == 0:
+                self._finish(sequence, FinishCause.LENGTH)
+            else:
+                rows.append((last_row, sequence))
+        return rows
+
+    def _draw(self, sequences: Items[Sequence], logits: Tensor | None) -> None:
+        """Draw for those that may; rows whose mask is late keep their logits."""
+        drawn: list[int] = []
+        for row, sequence in enumerate(sequences):
+            assert logits is not None
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            if _lacks_mask(sequence):
+                sequence.held_logits = logits[row].clone()
+                self._late.append(sequence)
+            else:
+                drawn.append(row)
+        if logits is not None and drawn:
+            some = logits if len(drawn) == len(sequences) else logits[drawn]
+            self._advance([sequences[row] for row in drawn], some)
+
+    def _draw_late(self) -> None:
+        """Draw for sequences whose mask has come since their logits were computed."""
+        # those preempted or ended in the meantime have lost their logits
+        late = [s for s in self._late if s.held_logits is not None]
+        self._late = [s for s in late if _lacks_mask(s)]
+        for sequence in late:
+            if not _lacks_mask(sequence) and sequence.held_logits is not None:
+                logits, sequence.held_logits = sequence.held_logits, None
+                self._advance([sequence], logits.unsqueeze(0))
+
+    def _advance(self, sequences: Items[Sequence], logits: Tensor) -> None:
+        """Draw one token for each sequence, report it, and end the sequences that it ends."""
+        tokens = sample(logits, [self._row(sequence) for sequence in sequences])
+        scored = {
+            width: [i for i, s in enumerate(sequences) if s.request.command.logprobs == width]
+            for width in {s.request.command.logprobs for s in sequences}
+        }
+        scores = {
+            i: result
+            for width, rows in scored.items()
+            if width is not None
+            for i, result in zip(
+                rows, score(logits[rows], [tokens[i] for i in rows], width), strict=True
+            )
+        }
+        now = self._clock()
+        for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            request = sequence.request
+            if request.first_token is None:
+                request.first_token = now
+            position = sequence.position
+            sequence.append(token)
+            sequence.mask = None
+            if sequence.credit is not None:
+                sequence.credit -= 1
+                if sequence.credit == 0:
+                    sequence.starved_since = now
+            self._outputs.append(
+                Token(request.command.handle, sequence.index, position, token, scores.get(i))
+            )
+            self._end_if_done(sequence, token)
+
+    def _row(self, sequence: Sequence) -> Row:
+        stopping = sequence.request.command.stopping
+        banned: tuple[int, ...] = ()
+        if sequence.position < stopping.min_tokens:
+            eos = () if stopping.ignore_eos else self._limits.eos_token_ids
+            banned = (*eos, *stopping.stop_token_ids)
+        return Row(
+            sequence.request.command.sampling,
+            sequence.index,
+            sequence.position,
+            banned,
+            sequence.mask.bits if sequence.mask else None,
+        )
+
+    def _end_if_done(self, sequence: Sequence, token: int) -> None:
+        stopping = sequence.request.command.stopping
+        if token in stopping.stop_token_ids:
+            self._finish(sequence, FinishCause.STOP_TOKEN, token)
+        elif token in self._limits.eos_token_ids and not stopping.ignore_eos:
+            self._finish(sequence, FinishCause.EOS, token)
+        elif sequence.position >= sequence.max_tokens:
+            self._finish(sequence, FinishCause.LENGTH)
+
+    def _finish(self, sequence: Sequence, cause: FinishCause, token: int | None = None) -> None:
+        """End a sequence, and its request with its last one."""
+        self._scheduler.remove(sequence)
+        request, handle = sequence.request, sequence.request.command.handle
+        self._outputs.append(Finished(handle, sequence.index, cause, token, sequence.position))
+        request.unfinished -= 1
+        if request.unfinished == 0:
+            del self._requests[handle]
+            self._outputs.append(self._done(request))
+
+    def _done(self, request: Request) -> RequestDone:
+        command, now = request.command, self._clock()
+        started = request.started if request.started is not None else now
+        first = request.first_token if request.first_token is not None else now
+        # the first choice of each prompt tells what was reused; the others share what it computed
+        firsts = request.sequences[:: command.n]
+        return RequestDone(
+            handle=command.handle,
+            prompt_tokens=sum(len(prompt) for prompt in command.prompts),
+            completion_tokens=sum(s.position for s in request.sequences),
+            cached_tokens=sum(s.cached_tokens or 0 for s in firsts),
+            queue_seconds=started - command.arrival,
+            prefill_seconds=first - started,
+            decode_seconds=now - first,
+        )
+
+    def _cut_starved(self) -> None:
+        """Cut requests that have had no credit for too long; their blocks are needed."""
+        limit = self._clock() - self._limits.starvation_seconds
+        starved = {
+            s.request.command.handle: s.request
+            for s in self._scheduler.running
+            if s.starved_since is not None and s.starved_since < limit
+        }
+        for handle, request in starved.items():
+            for sequence in request.sequences:
+                if sequence.state is not SequenceState.FINISHED:
+                    self._scheduler.remove(sequence)
+            del self._requests[handle]
+            message = f"No credit for {self._limits.starvation_seconds:g} s: the client is stalled."
+            self._outputs.append(Refused(handle, "RESOURCE_EXHAUSTED", "STALLED", message))
+
+
+def _lacks_mask(sequence: Sequence) -> bool:
+    return sequence.request.command.constrained and sequence.mask is None
