@@ -42,7 +42,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
-        """A cache in this backend's layout, zeroed. Raises ValueError for a block size it cannot."""
+        """A zeroed cache in this backend's layout. ValueError for a block size it cannot do."""
 
     @abstractmethod
     def attend(

@@ -20,9 +20,9 @@ LIBRARY = Path(__file__).parent / "libtokenwire_kernels.so"
 # Reductions name themselves with "omp simd", so floating-point rules need not be relaxed further.
 # GCC 12 warns of uninitialised values inside its own intrinsics.
 _FLAGS = (
-    "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=default -Wall -Wextra -fno-exceptions -fno-rtti "
-    "-Wno-maybe-uninitialized -fno-math-errno -fno-trapping-math"
-).split()
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-pthread", "-fno-exceptions", "-fno-rtti"),
+    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-fno-math-errno", "-fno-trapping-math"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,14 @@ class _Unit:
 
 _ANYWHERE = (
     _Unit("dispatch.cpp"),
+    _Unit("threads.cpp"),
     _Unit("portable.cpp", table="portable_baseline"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, *"-mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512".split())
+_AVX512 = (
+    *_AVX2,
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
+)
 _AMX = (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 _X86_64 = (
     _Unit("portable.cpp", _AVX2, "portable_avx2"),
@@ -72,7 +76,8 @@ def build(output: Path = LIBRARY) -> Path:
         output.parent.mkdir(parents=True, exist_ok=True)
         linked = Path(scratch) / output.name
         subprocess.run(
-            [*compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(linked)], check=True
+            [*compiler, "-shared", "-fopenmp", "-pthread", *map(str, objects), "-o", str(linked)],
+            check=True,
         )
         # Replaced in one step: a process that runs the old library keeps its file.
         fresh = output.with_suffix(".new")

@@ -125,6 +125,7 @@ class Native:
         size = c_int64
         self.instruction_set = function("tw_instruction_set", c_int32)
         self.limit_instruction_set = function("tw_limit_instruction_set", c_int32, c_int32)
+        self.use_pool = function("tw_use_pool", None, size)
         self.rms_norm = function(
             "tw_rms_norm", None, c_int32, c_void_p, c_void_p, c_void_p, size, size, c_float
         )

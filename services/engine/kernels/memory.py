@@ -1,5 +1,6 @@
 """Memory in huge pages: with them one pass over the weights is 10 to 30 % faster."""
 
+import contextlib
 import mmap
 from math import prod
 
@@ -22,10 +23,8 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     elements = prod(shape)
     memory = mmap.mmap(-1, max(elements * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel built without them
     return torch.frombuffer(memory, dtype=dtype, count=elements).view(shape)
 
 

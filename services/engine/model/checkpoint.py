@@ -87,7 +87,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """A view of the file; reading it is what reads the disk."""
-        tensor: Tensor = self._open[self.tensors[name].file].get_tensor(name)
+        tensor: Tensor = self._open[self.tensors[name].file].get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 
     def _files(self) -> list[Path]:

@@ -9,7 +9,7 @@ from services.engine.model.errors import CheckpointError
 
 __all__ = ["Config", "Json", "JsonObject"]
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = dict[str, Json]
 
 

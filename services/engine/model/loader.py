@@ -30,9 +30,12 @@ __all__ = [
 ]
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The sampling its makers recommend, from generation_config.json; None where it says nothing."""
+    """The sampling its makers recommend (generation_config.json); None where it says nothing."""
 
     temperature: float | None = None
     """0 where do_sample is false"""
@@ -77,7 +80,7 @@ def load_model(
     dtype: torch.dtype,
     *,
     progress: bool = False,
-    device: torch.device = torch.device("cpu"),
+    device: torch.device = _CPU,
 ) -> Decoder:
     """Loads a checkpoint, one layer at a time from the mapped files.
 

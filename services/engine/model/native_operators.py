@@ -25,6 +25,7 @@ class NativeOperators(Operators):
         self._native = native
         self._dtype = dtype
         self._code = DTYPES[dtype]
+        native.use_pool(0)
         self._torch = TorchOperators(dtype, torch.device("cpu"))
 
     def empty(self, rows: int, width: int) -> Tensor:
@@ -98,6 +99,8 @@ class AmxOperators(NativeOperators):
     def __init__(self, native: Native) -> None:
         super().__init__(native, torch.bfloat16)
         self._arena = Arena()
+        # torch multiplies nothing here, so its threads are free and ours do not compete with them.
+        native.use_pool(torch.get_num_threads())
 
     @staticmethod
     def suit(spec: ModelSpec) -> bool:

@@ -119,4 +119,4 @@ def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _is_onednn_available() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -38,6 +38,9 @@ inline void configure_tiles(int64_t rows) {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 inline __m256i to_bfloat16(__m512 values) {
   return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values));
 }

@@ -8,6 +8,7 @@
 
 #include "amx.h"
 #include "kernels.h"
+#include "threads.h"
 
 namespace {
 
@@ -18,6 +19,7 @@ constexpr int64_t kMostHeadDim = 256;
 // does not depend on the machine or on what else is in the batch. Only decodes are cut: a prompt
 // chunk has rows enough to share.
 constexpr int64_t kPart = 512;
+constexpr int64_t kTokens = 8;    // written by one item of a loop
 constexpr float kLowest = -1e30f;  // finite: a difference of two is no NaN
 
 struct Unit {
@@ -38,9 +40,6 @@ struct alignas(64) Scratch {
   float highest[kMostRows];
   float total[kMostRows];
 };
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 class Attention {
  public:
@@ -299,6 +298,7 @@ thread_local Buffer partial_buffer;
 struct Plan {
   const Unit *units;
   int64_t num_units;
+  bool is_cut;  // some unit is a part of one
 };
 
 // Parts that a sequence's context is cut into.
@@ -339,7 +339,7 @@ Plan plan(const tw_attention &a, int64_t part_size) {
         }
       }
   }
-  return {units, num_units};
+  return {units, num_units, num_parts > 0};
 }
 
 }  // namespace
@@ -349,20 +349,18 @@ void tw_amx_attend(const tw_attention *attention) {
   Attention kernel(a);
   int64_t part_size = smaller(kMostRows, a.group) * (a.head_dim + 2);
   const Plan work = plan(a, part_size);
-#pragma omp parallel
-  {
+  parallel_for(divide_up(a.tokens, kTokens), [&](int64_t item) {
+    int64_t end = smaller((item + 1) * kTokens, a.tokens);
+    for (int64_t token = item * kTokens; token < end; token++) kernel.write(token);
+  });
+  parallel_for(work.num_units, [&](int64_t i) {
     Scratch scratch;
-#pragma omp for
-    for (int64_t token = 0; token < a.tokens; token++) kernel.write(token);
-    int64_t configured = 0;
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < work.num_units; i++) {
-      if (work.units[i].num_rows != configured) configure_tiles(configured = work.units[i].num_rows);
-      kernel.attend(work.units[i], scratch);
-    }
+    configure_tiles(work.units[i].num_rows);
+    kernel.attend(work.units[i], scratch);
     _tile_release();
-#pragma omp for
-    for (int64_t i = 0; i < work.num_units; i++)
+  });
+  if (work.is_cut)
+    parallel_for(work.num_units, [&](int64_t i) {
       if (work.units[i].parts > 1) kernel.merge(work.units[i], work.units[i].parts, part_size);
-  }
+    });
 }

@@ -1,9 +1,9 @@
 // Linear layers on AMX, from weights packed once into tiles.
-#include <omp.h>
 #include <string.h>
 
 #include "amx.h"
 #include "kernels.h"
+#include "threads.h"
 
 namespace {
 
@@ -90,6 +90,31 @@ inline void finish_row(const tw_linear &a, const float *product, int64_t row, in
   _mm256_mask_storeu_epi16(out + kTileRows, second, to_bfloat16(high));
 }
 
+// Multiplies rows start to end with one panel.
+void multiply(const tw_linear &a, int64_t start, int64_t end, int64_t panel) {
+  alignas(64) float products[kPair * kPair];
+  const uint16_t *weights = static_cast<const uint16_t *>(a.packed) + panel * a.inputs * kPair;
+  int64_t configured = 0;
+  for (int64_t row = start; row < end; row += kPair) {
+    int64_t count = smaller(end - row, kPair);
+    if (count != configured) configure_tiles(configured = count);
+    const uint16_t *rows = static_cast<const uint16_t *>(a.rows) + row * a.inputs;
+    if (count <= kTileRows)
+      row == start ? multiply_panel<false, true>(rows, a.inputs, weights)
+                   : multiply_panel<false, false>(rows, a.inputs, weights);
+    else
+      row == start ? multiply_panel<true, true>(rows, a.inputs, weights)
+                   : multiply_panel<true, false>(rows, a.inputs, weights);
+    _tile_stored(0, products, kPair * 4);
+    _tile_stored(1, products + kTileRows, kPair * 4);
+    if (count > kTileRows) {
+      _tile_stored(2, products + kTileRows * kPair, kPair * 4);
+      _tile_stored(3, products + kTileRows * kPair + kTileRows, kPair * 4);
+    }
+    for (int64_t i = 0; i < count; i++) finish_row(a, products + i * kPair, row + i, panel);
+  }
+}
+
 }  // namespace
 
 int64_t tw_amx_packed_elements(int64_t outputs, int64_t inputs) {
@@ -99,8 +124,7 @@ int64_t tw_amx_packed_elements(int64_t outputs, int64_t inputs) {
 void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t outputs, int64_t inputs,
                  int64_t first_tile, int64_t tile_step) {
   int64_t depth = divide_up(inputs, kTileInner);
-#pragma omp parallel for
-  for (int64_t tile = 0; tile < divide_up(outputs, kTileRows); tile++) {
+  parallel_for(divide_up(outputs, kTileRows), [=](int64_t tile) {
     int64_t column = first_tile + tile * tile_step;
     uint16_t *panel = static_cast<uint16_t *>(packed) + column / 2 * depth * 2 * kTile;
     for (int64_t k = 0; k < depth * kTileInner; k++) {
@@ -109,47 +133,23 @@ void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t output
       for (int64_t n = 0; n < kTileRows; n++) {
         int64_t output = tile * kTileRows + n;
         bool inside = output < outputs && k < inputs;
-        to[2 * n] =
-            inside ? round_to_bfloat16(weight_at(dtype, weight, output * inputs + k)) : 0;
+        to[2 * n] = inside ? round_to_bfloat16(weight_at(dtype, weight, output * inputs + k)) : 0;
       }
     }
-  }
+  });
 }
 
 void tw_amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
-  int64_t panels = divide_up(a.outputs, kPair), panel_size = a.inputs * kPair;
-  int64_t block = kRowsBytes / (a.inputs * 2) / kPair * kPair;
-  if (block < kPair) block = kPair;
-  int64_t blocks = divide_up(a.num_rows, block);
-#pragma omp parallel
-  {
-    alignas(64) float products[kPair * kPair];
-    int64_t configured = 0;
-#pragma omp for schedule(static)
-    for (int64_t item = 0; item < blocks * panels; item++) {
-      int64_t start = item / panels * block, panel = item % panels;
-      int64_t end = start + block < a.num_rows ? start + block : a.num_rows;
-      const uint16_t *weights = static_cast<const uint16_t *>(a.packed) + panel * panel_size;
-      for (int64_t row = start; row < end; row += kPair) {
-        int64_t count = end - row < kPair ? end - row : kPair;
-        if (count != configured) configure_tiles(configured = count);
-        const uint16_t *rows = static_cast<const uint16_t *>(a.rows) + row * a.inputs;
-        if (count <= kTileRows)
-          row == start ? multiply_panel<false, true>(rows, a.inputs, weights)
-                       : multiply_panel<false, false>(rows, a.inputs, weights);
-        else
-          row == start ? multiply_panel<true, true>(rows, a.inputs, weights)
-                       : multiply_panel<true, false>(rows, a.inputs, weights);
-        _tile_stored(0, products, kPair * 4);
-        _tile_stored(1, products + kTileRows, kPair * 4);
-        if (count > kTileRows) {
-          _tile_stored(2, products + kTileRows * kPair, kPair * 4);
-          _tile_stored(3, products + kTileRows * kPair + kTileRows, kPair * 4);
-        }
-        for (int64_t i = 0; i < count; i++) finish_row(a, products + i * kPair, row + i, panel);
-      }
-    }
+  int64_t panels = divide_up(a.outputs, kPair);
+  int64_t block = larger(kRowsBytes / (a.inputs * 2) / kPair * kPair, kPair);
+  // Neighbouring panels go to one thread, so that its reads run on; four shares for each thread
+  // are enough for one that is slow or away.
+  int64_t share = larger(panels / (4 * num_threads()), 1), shares = divide_up(panels, share);
+  parallel_for(divide_up(a.num_rows, block) * shares, [&](int64_t item) {
+    int64_t start = item / shares * block, end = smaller(start + block, a.num_rows);
+    int64_t first = item % shares * share, last = smaller(first + share, panels);
+    for (int64_t panel = first; panel < last; panel++) multiply(a, start, end, panel);
     _tile_release();
-  }
+  });
 }

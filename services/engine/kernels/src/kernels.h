@@ -1,7 +1,6 @@
 // The C interface of Tokenwire's CPU kernels, loaded with ctypes.
 //
 // Tensors are row-major and contiguous unless a stride is given; strides and sizes count elements.
-// Every function runs on the OpenMP threads of the calling thread, hence on torch's.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +15,10 @@ int32_t tw_instruction_set();
 
 // Makes calls use at most this instruction set, for tests. Returns the one in use.
 int32_t tw_limit_instruction_set(int32_t highest);
+
+// Runs loops on `threads` threads of our own from now on, instead of on OpenMP's, which are torch's;
+// 0 returns to those.
+void tw_use_pool(int64_t threads);
 
 // ---- float32 and bfloat16, any instruction set ----
 

@@ -5,9 +5,10 @@
 // taken from the wrong one.
 #include "portable.h"
 
-#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "threads.h"
 
 namespace {
 
@@ -70,13 +71,24 @@ void rms_norm_row(const T *row, const T *weight, T *out, int64_t width, float ep
   for (int64_t i = 0; i < width; i++) store(out + i, load(row[i]) * scale * load(weight[i]));
 }
 
+// Rows that are one item of a loop: fewer than this are not worth a second thread.
+constexpr int64_t kRows = 8;
+
+template <typename Body>
+void for_rows(int64_t num_rows, const Body &body) {
+  parallel_for((num_rows + kRows - 1) / kRows, [&](int64_t item) {
+    int64_t end = minimum((item + 1) * kRows, num_rows);
+    for (int64_t row = item * kRows; row < end; row++) body(row);
+  });
+}
+
 template <typename T>
 void rms_norm(const void *rows, const void *weight, void *out, int64_t num_rows, int64_t width,
               float epsilon) {
-#pragma omp parallel for if (num_rows > 4)
-  for (int64_t row = 0; row < num_rows; row++)
+  for_rows(num_rows, [=](int64_t row) {
     rms_norm_row(static_cast<const T *>(rows) + row * width, static_cast<const T *>(weight),
                  static_cast<T *>(out) + row * width, width, epsilon);
+  });
 }
 
 template <typename T>
@@ -92,21 +104,19 @@ void rotate_head(T *head, const float *cosines, const float *sines, int64_t half
 template <typename T>
 void rotate(const tw_rotation &r) {
   int64_t half = r.head_dim / 2;
-#pragma omp parallel for if (r.tokens > 4)
-  for (int64_t token = 0; token < r.tokens; token++) {
+  for_rows(r.tokens, [=](int64_t token) {
     for (int64_t h = 0; h < r.num_query_heads + r.num_key_heads; h++) {
       T *head = static_cast<T *>(r.heads) + token * r.row_stride + h * r.head_dim;
       auto norm = static_cast<const T *>(h < r.num_query_heads ? r.query_norm : r.key_norm);
       if (norm) rms_norm_row(head, norm, head, r.head_dim, r.epsilon);
       rotate_head(head, r.cosines + token * half, r.sines + token * half, half);
     }
-  }
+  });
 }
 
 template <typename T>
 void silu_multiply(const void *both, void *out, int64_t num_rows, int64_t width) {
-#pragma omp parallel for if (num_rows > 4)
-  for (int64_t row = 0; row < num_rows; row++) {
+  for_rows(num_rows, [=](int64_t row) {
     const T *gate = static_cast<const T *>(both) + row * 2 * width, *up = gate + width;
     T *to = static_cast<T *>(out) + row * width;
 #pragma omp simd
@@ -114,7 +124,7 @@ void silu_multiply(const void *both, void *out, int64_t num_rows, int64_t width)
       float x = load(gate[i]);
       store(to + i, x / (1.0f + exponential(-x)) * load(up[i]));
     }
-  }
+  });
 }
 
 // A sequence's context is cut into parts of this many tokens, whatever the number of threads, so
@@ -195,43 +205,36 @@ void paged_decode(const tw_attention &a) {
   int64_t units = a.sequences * a.num_kv_heads;
   auto parts = static_cast<float *>(
       malloc(sizeof(float) * static_cast<size_t>(maximum(units * most_parts * state, 1))));
-#pragma omp parallel
-  {
-#pragma omp for
-    for (int64_t token = 0; token < a.tokens; token++) {
-      int64_t block = a.slots[token] / a.block_size, offset = a.slots[token] % a.block_size;
-      for (int64_t h = 0; h < a.num_kv_heads; h++) {
-        int64_t from = token * a.row_stride + h * a.head_dim;
-        int64_t to = (block * a.num_kv_heads + h) * head_size + offset * a.head_dim;
-        size_t bytes = static_cast<size_t>(a.head_dim) * sizeof(T);
-        memcpy(static_cast<T *>(a.key_cache) + to, static_cast<const T *>(a.keys) + from, bytes);
-        memcpy(static_cast<T *>(a.value_cache) + to, static_cast<const T *>(a.values) + from,
-               bytes);
-      }
+  for_rows(a.tokens, [&](int64_t token) {
+    int64_t block = a.slots[token] / a.block_size, offset = a.slots[token] % a.block_size;
+    for (int64_t h = 0; h < a.num_kv_heads; h++) {
+      int64_t from = token * a.row_stride + h * a.head_dim;
+      int64_t to = (block * a.num_kv_heads + h) * head_size + offset * a.head_dim;
+      size_t bytes = static_cast<size_t>(a.head_dim) * sizeof(T);
+      memcpy(static_cast<T *>(a.key_cache) + to, static_cast<const T *>(a.keys) + from, bytes);
+      memcpy(static_cast<T *>(a.value_cache) + to, static_cast<const T *>(a.values) + from, bytes);
     }
-#pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < units * most_parts; item++) {
-      int64_t unit = item / most_parts, part = item % most_parts;
-      int64_t s = unit / a.num_kv_heads, kv_head = unit % a.num_kv_heads;
-      int64_t context = a.context_lengths[s];
-      int64_t visible = a.window ? maximum(context - a.window, 0) : 0;
-      int64_t first = maximum(part * kPart, visible), last = minimum((part + 1) * kPart, context);
-      attend_part(a,
-                  static_cast<const T *>(a.queries) + a.query_starts[s] * a.row_stride +
-                      kv_head * a.group * a.head_dim,
-                  a.block_tables + s * a.table_stride, kv_head, first, last, parts + item * state);
-    }
-#pragma omp for
-    for (int64_t row = 0; row < units * a.group; row++) {
-      int64_t unit = row / a.group, g = row % a.group, s = unit / a.num_kv_heads;
-      int64_t num_parts = (a.context_lengths[s] + kPart - 1) / kPart;
-      T *out = static_cast<T *>(a.out) +
-               (a.query_starts[s] * a.num_kv_heads + unit % a.num_kv_heads) * a.group * a.head_dim +
-               g * a.head_dim;
-      merge_parts(parts + unit * most_parts * state + g * (a.head_dim + 2), num_parts, state,
-                  a.head_dim, out);
-    }
-  }
+  });
+  parallel_for(units * most_parts, [&](int64_t item) {
+    int64_t unit = item / most_parts, part = item % most_parts;
+    int64_t s = unit / a.num_kv_heads, kv_head = unit % a.num_kv_heads;
+    int64_t context = a.context_lengths[s];
+    int64_t visible = a.window ? maximum(context - a.window, 0) : 0;
+    int64_t first = maximum(part * kPart, visible), last = minimum((part + 1) * kPart, context);
+    attend_part(a,
+                static_cast<const T *>(a.queries) + a.query_starts[s] * a.row_stride +
+                    kv_head * a.group * a.head_dim,
+                a.block_tables + s * a.table_stride, kv_head, first, last, parts + item * state);
+  });
+  for_rows(units * a.group, [&](int64_t row) {
+    int64_t unit = row / a.group, g = row % a.group, s = unit / a.num_kv_heads;
+    int64_t num_parts = (a.context_lengths[s] + kPart - 1) / kPart;
+    T *out = static_cast<T *>(a.out) +
+             (a.query_starts[s] * a.num_kv_heads + unit % a.num_kv_heads) * a.group * a.head_dim +
+             g * a.head_dim;
+    merge_parts(parts + unit * most_parts * state + g * (a.head_dim + 2), num_parts, state,
+                a.head_dim, out);
+  });
   free(parts);
 }
 

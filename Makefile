@@ -1,0 +1,64 @@
+# `make serve` and `make test` need Python 3.11 or newer, and nothing else: they make .venv themselves.
+
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?=
+DTYPE ?= auto
+TOKENIZER_PORT ?= 50051
+ENGINE_PORT ?= 50052
+GRAMMAR_PORT ?= 50053
+ENGINE_ARGS ?=
+OPEN ?=
+LOG_DIR ?=
+
+PYTHON ?= python3
+AGAINST ?= .git\#branch=main
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := .venv/bin
+SOURCES := pyproject.toml setup.py $(shell find protos -name '*.proto')
+
+.PHONY: help serve test lint breaking bench images clean
+
+help: ## List the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+serve: .venv/.all ## Start the four services: HOST, PORT, MODEL, DTYPE, ENGINE_ARGS, …
+	@exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
+	  --tokenizer-port "$(TOKENIZER_PORT)" --engine-port "$(ENGINE_PORT)" \
+	  --grammar-port "$(GRAMMAR_PORT)" --engine-args="$(ENGINE_ARGS)" \
+	  $(if $(MODEL),--model "$(MODEL)") $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(OPEN),--open)
+
+test: .venv/.dev ## Run the tests (all but the containers')
+	$(BIN)/pytest -q tests $(PYTEST_ARGS)
+
+lint: .venv/.dev ## ruff, mypy --strict, buf lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+
+breaking: .venv/.dev ## Compare the protos with another state of the repository: AGAINST=.git#branch=main
+	$(BIN)/buf breaking --against "$(AGAINST)"
+
+bench: .venv/.dev ## Measure: BENCH_ARGS=…
+	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+images: ## Build the container images
+	docker-compose build
+
+clean: ## Remove .venv and what was built
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv >&2
+
+# pip reports on stderr, so that the stdout of `make serve` is the server's one line
+.venv/.all: $(SOURCES) | .venv/bin/python
+	$(BIN)/python -m pip install -e '.[all]' >&2
+	@touch $@
+
+.venv/.dev: $(SOURCES) | .venv/bin/python
+	$(BIN)/python -m pip install -e '.[dev]' >&2
+	@touch $@ .venv/.all

@@ -1,0 +1,1 @@
+"""Benchmarks: Tokenwire and its peers, measured the same way from outside."""

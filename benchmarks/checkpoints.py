@@ -1,0 +1,156 @@
+"""Make the checkpoints of the benchmarks: real shapes and a real tokenizer, random weights.
+
+    python -m benchmarks.checkpoints --out bench-models
+
+Needs torch, transformers and tokenizers. What a server computes does not depend on what the
+weights are, so nothing has to be downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+__all__ = ["SHAPES", "Shape", "make"]
+
+SEED = 20240607
+CONTEXT = 4096
+HEAD = 64
+CORPUS_CHARACTERS = 40_000_000
+
+UNKNOWN, BEGIN, END, PAD = "<unk>", "<s>", "</s>", "<pad>"
+SPECIAL_TOKENS = [UNKNOWN, BEGIN, END, "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", PAD]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{{ m['content'] }}{{ '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama with tied embeddings, head dimension 64 and a context of 4,096 tokens."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+
+
+SHAPES = {
+    "bench-350m": Shape(32000, hidden=1024, layers=24, heads=16, kv_heads=4, feed_forward=2816),
+    "bench-15m": Shape(8192, hidden=384, layers=6, heads=6, kv_heads=2, feed_forward=1024),
+}
+
+
+def make(shape: Shape, out: Path) -> None:
+    """Write a Hugging Face model directory; about a minute for the larger tokenizer."""
+    tokenizer = train_tokenizer(shape.vocabulary)
+    tokenizer.save_pretrained(out)
+
+    torch.manual_seed(SEED)
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=HEAD,
+        intermediate_size=shape.feed_forward,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        **special,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, 0.02)
+    model.bfloat16()
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, **special
+    )
+    model.save_pretrained(out)
+    print(f"{out}: {sum(weight.numel() for weight in model.parameters()):,} parameters")
+
+
+def train_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of Python source, with a begin token before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    if tokenizer.get_vocab_size() != vocabulary:
+        raise SystemExit(
+            f"the corpus gives {tokenizer.get_vocab_size()} tokens where {vocabulary} are wanted: "
+            "install more packages into this environment"
+        )
+    begin = (BEGIN, tokenizer.token_to_id(BEGIN))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN} $B", special_tokens=[begin]
+    )
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        unk_token=UNKNOWN,
+        bos_token=BEGIN,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=CONTEXT,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def corpus() -> Iterator[str]:
+    """Sources of the standard library and of installed packages, in an order fixed by a seed."""
+    roots = (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib")))
+    files = sorted({file for root in roots for file in root.rglob("*.py")})
+    random.Random(0).shuffle(files)
+    characters = 0
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        yield text
+        characters += len(text)
+        if characters > CORPUS_CHARACTERS:
+            return
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench-models"))
+    parser.add_argument("--only", choices=SHAPES, help="make one of them")
+    arguments = parser.parse_args()
+    for name in [arguments.only] if arguments.only else SHAPES:
+        make(SHAPES[name], arguments.out / name)

@@ -1,0 +1,138 @@
+"""A small HTTP/1.1 client that spends as little CPU as it can while a measurement runs.
+
+The client shares its cores with the server that it measures. So it only notes when the pieces of a
+response arrive; whoever asked reads them after the clock has stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+__all__ = ["Client", "Response"]
+
+
+@dataclass(slots=True)
+class Response:
+    """A response body in the pieces that arrived, each with its time (`time.perf_counter`)."""
+
+    status: int = 0
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(piece for _, piece in self.pieces)
+
+
+class _Connection(asyncio.Protocol):
+    """One keep-alive connection; it carries one request at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._response = Response()
+        self._complete: asyncio.Future[Response] | None = None
+        self._arrived = 0.0
+        self.reusable = True
+
+    async def request(self, message: bytes) -> Response:
+        assert self._transport is not None
+        self._complete = asyncio.get_running_loop().create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        self._response = Response()
+        self._transport.write(message)
+        return await self._complete
+
+    def close(self) -> None:
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._arrived = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(ConnectionError(f"not HTTP: {error}"))
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reusable = False
+        self._fail(exc or ConnectionError("the server closed the connection"))
+
+    # httptools callbacks
+
+    def on_body(self, piece: bytes) -> None:
+        self._response.pieces.append((self._arrived, piece))
+
+    def on_message_complete(self) -> None:
+        self._response.status = self._parser.get_status_code()
+        self.reusable = self.reusable and self._parser.should_keep_alive()
+        if self._complete is not None and not self._complete.done():
+            self._complete.set_result(self._response)
+
+    def _fail(self, error: Exception) -> None:
+        if self._complete is not None and not self._complete.done():
+            self._complete.set_exception(error)
+
+
+class Client:
+    """Requests to one server over as many connections as there are requests at a time."""
+
+    def __init__(self, url: str, *, timeout: float = 300.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or parts.hostname is None:
+            raise ValueError(f"expected a URL such as http://127.0.0.1:8000, not {url!r}")
+        self._host = parts.hostname
+        self._port = parts.port or 80
+        self._timeout = timeout
+        self._idle: list[_Connection] = []
+
+    async def get(self, path: str) -> Response:
+        return await self._send(self._head("GET", path) + b"\r\n")
+
+    async def post(self, path: str, body: bytes) -> Response:
+        """Send a JSON body. Raises OSError or TimeoutError when no whole response comes back."""
+        head = self._head("POST", path)
+        head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        return await self._send(head + body)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def _head(self, method: str, path: str) -> bytes:
+        return f"{method} {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n".encode()
+
+    async def _send(self, message: bytes) -> Response:
+        connection = await self._connection()
+        try:
+            async with asyncio.timeout(self._timeout):
+                response = await connection.request(message)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return response
+
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(_Connection, self._host, self._port)
+        return connection

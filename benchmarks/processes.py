@@ -1,0 +1,128 @@
+"""Starting a server, watching what it costs, stopping it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+__all__ = ["Launch", "ProcessTree", "ServerError", "running"]
+
+
+class ServerError(Exception):
+    """A server ended, or did not get ready in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start a server; it is ready when `ready` answers 200."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    url: str
+    ready: str
+
+
+class ProcessTree:
+    """A process and all its descendants."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+
+    def cpu_seconds(self) -> float:
+        """User and system time, that of children which have ended included."""
+        total = 0.0
+        for process in self.members():
+            try:
+                spent = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            total += spent.user + spent.system + spent.children_user + spent.children_system
+        return total
+
+    def resident_bytes(self) -> int:
+        """Resident memory; a page that several of the processes share counts once."""
+        total = 0
+        for process in self.members():
+            try:
+                total += process.memory_full_info().pss
+            except psutil.Error:
+                continue
+        return total
+
+    def members(self) -> list[psutil.Process]:
+        try:
+            return [self._root, *self._root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+@contextmanager
+def running(launch: Launch, log: Path, *, start_seconds: float = 300.0) -> Iterator[ProcessTree]:
+    """Start a server, wait until it is ready, stop it and everything that it started.
+
+    Raises `ServerError` with the end of its log when it does not become ready.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            launch.command,
+            env=dict(launch.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+    tree = ProcessTree(server.pid)
+    try:
+        _wait_until_ready(server, launch, log, start_seconds)
+        yield tree
+    finally:
+        _stop(server, tree)
+
+
+def _wait_until_ready(
+    server: subprocess.Popen[bytes], launch: Launch, log: Path, seconds: float
+) -> None:
+    deadline = time.monotonic() + seconds
+    while not _answers(launch.url + launch.ready):
+        if server.poll() is not None:
+            problem = f"ended with exit code {server.returncode} before it was ready"
+        elif time.monotonic() > deadline:
+            problem = f"was not ready after {seconds:.0f} s"
+        else:
+            time.sleep(0.5)
+            continue
+        ending = log.read_text(errors="replace").splitlines()[-20:]
+        raise ServerError("\n".join([f"the server {problem}; {log} ends with:", *ending]))
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def _stop(server: subprocess.Popen[bytes], tree: ProcessTree) -> None:
+    members = tree.members()
+    if server.poll() is None:
+        server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+    _, alive = psutil.wait_procs(members, timeout=5)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=5)

@@ -1,0 +1,86 @@
+"""The loads under which servers are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["SCENARIOS", "ClosedLoop", "Figure", "OpenLoop", "Scenario", "Workload"]
+
+
+class Figure(Enum):
+    """The figure by which a scenario ranks servers."""
+
+    THROUGHPUT = "output tokens/s"
+    TTFT = "TTFT p50 ms"
+    STALL = "inter-token p99 / p50 during prefill"
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self is Figure.THROUGHPUT
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """Keeps `concurrency` requests running: the next one starts when one ends."""
+
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Requests arrive at random (Poisson), `rate` a second on average, however the server fares."""
+
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests of one kind. All lengths are in tokens; every prompt is new and random.
+
+    `shared` is the part of `prompt` that all requests of one run have in common.
+    Without `requests`, requests arrive for as long as the scenario's other workloads last.
+    """
+
+    name: str
+    arrivals: ClosedLoop | OpenLoop
+    prompt: int
+    output: int
+    requests: int | None
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    name: str
+    about: str
+    workloads: tuple[Workload, ...]
+    figure: Figure = Figure.THROUGHPUT
+
+
+def streams(
+    concurrency: int, prompt: int, output: int, requests: int, shared: int = 0
+) -> tuple[Workload, ...]:
+    return (Workload("streams", ClosedLoop(concurrency), prompt, output, requests, shared=shared),)
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("S1", "one stream: latency of a single user", streams(1, 128, 128, 3)),
+        Scenario("S8", "8 streams, medium prompts: a small team", streams(8, 256, 128, 24)),
+        Scenario("S32", "32 streams: a loaded server", streams(32, 128, 64, 96)),
+        Scenario("S128", "128 streams: saturation", streams(128, 128, 64, 384)),
+        Scenario("P", "a long prompt alone: prefill", streams(1, 2048, 1, 4), Figure.TTFT),
+        Scenario("PX", "8 streams, one shared prefix of 1,024", streams(8, 1088, 32, 24, 1024)),
+        Scenario(
+            "mixed",
+            "long prompts arriving among 8 running streams",
+            (
+                *streams(8, 128, 128, 32),
+                Workload("long", OpenLoop(0.3), prompt=2048, output=1, requests=None),
+            ),
+            Figure.STALL,
+        ),
+    )
+}

@@ -1,0 +1,123 @@
+// Two ways to run a loop: on a pool of our own, or on OpenMP's, which is torch's.
+//
+// A step is some 200 short loops. OpenMP ends each with a barrier that every thread must reach, so
+// where other services share the cores, one thread that the kernel has set aside for a few
+// milliseconds stops the loop, and the next one, and the next. In the pool a thread that is away
+// is not waited for: whoever is awake takes the remaining items. Where torch multiplies the
+// matrices, its threads would compete with the pool's, and OpenMP it is.
+#include "threads.h"
+
+#include <omp.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+class Pool {
+ public:
+  void resize(int64_t threads) {
+    std::lock_guard<std::mutex> lock(running_);
+    threads_ = threads;
+    for (; started_ < threads - 1; started_++)
+      std::thread([this, index = started_] { work(index); }).detach();
+  }
+
+  int64_t threads() const { return threads_; }
+
+  void run(int64_t count, void (*body)(void *, int64_t), void *context) {
+    std::lock_guard<std::mutex> lock(running_);
+    body_ = body;
+    context_ = context;
+    count_ = count;
+    done_.store(0, std::memory_order_relaxed);
+    // From here on an item can be claimed, and only from here on are the fields above read: what
+    // is left of the last loop is zero or less.
+    left_.store(count);
+    if (asleep_.load() > 0) {
+      { std::lock_guard<std::mutex> wake(sleeping_); }
+      awake_.notify_all();
+    }
+    claim();
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
+      pause();
+      if (spins > kSpins) std::this_thread::yield();
+    }
+  }
+
+ private:
+  // About 100 microseconds: longer than the gaps within a step, far shorter than idleness.
+  static constexpr int kSpins = 2000;
+
+  void claim() {
+    for (;;) {
+      int64_t left = left_.fetch_sub(1);
+      if (left <= 0) return;
+      body_(context_, count_ - left);
+      done_.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  void work(int64_t index) {
+    for (int spins = 0;; spins++) {
+      if (left_.load() > 0 && index < threads_ - 1) {
+        claim();
+        spins = 0;
+      } else if (spins < kSpins) {
+        pause();
+      } else {
+        std::unique_lock<std::mutex> lock(sleeping_);
+        asleep_++;
+        awake_.wait(lock, [this] { return left_.load() > 0; });
+        asleep_--;
+        spins = 0;
+      }
+    }
+  }
+
+  std::mutex running_;  // one loop at a time
+  std::mutex sleeping_;
+  std::condition_variable awake_;
+  std::atomic<int64_t> asleep_{0};
+  std::atomic<int64_t> threads_{0};
+  int64_t started_ = 0;
+  void (*body_)(void *, int64_t) = nullptr;
+  void *context_ = nullptr;
+  int64_t count_ = 0;
+  alignas(64) std::atomic<int64_t> left_{0};
+  alignas(64) std::atomic<int64_t> done_{0};
+};
+
+// Never destroyed: its threads run until the process ends.
+Pool &pool = *new Pool;
+
+}  // namespace
+
+void tw_use_pool(int64_t threads) { pool.resize(threads); }
+
+int64_t num_threads() { return pool.threads() ? pool.threads() : omp_get_max_threads(); }
+
+void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context) {
+  if (count == 1 || num_threads() == 1) {
+    for (int64_t i = 0; i < count; i++) body(context, i);
+  } else if (pool.threads()) {
+    pool.run(count, body, context);
+  } else {
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t i = 0; i < count; i++) body(context, i);
+  }
+}

@@ -1,0 +1,19 @@
+// Loops over the processor's cores.
+#pragma once
+
+#include <cstdint>
+
+// Calls body(context, i) for every i below count, in any order, on several threads.
+void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context);
+
+// How many threads a loop may use.
+int64_t num_threads();
+
+// The same for a lambda. Internal linkage: every instruction set compiles its own.
+template <typename Body>
+static inline void parallel_for(int64_t count, const Body &body) {
+  parallel_for(
+      count,
+      [](void *context, int64_t i) { (*static_cast<const Body *>(context))(i); },
+      const_cast<Body *>(&body));
+}

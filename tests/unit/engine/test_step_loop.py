@@ -1,0 +1,345 @@
+"""Continuous batching must not be visible in what a sequence generates."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.engine.messages import (
+    Admitted,
+    CancelRequest,
+    FinishCause,
+    Finished,
+    FlushCache,
+    GrantCredit,
+    Mask,
+    Output,
+    Refused,
+    RequestDone,
+    Resume,
+    ScoredPrompt,
+    SetMasks,
+    Token,
+)
+from services.engine.model.decoder import Decoder
+from services.engine.model.loader import load_model
+from tests.unit.engine.tiny import (
+    CONTEXT,
+    VOCABULARY,
+    load_tiny,
+    make_checkpoint,
+    make_loop,
+    make_request,
+    run,
+    tokens_of,
+)
+
+PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=40)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def greedy_alone(decoder: Decoder, prompt: list[int], max_tokens: int) -> list[Token]:
+    outputs = run(
+        make_loop(decoder), [make_request(1, [prompt], max_tokens=max_tokens, logprobs=2)]
+    )
+    return [output for output in outputs if isinstance(output, Token)]
+
+
+def assert_same_up_to_ties(tokens: list[int], alone: list[Token]) -> None:
+    """Equal, or different first where the two best scores are as good as equal."""
+    assert len(tokens) == len(alone)
+    for token, expected in zip(tokens, alone, strict=True):
+        if token != expected.id:
+            assert expected.score is not None
+            first, second = expected.score.top_logprobs[:2]
+            assert first - second < 1e-4
+            return
+
+
+@given(
+    prompts=st.lists(PROMPTS, min_size=1, max_size=8),
+    blocks=st.integers(14, 40),
+    step_tokens=st.integers(3, 64),
+    mixed_tokens=st.integers(1, 16),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_batching_chunking_caching_and_preemption_never_change_greedy_output(
+    decoder: Decoder,
+    prompts: list[list[int]],
+    blocks: int,
+    step_tokens: int,
+    mixed_tokens: int,
+) -> None:
+    loop = make_loop(decoder, blocks=blocks, step_tokens=step_tokens, mixed_tokens=mixed_tokens)
+    requests = [make_request(i, [prompt], max_tokens=12) for i, prompt in enumerate(prompts)]
+    got = tokens_of(run(loop, requests))
+    for i, prompt in enumerate(prompts):
+        assert_same_up_to_ties(got[i, 0], greedy_alone(decoder, prompt, 12))
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), PROMPTS, st.integers(1, 3)),
+        st.tuples(st.just("cancel"), st.integers(0, 9), st.integers(0, 3)),
+        st.tuples(st.just("flush"), st.none(), st.none()),
+        st.tuples(st.just("step"), st.none(), st.none()),
+    ),
+    max_size=30,
+)
+
+
+@given(actions=ACTIONS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_request_ends_once_and_no_block_is_leaked(
+    decoder: Decoder, actions: list[tuple[str, object, object]]
+) -> None:
+    loop = make_loop(decoder, blocks=16, step_tokens=16, mixed_tokens=8)
+    choices: list[int] = []
+    outputs: list[Output] = []
+    for action, first, second in actions:
+        if action == "add":
+            assert isinstance(first, list)
+            assert isinstance(second, int)
+            loop.apply([make_request(len(choices), [first], n=second, max_tokens=6)])
+            choices.append(second)
+        elif action == "cancel":
+            assert isinstance(first, int)
+            assert isinstance(second, int)
+            if first < len(choices):
+                sequences = (second,) if second < choices[first] else ()
+                loop.apply([CancelRequest(first, sequences)])
+        elif action == "flush":
+            loop.apply([FlushCache()])
+        else:
+            outputs += loop.step(list).outputs
+        loop.check()
+    outputs += run(loop, [])
+    ended = [o.handle for o in outputs if isinstance(o, RequestDone)]
+    assert sorted(ended) == list(range(len(choices)))
+    finished = [(o.handle, o.sequence) for o in outputs if isinstance(o, Finished)]
+    assert sorted(finished) == [(h, i) for h, n in enumerate(choices) for i in range(n)]
+    load = loop.take_output().load
+    assert load.free_blocks == load.total_blocks
+
+
+def test_a_preempted_sequence_goes_on_where_it_was(decoder: Decoder) -> None:
+    loop = make_loop(decoder, blocks=16, step_tokens=64, mixed_tokens=32)
+    prompts = [[i, 5, 6, 7] * 3 for i in range(1, 6)]
+    requests = [make_request(i, [prompt], max_tokens=30) for i, prompt in enumerate(prompts)]
+    outputs = run(loop, requests)
+    assert loop.take_output().load.preemptions > 0
+    for i, prompt in enumerate(prompts):
+        assert_same_up_to_ties(tokens_of(outputs)[i, 0], greedy_alone(decoder, prompt, 30))
+        positions = [o.position for o in outputs if isinstance(o, Token) and o.handle == i]
+        assert positions == list(range(30))
+
+
+def test_a_prefix_that_arrives_together_is_computed_once(decoder: Decoder) -> None:
+    loop = make_loop(decoder, step_tokens=16)
+    shared = [1, 2, 3, 4] * 10
+    requests = [make_request(i, [[*shared, i + 5, 7]], max_tokens=2) for i in range(4)]
+    done = [o for o in run(loop, requests) if isinstance(o, RequestDone)]
+    assert sorted(o.cached_tokens for o in done) == [0, 40, 40, 40]
+
+
+def test_choices_of_one_prompt_share_it(decoder: Decoder) -> None:
+    outputs = run(make_loop(decoder), [make_request(1, [[1, 2, 3, 4] * 8], n=4, temperature=1.0)])
+    tokens = tokens_of(outputs)
+    assert len({tuple(ids) for ids in tokens.values()}) == 4
+    [done] = [o for o in outputs if isinstance(o, RequestDone)]
+    assert (done.prompt_tokens, done.completion_tokens) == (32, 32)
+
+
+def test_another_tenant_cannot_see_the_cache(decoder: Decoder) -> None:
+    loop = make_loop(decoder)
+    prompt = [1, 2, 3, 4] * 8
+    run(loop, [make_request(1, [prompt], salt=b"a")])
+    mine, theirs = (
+        next(o for o in run(loop, [request]) if isinstance(o, RequestDone)).cached_tokens
+        for request in (
+            make_request(2, [prompt], salt=b"a"),
+            make_request(3, [prompt], salt=b"b"),
+        )
+    )
+    assert (mine, theirs) == (28, 0)
+
+
+@given(prompt=PROMPTS, seed=st.integers(0, 99), cut=st.integers(0, 9))
+@settings(max_examples=25, deadline=None)
+def test_a_resumed_sequence_draws_what_it_would_have_drawn(
+    decoder: Decoder, prompt: list[int], seed: int, cut: int
+) -> None:
+    whole = make_request(1, [prompt], n=2, max_tokens=10, temperature=1.0, seed=seed)
+    first = tokens_of(run(make_loop(decoder), [whole]))
+    rest = make_request(
+        2,
+        [prompt],
+        n=2,
+        max_tokens=10,
+        temperature=1.0,
+        seed=seed,
+        resume=[Resume(i, first[1, i][:cut]) for i in range(2)],
+    )
+    outputs = run(make_loop(decoder), [rest])
+    for i in range(2):
+        assert tokens_of(outputs)[2, i] == first[1, i][cut:]
+        finished = next(o for o in outputs if isinstance(o, Finished) and o.sequence == i)
+        assert finished.completion_tokens == 10
+
+
+@given(prompt=st.lists(st.integers(1, 40), min_size=2, max_size=60), step=st.integers(3, 64))
+@settings(max_examples=25, deadline=None)
+def test_prompt_scores_are_those_of_a_whole_pass(
+    decoder: Decoder, prompt: list[int], step: int
+) -> None:
+    loop = make_loop(decoder, step_tokens=step, mixed_tokens=step)
+    run(loop, [make_request(1, [prompt])])  # what is cached must not change what is reported
+    outputs = run(loop, [make_request(2, [prompt], n=2, max_tokens=0, prompt_logprobs=3)])
+    scored = [o for o in outputs if isinstance(o, ScoredPrompt)]
+    positions = [o.position + i for o in scored for i in range(len(o.ids))]
+    assert positions == list(range(1, len(prompt)))
+    got = [score.logprob for o in scored for score in o.scores]
+    whole = run(make_loop(decoder), [make_request(3, [prompt], max_tokens=0, prompt_logprobs=0)])
+    expected = [s.logprob for o in whole if isinstance(o, ScoredPrompt) for s in o.scores]
+    assert got == pytest.approx(expected, abs=1e-4)
+    assert not [o for o in outputs if isinstance(o, Token)]
+    causes = [o.cause for o in outputs if isinstance(o, Finished)]
+    assert causes == [FinishCause.LENGTH, FinishCause.LENGTH]
+
+
+def test_generated_and_scored_logprobs_agree(decoder: Decoder) -> None:
+    prompt = [3, 1, 4, 1, 5]
+    outputs = run(make_loop(decoder), [make_request(1, [prompt], max_tokens=20, logprobs=0)])
+    tokens = [o for o in outputs if isinstance(o, Token)]
+    again = [*prompt, *(t.id for t in tokens)]
+    scored = run(make_loop(decoder), [make_request(2, [again], max_tokens=0, prompt_logprobs=0)])
+    expected = [s.logprob for o in scored if isinstance(o, ScoredPrompt) for s in o.scores]
+    got = [t.score.logprob for t in tokens if t.score]
+    assert got == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
+
+
+def test_a_stop_id_ends_a_sequence_and_is_part_of_it(decoder: Decoder) -> None:
+    free = greedy_alone(decoder, [1, 2, 3], 10)
+    stop = free[4].id
+    first = next(i for i, token in enumerate(free) if token.id == stop)
+    outputs = run(
+        make_loop(decoder), [make_request(1, [[1, 2, 3]], max_tokens=10, stop=frozenset({stop}))]
+    )
+    [finished] = [o for o in outputs if isinstance(o, Finished)]
+    assert (finished.cause, finished.token_id) == (FinishCause.STOP_TOKEN, stop)
+    assert finished.completion_tokens == first + 1
+    assert tokens_of(outputs)[1, 0][-1] == stop
+
+
+def test_min_tokens_keeps_stop_ids_away(decoder: Decoder) -> None:
+    stop = frozenset(range(VOCABULARY // 2))
+    request = make_request(
+        1, [[1, 2]], max_tokens=20, min_tokens=6, stop=stop, temperature=1.0, ignore_eos=False
+    )
+    outputs = run(make_loop(decoder), [request])
+    tokens = tokens_of(outputs)[1, 0]
+    assert len(tokens) > 6
+    assert not stop & set(tokens[:6])
+
+
+def test_without_credit_a_sequence_waits(decoder: Decoder) -> None:
+    loop = make_loop(decoder)
+    loop.apply([make_request(1, [[1, 2, 3]], max_tokens=10, credit=3)])
+    tokens = tokens_of([o for _ in range(8) for o in loop.step(list).outputs])
+    assert len(tokens[1, 0]) == 3
+    assert not loop.progressed
+    rest = tokens_of(run(loop, [GrantCredit(1, 100)]))
+    assert tokens[1, 0] + rest[1, 0] == [t.id for t in greedy_alone(decoder, [1, 2, 3], 10)]
+
+
+def test_a_request_that_can_never_fit_is_refused(decoder: Decoder) -> None:
+    loop = make_loop(decoder, blocks=4)
+    [refused] = run(loop, [make_request(1, [[1] * 10], max_tokens=20)])
+    assert isinstance(refused, Refused)
+    assert refused.reason == "KV_CACHE_TOO_SMALL"
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again(decoder: Decoder) -> None:
+    loop = make_loop(decoder, running=1, waiting=2)
+    loop.apply([make_request(i, [[1, 2, i]]) for i in range(4)])
+    refused = [o for o in loop.take_output().outputs if isinstance(o, Refused)]
+    assert [r.handle for r in refused] == [2, 3]
+    assert refused[0].retry_seconds
+    assert len([o for o in run(loop, []) if isinstance(o, RequestDone)]) == 2
+
+
+def test_higher_priority_goes_first(decoder: Decoder) -> None:
+    loop = make_loop(decoder, running=1)
+    requests = [make_request(i, [[1, 2, i + 1]], priority=i) for i in range(3)]
+    done = [o.handle for o in run(loop, requests) if isinstance(o, RequestDone)]
+    assert done == [2, 1, 0]
+
+
+def test_output_is_lowered_to_the_room_left(decoder: Decoder) -> None:
+    prompt = [1] * (CONTEXT - 5)
+    outputs = run(make_loop(decoder), [make_request(1, [prompt], max_tokens=50)])
+    [admitted] = [o for o in outputs if isinstance(o, Admitted)]
+    assert list(admitted.max_tokens) == [5]
+    assert len(tokens_of(outputs)[1, 0]) == 5
+
+
+def only(*ids: int) -> bytes:
+    bits = bytearray(VOCABULARY // 8)
+    for token in ids:
+        bits[token // 8] |= 1 << token % 8
+    return bytes(bits)
+
+
+def test_a_late_mask_gives_the_same_tokens_and_holds_up_nobody(decoder: Decoder) -> None:
+    masks = [only(3, 4, 5), only(7, 8), only(9, 10, 11)]
+
+    def constrained(late: int) -> dict[tuple[int, int], list[int]]:
+        loop = make_loop(decoder)
+        request = make_request(1, [[1, 2, 3]], max_tokens=3, temperature=1.0, constrained=True)
+        loop.apply([request, make_request(2, [[5, 6]], max_tokens=40)])
+        outputs: list[Output] = []
+        for position, mask in enumerate(masks):
+            for _ in range(late):
+                outputs += loop.step(list).outputs
+            assert len(tokens_of(outputs).get((1, 0), [])) == position
+            while len(tokens_of(outputs).get((1, 0), [])) == position:
+                command = SetMasks([Mask(1, 0, position, mask, False)])
+                outputs += loop.step(lambda command=command: [command]).outputs
+        assert len(tokens_of(outputs)[2, 0]) >= 3 * late
+        return tokens_of([*outputs, *run(loop, [])])
+
+    assert constrained(0) == constrained(5)
+
+
+def test_a_finished_grammar_ends_the_sequence(decoder: Decoder) -> None:
+    loop = make_loop(decoder)
+    loop.apply([make_request(1, [[1, 2, 3]], max_tokens=9, constrained=True)])
+    loop.apply([SetMasks([Mask(1, 0, 0, only(3), False)])])
+    outputs = list(loop.step(list).outputs)
+    outputs += run(loop, [SetMasks([Mask(1, 0, 1, None, True)])])
+    [finished] = [o for o in outputs if isinstance(o, Finished)]
+    assert (finished.cause, finished.completion_tokens) == (FinishCause.GRAMMAR, 1)
+
+
+def test_bfloat16_neighbours_change_logprobs_by_rounding_only(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = load_model(make_checkpoint(tmp_path_factory.mktemp("tiny")), torch.bfloat16)
+    prompts = [[i, 2, 3, i + 1] * 4 for i in range(1, 17)]
+    together = run(
+        make_loop(model),
+        [make_request(i, [p], max_tokens=0, prompt_logprobs=0) for i, p in enumerate(prompts)],
+    )
+    for i, prompt in enumerate(prompts):
+        alone = run(make_loop(model), [make_request(i, [prompt], max_tokens=0, prompt_logprobs=0)])
+        assert scores_of(together, i) == pytest.approx(scores_of(alone, i), abs=0.05)
+
+
+def scores_of(outputs: list[Output], handle: int) -> list[float]:
+    """Logprobs of a request's prompt tokens."""
+    scored = [o for o in outputs if isinstance(o, ScoredPrompt) and o.handle == handle]
+    return [score.logprob for o in scored for score in o.scores]

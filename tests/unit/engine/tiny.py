@@ -1,0 +1,157 @@
+"""A step loop over a tiny model with random weights, and requests for it."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from services.engine.block_pool import BlockPool
+from services.engine.messages import (
+    AddRequest,
+    Command,
+    Output,
+    Resume,
+    SamplingSettings,
+    StoppingSettings,
+    Token,
+)
+from services.engine.model.decoder import Decoder
+from services.engine.model.loader import load_model
+from services.engine.model_runner import ModelRunner
+from services.engine.scheduler import Scheduler, SchedulerLimits
+from services.engine.step_loop import LoopLimits, StepLoop
+
+VOCABULARY = 48
+CONTEXT = 96
+EOS = 0
+BLOCK = 4
+
+
+def make_checkpoint(directory: Path) -> Path:
+    """A Llama of 2 layers whose greedy output varies with its input."""
+    hidden, inner, heads, kv_heads, dim = 32, 48, 4, 2, 8
+    generator = torch.Generator().manual_seed(5)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    tensors = {
+        "model.embed_tokens.weight": weight(VOCABULARY, hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        tensors |= {
+            f"{prefix}input_layernorm.weight": torch.ones(hidden),
+            f"{prefix}post_attention_layernorm.weight": torch.ones(hidden),
+            f"{prefix}self_attn.q_proj.weight": weight(heads * dim, hidden),
+            f"{prefix}self_attn.k_proj.weight": weight(kv_heads * dim, hidden),
+            f"{prefix}self_attn.v_proj.weight": weight(kv_heads * dim, hidden),
+            f"{prefix}self_attn.o_proj.weight": weight(hidden, heads * dim),
+            f"{prefix}mlp.gate_proj.weight": weight(inner, hidden),
+            f"{prefix}mlp.up_proj.weight": weight(inner, hidden),
+            f"{prefix}mlp.down_proj.weight": weight(hidden, inner),
+        }
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "eos_token_id": EOS,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def load_tiny(directory: Path) -> Decoder:
+    return load_model(make_checkpoint(directory), torch.float32)
+
+
+def make_loop(
+    decoder: Decoder,
+    *,
+    blocks: int = 256,
+    step_tokens: int = 256,
+    mixed_tokens: int = 64,
+    running: int = 64,
+    waiting: int = 1000,
+) -> StepLoop:
+    limits = SchedulerLimits(running, step_tokens, mixed_tokens, BLOCK)
+    return StepLoop(
+        Scheduler(limits, BlockPool(blocks)),
+        ModelRunner(decoder, decoder.allocate_cache(blocks, BLOCK)),
+        LoopLimits(CONTEXT, frozenset({EOS}), waiting),
+    )
+
+
+def make_request(
+    handle: int,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n: int = 1,
+    max_tokens: int = 8,
+    temperature: float = 0.0,
+    seed: int = 1,
+    min_tokens: int = 0,
+    ignore_eos: bool = True,
+    stop: frozenset[int] = frozenset(),
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    resume: Sequence[Resume] = (),
+    constrained: bool = False,
+    credit: int | None = None,
+    salt: bytes = b"",
+    priority: int = 0,
+) -> AddRequest:
+    return AddRequest(
+        handle=handle,
+        prompts=prompts,
+        n=n,
+        sampling=SamplingSettings(temperature, 1.0, 0, 0.0, seed),
+        stopping=StoppingSettings(max_tokens, min_tokens, ignore_eos, stop),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        resume=resume,
+        constrained=constrained,
+        credit=credit,
+        cache_salt=salt,
+        priority=priority,
+        arrival=time.monotonic(),
+    )
+
+
+def run(loop: StepLoop, commands: Sequence[Command], *, most_steps: int = 3000) -> list[Output]:
+    """Give all commands at once and step until nothing is left; no block may be lost on the way."""
+    outputs: list[Output] = []
+    pending = list(commands)
+    for _ in range(most_steps):
+        taken, pending[:] = list(pending), []
+        outputs += loop.step(lambda taken=taken: [taken.pop(0) for _ in range(len(taken))]).outputs
+        loop.check()
+        if loop.is_idle:
+            return outputs
+    raise AssertionError("the loop never came to rest")
+
+
+def tokens_of(outputs: Sequence[Output]) -> dict[tuple[int, int], list[int]]:
+    """Generated ids by (handle, sequence)."""
+    tokens: dict[tuple[int, int], list[int]] = {}
+    for output in outputs:
+        if isinstance(output, Token):
+            mine = tokens.setdefault((output.handle, output.sequence), [])
+            mine.append(output.id)
+    return tokens
