@@ -112,6 +112,8 @@ class Frontend:
         self._rate: deque[tuple[float, int]] = deque()
         self.load = LoadSnapshot()
         self.draining = False
+        self.version = 0
+        """Counts steps and changes of what runs"""
 
     async def start(self) -> None:
         """Load the model. Raises StartupError."""
@@ -144,11 +146,12 @@ class Frontend:
     async def drained(self) -> None:
         """Returns when no request is left."""
         while self._live:
-            await self.load_changed()
+            await self.changed_since(self.version)
 
-    async def load_changed(self) -> None:
-        """Returns after the next step, or the next change of what runs."""
-        await self._changed.wait()
+    async def changed_since(self, version: int) -> None:
+        """Returns when a step was taken, or what runs has changed, after this version."""
+        while self.version == version:
+            await self._changed.wait()
 
     @property
     def num_requests(self) -> int:
@@ -350,6 +353,7 @@ class Frontend:
         self._notify()
 
     def _notify(self) -> None:
+        self.version += 1
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -195,7 +195,7 @@ class _Session:
             self.outbox.wake()
             return
         while self._handles or self._starting:
-            await self._frontend.load_changed()
+            await self._frontend.changed_since(self._frontend.version)
         self.ended = True
         self.outbox.wake()
 
@@ -361,9 +361,10 @@ class _EngineControl(engine_pb2_grpc.EngineControlServiceServicer):
         if not 0.05 <= interval <= 60:
             raise invalid("interval_seconds", "The interval must be between 0.05 and 60 s.")
         while True:
+            version = self._frontend.version
             yield engine_pb2.WatchLoadResponse(load=self._load())
-            changed = self._frontend.load_changed()
-            await asyncio.gather(changed, asyncio.sleep(interval))
+            await asyncio.sleep(interval)
+            await self._frontend.changed_since(version)
 
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context

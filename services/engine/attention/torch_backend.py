@@ -77,11 +77,15 @@ class TorchAttention(AttentionBackend):
         if window := spec.windows[layer]:
             visible &= positions >= lengths - window
         # The heads that share a key head become rows of one query, so no key is repeated.
+        # Behind a context lies what an earlier sequence left, and a NaN would survive the mask.
+        stale = ~visible[:, None, :, None]
+        keys = _gather(cache.keys[layer], tables).masked_fill_(stale, 0)
+        values = _gather(cache.values[layer], tables).masked_fill_(stale, 0)
         grouped = queries[:count].reshape(count, spec.num_kv_heads, -1, spec.head_dim)
         attended = scaled_dot_product_attention(
             grouped,
-            _gather(cache.keys[layer], tables),
-            _gather(cache.values[layer], tables),
+            keys,
+            values,
             attn_mask=visible[:, None, None, :],
             scale=spec.attention_scale,
         )

@@ -1,0 +1,1 @@
+"""The grammar service: structured output as masks over the vocabulary."""

@@ -1,0 +1,6 @@
+"""`python -m services.grammar`."""
+
+from services.common.server import main
+from services.grammar.application import GrammarApplication, GrammarSettings
+
+main("grammar", GrammarSettings, GrammarApplication)

@@ -1,0 +1,71 @@
+"""The grammar service's settings and its life."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from services.common.server import Application
+from services.common.settings import ServerSettings, StartupError, require_directory, setting
+from services.grammar.cache import GrammarCache
+from services.grammar.compiler import Compiler
+from services.grammar.servicer import GrammarServicer
+from services.grammar.vocabulary import load
+from tokenwire.grammar.v1 import grammar_pb2
+from tokenwire.grammar.v1.grammar_pb2_grpc import add_GrammarServiceServicer_to_server
+
+__all__ = ["GrammarApplication", "GrammarSettings"]
+
+# bytes; a mask thread has 2 MiB unless told otherwise, and grammars were tried with 4
+_MASK_STACK = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarSettings(ServerSettings):
+    """Tokenwire's grammar service: JSON Schema, regex and Lark grammars to token masks."""
+
+    port: int = setting(50053, "Port of the gRPC server; 0 = any free one.")
+    model: Path = setting(Path(), "Directory of the checkpoint; its tokenizer.json is used.")
+    compile_timeout: float = setting(5.0, "Seconds that a grammar may take to compile.")
+    compile_concurrency: int = setting(2, "Grammars compiled at the same time; others wait.")
+    max_grammar_bytes: int = setting(256 * 1024, "Largest grammar, in bytes.")
+    cache_entries: int = setting(1024, "Compiled grammars held; the least recently used goes.")
+
+
+class GrammarApplication(Application):
+    """Owns the vocabulary, the compile process and the servicer."""
+
+    def __init__(self, settings: GrammarSettings) -> None:
+        super().__init__()
+        _require_positive(settings)
+        os.environ.setdefault("RUST_MIN_STACK", str(_MASK_STACK))
+        model = require_directory(settings.model, "--model")
+        self._compiler = Compiler(model, settings.compile_timeout, settings.compile_concurrency)
+        self._servicer = GrammarServicer(
+            load(model),
+            self._compiler,
+            GrammarCache(settings.cache_entries),
+            settings.max_grammar_bytes,
+        )
+
+    def register(self, server: grpc.aio.Server) -> Sequence[str]:
+        add_GrammarServiceServicer_to_server(self._servicer, server)
+        return [grammar_pb2.DESCRIPTOR.services_by_name["GrammarService"].full_name]
+
+    async def start(self) -> None:
+        await self._compiler.start()
+        self.set_serving(True)
+
+    async def drain(self) -> None:
+        await self._servicer.drain()
+
+    async def stop(self) -> None:
+        await self._compiler.stop()
+
+
+def _require_positive(settings: GrammarSettings) -> None:
+    for name in ("compile_timeout", "compile_concurrency", "max_grammar_bytes", "cache_entries"):
+        if getattr(settings, name) <= 0:
+            raise StartupError(f"--{name.replace('_', '-')} must be greater than 0.")

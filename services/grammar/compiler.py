@@ -1,0 +1,113 @@
+"""Tries grammars in a process that may die of them."""
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+
+import grpc
+
+from services.common.settings import StartupError
+from services.grammar.compile_process import HEADER, READY, Verdict
+from services.grammar.error import GrammarError
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1.types_pb2 import GrammarSpec
+
+__all__ = ["Compiler"]
+
+
+class Compiler:
+    """The client of a compile process, which it starts, and starts again when it is gone."""
+
+    def __init__(self, model: Path, timeout: float, concurrency: int) -> None:
+        self._model = model
+        self._timeout = timeout
+        self._free = asyncio.Semaphore(concurrency)
+        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
+        self._next_job = READY + 1
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the process; returns when it takes jobs. Raises StartupError."""
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.grammar.compile_process"),
+            *(str(self._model), str(self._timeout)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the service, which then closes stdin
+        )
+        assert self._process.stdout is not None
+        if not await self._process.stdout.readline():
+            raise StartupError("The process that compiles grammars did not start; see the log.")
+        self._reader = asyncio.ensure_future(self._read(self._process.stdout))
+
+    async def stop(self) -> None:
+        """End the process and what it is at."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        if self._reader is not None:
+            await self._reader
+
+    async def try_out(self, spec: GrammarSpec) -> int:
+        """Bytes that the compiled grammar takes.
+
+        Raises GrammarError with what is wrong with it, and ServiceError where that is unknown:
+        RESOURCE_EXHAUSTED when too many others compile, UNAVAILABLE when the process was lost.
+        """
+        try:
+            await asyncio.wait_for(self._free.acquire(), self._timeout)
+        except TimeoutError:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "TOO_MANY_COMPILES",
+                "Too many grammars are being compiled.",
+                retry_seconds=self._timeout,
+            ) from None
+        try:
+            verdict = await self._run(spec.SerializeToString())
+        finally:
+            self._free.release()
+        if verdict.killed:
+            raise GrammarError(self._cause(verdict.killed))
+        if verdict.error:
+            raise GrammarError(verdict.error)
+        return verdict.size
+
+    async def _run(self, content: bytes) -> Verdict:
+        async with self._starting:
+            if self._reader is None or self._reader.done():
+                await self.start()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        job, self._next_job = self._next_job, self._next_job + 1
+        self._waiting[job] = asyncio.get_running_loop().create_future()
+        try:
+            self._process.stdin.write(HEADER.pack(job, len(content)) + content)
+            return await self._waiting[job]
+        finally:
+            del self._waiting[job]
+
+    async def _read(self, lines: asyncio.StreamReader) -> None:
+        while line := await lines.readline():
+            verdict = Verdict(**json.loads(line))
+            waiting = self._waiting.get(verdict.job)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(verdict)
+        lost = ServiceError(
+            grpc.StatusCode.UNAVAILABLE,
+            "COMPILER_LOST",
+            "The process that compiles grammars was lost.",
+            retry_seconds=1,
+        )
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(lost)
+
+    def _cause(self, number: int) -> str:
+        if number == signal.SIGALRM:
+            return f"The grammar did not compile within {self._timeout:g} s; simplify it."
+        return "The grammar is too complex: its compilation ran out of stack or memory."

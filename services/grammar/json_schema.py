@@ -1,0 +1,135 @@
+"""What the grammar compiler can't express in a JSON Schema, found with its path.
+
+llguidance names an unsupported keyword but not its place, and drops those that the schema's draft
+does not know. This walk visits every subschema in keyword position and refuses both.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn, TypeAlias
+
+from services.grammar.error import GrammarError
+
+__all__ = ["Json", "check", "locate", "parse"]
+
+Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
+
+_MAX_DEPTH = 120  # levels of JSON; the compiler's own parser stops at 128, in less clear words
+_MOST_PLACES = 5  # that are listed where any of them may be meant
+_UNSUPPORTED = frozenset({
+    "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains",
+    "dependencies", "dependentRequired", "dependentSchemas", "disallow", "divisibleBy", "else",
+    "extends", "if", "maxContains", "minContains", "not", "propertyNames", "then",
+    "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+})  # fmt: skip
+_OPTIONS = "x-guidance"  # llguidance reads its options here; they can silence unsupported keywords
+_ONE = frozenset({"additionalItems", "additionalProperties", "items"})
+_MANY = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+_NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_FORMATS = frozenset({
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri",
+    "uuid",
+})  # fmt: skip
+
+
+def parse(text: str) -> Json:
+    """JSON text; raises GrammarError with line and column."""
+    try:
+        value: Json = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise GrammarError(f"This is not JSON: {error.msg} ({where}).") from None
+    except RecursionError:
+        raise GrammarError(_too_deep()) from None
+    return value
+
+
+def check(schema: Json, path: str = "$") -> None:
+    """Raise GrammarError for the first thing in a schema that can't be enforced."""
+    if schema is False:
+        raise GrammarError(f"The schema at {path} is false, which nothing can satisfy.")
+    for subschema, where in _subschemas(schema, path, 1):
+        if isinstance(subschema, bool):
+            continue
+        if not isinstance(subschema, Mapping):
+            raise GrammarError(f"The schema at {where} must be an object or a boolean.")
+        _check_keywords(subschema, where)
+        _check_reference(subschema, where, schema)
+
+
+def locate(schema: Json, reason: str) -> str:
+    """llguidance's reason with the places of the keyword that it speaks of, which it leaves out."""
+    keyword = "oneOf" if reason.startswith("oneOf") else "pattern" if "regex" in reason else None
+    places = [
+        f"{where}.{keyword}"
+        for subschema, where in _subschemas(schema, "$", 1)
+        if isinstance(subschema, Mapping) and keyword in subschema
+    ]
+    if not places:
+        return reason
+    if keyword == "oneOf":
+        reason = "oneOf is supported only where its parts can't overlap; use anyOf"
+    return f"{reason}\nLook at {' or '.join(places[:_MOST_PLACES])}."
+
+
+def _subschemas(schema: Json, path: str, depth: int) -> Iterator[tuple[Json, str]]:
+    """The schema and all below it, with their paths; parents first."""
+    if depth > _MAX_DEPTH:
+        raise GrammarError(_too_deep())
+    yield schema, path
+    if not isinstance(schema, Mapping):
+        return
+    for keyword, value in schema.items():
+        where = f"{path}.{keyword}"
+        if keyword in _NAMED and isinstance(value, Mapping):
+            for name, subschema in value.items():
+                yield from _subschemas(subschema, f"{where}.{name}", depth + 2)
+        elif keyword in _MANY and isinstance(value, list):
+            for index, subschema in enumerate(value):
+                yield from _subschemas(subschema, f"{where}[{index}]", depth + 2)
+        elif keyword in _ONE:
+            yield from _subschemas(value, where, depth + 1)
+
+
+def _check_keywords(schema: Mapping[str, Json], path: str) -> None:
+    for keyword in schema:
+        if keyword == _OPTIONS:
+            raise GrammarError(f'"{_OPTIONS}" at {path} is not allowed: the server sets it.')
+        if keyword in _UNSUPPORTED:
+            raise GrammarError(f'The keyword "{keyword}" at {path} is not supported.')
+    format_name = schema.get("format")
+    if isinstance(format_name, str) and format_name not in _FORMATS:
+        known = ", ".join(sorted(_FORMATS - {"unknown"}))
+        raise GrammarError(
+            f'The format "{format_name}" at {path}.format is not supported; these are: {known}.'
+        )
+    kinds = schema.get("type")
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind is not None and kind not in _TYPES:
+            raise GrammarError(f"{json.dumps(kind)} at {path}.type is not a JSON type.")
+
+
+def _check_reference(schema: Mapping[str, Json], path: str, root: Json) -> None:
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return  # a whole-document reference or one by name: the compiler resolves or refuses it
+    found: Json = root
+    for part in reference[2:].split("/"):
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and key in found:
+            found = found[key]
+        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        elif "%" in part:
+            return  # percent-encoded: left to the compiler
+        else:
+            raise GrammarError(f'"{reference}" at {path}.$ref does not exist.')
+
+
+def _too_deep() -> str:
+    return f"The schema is nested deeper than {_MAX_DEPTH} levels."
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise GrammarError(f"This is not JSON: {name} is not a JSON number.")

@@ -1,0 +1,108 @@
+"""From what a client asked for to what llguidance compiles."""
+
+import hashlib
+import json
+from typing import Literal, TypeAlias
+
+from llguidance import LLMatcher
+
+from services.grammar import json_schema
+from services.grammar.error import GrammarError
+from tokenwire.types.v1.types_pb2 import GrammarSpec
+
+__all__ = ["Kind", "check", "identity", "kind_of", "locate", "size_of", "translate"]
+
+Kind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark", "llguidance", "choice"]
+
+# Compact JSON: a model that may pad with whitespace sooner or later does so for ever.
+_OPTIONS = '"x-guidance":{"whitespace_flexible":false}'
+
+
+def kind_of(spec: GrammarSpec) -> Kind:
+    """Which kind of grammar it is; raises GrammarError for none."""
+    kind = spec.WhichOneof("spec")
+    if kind is None:
+        raise GrammarError("A grammar must be one of the kinds of GrammarSpec.")
+    return kind
+
+
+def size_of(spec: GrammarSpec) -> int:
+    """Bytes of the grammar, as sent."""
+    return spec.ByteSize()
+
+
+def identity(spec: GrammarSpec) -> str:
+    """SHA-256, in hex, of what defines the grammar: its kind and its content."""
+    kind = kind_of(spec)
+    if kind == "choice":
+        content = json.dumps(list(spec.choice.choices))
+    else:
+        content = "" if kind == "json_object" else getattr(spec, kind)
+    return hashlib.sha256(f"{kind}\n{content}".encode()).hexdigest()
+
+
+def check(spec: GrammarSpec) -> None:
+    """Refuse, with the place, what the compiler would refuse without it, or ignore."""
+    kind = kind_of(spec)
+    if kind == "json_schema":
+        json_schema.check(json_schema.parse(spec.json_schema))
+    elif kind == "choice":
+        if not spec.choice.choices:
+            raise GrammarError("There must be at least one choice.")
+        for index, choice in enumerate(spec.choice.choices):
+            if not choice:
+                raise GrammarError(f"choices[{index}] is empty.")
+    elif kind == "llguidance":
+        _check_llguidance(json_schema.parse(spec.llguidance))
+
+
+def translate(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's JSON form. Says nothing about whether it compiles."""
+    kind = kind_of(spec)
+    if kind == "json_schema":
+        return _grammar("json_schema", _with_options(spec.json_schema))
+    if kind == "json_object":
+        return _grammar("json_schema", _with_options('{"type":"object"}'))
+    if kind == "regex":
+        return str(LLMatcher.grammar_from_regex(spec.regex))
+    if kind == "choice":
+        return _grammar("lark_grammar", json.dumps(_lark_of_choices(list(spec.choice.choices))))
+    if kind == "lark":
+        return _grammar("lark_grammar", json.dumps(spec.lark))
+    return spec.llguidance
+
+
+def locate(spec: GrammarSpec, reason: str) -> str:
+    """The compiler's reason with the place that it means, where that can be told."""
+    if kind_of(spec) != "json_schema":
+        return reason
+    return json_schema.locate(json_schema.parse(spec.json_schema), reason)
+
+
+def _grammar(field: str, value: str) -> str:
+    return f'{{"grammars":[{{"{field}":{value}}}]}}'
+
+
+def _lark_of_choices(choices: list[str]) -> str:
+    # one terminal: the compiler makes one automaton of it, whatever their number
+    literals = (json.dumps(text, ensure_ascii=False) for text in choices)
+    return "start: CHOICE\nCHOICE: " + " | ".join(literals).replace("\x7f", "\\u007f")
+
+
+def _with_options(schema: str) -> str:
+    """The schema's text with our options as its first key."""
+    body = schema.strip()
+    if body == "true":
+        body = "{}"
+    inner = body.removeprefix("{")
+    separator = "" if inner.lstrip().startswith("}") else ","
+    return f"{{{_OPTIONS}{separator}{inner}"
+
+
+def _check_llguidance(grammar: json_schema.Json) -> None:
+    grammars = grammar.get("grammars") if isinstance(grammar, dict) else None
+    if not isinstance(grammars, list):
+        raise GrammarError('An llguidance grammar is a JSON object with the array "grammars".')
+    for index, part in enumerate(grammars):
+        if isinstance(part, dict) and part.get("json_schema") is not None:
+            json_schema.check(part["json_schema"], f"$.grammars[{index}].json_schema")

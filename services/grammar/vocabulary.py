@@ -1,0 +1,55 @@
+"""The tokens of a checkpoint, as llguidance sees them."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from llguidance import LLTokenizer
+
+from services.common.settings import StartupError
+
+__all__ = ["Vocabulary", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer, ready for matchers."""
+
+    tokenizer: LLTokenizer
+    size: int  # ids of the tokenizer; the model's logits may be wider
+    end_ids: tuple[int, ...]  # the ids that llguidance takes for the end of a sequence
+    fingerprint: str  # SHA-256 of tokenizer.json, as TokenizerService has it
+
+
+def load(directory: Path) -> Vocabulary:
+    """Read tokenizer.json of a checkpoint directory; raises StartupError."""
+    path = directory / "tokenizer.json"
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StartupError(f"Can't read {path}: {error.strerror}.") from None
+    ends = _end_ids(directory)
+    try:
+        # llguidance guesses the end from well-known names, and takes id 0 where it knows none
+        tokenizer = LLTokenizer(str(path), eos_token=ends or None)
+    except ValueError as error:
+        raise StartupError(f"llguidance can't use {path}: {error}.") from None
+    known = tuple(tokenizer.eos_tokens)
+    if not ends and not tokenizer.is_special_token(known[0]):
+        raise StartupError(f"Neither config.json nor {path} says which token ends a sequence.")
+    return Vocabulary(tokenizer, tokenizer.vocab_size, known, hashlib.sha256(content).hexdigest())
+
+
+def _end_ids(directory: Path) -> list[int]:
+    """eos_token_id of generation_config.json and config.json."""
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        try:
+            value = json.loads((directory / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError) as error:
+            raise StartupError(f"Can't read {directory / name}: {error}.") from None
+        ids += [value] if isinstance(value, int) else value or []
+    return list(dict.fromkeys(ids))

@@ -1,0 +1,446 @@
+"""The engine as its gRPC clients see it: a real process, a real channel, a tiny model."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.rpc import status_pb2
+
+from tests.stack import RunningService, running_service
+from tests.unit.engine.tiny import CONTEXT, EOS, VOCABULARY, make_checkpoint
+from tokenwire.channel import connect
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2 import (
+    Capability,
+    GenerateRequest,
+    GenerateResponse,
+    ResumedSequence,
+    SessionCancel,
+    SessionCommand,
+    SessionCredit,
+    SessionEvent,
+    SessionRequest,
+    SessionStart,
+)
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1.types_pb2 import (
+    DryParams,
+    FinishReason,
+    GrammarSpec,
+    MirostatParams,
+    SamplingParams,
+    StoppingParams,
+    TokenIds,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def engine(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RunningService]:
+    log = tmp_path_factory.mktemp("log") / "engine.log"
+    arguments = ("--model", str(checkpoint), "--dtype", "float32", "--kv-memory", "64MiB")
+    async with running_service("engine", *arguments, log=log) as service:
+        yield service
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def channel(engine: RunningService) -> AsyncIterator[grpc.aio.Channel]:
+    async with connect(engine.target) as channel:
+        yield channel
+
+
+def make_request(
+    *prompts: Sequence[int],
+    n: int | None = None,
+    max_tokens: int = 8,
+    temperature: float = 0.0,
+    ignore_eos: bool = True,
+    **fields: object,
+) -> GenerateRequest:
+    return GenerateRequest(
+        prompts=[TokenIds(ids=prompt) for prompt in prompts],
+        n=n,
+        sampling=SamplingParams(temperature=temperature, seed=7),
+        stopping=StoppingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+async def generate(
+    channel: grpc.aio.Channel, request: GenerateRequest, **metadata: str
+) -> list[GenerateResponse]:
+    call = EngineServiceStub(channel).Generate(request, metadata=tuple(metadata.items()))
+    return [response async for response in call]
+
+
+def ids_of(responses: Sequence[GenerateResponse | SessionEvent], sequence: int = 0) -> list[int]:
+    deltas = [r.delta for r in responses if r.HasField("delta") and r.delta.sequence == sequence]
+    return [token for delta in deltas for token in delta.tokens.ids]
+
+
+async def refused(channel: grpc.aio.Channel, request: GenerateRequest) -> ServiceError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await generate(channel, request)
+    return ServiceError.from_rpc_error(raised.value)
+
+
+async def test_a_request_is_accepted_streamed_and_completed(channel: grpc.aio.Channel) -> None:
+    responses = await generate(channel, make_request([1, 2, 3], n=2, logprobs=2, prompt_logprobs=0))
+    kinds = [response.WhichOneof("event") for response in responses]
+    assert kinds[0] == "accepted"
+    assert kinds[-1] == "completed"
+    assert kinds.count("finished") == 2
+    assert len(ids_of(responses, 0)) == len(ids_of(responses, 1)) == 8
+    scores = [r.prompt_scores for r in responses if r.HasField("prompt_scores")]
+    assert [list(s.tokens.ids) for s in scores] == [[2, 3]]
+    for response in responses:
+        if response.HasField("delta"):
+            columns = response.delta.tokens
+            assert len(columns.logprobs) == len(columns.ranks) == len(columns.ids)
+            assert len(columns.top_ids) == len(columns.top_logprobs) == 2 * len(columns.ids)
+            # greedy: the token is its own best candidate, to the bit
+            assert list(columns.top_ids[::2]) == list(columns.ids)
+            assert list(columns.top_logprobs[::2]) == list(columns.logprobs)
+    usage = responses[-1].completed.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3, 16)
+
+
+async def test_absent_fields_take_the_documented_defaults(channel: grpc.aio.Channel) -> None:
+    request = GenerateRequest(
+        prompts=[TokenIds(ids=[1, 2])], stopping=StoppingParams(ignore_eos=True)
+    )
+    responses = await generate(channel, request)
+    accepted = responses[0].accepted
+    assert accepted.sampling.temperature == 1
+    assert accepted.sampling.HasField("seed")
+    assert list(accepted.max_tokens) == [16]
+    assert len(ids_of(responses)) == 16
+    again = GenerateRequest(
+        prompts=request.prompts, stopping=request.stopping, sampling=accepted.sampling
+    )
+    assert ids_of(await generate(channel, again)) == ids_of(responses)
+
+
+async def test_max_tokens_0_scores_the_prompt_alone(channel: grpc.aio.Channel) -> None:
+    responses = await generate(channel, make_request([1, 2, 3, 4], max_tokens=0, prompt_logprobs=1))
+    assert ids_of(responses) == []
+    [finished] = [r.finished for r in responses if r.HasField("finished")]
+    assert finished.reason == FinishReason.FINISH_REASON_LENGTH
+    assert responses[-1].completed.usage.completion_tokens == 0
+
+
+async def test_eos_ends_and_names_itself(channel: grpc.aio.Channel) -> None:
+    for seed in range(200):
+        request = make_request([1, 2], max_tokens=60, temperature=2.0, ignore_eos=False)
+        request.sampling.seed = seed
+        responses = await generate(channel, request)
+        [finished] = [r.finished for r in responses if r.HasField("finished")]
+        if finished.reason == FinishReason.FINISH_REASON_STOP:
+            assert finished.match.eos_token_id == EOS
+            assert ids_of(responses)[-1] == EOS
+            return
+    raise AssertionError("no seed drew the end of sequence")
+
+
+CAPABLE = {
+    Capability.CAPABILITY_SAMPLING: make_request([1, 2], temperature=0.7),
+    Capability.CAPABILITY_PENALTIES: GenerateRequest(
+        prompts=[TokenIds(ids=[1])], sampling=SamplingParams(frequency_penalty=1.0)
+    ),
+    Capability.CAPABILITY_LOGIT_BIAS: GenerateRequest(
+        prompts=[TokenIds(ids=[1])], sampling=SamplingParams(logit_bias={3: 5.0})
+    ),
+    Capability.CAPABILITY_DRY: GenerateRequest(
+        prompts=[TokenIds(ids=[1])], sampling=SamplingParams(dry=DryParams(multiplier=0.8))
+    ),
+    Capability.CAPABILITY_MIROSTAT: GenerateRequest(
+        prompts=[TokenIds(ids=[1])], sampling=SamplingParams(mirostat=MirostatParams())
+    ),
+    Capability.CAPABILITY_STOPPING: GenerateRequest(
+        prompts=[TokenIds(ids=[1])],
+        stopping=StoppingParams(max_tokens=4, min_tokens=2, stop_token_ids=[3]),
+    ),
+    Capability.CAPABILITY_LOGPROBS: make_request([1, 2], logprobs=3),
+    Capability.CAPABILITY_PROMPT_LOGPROBS: make_request([1, 2], prompt_logprobs=3),
+    Capability.CAPABILITY_GRAMMAR: make_request(
+        [1, 2], grammar=GrammarSpec(regex="a"), ignore_eos=False
+    ),
+    Capability.CAPABILITY_RESUME: make_request(
+        [1, 2], resume=[ResumedSequence(sequence=0, generated=TokenIds(ids=[3]))]
+    ),
+    Capability.CAPABILITY_PREFIX_CACHE: make_request([1, 2]),
+}
+
+
+@pytest.mark.parametrize("capability", list(CAPABLE), ids=Capability.Name)
+async def test_what_is_advertised_is_accepted_and_nothing_else(
+    channel: grpc.aio.Channel, capability: Capability.ValueType
+) -> None:
+    model = await EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())
+    if capability in model.capabilities:
+        assert (await generate(channel, CAPABLE[capability]))[-1].HasField("completed")
+    else:
+        error = await refused(channel, CAPABLE[capability])
+        assert error.code is grpc.StatusCode.UNIMPLEMENTED
+        assert error.field
+
+
+async def test_the_model_describes_itself(channel: grpc.aio.Channel) -> None:
+    model = await EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())
+    assert (model.model, model.architecture) == ("tiny-llama", "LlamaForCausalLM")
+    assert (model.context_length, model.vocabulary_size) == (CONTEXT, VOCABULARY)
+    assert list(model.eos_token_ids) == [EOS]
+    assert model.total_blocks * model.block_size >= CONTEXT
+
+
+BAD_REQUESTS = [
+    ("prompts", GenerateRequest()),
+    ("prompts[1].ids", make_request([1], [])),
+    ("prompts[0].ids[2]", make_request([1, 2, VOCABULARY])),
+    ("n", make_request([1], n=0)),
+    ("n", make_request([1], n=129)),
+    ("prompts", make_request(*[[1]] * 129)),
+    ("n", make_request(*[[1]] * 3, n=64)),
+    ("logprobs", make_request([1], logprobs=21)),
+    ("prompt_logprobs", make_request([1], prompt_logprobs=21)),
+    ("sampling.temperature", make_request([1], temperature=2.5)),
+    ("sampling.temperature", make_request([1], temperature=float("nan"))),
+    ("sampling.top_p", GenerateRequest(
+        prompts=[TokenIds(ids=[1])], sampling=SamplingParams(top_p=-0.1))),
+    ("sampling.top_k", GenerateRequest(
+        prompts=[TokenIds(ids=[1])], sampling=SamplingParams(top_k=129))),
+    ("sampling.min_p", GenerateRequest(
+        prompts=[TokenIds(ids=[1])], sampling=SamplingParams(min_p=1.1))),
+    ("stopping.min_tokens", GenerateRequest(
+        prompts=[TokenIds(ids=[1])], stopping=StoppingParams(max_tokens=2, min_tokens=3))),
+    ("stopping.stop_token_ids[1]", GenerateRequest(
+        prompts=[TokenIds(ids=[1])], stopping=StoppingParams(stop_token_ids=[1, VOCABULARY]))),
+    ("resume[0].sequence", make_request([1], resume=[ResumedSequence(sequence=1)])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "request_"), BAD_REQUESTS, ids=[f for f, _ in BAD_REQUESTS])
+async def test_bad_requests_name_the_field_to_blame(
+    channel: grpc.aio.Channel, field: str, request_: GenerateRequest
+) -> None:
+    error = await refused(channel, request_)
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.field == field
+    assert (await generate(channel, make_request([1, 2])))[-1].HasField("completed")
+
+
+async def test_another_model_is_not_found(channel: grpc.aio.Channel) -> None:
+    error = await refused(channel, make_request([1], model="other"))
+    assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+
+
+async def test_a_prompt_longer_than_the_context_is_out_of_range(channel: grpc.aio.Channel) -> None:
+    error = await refused(channel, make_request([1] * CONTEXT))
+    assert error.code is grpc.StatusCode.OUT_OF_RANGE
+    assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert (await generate(channel, make_request([1] * (CONTEXT - 1))))[-1].HasField("completed")
+
+
+class SessionClient:
+    """A Session whose commands are sent as the test goes."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.call = EngineServiceStub(channel).Session()
+        self.events: list[SessionEvent] = []
+
+    async def send(self, *commands: SessionCommand) -> None:
+        await self.call.write(SessionRequest(commands=commands))
+
+    async def until(self, kind: str, handle: int) -> SessionEvent:
+        """Reads on to an event of one request."""
+        while True:
+            response = await self.call.read()
+            assert response is not grpc.aio.EOF
+            assert isinstance(response, engine_pb2.SessionResponse)
+            self.events += response.events
+            for event in response.events:
+                if event.handle == handle and event.WhichOneof("event") == kind:
+                    return event
+
+    def of(self, handle: int) -> list[SessionEvent]:
+        return [event for event in self.events if event.handle == handle]
+
+
+def start(handle: int, request: GenerateRequest, credit: int | None = None) -> SessionCommand:
+    return SessionCommand(handle=handle, start=SessionStart(request=request, credit=credit))
+
+
+async def test_a_session_carries_many_requests_in_one_message_per_step(
+    channel: grpc.aio.Channel,
+) -> None:
+    prompts = [[1, 2, i + 1] for i in range(16)]
+    alone = [ids_of(await generate(channel, make_request(p, max_tokens=30))) for p in prompts]
+    session = SessionClient(channel)
+    await session.send(*(start(i, make_request(p, max_tokens=30)) for i, p in enumerate(prompts)))
+    await session.call.done_writing()
+    messages = 0
+    while (response := await session.call.read()) is not grpc.aio.EOF:
+        assert isinstance(response, engine_pb2.SessionResponse)
+        session.events += response.events
+        messages += 1
+    assert [ids_of(session.of(i)) for i in range(16)] == alone
+    assert messages < 16 * 30 / 4
+
+
+async def test_one_bad_request_leaves_its_session_alone(channel: grpc.aio.Channel) -> None:
+    session = SessionClient(channel)
+    await session.send(start(1, make_request([VOCABULARY])), start(2, make_request([1])))
+    await session.until("completed", 2)
+    [error] = [event.error for event in session.of(1)]
+    assert ServiceError.from_status(error).field == "prompts[0].ids[0]"
+    session.call.cancel()
+
+
+async def test_cancelling_ends_each_sequence_once(channel: grpc.aio.Channel) -> None:
+    session = SessionClient(channel)
+    await session.send(start(1, make_request([1, 2], n=3, max_tokens=90), credit=5))
+    await session.until("delta", 1)
+    await session.send(SessionCommand(handle=1, cancel=SessionCancel(sequences=[1])))
+    finished = await session.until("finished", 1)
+    assert finished.finished.sequence == 1
+    assert finished.finished.reason == FinishReason.FINISH_REASON_CANCELLED
+    await session.send(SessionCommand(handle=1, cancel=SessionCancel()))
+    await session.until("completed", 1)
+    ended = [e.finished.sequence for e in session.of(1) if e.HasField("finished")]
+    assert sorted(ended) == [0, 1, 2]
+    session.call.cancel()
+
+
+async def test_credit_holds_a_sequence_back_and_lets_it_go_on(channel: grpc.aio.Channel) -> None:
+    alone = ids_of(await generate(channel, make_request([4, 5], max_tokens=20)))
+    session = SessionClient(channel)
+    await session.send(start(1, make_request([4, 5], max_tokens=20), credit=3))
+    await session.send(start(2, make_request([6], max_tokens=40)))
+    await session.until("completed", 2)
+    assert ids_of(session.of(1)) == alone[:3]
+    await session.send(SessionCommand(handle=1, credit=SessionCredit(tokens=50)))
+    await session.until("completed", 1)
+    assert ids_of(session.of(1)) == alone
+    session.call.cancel()
+
+
+async def wait_for_load(channel: grpc.aio.Channel, running: int) -> engine_pb2.Load:
+    watch = EngineControlServiceStub(channel).WatchLoad(
+        engine_pb2.WatchLoadRequest(interval_seconds=0.05)
+    )
+    async for answer in watch:
+        load = answer.load
+        if load.running_sequences == running and not load.waiting_requests:
+            watch.cancel()
+            return load
+    raise AssertionError("the watch ended")
+
+
+async def test_a_client_that_leaves_frees_its_blocks(channel: grpc.aio.Channel) -> None:
+    session = SessionClient(channel)
+    await session.send(start(1, make_request([1, 2, 3], n=4, max_tokens=90), credit=10))
+    await session.until("delta", 1)
+    assert (await wait_for_load(channel, 4)).running_sequences == 4
+    session.call.cancel()
+    load = await wait_for_load(channel, 0)
+    assert load.free_blocks == load.total_blocks
+    call = EngineServiceStub(channel).Generate(make_request([1, 2], n=64, max_tokens=90))
+    await call.read()
+    call.cancel()
+    load = await wait_for_load(channel, 0)
+    assert load.free_blocks == load.total_blocks
+
+
+async def test_an_operator_can_abort_by_id(channel: grpc.aio.Channel) -> None:
+    session = SessionClient(channel)
+    command = start(1, make_request([1, 2], max_tokens=90), credit=2)
+    command.start.request_id = "abort-me"
+    await session.send(command)
+    await session.until("delta", 1)
+    control = EngineControlServiceStub(channel)
+    answer = await control.Abort(engine_pb2.AbortRequest(request_ids=["abort-me", "nobody"]))
+    assert answer.aborted == 1
+    event = await session.until("error", 1)
+    assert ServiceError.from_status(event.error).reason == "ABORTED"
+    session.call.cancel()
+
+
+async def test_a_deadline_ends_a_request(channel: grpc.aio.Channel) -> None:
+    session = SessionClient(channel)
+    command = start(1, make_request([1, 2], max_tokens=90), credit=1)
+    command.start.timeout_seconds = 0.2
+    await session.send(command)
+    error = (await session.until("error", 1)).error
+    assert isinstance(error, status_pb2.Status)
+    assert error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+    session.call.cancel()
+
+
+async def test_flushing_forgets_prefixes(channel: grpc.aio.Channel) -> None:
+    prompt = [9, 8, 7, 6] * 20
+    control = EngineControlServiceStub(channel)
+    await generate(channel, make_request(prompt))
+    cached = (await generate(channel, make_request(prompt)))[-1].completed.usage.cached_tokens
+    assert cached >= 64
+    assert (await control.FlushCache(engine_pb2.FlushCacheRequest())).freed_blocks > 0
+    assert (await generate(channel, make_request(prompt)))[-1].completed.usage.cached_tokens == 0
+
+
+async def test_a_tenant_cannot_tell_what_others_asked(channel: grpc.aio.Channel) -> None:
+    prompt = [5, 6, 7, 8] * 20
+    await generate(channel, make_request(prompt), **{"x-tenant": "one"})
+    theirs = await generate(channel, make_request(prompt), **{"x-tenant": "two"})
+    assert theirs[-1].completed.usage.cached_tokens == 0
+
+
+async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ("--model", str(checkpoint), "--dtype", "float32", "--kv-memory", "16MiB")
+    async with running_service("engine", *arguments, log=tmp_path / "log") as service:
+        async with connect(service.target) as channel:
+            call = EngineServiceStub(channel).Generate(make_request([1, 2], max_tokens=80))
+            responses = aiter(call)
+            first = await anext(responses)
+            stopping = asyncio.ensure_future(service.stop())
+            rest = [first, *[response async for response in responses]]
+            assert len(ids_of(rest)) == 80
+            assert rest[-1].HasField("completed")
+        assert await stopping == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--model", "/nowhere"), "is not a directory"),
+        (("--model", "{model}", "--port", "99999"), "--port"),
+        (("--model", "{model}", "--kv-memory", "lots"), "no amount of memory"),
+        (("--model", "{model}", "--kv-memory", "900GiB"), "bytes of memory are missing"),
+        (("--model", "{model}", "--kv-memory", "1"), "holds no block"),
+        (("--model", "{model}", "--device", "cuda"), "CUDA"),
+        (("--model", "{empty}"), "config.json"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_bad_start_is_one_sentence_and_exit_code_2(
+    checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
+    filled = [a.format(model=checkpoint, empty=tmp_path) for a in arguments]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.engine", "--metrics-port", "-1", *filled,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, stderr = await process.communicate()
+    lines = [line for line in stderr.decode().splitlines() if not line.startswith("{")]
+    assert process.returncode == 2, stderr.decode()
+    assert complaint in lines[-1]
+    assert "Traceback" not in stderr.decode()

@@ -1,0 +1,466 @@
+"""Structured output as the engine gets it: the real grammar service over real gRPC.
+
+A broken rule here costs a user output that does not satisfy the grammar, or the service.
+"""
+
+import asyncio
+import hashlib
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import jsonschema
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from services.common.interceptor import RpcInterceptor
+from services.engine.constraint import GrammarClient, MaskState, MaskStream
+from services.grammar.application import GrammarApplication, GrammarSettings
+from tokenwire.channel import MESSAGE_LIMITS, connect
+from tokenwire.errors import ServiceError
+from tokenwire.grammar.v1 import grammar_pb2
+from tokenwire.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
+from tokenwire.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject
+
+PADDING = 5  # logits wider than the tokenizer, as many checkpoints have
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["red", "green", "blue"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 3},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+    },
+    "required": ["name", "age", "kind", "tags", "code"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a small byte-level tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500,
+        special_tokens=["<|endoftext|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = [Path(json.__file__).read_text(), json.dumps(PERSON), Path(re.__file__).read_text()]
+    tokenizer.train_from_iterator(text, trainer)
+    directory = tmp_path_factory.mktemp("checkpoint")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+
+
+@pytest_asyncio.fixture(scope="session")
+async def address(checkpoint: Path) -> AsyncIterator[str]:
+    """host:port of a grammar service."""
+    application = GrammarApplication(
+        GrammarSettings(model=checkpoint, compile_timeout=3.0, max_grammar_bytes=300_000)
+    )
+    server = grpc.aio.server(options=MESSAGE_LIMITS, interceptors=[RpcInterceptor()])
+    application.register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await application.start()
+    yield f"127.0.0.1:{port}"
+    await application.stop()
+    await server.stop(None)
+
+
+@pytest_asyncio.fixture
+async def channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    async with connect(address) as channel:
+        yield channel
+
+
+@dataclass
+class Decoder:
+    """Stands where the engine stands: draws among the allowed ids, and feeds them back."""
+
+    stream: MaskStream
+    states: asyncio.Queue[list[MaskState]]
+    lost: asyncio.Queue[ServiceError]
+    width: int
+
+    @classmethod
+    def over(cls, channel: grpc.aio.Channel, tokenizer: Tokenizer, slots: int = 1024) -> "Decoder":
+        states, lost = asyncio.Queue[list[MaskState]](), asyncio.Queue[ServiceError]()
+        width = tokenizer.get_vocab_size() + PADDING
+        stream = MaskStream(
+            channel,
+            vocabulary_size=width,
+            eos_token_ids=[0],
+            on_states=states.put_nowait,
+            on_lost=lost.put_nowait,
+            mask_slots=slots,
+        )
+        return cls(stream, states, lost, width)
+
+    def allowed(self, state: MaskState) -> list[int]:
+        assert state.error is None, state.error
+        if state.mask is None:
+            return list(range(self.width))
+        assert len(state.mask) == (self.width + 7) // 8
+        ids = [i for i in range(len(state.mask) * 8) if state.mask[i >> 3] >> (i & 7) & 1]
+        assert not ids or ids[-1] < self.width - PADDING
+        assert 1 not in ids  # the checkpoint's other end id, which this engine does not use
+        return ids
+
+    async def generate(
+        self, grammar_id: str, seeds: Sequence[int], most: int = 400
+    ) -> dict[int, list[int]]:
+        """Ids of one sequence per seed, each until its grammar is complete or `most` ids."""
+        sources = {seed: random.Random(seed) for seed in seeds}
+        output: dict[int, list[int]] = {seed: [] for seed in seeds}
+        for seed in seeds:
+            self.stream.open(seed, grammar_id, [])
+        running = set(seeds)
+        while running:
+            for state in await self.states.get():
+                ids, output_ids = self.allowed(state), output[state.matcher]
+                if state.forced:
+                    assert ids == [state.forced[0]]
+                if not state.terminated and len(output_ids) < most:
+                    assert ids
+                    token = sources[state.matcher].choice(ids)
+                    if token != 0:
+                        output_ids.append(token)
+                        self.stream.accept(state.matcher, [token])
+                        continue
+                running.discard(state.matcher)
+                self.stream.close(state.matcher)
+        return output
+
+
+COLOURS = ["red", "green", "blue violet", 'qu"oted', "é😀"]
+SATISFIED = {
+    "json_schema": (
+        GrammarSpec(json_schema=json.dumps(PERSON)),
+        lambda text: jsonschema.validate(json.loads(text), PERSON),
+    ),
+    "regex": (
+        GrammarSpec(regex=r"[a-f]{3,8}(-[0-9é]{2}){1,3}"),
+        lambda text: re.fullmatch(r"[a-f]{3,8}(-[0-9é]{2}){1,3}", text) or pytest.fail(text),
+    ),
+    "lark": (
+        GrammarSpec(lark='start: "(" (start | /[xy]/) ")"\n'),
+        lambda text: re.fullmatch(r"\(+[xy]\)+", text) or pytest.fail(text),
+    ),
+    "llguidance": (
+        GrammarSpec(llguidance='{"grammars":[{"json_schema":{"type":"boolean"}}]}'),
+        lambda text: isinstance(json.loads(text), bool) or pytest.fail(text),
+    ),
+    "choice": (
+        GrammarSpec(choice=ChoiceList(choices=COLOURS)),
+        lambda text: text in COLOURS or pytest.fail(text),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SATISFIED)
+async def test_any_walk_over_allowed_ids_satisfies_the_grammar(
+    kind: str, channel: grpc.aio.Channel, tokenizer: Tokenizer
+) -> None:
+    spec, judge = SATISFIED[kind]
+    grammar_id = await GrammarClient(channel).compile(spec)
+    decoder = Decoder.over(channel, tokenizer)
+    for ids in (await decoder.generate(grammar_id, range(12))).values():
+        judge(tokenizer.decode(ids))
+    await decoder.stream.aclose()
+
+
+async def test_any_json_object_is_an_object(
+    channel: grpc.aio.Channel, tokenizer: Tokenizer
+) -> None:
+    grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_object=JsonObject()))
+    decoder = Decoder.over(channel, tokenizer)
+    complete = 0
+    for ids in (await decoder.generate(grammar_id, range(40), most=100)).values():
+        if len(ids) < 100:  # a random walk need not come back from its strings and brackets
+            assert isinstance(json.loads(tokenizer.decode(ids)), dict)
+            complete += 1
+    assert complete
+    await decoder.stream.aclose()
+
+
+async def test_few_slots_give_the_same_output_as_none_and_many(
+    channel: grpc.aio.Channel, tokenizer: Tokenizer
+) -> None:
+    grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_schema=json.dumps(PERSON)))
+    outputs = []
+    for slots in (0, 2, 1024):
+        decoder = Decoder.over(channel, tokenizer, slots)
+        outputs.append(await decoder.generate(grammar_id, range(8)))
+        await decoder.stream.aclose()
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+async def test_a_sequence_that_continues_elsewhere_gets_the_same_masks(
+    channel: grpc.aio.Channel, tokenizer: Tokenizer
+) -> None:
+    grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_schema=json.dumps(PERSON)))
+    first, second = Decoder.over(channel, tokenizer), Decoder.over(channel, tokenizer)
+    ids = (await first.generate(grammar_id, [3]))[3]
+    for at in range(0, len(ids), 5):
+        second.stream.open(at, grammar_id, ids[:at])
+        [state] = await second.states.get()
+        assert ids[at] in second.allowed(state)
+    await first.stream.aclose()
+    await second.stream.aclose()
+
+
+async def test_rollback_and_fork_give_the_state_of_a_fresh_matcher(
+    channel: grpc.aio.Channel, tokenizer: Tokenizer
+) -> None:
+    grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_schema=json.dumps(PERSON)))
+    decoder = Decoder.over(channel, tokenizer)
+    ids = (await decoder.generate(grammar_id, [5]))[5]
+    await decoder.stream.aclose()
+    half = len(ids) // 2
+
+    def commands() -> list[grammar_pb2.MatcherCommand]:
+        command, opened = grammar_pb2.MatcherCommand, grammar_pb2.MatcherOpen
+        accept, back = grammar_pb2.MatcherAccept, grammar_pb2.MatcherRollback
+        start = opened(grammar_id=grammar_id, eos_token_ids=[0])
+        resumed = opened(grammar_id=grammar_id, eos_token_ids=[0], generated=ids[:half])
+        return [
+            command(matcher=1, open=start),
+            command(matcher=1, accept=accept(ids=[*ids, 0])),
+            command(matcher=1, rollback=back(count=len(ids) + 1 - half)),
+            command(matcher=1, fork=grammar_pb2.MatcherFork(into=2)),
+            command(matcher=3, open=resumed),
+            command(matcher=4, fork=grammar_pb2.MatcherFork(into=5)),
+        ]
+
+    call = GrammarServiceStub(channel).Masks()
+    configuration = grammar_pb2.MasksConfiguration(vocabulary_size=decoder.width)
+    await call.write(
+        grammar_pb2.MasksRequest(configuration=configuration, commands=commands(), step=7)
+    )
+    response = await call.read()
+    call.cancel()
+    assert response.step == 7
+    assert [state.matcher for state in response.states] == [1, 2, 3, 4]
+    states = [state.SerializePartialToString() for state in response.states[:3]]
+    for state in response.states[:3]:
+        state.matcher = 0
+    assert response.states[0] == response.states[1] == response.states[2]
+    assert len(set(states)) == 3  # they differed in their numbers only
+    unknown = ServiceError.from_status(response.states[3].error)
+    assert unknown.reason == "MATCHER_NOT_FOUND"
+
+
+async def test_a_broken_matcher_leaves_its_neighbours_alone(
+    channel: grpc.aio.Channel, tokenizer: Tokenizer
+) -> None:
+    grammar_id = await GrammarClient(channel).compile(GrammarSpec(regex="[ab]{4}"))
+    decoder = Decoder.over(channel, tokenizer)
+    fits, misfit = tokenizer.encode("a").ids, tokenizer.encode("(").ids
+    for matcher in (1, 2, 3, 4):
+        decoder.stream.open(matcher, grammar_id, [])
+    await decoder.states.get()
+    decoder.stream.accept(1, fits)
+    decoder.stream.accept(2, [*fits, *misfit])
+    decoder.stream.accept(3, [decoder.width - 1])
+    decoder.stream.accept(4, fits)
+    decoder.stream.open(5, "no such grammar", [])
+    states = await decoder.states.get()
+    assert [state.matcher for state in states] == [1, 2, 3, 4, 5]
+    assert decoder.allowed(states[0]) == decoder.allowed(states[3]) != []
+    refused, outside, missing = states[1].error, states[2].error, states[4].error
+    assert refused is not None
+    assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Token 1" in refused.message
+    assert outside is not None
+    assert "outside the vocabulary" in outside.message
+    assert missing is not None
+    assert missing.code is grpc.StatusCode.NOT_FOUND
+    decoder.stream.accept(1, fits * 3)
+    [state] = await decoder.states.get()
+    assert state.terminated
+    assert decoder.allowed(state) == [0]
+    await decoder.stream.aclose()
+
+
+BAD = {
+    "syntax": (GrammarSpec(json_schema='{"type":'), "line 1, column 9"),
+    "keyword": (GrammarSpec(json_schema='{"properties":{"a":{"not":{}}}}'), "$.properties.a"),
+    "one_of": (
+        GrammarSpec(json_schema='{"items":{"oneOf":[{"minimum":1},{"type":"number"}]}}'),
+        "$.items.oneOf",
+    ),
+    "pattern": (GrammarSpec(json_schema='{"items":{"pattern":"(a"}}'), "$.items.pattern"),
+    "options": (GrammarSpec(json_schema='{"x-guidance":{"lenient":true}}'), "x-guidance"),
+    "unsatisfiable": (GrammarSpec(json_schema='{"minimum":5,"maximum":3,"type":"integer"}'), "5"),
+    "long": (GrammarSpec(json_schema=json.dumps({"properties": {"é" * 5000: {"not": 1}}})), "not"),
+    "regex": (GrammarSpec(regex="a(b"), "unclosed group"),
+    "long regex": (GrammarSpec(regex="\x01" * 9000 + "("), "invalid regex"),
+    "lark": (GrammarSpec(lark='start: "a" foo'), "foo"),
+    "llguidance": (GrammarSpec(llguidance='{"grammars":[]}'), "grammars"),
+    "choice": (GrammarSpec(choice=ChoiceList()), "at least one"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+async def test_a_bad_grammar_is_refused_with_field_and_place(
+    case: str, channel: grpc.aio.Channel
+) -> None:
+    spec, place = BAD[case]
+    with pytest.raises(ServiceError) as caught:
+        await GrammarClient(channel).compile(spec)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.field == f"grammar.{spec.WhichOneof('spec')}"
+    assert place in caught.value.message
+
+
+def _chained_references(count: int) -> str:
+    names = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return json.dumps({"$defs": {**names, f"d{count}": {}}, "$ref": "#/$defs/d0"})
+
+
+def _optional_properties(count: int) -> str:
+    return json.dumps(
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+    )
+
+
+HOSTILE = {
+    "overflows the stack": GrammarSpec(json_schema=_chained_references(1400)),
+    "overflows the stack too": GrammarSpec(
+        lark='start: r0\nr4000: "b"\n' + "".join(f'r{i}: "a" r{i + 1}?\n' for i in range(4000))
+    ),
+    "never ends": GrammarSpec(json_schema=_optional_properties(9000)),
+    "no finite text": GrammarSpec(
+        json_schema='{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"]}'
+    ),
+    "endless forced text": GrammarSpec(regex="((a{100}){100}){100}"),
+    "catastrophic regex": GrammarSpec(regex=".*" * 500),
+    "too large": GrammarSpec(json_schema=json.dumps({"enum": ["x" * 1_000_000]})),
+    "too deep": GrammarSpec(json_schema="[" * 100_000),
+    "huge product": GrammarSpec(
+        json_schema=json.dumps(
+            {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(8)]}
+                       for i in range(12)]}
+        )
+    ),
+}  # fmt: skip
+
+
+async def test_hostile_grammars_cost_only_their_sender(
+    channel: grpc.aio.Channel, tokenizer: Tokenizer
+) -> None:
+    client = GrammarClient(channel)
+    healthy = await client.compile(GrammarSpec(json_schema=json.dumps(PERSON)))
+    attacks = asyncio.gather(
+        *(client.compile(spec, timeout=40) for spec in HOSTILE.values()), return_exceptions=True
+    )
+    decoder = Decoder.over(channel, tokenizer)
+    output = await decoder.generate(healthy, range(16))
+    assert all(json.loads(tokenizer.decode(ids)) for ids in output.values())
+    await decoder.stream.aclose()
+    refused = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    for name, result in zip(HOSTILE, await attacks, strict=True):
+        assert isinstance(result, ServiceError), name
+        assert result.code in refused, (name, result)
+    assert await client.compile(GrammarSpec(regex="after all that"))
+
+
+async def test_the_same_grammar_compiles_once(channel: grpc.aio.Channel) -> None:
+    stub = GrammarServiceStub(channel)
+    request = grammar_pb2.CompileRequest(grammar=GrammarSpec(regex="same(again)?"))
+    responses = await asyncio.gather(*(stub.Compile(request) for _ in range(5)))
+    assert len({response.SerializeToString() for response in responses}) == 1
+
+
+async def test_the_fingerprint_is_the_hash_of_the_tokenizers_file(
+    channel: grpc.aio.Channel, checkpoint: Path
+) -> None:
+    request = grammar_pb2.CompileRequest(grammar=GrammarSpec(regex="a"))
+    response = await GrammarServiceStub(channel).Compile(request)
+    content = (checkpoint / "tokenizer.json").read_bytes()
+    assert response.tokenizer_fingerprint == hashlib.sha256(content).hexdigest()
+
+
+async def test_a_stream_that_does_not_say_its_width_is_refused(channel: grpc.aio.Channel) -> None:
+    call = GrammarServiceStub(channel).Masks()
+    await call.write(grammar_pb2.MasksRequest(step=1))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    error = ServiceError.from_rpc_error(caught.value)
+    assert error.field == "configuration.vocabulary_size"
+
+
+async def test_a_lost_service_is_told_once_and_the_stream_comes_back(
+    checkpoint: Path, tokenizer: Tokenizer
+) -> None:
+    server = grpc.aio.server(interceptors=[RpcInterceptor()])
+    application = GrammarApplication(GrammarSettings(model=checkpoint))
+    application.register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with connect(f"127.0.0.1:{port}") as channel:
+        decoder, client = Decoder.over(channel, tokenizer), GrammarClient(channel)
+        grammar_id = await client.compile(GrammarSpec(regex="[ab]+"))
+        decoder.stream.open(1, grammar_id, [])
+        await decoder.states.get()
+        await server.stop(None)
+        assert (await decoder.lost.get()).code is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(ServiceError) as caught:
+            await client.compile(GrammarSpec(regex="a"), timeout=20)
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+        assert caught.value.retry_seconds
+        again = grpc.aio.server(interceptors=[RpcInterceptor()])
+        application.register(again)
+        again.add_insecure_port(f"127.0.0.1:{port}")
+        await again.start()
+        await channel.channel_ready()
+        decoder.stream.open(2, grammar_id, [])
+        [state] = await decoder.states.get()
+        assert len(decoder.allowed(state)) > 1
+        assert decoder.lost.empty()
+        await decoder.stream.aclose()
+        await again.stop(None)
+    await application.stop()
+
+
+async def test_a_lost_compile_process_comes_back(checkpoint: Path) -> None:
+    application = GrammarApplication(GrammarSettings(model=checkpoint))
+    compiler = application._compiler
+    await application.start()
+    assert compiler._process is not None
+    compiler._process.kill()
+    await compiler._process.wait()
+    assert compiler._reader is not None
+    await compiler._reader
+    assert await compiler.try_out(GrammarSpec(regex="a")) > 0
+    await application.stop()
+
+
+def test_a_missing_checkpoint_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "services.grammar", "--model", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "tokenizer.json" in result.stderr

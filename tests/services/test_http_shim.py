@@ -1,0 +1,304 @@
+"""The OpenAI API over the whole stack, with real clients."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.stack import Stack
+from tokenwire.channel import connect
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+
+PROMPT = "def add(a, b):\n    return a +"
+
+
+@pytest.fixture
+async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+async def sdk(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+async def complete(http: httpx.AsyncClient, **fields: object) -> Any:
+    response = await http.post("/v1/completions", json={"temperature": 0} | fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def stream(http: httpx.AsyncClient, **fields: object) -> list[Any]:
+    """The events of a stream, without its [DONE]."""
+    body = {"temperature": 0, "stream": True} | fields
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-request-id"]
+        lines = [line async for line in response.aiter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def ids_of(http: httpx.AsyncClient, text: str) -> list[int]:
+    response = await http.post("/tokenize", json={"prompt": text})
+    tokens: list[int] = response.json()["tokens"]
+    return tokens
+
+
+async def test_greedy_text_is_the_same_however_it_is_asked_for(
+    sdk: openai.AsyncOpenAI, http: httpx.AsyncClient, stack: Stack
+) -> None:
+    texts = set()
+    for prompt in (PROMPT, await ids_of(http, PROMPT)):
+        whole = await sdk.completions.create(
+            model=stack.model_id, prompt=prompt, max_tokens=24, temperature=0
+        )
+        chunks = await sdk.completions.create(
+            model="default", prompt=prompt, max_tokens=24, temperature=0, stream=True
+        )
+        texts |= {whole.choices[0].text}
+        texts |= {"".join([c.choices[0].text async for c in chunks if c.choices])}
+    assert len(texts) == 1
+
+
+async def test_the_object(http: httpx.AsyncClient, stack: Stack) -> None:
+    response = await http.post(
+        "/completions", json={"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+    )
+    answer = response.json()
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == stack.model_id
+    assert answer["system_fingerprint"]
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"] is None
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 4
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 4
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["cached_input_tokens"]
+    assert response.headers["x-tokens-used"] == str(usage["total_tokens"])
+
+
+async def test_choices_are_indexed_by_prompt(http: httpx.AsyncClient) -> None:
+    fields = {"prompt": ["import", PROMPT], "n": 3, "seed": 5, "temperature": 1, "max_tokens": 8}
+    whole = await complete(http, **fields)
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    joined = [""] * 6
+    finishes = 0
+    for chunk in await stream(http, **fields):
+        (choice,) = chunk["choices"]
+        joined[choice["index"]] += choice["text"]
+        finishes += choice["finish_reason"] is not None
+    assert joined == [choice["text"] for choice in whole["choices"]]
+    assert finishes == 6
+    assert len(set(joined[:3])) > 1, "choices of one prompt must differ"
+
+
+async def test_usage_of_streams(http: httpx.AsyncClient) -> None:
+    fields = {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}
+    plain = await stream(http, **fields)
+    assert ["usage" in chunk for chunk in plain] == [False] * (len(plain) - 1) + [True]
+    *chunks, last = await stream(http, **fields, stream_options={"include_usage": True})
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == plain[-1]["usage"]["completion_tokens"] == 3
+
+
+async def test_harnesses_slice_scores_by_length(http: httpx.AsyncClient) -> None:
+    """lm-eval cuts the context off by its number of ids."""
+    ids = await ids_of(http, PROMPT)
+    scored = await complete(http, prompt=[ids], max_tokens=1, echo=True, logprobs=1)
+    logprobs = scored["choices"][0]["logprobs"]
+    assert {len(column) for column in logprobs.values()} == {len(ids) + 1}
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    assert all(score <= 0 for score in logprobs["token_logprobs"][1:])
+    assert all(1 <= len(row) <= 2 for row in logprobs["top_logprobs"][1:])
+    text = scored["choices"][0]["text"]
+    assert "".join(logprobs["tokens"]) == text
+    for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+        assert text[offset:].startswith(token)
+    zero = await complete(http, prompt=[ids], max_tokens=0, echo=True, logprobs=1)
+    scores = zero["choices"][0]["logprobs"]["token_logprobs"]
+    assert scores[1:] == pytest.approx(logprobs["token_logprobs"][1:-1], abs=1e-4)
+
+
+async def test_streamed_logprobs_join_to_the_whole(http: httpx.AsyncClient) -> None:
+    fields = {"prompt": PROMPT, "max_tokens": 6, "echo": True, "logprobs": 2}
+    whole = (await complete(http, **fields))["choices"][0]["logprobs"]
+    chunks = [chunk["choices"][0]["logprobs"] for chunk in await stream(http, **fields)]
+    for column in ("tokens", "text_offset"):
+        assert [entry for chunk in chunks for entry in chunk[column]] == whole[column]
+    scores = [score for chunk in chunks for score in chunk["token_logprobs"]]
+    assert scores[1:] == pytest.approx(whole["token_logprobs"][1:], abs=1e-4)
+
+
+async def test_what_stopped_a_choice_is_named(http: httpx.AsyncClient) -> None:
+    free = await complete(http, prompt=PROMPT, max_tokens=12, return_token_ids=True)
+    text, ids = free["choices"][0]["text"], free["choices"][0]["token_ids"]
+    stop = text[4:7]
+    (by_text,) = (await complete(http, prompt=PROMPT, max_tokens=12, stop=stop))["choices"]
+    assert by_text["text"] == text[: text.index(stop)]
+    assert (by_text["finish_reason"], by_text["stop_reason"]) == ("stop", stop)
+    stopped = await complete(http, prompt=PROMPT, max_tokens=12, stop_token_ids=[ids[3]])
+    assert stopped["choices"][0]["stop_reason"] == ids[3]
+
+
+async def test_constrained_output_is_json(http: httpx.AsyncClient) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"enum": ["x", "y"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "pair", "schema": schema}}
+    answer = await complete(http, prompt=PROMPT, max_tokens=100, response_format=form)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert set(json.loads(choice["text"])) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "code"),
+    [
+        ({"temperature": 3}, 400, "temperature", None),
+        ({"top_p": -0.1}, 400, "top_p", None),
+        ({"top_k": 200}, 400, "top_k", None),
+        ({"min_p": 2}, 400, "min_p", None),
+        ({"n": 0}, 400, "n", None),
+        ({"n": 129}, 400, "n", None),
+        ({"prompt": ["a"] * 65, "n": 2}, 400, "n", None),
+        ({"prompt": []}, 400, "prompt", None),
+        ({"prompt": [[]]}, 400, "prompt", None),
+        ({"prompt": [10**6]}, 400, "prompt", None),
+        ({"max_tokens": 0}, 400, "max_tokens", None),
+        ({"min_tokens": 9, "max_tokens": 3}, 400, "min_tokens", None),
+        ({"logprobs": 6}, 400, "logprobs", None),
+        ({"stop": ""}, 400, "stop", None),
+        ({"stop": ["a"] * 17}, 400, "stop", None),
+        ({"logit_bias": {"999999": 1}}, 400, "logit_bias", None),
+        ({"stop_token_ids": [10**6]}, 400, "stop_token_ids", None),
+        ({"model": "gpt-4"}, 404, "model", "model_not_found"),
+        ({"prompt": [5] * 4000}, 400, "prompt", "context_length_exceeded"),
+        (
+            {"max_tokens": 10**5, "context_length_exceeded_behavior": "error"},
+            400, "prompt", "context_length_exceeded",
+        ),
+        ({"suffix": "x", "echo": True}, 400, None, None),
+        ({"grammar": {"type": "regex", "value": "a{3"}}, 400, "grammar", "invalid_grammar"),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": 5}}},
+            400, "response_format", "invalid_grammar",
+        ),
+        ({"images": ["data:,"]}, 400, "images", None),
+        ({"best_of": 2}, 501, "best_of", "not_implemented"),
+        ({"mirostat_target": 2}, 501, "mirostat_target", "not_implemented"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            501, "tools", "not_implemented",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("streams", [False, True])
+async def test_refusals(
+    http: httpx.AsyncClient,
+    fields: dict[str, object],
+    status: int,
+    param: str | None,
+    code: str | None,
+    streams: bool,
+) -> None:
+    """Refused before the 200, streamed or not, with the field to blame."""
+    if streams and "best_of" in fields:
+        status, code = 400, "invalid_field"
+    body = {"prompt": "x", "stream": streams} | fields
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    if param is not None:
+        assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+    assert response.headers["x-request-id"]
+    assert "x-tokens-used" not in response.headers
+
+
+async def test_the_sdk_raises_its_own_errors(sdk: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        await sdk.completions.create(model="gpt-4", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        await sdk.completions.create(model="default", prompt="x", top_p=2)
+    assert wrong.value.param == "top_p"
+
+
+async def test_tokens_round_trip(http: httpx.AsyncClient) -> None:
+    text = "def π(x):\n    return '😀<|fim_middle|>'\n"
+    answer = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    back = (await http.post("/detokenize", json={"tokens": answer["tokens"]})).json()
+    assert back["prompt"] == text
+    info = (await http.get("/tokenizer_info")).json()
+    assert info["eos_token"]
+    assert answer["max_model_len"] == info["model_max_length"]
+    bad = await http.post("/detokenize", json={"tokens": [10**6]})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_models(sdk: openai.AsyncOpenAI, stack: Stack) -> None:
+    listed = [model.id async for model in sdk.models.list()]
+    assert listed == [stack.model_id]
+    assert (await sdk.models.retrieve(stack.model_id)).id == stack.model_id
+    with pytest.raises(openai.NotFoundError):
+        await sdk.models.retrieve("gpt-4")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_that_leaves_frees_its_blocks(
+    http: httpx.AsyncClient, stack: Stack, streams: bool
+) -> None:
+    """Cancelled down to the KV blocks, not generated to the end for nobody."""
+    body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "n": 16, "stream": streams}
+    async with connect(stack.engine) as channel:
+        control = EngineControlServiceStub(channel)
+        watch = control.WatchLoad(engine_pb2.WatchLoadRequest(interval_seconds=0.05))
+        before = (await watch.read()).load
+        assert before.running_sequences == 0
+        if streams:
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                await anext(response.aiter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post("/v1/completions", json=body, timeout=1)
+        cancelled_at = 0
+        async for answer in watch:
+            load = answer.load
+            cancelled_at = max(cancelled_at, before.free_blocks - load.free_blocks)
+            if load.running_sequences == 0 and load.free_blocks == before.free_blocks:
+                break
+        whole = 16 * 2000 // 16
+        assert cancelled_at < whole, "all of it was generated"
+
+
+async def test_metrics_count_what_was_served(http: httpx.AsyncClient) -> None:
+    name = 'tokenwire_http_requests_total{route="/v1/completions",status="404"}'
+
+    async def count() -> float:
+        lines = (await http.get("/metrics")).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    before = await count()
+    await http.post("/v1/completions", json={"prompt": "x", "model": "nope"})
+    assert await count() == before + 1

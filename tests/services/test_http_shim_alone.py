@@ -1,0 +1,155 @@
+"""The shim's process by itself: how it starts, refuses, and stops, with nothing behind it."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.stack import free_ports
+
+_JSON = {"content-type": "application/json"}
+_LIMIT = 10_000
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "services.http_shim", *flags]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator["subprocess.Popen[str]"]:
+    (nobody,) = free_ports(1)
+    started = subprocess.Popen(
+        command(
+            "--port", "0", "--tokenizer", f"127.0.0.1:{nobody}", "--max-body-bytes", str(_LIMIT)
+        ),
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    yield started
+    started.kill()
+    started.wait()
+
+
+@pytest.fixture(scope="module")
+def http(process: "subprocess.Popen[str]") -> Iterator[httpx.Client]:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "port" in (entry := json.loads(line)):
+            break
+    with httpx.Client(base_url=f"http://127.0.0.1:{entry['port']}", timeout=20) as client:
+        yield client
+
+
+def error_of(response: httpx.Response) -> dict[str, str | None]:
+    error: dict[str, str | None] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    return error
+
+
+def test_it_lives_but_is_not_ready(http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+    response = http.get("/ready")
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    error_of(response)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_lost_backend_is_503(http: httpx.Client, streams: bool) -> None:
+    """Clients retry a 503; the inner addresses are none of their business."""
+    response = http.post("/v1/completions", json={"prompt": "x", "stream": streams})
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert "127.0.0.1" not in response.text
+    error_of(response)
+
+
+def test_bodies_over_the_limit(http: httpx.Client) -> None:
+    big = b'{"prompt": "' + b"x" * _LIMIT + b'"}'
+    announced = http.post("/v1/completions", content=big, headers=_JSON)
+    chunked = http.post("/v1/completions", content=iter([big[:6000], big[6000:]]), headers=_JSON)
+    for response in (announced, chunked):
+        assert response.status_code == 413
+        error_of(response)
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_only_json_is_taken(http: httpx.Client, content_type: str | None) -> None:
+    """Any web page may post text to localhost; JSON it may not."""
+    headers = {} if content_type is None else {"content-type": content_type}
+    response = http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert response.status_code == 400
+    assert "application/json" in str(error_of(response)["message"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("body", [b"{", b"[]", b"1", b'{"model": 5}', b"{}"])
+def test_bad_bodies(http: httpx.Client, path: str, body: bytes) -> None:
+    response = http.post(path, content=body, headers=_JSON)
+    assert response.status_code == 400
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/health", 405),
+        ("POST", "/v1/chat/completions", 501),
+        ("POST", "/chat/completions", 501),
+        ("POST", "/v1/completion", 501),
+    ],
+)
+def test_routes_that_do_not_answer(http: httpx.Client, method: str, path: str, status: int) -> None:
+    response = http.request(method, path, json={})
+    assert response.status_code == status
+    error_of(response)
+
+
+def test_request_ids(http: httpx.Client) -> None:
+    kept = http.get("/nowhere", headers={"x-request-id": "trace-7"})
+    assert kept.headers["x-request-id"] == "trace-7"
+    insane = http.get("/nowhere", headers={"x-request-id": "a b<script>"})
+    assert insane.headers["x-request-id"].startswith("req_")
+
+
+def test_ignored_fields_are_named_safely(http: httpx.Client) -> None:
+    body = {"prompt": "x", "temprature": 1, "é\r\nset-cookie: a": 2}
+    response = http.post("/v1/completions", json=body)
+    assert response.headers["x-tokenwire-ignored"].startswith("temprature, ")
+    assert "set-cookie" not in response.headers
+
+
+def test_metrics_are_prometheus_text(http: httpx.Client) -> None:
+    response = http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert 'tokenwire_http_requests_total{route="/health",status="200"}' in response.text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--host", "0.0.0.0"],
+        ["--host", "::"],
+        ["--port", "70000"],
+        ["--port", "http"],
+        ["--host", "192.0.2.1", "--open"],
+        ["--max-body-bytes", "0"],
+    ],
+)
+def test_bad_settings_end_it_with_a_sentence(flags: list[str]) -> None:
+    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+
+
+def test_sigterm_ends_it_cleanly(http: httpx.Client, process: "subprocess.Popen[str]") -> None:
+    """Last: it stops the process that the other tests use."""
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0

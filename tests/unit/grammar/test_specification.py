@@ -1,0 +1,104 @@
+"""What a client means and what the compiler is given are the same."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from services.grammar.error import GrammarError
+from services.grammar.prototype import compile_prototype
+from services.grammar.specification import check, identity, translate
+from tokenwire.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject
+
+BYTES = LLTokenizer("byte")
+
+
+def accepts(spec: GrammarSpec, *texts: str) -> list[bool]:
+    check(spec)
+    prototype = compile_prototype(BYTES, translate(spec))
+    return [matches(prototype.deep_copy(), list(text.encode())) for text in texts]
+
+
+def matches(matcher: LLMatcher, content: list[int]) -> bool:
+    return matcher.try_consume_tokens(content) == len(content) and matcher.is_accepting()
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
+def test_every_choice_is_possible_and_nothing_else(choices: list[str]) -> None:
+    spec = GrammarSpec(choice=ChoiceList(choices=choices))
+    longest = max(choices, key=lambda choice: len(choice.encode()))
+    assert accepts(spec, *choices) == [True] * len(choices)
+    assert accepts(spec, longest + "x", "") == [False, False]
+
+
+@pytest.mark.parametrize(
+    "schema", ["{}", " { } ", "true", '{"type":"array"}', '\n{ "type":"array"}']
+)
+def test_json_is_compact(schema: str) -> None:
+    spec = GrammarSpec(json_schema=schema)
+    assert accepts(spec, '[1,{"a":"b c"}]', "[1, 2]", "[1,2]\n") == [True, False, False]
+
+
+def test_json_object_is_an_object_and_nothing_else() -> None:
+    spec = GrammarSpec(json_object=JsonObject())
+    assert accepts(spec, '{"a":[1,null]}', "[]") == [True, False]
+
+
+def test_a_regex_matches_the_whole_output() -> None:
+    spec = GrammarSpec(regex='a/b"|é+')
+    assert accepts(spec, 'a/b"', "éé", "é a") == [True, True, False]
+
+
+def test_grammars_of_different_kinds_never_share_an_id() -> None:
+    specs = [
+        GrammarSpec(regex="a"),
+        GrammarSpec(lark="a"),
+        GrammarSpec(json_schema="a"),
+        GrammarSpec(llguidance="a"),
+        GrammarSpec(choice=ChoiceList(choices=["a"])),
+        GrammarSpec(choice=ChoiceList(choices=["a", "b"])),
+        GrammarSpec(choice=ChoiceList(choices=['a", "b'])),
+        GrammarSpec(json_object=JsonObject()),
+        GrammarSpec(regex=""),
+    ]
+    assert len({identity(spec) for spec in specs}) == len(specs)
+    assert identity(GrammarSpec(regex="a")) == identity(GrammarSpec(regex="a"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (GrammarSpec(), "one of the kinds"),
+        (GrammarSpec(choice=ChoiceList()), "at least one"),
+        (GrammarSpec(choice=ChoiceList(choices=["a", ""])), r"choices\[1\]"),
+        (GrammarSpec(llguidance='start: "a"'), "not JSON"),
+        (GrammarSpec(llguidance="{}"), '"grammars"'),
+        (
+            GrammarSpec(llguidance=json.dumps({"grammars": [{"json_schema": {"not": {}}}]})),
+            r"\$\.grammars\[0\]\.json_schema",
+        ),
+    ],
+)
+def test_nonsense_is_refused(spec: GrammarSpec, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        check(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (GrammarSpec(regex="(a"), "unclosed group"),
+        (GrammarSpec(lark="start: foo"), "foo"),
+        (GrammarSpec(json_schema='{"$ref":"#"}'), "No text satisfies"),
+        (
+            GrammarSpec(lark='start: %json {"x-guidance":{"lenient":true},"not":{}}'),
+            "would not be enforced in full",
+        ),
+    ],
+)
+def test_the_compilers_reason_is_passed_on(spec: GrammarSpec, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        compile_prototype(BYTES, translate(spec))
