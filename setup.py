@@ -1,11 +1,12 @@
-"""Builds what is generated: the protobuf stubs."""
+"""Builds what is generated: the protobuf stubs, and the engine's CPU kernels."""
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
 
 ROOT = Path(__file__).parent
 
@@ -38,5 +39,33 @@ def generate_stubs() -> None:
             (folder / "__init__.py").touch()
 
 
+def build_kernels() -> None:
+    """Compile the kernels where there is a compiler and they are out of date."""
+    folder = ROOT / "services" / "engine" / "kernels"
+    library = folder / "libtokenwire_kernels.so"
+    sources = [folder / "build.py", *(folder / "src").iterdir()]
+    newest = max(source.stat().st_mtime for source in sources)
+    if library.exists() and library.stat().st_mtime > newest:
+        return
+    command = [sys.executable, "-m", "services.engine.kernels.build"]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+        library.unlink(missing_ok=True)
+        print(
+            "The CPU kernels were not built: no C++17 compiler with OpenMP. torch does their work."
+        )
+
+
+class PlatformDistribution(Distribution):
+    """The kernels are machine code, though no extension modules."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
 generate_stubs()
-setup(packages=find_packages(include=["tokenwire*", "services*"]))
+build_kernels()
+setup(
+    packages=find_packages(include=["tokenwire*", "services*"]),
+    package_data={"services.engine.kernels": ["*.so"], "": ["py.typed", "*.pyi"]},
+    distclass=PlatformDistribution,
+)

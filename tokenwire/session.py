@@ -6,11 +6,14 @@ hands each event to the listener of its request.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import Context
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 
+from tokenwire.channel import MESSAGE_LIMIT
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.engine.v1 import engine_pb2
@@ -25,6 +28,8 @@ __all__ = [
     "completion_session",
     "engine_session",
 ]
+
+_MESSAGE_BYTES = MESSAGE_LIMIT // 4
 
 Command = TypeVar("Command")
 Event = TypeVar("Event")
@@ -73,7 +78,8 @@ class Session(Generic[Command, Event]):
         self._listeners[handle] = listener
         if self._running is None or self._running.done():
             self._outbox.clear()
-            self._running = asyncio.ensure_future(self._run())
+            # what the stream does is on behalf of all requests, not of the one that opened it
+            self._running = asyncio.create_task(self._run(), context=Context())
         return handle
 
     def send(self, command: Command) -> None:
@@ -120,8 +126,8 @@ class Session(Generic[Command, Event]):
                 await self._wake.wait()
                 self._wake.clear()
                 commands, self._outbox = self._outbox, []
-                if commands:
-                    await call.write(self._bundle(commands))
+                for some in _split(commands):
+                    await call.write(self._bundle(some))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same failure and reports it
 
@@ -136,6 +142,18 @@ class Session(Generic[Command, Event]):
         if self._is_last(event):
             del self._listeners[event.handle]
         listener.on_event(event)
+
+
+def _split(commands: Sequence[Command]) -> Iterator[Sequence[Command]]:
+    """Commands in messages that stay well below the size limit."""
+    start, size = 0, 0
+    for i, command in enumerate(commands):
+        size += cast(Message, command).ByteSize()
+        if size > _MESSAGE_BYTES and i > start:
+            yield commands[start:i]
+            start, size = i, cast(Message, command).ByteSize()
+    if commands[start:]:
+        yield commands[start:]
 
 
 EngineSession = Session[engine_pb2.SessionCommand, engine_pb2.SessionEvent]
@@ -157,6 +175,7 @@ def completion_session(channel: grpc.aio.Channel) -> CompletionSession:
     stub = CompletionServiceStub(channel)
 
     def is_last(event: completion_pb2.SessionEvent) -> bool:
-        return event.complete.HasField("completed") or event.chat.HasField("completed")
+        inner = event.chat if event.WhichOneof("event") == "chat" else event.complete
+        return inner.WhichOneof("event") == "completed"
 
     return Session(stub.Session, lambda c: completion_pb2.SessionRequest(commands=c), is_last)

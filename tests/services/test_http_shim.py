@@ -1,6 +1,9 @@
 """The OpenAI API over the whole stack, with real clients."""
 
+import asyncio
 import json
+import signal
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -265,6 +268,16 @@ async def test_models(sdk: openai.AsyncOpenAI, stack: Stack) -> None:
         await sdk.models.retrieve("gpt-4")
 
 
+async def generated_tokens(stack: Stack) -> float:
+    """As the engine counts them."""
+    host, port = stack.engine.split(":")
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://{host}:{int(port) + 1000}/metrics")).text
+    lines = text.splitlines()
+    (line,) = [line for line in lines if line.startswith("tokenwire_engine_generated_tokens_total")]
+    return float(line.split()[-1])
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_client_that_leaves_frees_its_blocks(
     http: httpx.AsyncClient, stack: Stack, streams: bool
@@ -274,22 +287,17 @@ async def test_a_client_that_leaves_frees_its_blocks(
     async with connect(stack.engine) as channel:
         control = EngineControlServiceStub(channel)
         watch = control.WatchLoad(engine_pb2.WatchLoadRequest(interval_seconds=0.05))
-        before = (await watch.read()).load
-        assert before.running_sequences == 0
-        if streams:
-            async with http.stream("POST", "/v1/completions", json=body) as response:
-                await anext(response.aiter_lines())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                await http.post("/v1/completions", json=body, timeout=1)
-        cancelled_at = 0
-        async for answer in watch:
-            load = answer.load
-            cancelled_at = max(cancelled_at, before.free_blocks - load.free_blocks)
-            if load.running_sequences == 0 and load.free_blocks == before.free_blocks:
-                break
-        whole = 16 * 2000 // 16
-        assert cancelled_at < whole, "all of it was generated"
+        idle = (await watch.read()).load
+        assert idle.running_sequences == 0
+        before = await generated_tokens(stack)
+        asking = asyncio.ensure_future(http.post("/v1/completions", json=body))
+        while (await watch.read()).load.running_sequences == 0:
+            assert not asking.done()
+        asking.cancel()
+        while (load := (await watch.read()).load).running_sequences:
+            pass
+        assert load.free_blocks == idle.free_blocks
+    assert await generated_tokens(stack) - before < 16 * 2000, "all of it was generated"
 
 
 async def test_metrics_count_what_was_served(http: httpx.AsyncClient) -> None:
@@ -302,3 +310,27 @@ async def test_metrics_count_what_was_served(http: httpx.AsyncClient) -> None:
     before = await count()
     await http.post("/v1/completions", json={"prompt": "x", "model": "nope"})
     assert await count() == before + 1
+
+
+async def test_sigterm_lets_streams_finish(stack: Stack) -> None:
+    """A rolling update cuts nobody off, and sends nobody new."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.http_shim", "--port", "0", "--tokenizer", stack.tokenizer,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    while "port" not in (entry := json.loads(await process.stderr.readline())):
+        pass
+    url = f"http://127.0.0.1:{entry['port']}"
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            process.send_signal(signal.SIGTERM)
+            while json.loads(await process.stderr.readline())["message"] != "draining":
+                pass
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+    assert await process.wait() == 0

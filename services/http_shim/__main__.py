@@ -1,0 +1,114 @@
+"""`python -m services.http_shim`."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from services.common import logging as service_logging
+from services.common.settings import StartupError, parse
+from services.http_shim.app import create_app
+from services.http_shim.backend import Backend
+from services.http_shim.gate import Gate
+from services.http_shim.settings import HttpShimSettings, check
+
+_LOG = logging.getLogger("server")
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs, so that it is not us who close first
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handling, which would end the process with the signal."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():
+            host, port = bound.getsockname()[:2]
+            _LOG.info("listening on %s:%d", host, port, extra={"port": port})
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main() -> None:
+    """The whole life of the process; exits with 0, or with 2 where it could not start."""
+    try:
+        settings = parse(HttpShimSettings, "python -m services.http_shim", "TOKENWIRE_HTTP_SHIM")
+        check(settings)
+        service_logging.configure("http_shim", settings.log_level)
+        uvloop.run(serve(settings))
+    except StartupError as error:
+        print(f"http_shim: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+async def serve(settings: HttpShimSettings) -> None:
+    """Serve until SIGTERM or SIGINT; then let what runs finish within the grace period."""
+    stop = _stop_signal()
+    backend, gate = Backend(settings.tokenizer), Gate()
+    server = Server(
+        uvicorn.Config(
+            create_app(backend, gate, settings.max_body_bytes),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    with _bind(settings) as bound:
+        _LOG.warning("the API is open: there are no keys")
+        serving = asyncio.ensure_future(server.serve(sockets=[bound]))
+        await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
+        _LOG.info("draining")
+        if not await gate.close(settings.grace):
+            _LOG.warning("completions still ran after %g s and were cut", settings.grace)
+        server.should_exit = True
+        await serving
+    await backend.close()
+    _LOG.info("stopped")
+
+
+def _bind(settings: HttpShimSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise StartupError(
+            f"Can't listen on {settings.host}:{settings.port}: {_reason(error)}."
+        ) from None
+
+
+def _reason(error: OSError) -> str:
+    """Without what asyncio and socket add; failed look-ups of names have codes of their own."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(error.strerror)
+
+
+def _stop_signal() -> asyncio.Future[None]:
+    """Done at the first SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[None] = loop.create_future()
+
+    def on_signal() -> None:
+        if not stop.done():
+            stop.set_result(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+main()

@@ -1,0 +1,119 @@
+"""POST /v1/completions."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.http_shim.backend import Backend
+from services.http_shim.body import read_json_body
+from services.http_shim.errors import ClientGoneError
+from services.http_shim.events import EventStream
+from services.http_shim.exchange import Exchange, exchange_of
+from services.http_shim.gate import Gate
+from services.http_shim.requests import CompletionBody, parse
+from services.http_shim.responses import Envelope, choice_of, shape_of, usage_of
+from services.http_shim.running import Running
+from services.http_shim.stream import CREDIT, send_stream
+from services.http_shim.translate import param_of, to_complete_request
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1 import types_pb2
+
+__all__ = ["Completions"]
+
+_DECODER = msgspec.json.Decoder(CompletionBody)
+
+
+class Completions:
+    """The endpoint, as an ASGI application: it watches for clients that leave."""
+
+    def __init__(self, backend: Backend, gate: Gate, max_body_bytes: int) -> None:
+        self._backend = backend
+        self._gate = gate
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        encoded = await read_json_body(scope, receive, self._max_body_bytes)
+        body, exchange.ignored = parse(_DECODER, encoded)
+        request = to_complete_request(body)
+        with self._gate.entered(), _params_named(body):
+            running = Running()
+            submission = self._backend.submit(
+                request,
+                running,
+                traceparent=exchange.traceparent,
+                credit=CREDIT if body.stream else None,
+            )
+            watch = asyncio.ensure_future(_watch(receive, running))
+            try:
+                if body.stream:
+                    accepted = await running.admitted()
+                    events = EventStream(
+                        running, body, len(request.prompts), _envelope(accepted), exchange
+                    )
+                    await send_stream(send, running, submission, events)
+                else:
+                    usage = await running.completed()
+                    response = _whole(running, usage, body, exchange)
+                    await response(scope, receive, send)
+            finally:
+                watch.cancel()
+                if running.is_open():
+                    submission.cancel()
+        if running.gone:
+            raise ClientGoneError
+
+
+def _whole(
+    running: Running, usage: types_pb2.Usage, body: CompletionBody, exchange: Exchange
+) -> Response:
+    accepted = running.accepted
+    assert accepted is not None
+    exchange.prompt_tokens = usage.prompt_tokens
+    exchange.completion_tokens = usage.completion_tokens
+    shape = shape_of(body)
+    choices = [
+        choice_of(
+            index,
+            running.pending.get(index, []),
+            running.finished[index],
+            shape,
+            accepted.prompts[index // shape.choices_per_prompt] if shape.token_ids else None,
+        )
+        for index in sorted(running.finished)
+    ]
+    total = usage_of(usage)
+    return Response(
+        _envelope(accepted).whole(choices, total),
+        headers={"x-tokens-used": str(total.total_tokens)},
+        media_type="application/json",
+    )
+
+
+def _envelope(accepted: completion_pb2.CompleteAccepted) -> Envelope:
+    return Envelope(f"cmpl-{uuid.uuid4().hex}", int(time.time()), accepted)
+
+
+async def _watch(receive: Receive, running: Running) -> None:
+    """Abandons the completion when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    running.abandon()
+
+
+@contextmanager
+def _params_named(body: CompletionBody) -> Iterator[None]:
+    """Gives the fields that the services blame the names that the client knows."""
+    try:
+        yield
+    except ServiceError as error:
+        if error.field:
+            error.field = param_of(error.field, body)
+        raise

@@ -1,0 +1,132 @@
+"""Errors as OpenAI clients know them."""
+
+import math
+from typing import Any
+
+import grpc
+import msgspec
+from msgspec import Struct
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenwire.errors import ServiceError
+
+__all__ = [
+    "BodyTooLargeError",
+    "ClientGoneError",
+    "error_body",
+    "handlers",
+    "http_status",
+    "internal_error",
+    "to_response",
+]
+
+_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    501: "not_implemented_error",
+}
+
+_LOST = frozenset({"UNREACHABLE", "SESSION_LOST"})
+_UNREACHABLE = "The model can't be reached now; try again."  # gRPC's message names inner addresses
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+class BodyTooLargeError(Exception):
+    """The body is over the limit, in bytes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The body is larger than {limit} bytes.")
+
+
+class _Error(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _ErrorBody(Struct):
+    error: _Error
+
+
+def http_status(code: grpc.StatusCode) -> int:
+    """The HTTP status of a gRPC status; 500 where design.md names none."""
+    return _STATUS.get(code, 500)
+
+
+def error_body(error: ServiceError) -> bytes:
+    """`{"error": …}`; `error.field` is the client's name already."""
+    code = None if error.reason in ("", "UNKNOWN") else error.reason.lower()
+    message = _UNREACHABLE if error.reason in _LOST else error.message
+    return _encode(http_status(error.code), message, error.field or None, code)
+
+
+def to_response(error: ServiceError) -> Response:
+    """The whole answer, with Retry-After where a retry makes sense."""
+    status = http_status(error.code)
+    headers = {}
+    if status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_seconds or 1)))
+    return _respond(status, error_body(error), headers)
+
+
+def internal_error() -> Response:
+    """What is said of a failure nobody foresaw."""
+    body = _encode(500, "The server failed; its log has the details.", None, "internal")
+    return _respond(500, body)
+
+
+def handlers() -> dict[Any, Any]:
+    """Starlette's exception handlers."""
+    return {
+        ServiceError: _on_service_error,
+        HTTPException: _on_http,
+        BodyTooLargeError: _on_too_large,
+    }
+
+
+async def _on_service_error(request: Request, error: ServiceError) -> Response:
+    return to_response(error)
+
+
+async def _on_too_large(request: Request, error: BodyTooLargeError) -> Response:
+    return _respond(413, _encode(413, str(error), None, "body_too_large"))
+
+
+async def _on_http(request: Request, error: HTTPException) -> Response:
+    """Routing: no such path, or no such method on it."""
+    path = request.scope["path"]
+    if error.status_code == 405:
+        message, code = f"{path} does not take {request.method}.", "method_not_allowed"
+    else:
+        message, code = f"There is nothing at {path}.", "not_found"
+    body = _encode(error.status_code, message, None, code)
+    return _respond(error.status_code, body, dict(error.headers or {}))
+
+
+def _encode(status: int, message: str, param: str | None, code: str | None) -> bytes:
+    kind = _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
+    return msgspec.json.encode(_ErrorBody(_Error(message, kind, param, code)))
+
+
+def _respond(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, media_type="application/json")

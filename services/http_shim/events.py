@@ -1,0 +1,140 @@
+"""What a streamed completion says: its server-sent events, as bytes."""
+
+import time
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from services.http_shim.errors import error_body
+from services.http_shim.exchange import Exchange
+from services.http_shim.metrics import FIRST_TOKEN, INTER_TOKEN
+from services.http_shim.requests import CompletionBody
+from services.http_shim.responses import (
+    Envelope,
+    Usage,
+    choice_of,
+    running_usage,
+    shape_of,
+    usage_of,
+)
+from services.http_shim.running import Running
+from tokenwire.completion.v1 import completion_pb2
+
+__all__ = ["EventStream"]
+
+
+class EventStream:
+    """Turns what a completion has pending into the bytes of its events."""
+
+    def __init__(
+        self,
+        running: Running,
+        body: CompletionBody,
+        prompts: int,
+        envelope: Envelope,
+        exchange: Exchange,
+    ) -> None:
+        assert running.accepted is not None
+        self._running = running
+        self._prompts = running.accepted.prompts
+        self._shape = shape_of(body)
+        self._envelope = envelope
+        self._exchange = exchange
+        self._unfinished = prompts * self._shape.choices_per_prompt
+        self._held: completion_pb2.ChoiceFinished | None = None
+        self._tokens: dict[int, int] = {}  # generated and taken, by choice
+        self._times: dict[int, float] = {}  # of the last token taken, by choice
+        self._begun: set[int] = set()  # choices whose prompt ids were shown
+        options = body.stream_options
+        self._usage_on_finish = options is None
+        self._usage_at_end = options is not None and bool(options.include_usage)
+        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        exchange.prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
+        self.most_tokens = 0  # of the choice that is ahead
+
+    def take(self) -> bytes:
+        """The events of all that is pending: at most one for each choice."""
+        running, now = self._running, time.monotonic()
+        pending, running.pending = running.pending, {}
+        finished, running.finished = self._settle(running.finished), {}
+        events = []
+        for index, deltas in pending.items():
+            self._count(index, deltas, now)
+            if index not in finished:
+                events.append(self._event(index, deltas, None, self._usage()))
+        has_usage = self._usage_on_finish and running.usage is not None
+        carrier = next(reversed(finished), None) if has_usage else None
+        for index, end in finished.items():
+            self._exchange.completion_tokens += end.completion_tokens - self._tokens.get(index, 0)
+            self._tokens[index] = end.completion_tokens
+            usage = self._final_usage() if index == carrier else self._usage()
+            events.append(self._event(index, pending.get(index, []), end, usage))
+        return b"".join(events)
+
+    def tail(self) -> bytes:
+        """The last events, once the completion has ended."""
+        if self._running.error is not None:
+            return b"data: %b\n\n" % error_body(self._running.error)
+        if self._running.usage is None:
+            return b""  # nobody reads any more
+        usage = self._envelope.chunk(None, self._final_usage()) if self._usage_at_end else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def _settle(
+        self, finished: dict[int, completion_pb2.ChoiceFinished]
+    ) -> dict[int, completion_pb2.ChoiceFinished]:
+        """Holds the very last finish back until the usage that goes with it is known."""
+        self._unfinished -= len(finished)
+        if not self._usage_on_finish or self._unfinished:
+            return finished
+        if self._running.usage is None:
+            if finished:
+                self._held = finished.popitem()[1]
+        elif self._held is not None:
+            finished[self._held.index] = self._held
+            self._held = None
+        return finished
+
+    def _count(self, index: int, deltas: Sequence[completion_pb2.ChoiceDelta], now: float) -> None:
+        new = 0
+        for delta in deltas:
+            if not delta.is_prompt:
+                new += len(delta.tokens.ids)
+        if not new:
+            return
+        before = self._times.get(index)
+        if before is not None:
+            INTER_TOKEN.observe((now - before) / new)
+        elif not self._times:
+            FIRST_TOKEN.observe(now - self._exchange.began)
+        self._times[index] = now
+        self._exchange.completion_tokens += new
+        total = self._tokens[index] = self._tokens.get(index, 0) + new
+        if total > self.most_tokens:
+            self.most_tokens = total
+
+    def _event(
+        self,
+        index: int,
+        deltas: list[completion_pb2.ChoiceDelta],
+        end: completion_pb2.ChoiceFinished | None,
+        usage: Usage | UnsetType | None,
+    ) -> bytes:
+        prompt = None
+        if self._shape.token_ids and index not in self._begun:
+            self._begun.add(index)
+            prompt = self._prompts[index // self._shape.choices_per_prompt]
+        choice = choice_of(index, deltas, end, self._shape, prompt)
+        if end is None and not (choice.text or self._shape.logprobs or self._shape.token_ids):
+            return b""
+        return self._envelope.chunk(choice, usage)
+
+    def _usage(self) -> Usage | UnsetType | None:
+        """What chunks before the last say of usage."""
+        if self._usage_always:
+            return running_usage(self._exchange.prompt_tokens, self._exchange.completion_tokens)
+        return None if self._usage_at_end else UNSET
+
+    def _final_usage(self) -> Usage | None:
+        usage = self._running.usage
+        return None if usage is None else usage_of(usage)

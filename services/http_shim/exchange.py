@@ -1,0 +1,114 @@
+"""What happens around every request: its id, its headers, its log line, its count."""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import quote
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.interceptor import sane_request_id
+from services.common.logging import request_id
+from services.http_shim.errors import ClientGoneError, internal_error
+from services.http_shim.metrics import IN_FLIGHT, REQUESTS, SECONDS, TOKENS
+
+__all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
+
+_LOG = logging.getLogger("http")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_NAMES_SHOWN = 32  # of unknown fields; a header has limits
+_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_CLIENT_GONE = 499
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and its answer."""
+
+    identity: str
+    traceparent: str
+    began: float
+    status: int = 0
+    ignored: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """The exchange that a scope belongs to."""
+    return cast(Exchange, scope["exchange"])
+
+
+class ExchangeMiddleware:
+    """Outermost. `labels` names the routes for metrics, by endpoint."""
+
+    def __init__(self, app: ASGIApp, labels: Mapping[Callable[..., Any], str]) -> None:
+        self._app = app
+        self._labels = labels
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        traceparent = headers.get("traceparent", "")
+        exchange = scope["exchange"] = Exchange(
+            identity=sane_request_id(headers.get("x-request-id")),
+            traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
+            began=time.monotonic(),
+        )
+        request_id.set(exchange.identity)
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                _add_headers(message, exchange)
+            await send(message)
+
+        with IN_FLIGHT.track_inprogress():
+            try:
+                await self._app(scope, receive, send_on)
+            except ClientGoneError:
+                exchange.status = _CLIENT_GONE
+            except Exception:
+                _LOG.exception("unexpected failure")
+                if exchange.status:
+                    raise  # the answer has begun: only a broken connection can tell
+                await internal_error()(scope, receive, send_on)
+            finally:
+                self._record(scope, exchange)
+
+    def _record(self, scope: Scope, exchange: Exchange) -> None:
+        route = self._labels.get(scope.get("endpoint", _nowhere), "unknown")
+        seconds = time.monotonic() - exchange.began
+        REQUESTS.labels(route, exchange.status).inc()
+        SECONDS.labels(route).observe(seconds)
+        TOKENS.labels("prompt").inc(exchange.prompt_tokens)
+        TOKENS.labels("completion").inc(exchange.completion_tokens)
+        fields: dict[str, object] = {
+            "method": scope["method"],
+            "route": route,
+            "status": exchange.status,
+            "milliseconds": round(seconds * 1e3, 2),
+        }
+        if exchange.prompt_tokens or exchange.completion_tokens:
+            fields["prompt_tokens"] = exchange.prompt_tokens
+            fields["completion_tokens"] = exchange.completion_tokens
+        level = logging.DEBUG if route in _PROBES else logging.INFO
+        _LOG.log(level, "%s %s", scope["method"], scope["path"], extra=fields)
+
+
+def _add_headers(message: Message, exchange: Exchange) -> None:
+    headers = MutableHeaders(scope=message)
+    headers["x-request-id"] = exchange.identity
+    if exchange.ignored:
+        names = [quote(name, safe="")[:64] for name in exchange.ignored[:_NAMES_SHOWN]]
+        headers["x-tokenwire-ignored"] = ", ".join(names)
+
+
+def _nowhere() -> None:
+    """The endpoint of paths that have none."""

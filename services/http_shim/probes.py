@@ -1,0 +1,49 @@
+"""What operators ask: /health, /ready, /metrics."""
+
+import grpc
+from msgspec import Struct
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.http_shim.backend import Backend
+from services.http_shim.body import json_response
+from services.http_shim.gate import Gate
+from tokenwire.errors import ServiceError
+
+__all__ = ["Probes"]
+
+
+class State(Struct):
+    """The answer of a probe that holds."""
+
+    status: str
+
+
+class Probes:
+    """GET /health, GET /ready, GET /metrics."""
+
+    def __init__(self, backend: Backend, gate: Gate) -> None:
+        self._backend = backend
+        self._gate = gate
+
+    async def health(self, request: Request) -> Response:
+        """The process lives."""
+        return json_response(State("ok"))
+
+    async def ready(self, request: Request) -> Response:
+        """A completion would be served now."""
+        if self._gate.closed or not await self._backend.is_ready():
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "NOT_READY",
+                "The server is stopping." if self._gate.closed else "The model is not ready yet.",
+                retry_seconds=1,
+            )
+        return json_response(State("ready"))
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus' text."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(REGISTRY), headers={"content-type": content_type})

@@ -1,0 +1,228 @@
+"""The JSON that clients send, as types.
+
+Types, unions and integer widths are checked here; ranges are the tokenizer service's, since
+gRPC clients meet them there too. `null` means absent everywhere.
+"""
+
+import re
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+import grpc
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from tokenwire.errors import ServiceError, invalid
+
+__all__ = [
+    "CompletionBody",
+    "DetokenizeBody",
+    "FunctionTool",
+    "Grammar",
+    "JsonObject",
+    "JsonObjectFormat",
+    "JsonSchemaFormat",
+    "JsonSchemaGrammar",
+    "LarkGrammar",
+    "LlguidanceGrammar",
+    "NamedToolChoice",
+    "RegexGrammar",
+    "ResponseFormat",
+    "TokenizeBody",
+    "parse",
+]
+
+Uint32: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+JsonObject: TypeAlias = dict[str, Raw]  # kept as the client wrote it
+
+
+class TextFormat(Struct, tag_field="type", tag="text"):
+    """`response_format` that asks for nothing."""
+
+
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
+    """`response_format`: any JSON object, or one of a schema."""
+
+    schema: JsonObject | None = None
+
+
+class JsonSchemaSpec(Struct):
+    """What `response_format.json_schema` holds; `name` and `strict` change nothing."""
+
+    schema: JsonObject | None = None
+    name: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
+    """`response_format`: JSON of a schema."""
+
+    json_schema: JsonSchemaSpec | None = None
+
+
+class RegexGrammar(Struct, tag_field="type", tag="regex"):
+    """`grammar`: a regular expression."""
+
+    value: str
+
+
+class JsonSchemaGrammar(Struct, tag_field="type", tag="json_schema"):
+    """`grammar`: a JSON Schema, as an object or as its text."""
+
+    value: str | JsonObject
+
+
+class LarkGrammar(Struct, tag_field="type", tag="lark"):
+    """`grammar`: Lark."""
+
+    value: str
+
+
+class LlguidanceGrammar(Struct, tag_field="type", tag="llguidance"):
+    """`grammar`: llguidance's own JSON, as an object or as its text."""
+
+    value: str | JsonObject
+
+
+class FunctionSpec(Struct):
+    """What a tool's `function` holds."""
+
+    name: str
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Struct, tag_field="type", tag="function"):
+    """One of `tools`."""
+
+    function: FunctionSpec
+
+
+class FunctionName(Struct):
+    """The function that a named `tool_choice` asks for."""
+
+    name: str
+
+
+class NamedToolChoice(Struct, tag_field="type", tag="function"):
+    """`tool_choice` by name."""
+
+    function: FunctionName
+
+
+class StreamOptions(Struct):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat
+Grammar: TypeAlias = RegexGrammar | JsonSchemaGrammar | LarkGrammar | LlguidanceGrammar
+
+
+class CompletionBody(Struct):
+    """The body of POST /v1/completions."""
+
+    model: str | None = None
+    # msgspec knows one kind of array in a union; that elements agree is checked in translate
+    prompt: str | list[str | Uint32 | list[Uint32]] | None = None
+    suffix: str | None = None
+    max_tokens: Uint32 | None = None
+    max_completion_tokens: Uint32 | None = None
+    min_tokens: Uint32 | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Uint32] | None = None
+    include_stop_str_in_output: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[Uint32, float] | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Uint32 | None = None
+    dry_sequence_breakers: list[str] | None = None
+    mirostat_target: float | None = None
+    mirostat_lr: float | None = None
+    n: Uint32 | None = None
+    best_of: Uint32 | None = None
+    echo: bool | None = None
+    logprobs: Uint32 | None = None
+    truncate_sequence: bool | None = None
+    context_length_exceeded_behavior: Literal["truncate", "error"] | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Grammar | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    images: list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class TokenizeBody(Struct):
+    """The body of POST /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Raw | UnsetType = UNSET
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Uint32] | None = None
+
+
+Body = TypeVar("Body", bound=Struct)
+_OBJECT = msgspec.json.Decoder(JsonObject)
+_PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
+
+
+def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[str]]:
+    """Reads a body; also the names of its top-level fields that its type does not know.
+
+    Raises INVALID_ARGUMENT with the top-level field to blame, where there is one.
+    """
+    try:
+        body.decode()  # what msgspec skips or keeps raw is not checked otherwise
+        names = _OBJECT.decode(body)
+        value = decoder.decode(body)
+        return value, [name for name in names if name not in value.__struct_fields__]
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error)) from None
+    except UnicodeDecodeError:
+        raise _malformed("it is not UTF-8") from None
+    except RecursionError:
+        raise _malformed("it is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        hint = " (or it holds half of a surrogate pair)" if b"\\ud" in body.lower() else ""
+        raise _malformed(str(error) + hint) from None
+
+
+def _malformed(why: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", f"The body can't be read: {why}."
+    )
+
+
+def _wrong_type(message: str) -> ServiceError:
+    place = _PLACE.fullmatch(message)
+    if place is None or not place["path"]:
+        return ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT, "INVALID_BODY", f"The body: {message}."
+        )
+    param = re.split(r"[.\[]", place["path"], maxsplit=1)[0]
+    return invalid(param, f"{place['path']}: {place['what']}.")

@@ -1,0 +1,45 @@
+"""What the shim can be told."""
+
+import dataclasses
+import ipaddress
+
+from services.common.settings import StartupError, setting
+
+__all__ = ["HttpShimSettings", "check"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HttpShimSettings:
+    """Serves the OpenAI API over HTTP, in front of the tokenizer service."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; beyond loopback only with --open.")
+    port: int = setting(8000, "Port of the HTTP server; 0 = any free one.")
+    open: bool = setting(False, "Let everyone in who reaches the port: there are no API keys.")
+    tokenizer: str = setting("127.0.0.1:50051", "host:port of the tokenizer service.")
+    max_body_bytes: int = setting(8 * 1024 * 1024, "Largest request body, in bytes.")
+    grace: float = setting(30.0, "Seconds that running requests get after SIGTERM.")
+    log_level: str = setting(
+        "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
+    )
+
+
+def check(settings: HttpShimSettings) -> None:
+    """Raise StartupError for settings that can't be served."""
+    if not 0 <= settings.port <= 65535:
+        raise StartupError(f"--port must be between 0 and 65535, not {settings.port}.")
+    if settings.max_body_bytes < 1:
+        raise StartupError(f"--max-body-bytes must be positive, not {settings.max_body_bytes}.")
+    if not settings.open and not _is_loopback(settings.host):
+        raise StartupError(
+            f"Without API keys, {settings.host} is served only with --open "
+            "(anyone who reaches the port can use it)."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,106 @@
+"""Sends a streamed completion as fast as its client reads."""
+
+import asyncio
+import logging
+from typing import Any
+
+from starlette.types import Send
+
+from services.http_shim.backend import Submission
+from services.http_shim.errors import ClientGoneError
+from services.http_shim.events import EventStream
+from services.http_shim.running import Running
+
+__all__ = ["CREDIT", "send_stream"]
+
+_LOG = logging.getLogger("stream")
+CREDIT = 1024  # tokens per choice that may be on their way to a client that does not read
+_PING_SECONDS = 10.0
+_STALL_SECONDS = 30.0
+_START: dict[str, Any] = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+async def send_stream(
+    send: Send, running: Running, submission: Submission, events: EventStream
+) -> None:
+    """Send everything until the completion ends; ClientGoneError if the client stops reading.
+
+    While a send waits for the socket, deltas gather in `running`; credit is granted for what left.
+    """
+    granted = CREDIT
+    await send(dict(_START))
+    try:
+        async with asyncio.timeout(None) as patience:
+            pulse = _Pulse(running, patience)
+            try:
+                while True:
+                    await running.changed.wait()
+                    running.changed.clear()
+                    ended = running.ended.is_set()
+                    body = events.take()
+                    if ended:
+                        body += events.tail()
+                    elif not body:
+                        if not pulse.ping_is_due:
+                            continue
+                        body = b": ping\n\n"
+                    pulse.writing()
+                    await send({"type": "http.response.body", "body": body, "more_body": not ended})
+                    pulse.written()
+                    if ended:
+                        return
+                    if granted - events.most_tokens <= CREDIT // 2:
+                        more = events.most_tokens + CREDIT - granted
+                        submission.grant(more)
+                        granted += more
+            finally:
+                pulse.stop()
+    except TimeoutError:
+        _LOG.warning("the client read nothing for %g s and was cut", _STALL_SECONDS)
+        raise ClientGoneError from None
+
+
+class _Pulse:
+    """One timer a stream: asks for a ping in silence, and loses patience with a stuck socket."""
+
+    def __init__(self, running: Running, patience: asyncio.Timeout) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._running = running
+        self._patience = patience
+        self._is_writing = False
+        self._since = self._loop.time()
+        self._timer = self._loop.call_later(_PING_SECONDS, self._beat)
+        self.ping_is_due = False
+
+    def writing(self) -> None:
+        """A send begins."""
+        self._is_writing = True
+        self._since = self._loop.time()
+
+    def written(self) -> None:
+        """The send is over."""
+        self._is_writing = self.ping_is_due = False
+        self._since = self._loop.time()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _beat(self) -> None:
+        quiet = self._loop.time() - self._since
+        limit = _STALL_SECONDS if self._is_writing else _PING_SECONDS
+        if quiet < limit:
+            self._timer = self._loop.call_later(min(limit - quiet, _PING_SECONDS), self._beat)
+        elif self._is_writing:
+            self._patience.reschedule(self._loop.time())
+        else:
+            self.ping_is_due = True
+            self._running.changed.set()
+            self._timer = self._loop.call_later(_PING_SECONDS, self._beat)

@@ -1,0 +1,159 @@
+"""Text to ids and back, and what the tokenizer is."""
+
+import asyncio
+
+import grpc
+import msgspec
+from msgspec import UNSET, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.http_shim.backend import Backend
+from services.http_shim.body import json_response, read_json_body
+from services.http_shim.exchange import exchange_of
+from services.http_shim.requests import DetokenizeBody, TokenizeBody, parse
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.tokenizer.v1 import tokenizer_pb2
+from tokenwire.types.v1 import types_pb2
+
+__all__ = ["Tokens"]
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+
+
+class Tokenized(Struct):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Struct):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class TokenizerInfo(Struct):
+    """The answer of /tokenizer_info."""
+
+    model: str
+    fingerprint: str
+    vocab_size: int
+    model_max_length: int
+    add_bos_token: bool
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_id: int | None
+    pad_token: str | None
+    pad_token_id: int | None
+    unk_token: str | None
+    unk_token_id: int | None
+    additional_special_tokens: list[str]
+    infill: bool
+    chat_template: str | None
+    chat_template_hash: str | None
+
+
+class Tokens:
+    """POST /tokenize, POST /detokenize, GET /tokenizer_info."""
+
+    def __init__(self, backend: Backend, max_body_bytes: int) -> None:
+        self._backend = backend
+        self._max_body_bytes = max_body_bytes
+
+    async def tokenize(self, request: Request) -> Response:
+        """Text to ids, as prompts of completions are read."""
+        encoded = await read_json_body(request.scope, request.receive, self._max_body_bytes)
+        body, exchange_of(request.scope).ignored = parse(_TOKENIZE, encoded)
+        if body.messages is not UNSET:
+            raise ServiceError(
+                grpc.StatusCode.UNIMPLEMENTED,
+                "NOT_IMPLEMENTED",
+                "Tokenizing messages is not implemented; send the prompt's text.",
+                field="messages",
+            )
+        if body.prompt is None:
+            raise invalid("prompt", "prompt is required: a string.")
+        asked = tokenizer_pb2.EncodeRequest(
+            model=body.model or "",
+            texts=[body.prompt],
+            add_special_tokens=body.add_special_tokens,
+            with_texts=bool(body.return_token_strs),
+        )
+        try:
+            answer, tokenizer = await asyncio.gather(
+                self._backend.encode(asked), self._backend.tokenizer(asked.model)
+            )
+        except ServiceError as error:
+            raise _blaming(error, "prompt") from None
+        encoding = answer.encodings[0]
+        return json_response(
+            Tokenized(
+                count=len(encoding.ids),
+                max_model_len=tokenizer.context_length,
+                tokens=list(encoding.ids),
+                token_strs=list(encoding.tokens) if body.return_token_strs else None,
+            )
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """Ids to text, control tokens included."""
+        encoded = await read_json_body(request.scope, request.receive, self._max_body_bytes)
+        body, exchange_of(request.scope).ignored = parse(_DETOKENIZE, encoded)
+        if body.tokens is None:
+            raise invalid("tokens", "tokens is required: a list of token ids.")
+        asked = tokenizer_pb2.DecodeRequest(
+            model=body.model or "",
+            sequences=[types_pb2.TokenIds(ids=body.tokens)],
+            skip_special_tokens=False,
+        )
+        try:
+            answer = await self._backend.decode(asked)
+        except ServiceError as error:
+            raise _blaming(error, "tokens") from None
+        return json_response(Detokenized(answer.decodings[0].text))
+
+    async def info(self, request: Request) -> Response:
+        """What remote users of the tokenizer need to know."""
+        model = request.query_params.get("model", "")
+        return json_response(_info(await self._backend.tokenizer(model)))
+
+
+def _blaming(error: ServiceError, param: str) -> ServiceError:
+    """Whatever field of the proto is to blame, the client knows it by this name."""
+    if error.field and error.field != "model":
+        error.field = param
+    return error
+
+
+def _info(tokenizer: tokenizer_pb2.GetTokenizerResponse) -> TokenizerInfo:
+    bos = tokenizer.bos_token_id if tokenizer.HasField("bos_token_id") else None
+    eos = tokenizer.eos_token_id if tokenizer.HasField("eos_token_id") else None
+    pad = tokenizer.pad_token_id if tokenizer.HasField("pad_token_id") else None
+    unk = tokenizer.unk_token_id if tokenizer.HasField("unk_token_id") else None
+    texts = {token.id: token.text for token in tokenizer.special_tokens}
+    named = {bos, eos, pad, unk}
+    return TokenizerInfo(
+        model=tokenizer.model,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocabulary_size,
+        model_max_length=tokenizer.context_length,
+        add_bos_token=tokenizer.adds_bos,
+        bos_token=None if bos is None else texts.get(bos),
+        bos_token_id=bos,
+        eos_token=None if eos is None else texts.get(eos),
+        eos_token_id=eos,
+        pad_token=None if pad is None else texts.get(pad),
+        pad_token_id=pad,
+        unk_token=None if unk is None else texts.get(unk),
+        unk_token_id=unk,
+        additional_special_tokens=[text for token, text in texts.items() if token not in named],
+        infill=tokenizer.HasField("infill"),
+        chat_template=tokenizer.chat_template or None,
+        chat_template_hash=tokenizer.chat_template_hash or None,
+    )

@@ -1,0 +1,1 @@
+"""Text to token ids and back, and completions at text level, in front of an engine."""

@@ -1,0 +1,6 @@
+"""python -m services.tokenizer"""
+
+from services.common.server import main
+from services.tokenizer.application import TokenizerApplication, TokenizerSettings
+
+main("tokenizer", TokenizerSettings, TokenizerApplication)

@@ -1,0 +1,107 @@
+"""The service as a whole: its settings, and what it starts and stops."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from services.common.server import Application
+from services.common.settings import ServerSettings, StartupError, require_directory, setting
+from services.tokenizer.completion import Completions
+from services.tokenizer.completion_service import CompletionServicer
+from services.tokenizer.engine_link import EngineLink, LinkSettings
+from services.tokenizer.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
+from services.tokenizer.tokenizer_service import TokenizerServicer
+from services.tokenizer.vocabulary import Vocabulary
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.completion.v1.completion_pb2_grpc import add_CompletionServiceServicer_to_server
+from tokenwire.tokenizer.v1 import tokenizer_pb2
+from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import add_TokenizerServiceServicer_to_server
+
+__all__ = ["TokenizerApplication", "TokenizerSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings(ServerSettings):
+    """Text to token ids and back, and completions at text level."""
+
+    port: int = setting(50051, "Port of the gRPC server; 0 = any free one.")
+    model: Path = setting(Path("models/tokenwire-code-8m"), "Directory of the checkpoint.")
+    model_id: str = setting("", "Name of the model for clients; empty = the directory's.")
+    engine: str = setting("127.0.0.1:50052", "Address of the engine, host:port.")
+    max_logprobs: int = setting(
+        5, "Most candidates per token that a request may ask for, up to 20."
+    )
+    max_stop_strings: int = setting(16, "Most stop strings that a request may have.")
+    infill: str = setting(
+        "auto",
+        "Family of infill tokens; auto = by the vocabulary.",
+        choices=("auto", "none", *(family.name for family in INFILL_FAMILIES)),
+    )
+    suffix_fallback: str = setting(
+        "append",
+        "What becomes of `suffix` on a model without infill.",
+        choices=("append", "error"),
+    )
+
+
+class TokenizerApplication(Application):
+    """Both servicers, and the link to the engine that they share."""
+
+    def __init__(self, settings: TokenizerSettings) -> None:
+        """Raises StartupError when settings or checkpoint can't be served."""
+        super().__init__()
+        if not 0 <= settings.max_logprobs <= 20:
+            raise StartupError(
+                f"--max-logprobs must be between 0 and 20, not {settings.max_logprobs}."
+            )
+        if settings.max_stop_strings < 0:
+            raise StartupError("--max-stop-strings must not be negative.")
+        directory = require_directory(settings.model, "The model directory")
+        model = settings.model_id or directory.resolve().name
+        vocabulary = Vocabulary(directory)
+        infill = _infill_template(settings.infill, vocabulary)
+        link_settings = LinkSettings(
+            target=settings.engine,
+            model=model,
+            max_logprobs=settings.max_logprobs,
+            max_stop_strings=settings.max_stop_strings,
+            appends_suffix=settings.suffix_fallback == "append",
+        )
+        self._link = EngineLink(link_settings, vocabulary, self.set_serving)
+        self._completions = Completions(vocabulary, infill, self._link)
+        created = int((directory / "tokenizer.json").stat().st_mtime)
+        self._completion_servicer = CompletionServicer(self._completions, model, created)
+        self._tokenizer_servicer = TokenizerServicer(vocabulary, infill, self._link, model)
+
+    def register(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Both services."""
+        add_CompletionServiceServicer_to_server(self._completion_servicer, server)
+        add_TokenizerServiceServicer_to_server(self._tokenizer_servicer, server)
+        return [
+            completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name,
+            tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name,
+        ]
+
+    async def start(self) -> None:
+        """Returns when the engine serves."""
+        await self._link.start()
+
+    async def drain(self) -> None:
+        """Refuse new completions; returns when those that run have ended."""
+        await self._completions.drain()
+
+    async def stop(self) -> None:
+        """End the Session to the engine."""
+        await self._link.close()
+
+
+def _infill_template(setting: str, vocabulary: Vocabulary) -> InfillTemplate | None:
+    if setting == "none":
+        return None
+    families = [family for family in INFILL_FAMILIES if setting in ("auto", family.name)]
+    template = detect_infill(vocabulary.ids, vocabulary.bos_id, families)
+    if template is None and setting != "auto":
+        raise StartupError(f"The vocabulary has no infill tokens of the family {setting}.")
+    return template

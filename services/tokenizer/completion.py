@@ -1,0 +1,489 @@
+"""One completion that runs: events of the engine in, events of its client out."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from services.tokenizer.choice import Choice, Echo
+from services.tokenizer.columns import Columns, Score, read_scores
+from services.tokenizer.detokenizer import Detokenizer
+from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.infill import InfillTemplate
+from services.tokenizer.metrics import METRICS
+from services.tokenizer.outbox import Outbox
+from services.tokenizer.plan import CompletePlan, plan_complete
+from services.tokenizer.validation import check_complete
+from services.tokenizer.vocabulary import Vocabulary
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1 import types_pb2
+
+__all__ = ["CallContext", "Completion", "Completions"]
+
+_LOG = logging.getLogger("completion")
+_INLINE_ENCODE = 4_096  # characters; longer texts are encoded in a thread
+_RESUBMIT_SECONDS = 10.0
+_MARGIN_SECONDS = 0.1  # how much earlier than its own caller the engine gives up
+_WINDOW = 1_024  # tokens per choice that may be ahead of the reader of a call
+
+AddResponse = Callable[[], completion_pb2.CompleteResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """Where a request comes from. The deadline is in the event loop's time."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    deadline: float | None
+    user: str = ""
+
+
+class Completions:
+    """All completions of the process, and what they share."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, infill: InfillTemplate | None, link: EngineLink
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.infill = infill
+        self.link = link
+        self._running: set[Completion] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    def start(
+        self,
+        request: completion_pb2.CompleteRequest,
+        context: CallContext,
+        outbox: Outbox,
+        *,
+        credit: int | None = None,
+        windowed: bool = False,
+    ) -> "Completion":
+        """Starts a completion, whose output is announced to the outbox. Refusals are output too.
+
+        `credit` is the client's own flow control; `windowed` asks for ours, see `grant`.
+        """
+        completion = Completion(self, context, outbox, credit, windowed)
+        self._running.add(completion)
+        self._idle.clear()
+        METRICS.running.inc()
+        completion.start(request, self._draining)
+        return completion
+
+    def discard(self, completion: "Completion") -> None:
+        """The completion ended."""
+        self._running.discard(completion)
+        METRICS.running.dec()
+        if not self._running:
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Refuse what is new; returns when what runs has ended."""
+        self._draining = True
+        await self._idle.wait()
+
+
+class Completion:
+    """Listens to the engine, and writes what its client has not taken yet."""
+
+    def __init__(
+        self,
+        owner: Completions,
+        context: CallContext,
+        outbox: Outbox,
+        credit: int | None,
+        windowed: bool,
+    ) -> None:
+        self.error: ServiceError | None = None
+        """What it failed with; to be told after the last `write`."""
+        self._owner = owner
+        self._context = context
+        self._outbox = outbox
+        self._granted = credit
+        self._windowed = windowed
+        self._began = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+        self._handle: int | None = None  # in the engine's Session
+        self._ended = False
+        self._resubmitted = False
+        self._plan: CompletePlan | None = None
+        self._choices: list[Choice] = []
+        self._touched: dict[int, Choice] = {}
+        self._next_whole = 0
+        self._last_token_at: list[float] = []
+        self._scores: list[list[Score]] = []
+        self._admitted: engine_pb2.Accepted | None = None
+        self._admission_written = False
+        self._usage: types_pb2.Usage | None = None
+        self._end_written = False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the last event was written."""
+        return self._end_written
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the admission was written."""
+        return self._admission_written
+
+    # what the client does
+
+    def start(self, request: completion_pb2.CompleteRequest, draining: bool) -> None:
+        """Checks, encodes and submits the request."""
+        try:
+            if draining:
+                raise ServiceError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    "DRAINING",
+                    "The service is shutting down.",
+                    retry_seconds=1,
+                )
+            limits = self._owner.link.limits
+            check_complete(request, limits, self._owner.infill)
+            size = len(request.suffix) + sum(len(prompt.text) for prompt in request.prompts)
+            if size > _INLINE_ENCODE:
+                self._task = asyncio.ensure_future(self._encode_aside(request))
+            else:
+                self._submit(self._encode(request))
+        except ServiceError as error:
+            self._fail(error)
+
+    def credit(self, tokens: int) -> None:
+        """The client takes so many more tokens of each choice."""
+        if self._granted is None or self._ended:
+            return
+        self._granted += tokens
+        if self._handle is not None and self._plan is not None and not self._plan.whole:
+            self._send(credit=engine_pb2.SessionCredit(tokens=tokens))
+
+    def grant(self) -> None:
+        """What was written so far was taken: let the engine go on, where it waits for that."""
+        if self._granted is None or not self._windowed or self._ended:
+            return
+        taken = min((choice.sent for choice in self._choices if choice.outcome is None), default=0)
+        more = taken + _WINDOW - self._granted
+        if more >= _WINDOW // 2:
+            self.credit(more)
+
+    def cancel(self) -> None:
+        """The client wants no more; it is told how the choices ended."""
+        if self._handle is not None:
+            self._send(cancel=engine_pb2.SessionCancel())
+        elif not self._ended:
+            self._fail(
+                ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "The request was cancelled.")
+            )
+
+    def abandon(self) -> None:
+        """The client is gone."""
+        if not self._ended:
+            self._leave_engine()
+            self._end("cancelled")
+
+    def write(self, add: AddResponse) -> None:
+        """Write everything that is ready, as responses that `add` makes."""
+        plan = self._plan
+        if plan is None:
+            return
+        if self._admitted is not None and not self._admission_written:
+            self._write_admission(add().accepted, plan, self._admitted)
+        if plan.whole:
+            while self._next_whole < len(self._choices):
+                choice = self._choices[self._next_whole]
+                if choice.outcome is None or not choice.has_output:
+                    break
+                choice.write(add)
+                self._next_whole += 1
+        else:
+            for choice in self._touched.values():
+                if choice.has_output:
+                    choice.write(add)
+            self._touched.clear()
+        if self._usage is not None and not self._end_written:
+            add().completed.usage.CopyFrom(self._usage)
+            self._end_written = True
+
+    # what the engine tells
+
+    def on_event(self, event: engine_pb2.SessionEvent) -> None:
+        """An event of the engine."""
+        try:
+            self._take(event)
+        except ServiceError as error:
+            self._leave_engine()
+            self._fail(error)
+        except Exception:  # one request's failure must not end the Session
+            _LOG.exception("unexpected failure", extra={"request_id": self._context.request_id})
+            self._leave_engine()
+            self._fail(
+                ServiceError(
+                    grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log."
+                )
+            )
+
+    def on_error(self, error: ServiceError) -> None:
+        """The engine refused or failed the request, or was lost."""
+        self._handle = None
+        if error.reason == "SESSION_LOST" and not self._resubmitted and self._plan is not None:
+            self._resubmitted = True
+            self._task = asyncio.ensure_future(self._resubmit(self._plan, error))
+        else:
+            self._fail(error)
+
+    def _take(self, event: engine_pb2.SessionEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "delta":
+            self._on_delta(event.delta)
+        elif kind == "finished":
+            finished = event.finished
+            choice = self._choices[finished.sequence]
+            match = finished.match if finished.HasField("match") else None
+            choice.end(finished.reason, match)
+            self._touch(choice)
+        elif kind == "completed":
+            self._on_completed(event.completed.usage)
+        elif kind == "prompt_scores":
+            self._on_prompt_scores(event.prompt_scores)
+        elif kind == "accepted":
+            self._on_accepted(event.accepted)
+
+    def _on_delta(self, delta: engine_pb2.OutputDelta) -> None:
+        sequence = delta.sequence
+        choice = self._choices[sequence]
+        if choice.outcome is not None:
+            return
+        before = len(choice.received)
+        choice.add(delta.position, delta.tokens)
+        tokens = len(choice.received) - before
+        METRICS.completion_tokens.inc(tokens)
+        self._observe(sequence, tokens)
+        if choice.outcome is not None:
+            self._send(cancel=engine_pb2.SessionCancel(sequences=[sequence]))
+        self._touch(choice)
+
+    def _observe(self, sequence: int, tokens: int) -> None:
+        now = time.monotonic()
+        last = self._last_token_at[sequence]
+        if last:
+            METRICS.inter_token_seconds.observe((now - last) / max(1, tokens))
+        elif not any(self._last_token_at):
+            METRICS.first_token_seconds.observe(now - self._began)
+        self._last_token_at[sequence] = now
+
+    def _touch(self, choice: Choice) -> None:
+        if self._plan is None or (self._plan.whole and choice.outcome is None):
+            return
+        if choice.has_output:
+            self._touched[choice.index] = choice
+            self._outbox.mark(self)
+
+    def _on_accepted(self, accepted: engine_pb2.Accepted) -> None:
+        if self._admitted is not None or self._plan is None:
+            return  # admitted before, elsewhere
+        self._admitted = accepted
+        METRICS.prompt_tokens.inc(self._plan.prompt_tokens)
+        if self._plan.echo:
+            for index in range(len(self._plan.prompts)):
+                self._put_echo(self._plan, index)
+        self._outbox.mark(self)
+
+    def _on_prompt_scores(self, scores: engine_pb2.PromptScores) -> None:
+        if self._plan is None:
+            return
+        known = self._scores[scores.prompt]
+        known.extend(read_scores(scores.tokens)[max(0, len(known) + 1 - scores.position) :])
+        self._put_echo(self._plan, scores.prompt)
+
+    def _put_echo(self, plan: CompletePlan, index: int) -> None:
+        """Puts the prompt in front of its choices, once its scores are there."""
+        prompt, scores = plan.prompts[index], self._scores[index]
+        if plan.choice.scored and len(scores) != len(prompt.ids) - 1:
+            return
+        columns = Columns()
+        if plan.choice.scored:
+            detokenizer = Detokenizer(self._owner.vocabulary.table)
+            rows = [Score.none(plan.engine_request.logprobs), *scores]
+            offset = 0
+            for token, text, row in zip(prompt.ids, prompt.texts, rows, strict=True):
+                scored = row is not rows[0]
+                candidates = row.candidate_texts(detokenizer) if scored else [""] * len(row.top_ids)
+                columns.append(token, text, offset, row, candidates)
+                detokenizer.feed(token)
+                offset += len(text)
+        else:
+            columns.ids.extend(prompt.ids)
+        echo = Echo("".join(prompt.texts), columns)
+        for choice in self._choices[index * plan.n : (index + 1) * plan.n]:
+            choice.put_echo(echo)
+            self._touch(choice)
+
+    def _on_completed(self, usage: types_pb2.Usage) -> None:
+        if self._plan is None:
+            return
+        self._handle = None
+        self._usage = types_pb2.Usage()
+        self._usage.CopyFrom(usage)
+        self._usage.prompt_tokens = self._plan.prompt_tokens
+        self._usage.completion_tokens = sum(len(choice.received) for choice in self._choices)
+        self._outbox.mark(self)
+        self._end("ok")
+
+    # how it gets to the engine, and away from it
+
+    def _encode(self, request: completion_pb2.CompleteRequest) -> CompletePlan:
+        began = time.perf_counter()
+        owner = self._owner
+        plan = plan_complete(request, owner.vocabulary, owner.infill, owner.link.limits)
+        METRICS.encode_seconds.observe(time.perf_counter() - began)
+        return plan
+
+    async def _encode_aside(self, request: completion_pb2.CompleteRequest) -> None:
+        try:
+            self._submit(await asyncio.to_thread(self._encode, request))
+        except ServiceError as error:
+            self._fail(error)
+
+    def _submit(self, plan: CompletePlan) -> None:
+        table = self._owner.vocabulary.table
+        self._plan = plan
+        self._scores = [[] for _ in plan.prompts]
+        for index, prompt in enumerate(plan.prompts):
+            length = sum(map(len, prompt.texts)) if plan.echo else None
+            for choice in range(index * plan.n, (index + 1) * plan.n):
+                detokenizer = Detokenizer(table, prompt.ids, begins_text=not prompt.is_infill)
+                self._choices.append(Choice(choice, plan.choice, detokenizer, length))
+        self._last_token_at = [0.0] * len(self._choices)
+        if self._windowed and not plan.whole and plan.engine_request.stopping.max_tokens > _WINDOW:
+            self._granted = _WINDOW
+        self._open(plan, plan.engine_request)
+
+    def _open(self, plan: CompletePlan, request: engine_pb2.GenerateRequest) -> None:
+        start = engine_pb2.SessionStart(
+            request=request,
+            request_id=self._context.request_id,
+            tenant=self._context.tenant,
+            priority=self._context.priority,
+        )
+        if self._context.deadline is not None:
+            left = self._context.deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise ServiceError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED,
+                    "DEADLINE_EXCEEDED",
+                    "The deadline passed before the request reached the engine.",
+                )
+            start.timeout_seconds = max(left - _MARGIN_SECONDS, left / 2)
+        if self._granted is not None and not plan.whole:
+            taken = min(
+                (len(choice.received) for choice in self._choices if choice.outcome is None),
+                default=0,
+            )
+            start.credit = max(0, self._granted - taken)
+        self._handle = self._owner.link.session.open(self)
+        self._send(start=start)
+
+    async def _resubmit(self, plan: CompletePlan, error: ServiceError) -> None:
+        """Continues on an engine that came back: prompt + generated ids, the same seed."""
+        try:
+            if all(choice.outcome is not None for choice in self._choices):
+                self._on_completed(types_pb2.Usage())
+                return
+            if not await self._owner.link.wait_serving(_RESUBMIT_SECONDS):
+                raise ServiceError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    "ENGINE_LOST",
+                    f"The engine was lost: {error.message}",
+                    retry_seconds=1,
+                )
+            request = engine_pb2.GenerateRequest()
+            request.CopyFrom(plan.engine_request)
+            unfinished = [choice for choice in self._choices if choice.outcome is None]
+            for choice in unfinished:
+                if choice.received:
+                    generated = types_pb2.TokenIds(ids=choice.received)
+                    request.resume.add(sequence=choice.index, generated=generated)
+            can_resume = engine_pb2.CAPABILITY_RESUME in self._owner.link.limits.capabilities
+            if request.resume and not can_resume:
+                raise error
+            if all(
+                len(scores) == len(prompt.ids) - 1
+                for prompt, scores in zip(plan.prompts, self._scores, strict=True)
+            ):
+                request.ClearField("prompt_logprobs")
+            self._open(plan, request)
+            done = [choice.index for choice in self._choices if choice.outcome is not None]
+            if done:
+                self._send(cancel=engine_pb2.SessionCancel(sequences=done))
+        except ServiceError as failure:
+            self._fail(failure)
+
+    def _send(
+        self,
+        *,
+        start: engine_pb2.SessionStart | None = None,
+        cancel: engine_pb2.SessionCancel | None = None,
+        credit: engine_pb2.SessionCredit | None = None,
+    ) -> None:
+        if self._handle is not None:
+            self._owner.link.session.send(
+                engine_pb2.SessionCommand(
+                    handle=self._handle, start=start, cancel=cancel, credit=credit
+                )
+            )
+
+    def _leave_engine(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._handle is not None:
+            self._send(cancel=engine_pb2.SessionCancel())
+            self._owner.link.session.forget(self._handle)
+            self._handle = None
+
+    def _fail(self, error: ServiceError) -> None:
+        if self._ended:
+            return
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        self.error = error
+        self._outbox.mark(self)
+        self._end(error.code.name.lower())
+
+    def _end(self, outcome: str) -> None:
+        self._ended = True
+        METRICS.requests.labels(outcome).inc()
+        self._owner.discard(self)
+        generated = sum(len(choice.received) for choice in self._choices)
+        _LOG.info(
+            "completion %s",
+            outcome,
+            extra={
+                "request_id": self._context.request_id,
+                "user": self._context.user,
+                "prompt_tokens": self._plan.prompt_tokens if self._plan is not None else 0,
+                "completion_tokens": generated,
+                "milliseconds": round((time.monotonic() - self._began) * 1e3, 2),
+            },
+        )
+
+    def _write_admission(
+        self,
+        accepted: completion_pb2.CompleteAccepted,
+        plan: CompletePlan,
+        admitted: engine_pb2.Accepted,
+    ) -> None:
+        accepted.model = plan.limits.model
+        accepted.system_fingerprint = plan.limits.system_fingerprint
+        accepted.prompts.extend(plan.engine_request.prompts)
+        accepted.seed = plan.engine_request.sampling.seed
+        accepted.max_tokens.extend(admitted.max_tokens)
+        self._admission_written = True

@@ -1,0 +1,253 @@
+"""CompletionService: completions over calls of their own, and many over one Session."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from services.common.interceptor import metadata_value, sane_request_id
+from services.common.logging import request_id
+from services.tokenizer.completion import CallContext, Completion, Completions
+from services.tokenizer.outbox import STALL_SECONDS, Outbox
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceServicer
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.errors import DETAILS_KEY, ServiceError, invalid, unimplemented
+
+__all__ = ["CompletionServicer"]
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CompletionServicer(CompletionServiceServicer):
+    """The rpcs; what they share is in `Completions`."""
+
+    def __init__(self, completions: Completions, model: str, created: int) -> None:
+        self._completions = completions
+        self._model = model
+        self._created = created
+        self._cutting: set[asyncio.Task[None]] = set()
+
+    async def Complete(
+        self, request: completion_pb2.CompleteRequest, context: Context
+    ) -> AsyncIterator[completion_pb2.CompleteResponse]:
+        """One completion. The first message, and with it the metadata, is its admission."""
+        outbox = Outbox(lambda: self._cut(context, completion.abandon))
+        completion = self._completions.start(
+            request, _context_of_call(context, request.user), outbox, windowed=True
+        )
+        responses: list[completion_pb2.CompleteResponse] = []
+
+        def add() -> completion_pb2.CompleteResponse:
+            responses.append(completion_pb2.CompleteResponse())
+            return responses[-1]
+
+        try:
+            while not completion.is_written:
+                is_heartbeat_due = await outbox.wait()
+                outbox.take()
+                if is_heartbeat_due and completion.is_admitted:
+                    add().heartbeat.SetInParent()
+                completion.write(add)
+                for response in responses:
+                    yield response
+                responses.clear()
+                completion.grant()
+                if completion.error is not None:
+                    raise completion.error
+        finally:
+            completion.abandon()
+            outbox.close()
+
+    async def Chat(
+        self, request: completion_pb2.ChatRequest, context: Context
+    ) -> AsyncIterator[completion_pb2.ChatResponse]:
+        """Not implemented."""
+        unimplemented("Chat")
+        yield  # makes it a generator
+
+    async def Session(
+        self, request_iterator: AsyncIterator[completion_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[completion_pb2.SessionResponse]:
+        """Many completions. What the client starts before it ends its side is still answered; what
+        runs when the call breaks is cancelled."""
+        await context.send_initial_metadata(())
+        outbox = Outbox(lambda: self._cut(context, client.abandon))
+        client = _ClientSession(self._completions, outbox)
+        reader = asyncio.ensure_future(client.read(request_iterator))
+        reader.add_done_callback(lambda _: outbox.wake())
+        try:
+            while not (reader.done() and client.is_idle):
+                is_heartbeat_due = await outbox.wait()
+                response = completion_pb2.SessionResponse()
+                if is_heartbeat_due:
+                    response.events.add().heartbeat.SetInParent()
+                client.write(response)
+                if response.events:
+                    yield response
+                if reader.done():
+                    reader.result()
+        finally:
+            reader.cancel()
+            client.abandon()
+            outbox.close()
+
+    async def ListModels(
+        self, request: completion_pb2.ListModelsRequest, context: Context
+    ) -> completion_pb2.ListModelsResponse:
+        """The one model."""
+        limits = self._completions.link.limits
+        model = completion_pb2.Model(
+            id=self._model,
+            created=self._created,
+            context_length=limits.context_length,
+            max_output_length=limits.context_length,
+            max_logprobs=limits.max_logprobs,
+            infill=self._completions.infill is not None,
+            grammar=engine_pb2.CAPABILITY_GRAMMAR in limits.capabilities,
+            system_fingerprint=limits.system_fingerprint,
+        )
+        return completion_pb2.ListModelsResponse(models=[model])
+
+    def _cut(self, context: Context, abandon: Callable[[], None]) -> None:
+        """End a call whose handler is blocked, because its client reads nothing. The handler itself
+        goes on, to its end, only when the client reads or disconnects."""
+        abandon()
+        task = asyncio.ensure_future(_refuse_stalled(context))
+        self._cutting.add(task)
+        task.add_done_callback(self._cutting.discard)
+
+
+class _ClientSession:
+    """The requests of one Session, by handle."""
+
+    def __init__(self, completions: Completions, outbox: Outbox) -> None:
+        self._completions = completions
+        self._outbox = outbox
+        self._by_handle: dict[int, Completion] = {}
+        self._handles: dict[Completion, int] = {}
+        self._refused: dict[int, ServiceError] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request has been answered."""
+        return not self._by_handle and not self._refused
+
+    async def read(self, messages: AsyncIterator[completion_pb2.SessionRequest]) -> None:
+        """Carry out the client's commands until it ends its side."""
+        async for message in messages:
+            for command in message.commands:
+                self._carry_out(command)
+
+    def write(self, response: completion_pb2.SessionResponse) -> None:
+        """Everything that is ready."""
+        for source in self._outbox.take():
+            if isinstance(source, Completion) and source in self._handles:
+                self._write_completion(source, self._handles[source], response)
+        for handle, error in self._refused.items():
+            response.events.add(handle=handle, error=error.to_status())
+        self._refused.clear()
+
+    def abandon(self) -> None:
+        """The client is gone."""
+        for completion in list(self._handles):
+            completion.abandon()
+
+    def _write_completion(
+        self, completion: Completion, handle: int, response: completion_pb2.SessionResponse
+    ) -> None:
+        def add() -> completion_pb2.CompleteResponse:
+            event = response.events.add()
+            event.handle = handle
+            return event.complete
+
+        completion.write(add)
+        if completion.error is not None:
+            response.events.add(handle=handle, error=completion.error.to_status())
+        if completion.error is not None or completion.is_written:
+            del self._by_handle[handle], self._handles[completion]
+
+    def _carry_out(self, command: completion_pb2.SessionCommand) -> None:
+        kind, handle = command.WhichOneof("command"), command.handle
+        if kind in ("start_complete", "start_chat") and handle in self._by_handle:
+            raise invalid("commands.handle", f"The handle {handle} is in use.")
+        if kind == "start_complete":
+            self._start(handle, command.start_complete)
+        elif kind == "start_chat":
+            self._refuse(handle, "Chat")
+        elif kind is None:
+            raise invalid("commands", "A command must be one of those that are known.")
+        elif (completion := self._by_handle.get(handle)) is not None:  # else it met its end
+            if kind == "cancel":
+                completion.cancel()
+            else:
+                completion.credit(max(1, command.credit.tokens))
+
+    def _start(self, handle: int, start: completion_pb2.StartComplete) -> None:
+        completion = self._completions.start(
+            start.request,
+            _context_of_start(start.context, start.request.user),
+            self._outbox,
+            credit=start.credit if start.HasField("credit") else None,
+        )
+        self._by_handle[handle] = completion
+        self._handles[completion] = handle
+
+    def _refuse(self, handle: int, what: str) -> None:
+        try:
+            unimplemented(what)
+        except ServiceError as error:
+            self._refused[handle] = error
+            self._outbox.wake()
+
+
+async def _refuse_stalled(context: Context) -> None:
+    error = ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "CLIENT_STALLED",
+        f"The client read nothing for {STALL_SECONDS:g} s.",
+        retry_seconds=1,
+    )
+    details = (DETAILS_KEY, error.to_status().SerializeToString())
+    with contextlib.suppress(grpc.aio.AbortError):
+        await context.abort(error.code, error.message, (details,))
+
+
+def _context_of_call(context: Context, user: str) -> CallContext:
+    left = context.time_remaining()
+    priority = metadata_value(context, "x-priority") or "0"
+    try:
+        level = int(priority)
+        if not -(2**31) <= level < 2**31:
+            raise ValueError
+    except ValueError:
+        raise invalid("x-priority", f"x-priority must be an integer, not {priority!r}.") from None
+    return CallContext(
+        request_id=request_id.get(),
+        tenant=metadata_value(context, "x-tenant") or "",
+        priority=level,
+        deadline=_deadline(left),
+        user=user,
+    )
+
+
+def _context_of_start(context: completion_pb2.RequestContext, user: str) -> CallContext:
+    return CallContext(
+        request_id=sane_request_id(context.request_id),
+        tenant=context.tenant,
+        priority=context.priority,
+        deadline=_deadline(
+            context.timeout_seconds if context.HasField("timeout_seconds") else None
+        ),
+        user=user,
+    )
+
+
+def _deadline(seconds: float | None) -> float | None:
+    """In the loop's time; None for none. A call without a deadline has one in centuries."""
+    if seconds is None or math.isnan(seconds) or seconds > 1e8:
+        return None
+    return asyncio.get_running_loop().time() + seconds

@@ -1,0 +1,221 @@
+"""Incremental decoding: token ids in, text out as soon as it is certain.
+
+Every token adds fixed bytes to the decoded stream, so a table of bytes by id and at most three
+pending bytes are all the state there is. The table is read from the checkpoint's own decoder.
+"""
+
+import codecs
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+__all__ = ["Detokenizer", "LeadingSpace", "TokenTable", "UnsupportedDecoderError", "token_table"]
+
+_REPLACEMENT = "\ufffd"
+_PER_BYTE = "tokenwire.replace_each_byte"
+_PENDING_LIMIT = 4  # bytes; a UTF-8 character has no more
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return _REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(_PER_BYTE, _replace_each_byte)
+
+
+class UnsupportedDecoderError(Exception):
+    """The checkpoint's decoder is of a kind that is not known here."""
+
+
+class LeadingSpace(Enum):
+    """What a decoder does to spaces at the very start of a text."""
+
+    KEPT = "kept"
+    ONE_STRIPPED = "one stripped"
+    FIRST_TOKEN_STRIPPED = "first token stripped"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """What each token adds to the decoded stream, by id.
+
+    `texts` holds the text of tokens whose bytes are whole characters, None for the others.
+    """
+
+    pieces: Sequence[bytes]
+    texts: Sequence[str | None]
+    leading_space: LeadingSpace
+    errors: str
+    """How bytes that are no UTF-8 are decoded: a name of the codecs registry."""
+
+
+class Detokenizer:
+    """Text of one sequence of ids. Holds back the bytes of an unfinished character."""
+
+    __slots__ = ("_at_start", "_direct", "_inherited", "_pending", "_table", "_texts")
+
+    def __init__(
+        self, table: TokenTable, prompt: Sequence[int] = (), *, begins_text: bool = True
+    ) -> None:
+        """`prompt` is what the ids continue. Where it adds no text, they begin the text, unless
+        `begins_text` is false."""
+        self._table = table
+        self._texts = table.texts
+        self._pending = b""
+        self._at_start = (
+            begins_text
+            and table.leading_space is not LeadingSpace.KEPT
+            and not any(table.pieces[token] for token in prompt)
+        )
+        tail = b""
+        for token in reversed(prompt):
+            tail = table.pieces[token] + tail
+            if len(tail) >= _PENDING_LIMIT:
+                break
+        if tail:
+            self._pending = tail[codecs.utf_8_decode(tail, table.errors, False)[1] :]
+        self._inherited = bool(self._pending)
+        self._direct = not self._pending and not self._at_start
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether bytes of an unfinished character are held back."""
+        return bool(self._pending)
+
+    def is_silent(self, token: int) -> bool:
+        """Whether the token adds no bytes, whatever it follows."""
+        return not self._table.pieces[token]
+
+    def feed(self, token: int) -> str:
+        """What the token adds to the text; "" while its bytes are unfinished."""
+        text = self._texts[token]
+        if text is not None and self._direct:
+            return text
+        piece, self._at_start = self._without_leading_space(self._table.pieces[token])
+        if piece:
+            self._inherited = False
+        data = self._pending + piece
+        text, used = codecs.utf_8_decode(data, self._table.errors, False)
+        self._pending = data[used:]
+        self._direct = not self._pending and not self._at_start
+        return text
+
+    def peek(self, token: int) -> str:
+        """What the token would add to the text."""
+        text = self._texts[token]
+        if text is not None and self._direct:
+            return text
+        piece, _ = self._without_leading_space(self._table.pieces[token])
+        return codecs.utf_8_decode(self._pending + piece, self._table.errors, False)[0]
+
+    def flush(self) -> str:
+        """U+FFFD for what is held back: no more ids come. A character that only the prompt began
+        adds nothing."""
+        text = "" if self._inherited else self._unfinished()
+        self._pending = b""
+        self._direct = not self._at_start
+        return text
+
+    def _unfinished(self) -> str:
+        return codecs.utf_8_decode(self._pending, self._table.errors, True)[0]
+
+    def _without_leading_space(self, piece: bytes) -> tuple[bytes, bool]:
+        """The bytes that count, and whether the text is still to begin."""
+        if not self._at_start or not piece:
+            return piece, self._at_start
+        if self._table.leading_space is LeadingSpace.ONE_STRIPPED:
+            return piece.removeprefix(b" "), False
+        return piece.replace(b" ", b""), False
+
+
+def token_table(
+    vocabulary: Mapping[str, int], decoder: Mapping[str, Any] | None, size: int, skip: Iterable[int]
+) -> TokenTable:
+    """Reads the "decoder" object of a tokenizer.json.
+
+    `skip` are ids that add nothing (special tokens); ids below `size` that no token has add nothing
+    either. Raises UnsupportedDecoderError.
+    """
+    steps = _flatten(decoder)
+    names = [str(step["type"]) for step in steps]
+    skipped = frozenset(skip)
+    pieces = [b""] * size
+    for token, index in vocabulary.items():
+        if index not in skipped:
+            pieces[index] = _piece(token, steps)
+    errors = _PER_BYTE if "ByteFallback" in names else "replace"
+    return TokenTable(pieces, [_whole(piece) for piece in pieces], _leading_space(steps), errors)
+
+
+def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        raise UnsupportedDecoderError("it has no decoder")
+    if decoder["type"] == "Sequence":
+        return [step for part in decoder["decoders"] for step in _flatten(part)]
+    known = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+    if decoder["type"] not in known:
+        raise UnsupportedDecoderError(f"its decoder is a {decoder['type']}")
+    if decoder["type"] == "Replace" and "String" not in decoder["pattern"]:
+        raise UnsupportedDecoderError("its decoder replaces a regular expression")
+    return [decoder]
+
+
+def _leading_space(steps: Sequence[Mapping[str, Any]]) -> LeadingSpace:
+    for step in steps:
+        if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
+            return LeadingSpace.FIRST_TOKEN_STRIPPED
+        if step["type"] == "Strip" and step["content"] == " " and step["start"]:
+            if step["start"] != 1 or step["stop"]:
+                raise UnsupportedDecoderError("its decoder strips more than one leading space")
+            return LeadingSpace.ONE_STRIPPED
+    return LeadingSpace.KEPT
+
+
+def _piece(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
+    """The bytes that a token adds, as the steps of the decoder make them."""
+    for step in steps:
+        kind = step["type"]
+        if kind == "ByteLevel":
+            try:
+                return bytes(_BYTE_OF[character] for character in token)
+            except KeyError:  # an added token, taken as it is
+                return token.encode()
+        if kind == "Replace":
+            token = token.replace(step["pattern"]["String"], step["content"])
+        elif kind == "Metaspace":
+            token = token.replace(step.get("replacement", "▁"), " ")
+        elif kind == "ByteFallback" and (byte := _fallback_byte(token)) is not None:
+            return byte
+    return token.encode()
+
+
+def _fallback_byte(token: str) -> bytes | None:
+    """b"\\n" of "<0x0A>"."""
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return bytes.fromhex(token[3:5])
+    except ValueError:
+        return None
+
+
+def _whole(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte of each character of GPT-2's printable alphabet (Radford et al. 2019)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_level_alphabet()

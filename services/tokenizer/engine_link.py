@@ -1,0 +1,172 @@
+"""The way to the engine: one Session, what it can do, and whether it serves."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.settings import StartupError
+from services.tokenizer.limits import Limits
+from services.tokenizer.vocabulary import Vocabulary
+from tokenwire.channel import connect
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.errors import ServiceError
+from tokenwire.session import engine_session
+
+__all__ = ["EngineLink", "LinkSettings"]
+
+
+_LOG = logging.getLogger("engine_link")
+_SERVICE = "tokenwire.engine.v1.EngineService"
+_RETRY_SECONDS = 0.5
+_CALL_SECONDS = 10.0
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """What this service adds to the engine's limits."""
+
+    target: str
+    model: str
+    max_logprobs: int
+    max_stop_strings: int
+    appends_suffix: bool
+
+
+class EngineLink:
+    """Follows one engine for the life of the process."""
+
+    def __init__(
+        self, settings: LinkSettings, vocabulary: Vocabulary, on_serving: Callable[[bool], None]
+    ) -> None:
+        """`on_serving` is told whenever the engine begins or ceases to serve."""
+        self._settings = settings
+        self._vocabulary = vocabulary
+        self._on_serving = on_serving
+        self._channel = connect(settings.target)
+        self._control = EngineControlServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._limits: Limits | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._probe: asyncio.Task[bool] | None = None
+        self.session = engine_session(self._channel)
+
+    @property
+    def limits(self) -> Limits:
+        """What requests may ask for. Raises UNAVAILABLE before the engine has answered once."""
+        if self._limits is None:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "ENGINE_UNREACHABLE",
+                "The engine is not reachable yet.",
+                retry_seconds=1,
+            )
+        return self._limits
+
+    @property
+    def context_length(self) -> int:
+        """The engine's, or the checkpoint's while that is unknown; in tokens."""
+        return self._limits.context_length if self._limits else self._vocabulary.context_length
+
+    async def start(self) -> None:
+        """Returns when the engine serves; follows its health from then on. Raises StartupError
+        when it serves another checkpoint."""
+        serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watching = asyncio.ensure_future(self._watch(serves))
+        await serves
+
+    async def wait_serving(self, seconds: float) -> bool:
+        """Whether the engine answers that it serves, within so many seconds."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(self._probe_health(seconds))
+        return await asyncio.shield(self._probe)
+
+    async def close(self) -> None:
+        """End the Session; the engine aborts what it carried."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await self.session.close()
+        await self._channel.close()
+
+    async def _watch(self, serves: "asyncio.Future[None]") -> None:
+        told = False
+        while True:
+            try:
+                request = health_pb2.HealthCheckRequest(service=_SERVICE)
+                async for answer in self._health.Watch(request, wait_for_ready=True):
+                    serving = answer.status == _SERVING
+                    if serving:
+                        await self._read_model()
+                    self._on_serving(serving)
+                    if serving and not serves.done():
+                        serves.set_result(None)
+                    told = False
+            except StartupError as error:
+                if not serves.done():
+                    serves.set_exception(error)
+                    return
+                _LOG.error("%s", error)
+            except grpc.aio.AioRpcError as error:
+                if not told:
+                    _LOG.warning(
+                        "the engine at %s is not reachable: %s",
+                        self._settings.target,
+                        error.details(),
+                    )
+                    told = True
+            self._on_serving(False)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _read_model(self) -> None:
+        model = await self._control.GetModel(engine_pb2.GetModelRequest(), timeout=_CALL_SECONDS)
+        expected = self._vocabulary.model_vocabulary_size
+        if expected and model.vocabulary_size != expected:
+            raise StartupError(
+                f"The engine at {self._settings.target} serves another checkpoint: its vocabulary "
+                f"has {model.vocabulary_size:,} ids, this one's {expected:,}."
+            )
+        self._limits = self._make_limits(model)
+
+    def _make_limits(self, model: engine_pb2.GetModelResponse) -> Limits:
+        identity = "\n".join(
+            (
+                model.model,
+                model.architecture,
+                model.dtype,
+                model.version,
+                self._vocabulary.fingerprint,
+                self._vocabulary.configuration_hash,
+            )
+        )
+        return Limits(
+            model=self._settings.model,
+            system_fingerprint=f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}",
+            context_length=model.context_length,
+            vocabulary_size=model.vocabulary_size,
+            eos_ids=frozenset(model.eos_token_ids),
+            capabilities=frozenset(model.capabilities),
+            max_logprobs=min(self._settings.max_logprobs, model.max_logprobs),
+            max_sequences=model.max_sequences_per_request,
+            max_stop_strings=self._settings.max_stop_strings,
+            appends_suffix=self._settings.appends_suffix,
+        )
+
+    async def _probe_health(self, seconds: float) -> bool:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        request = health_pb2.HealthCheckRequest(service=_SERVICE)
+        while (left := end - loop.time()) > 0:
+            try:
+                answer = await self._health.Check(request, timeout=left, wait_for_ready=True)
+                if answer.status == _SERVING:
+                    return True
+            except grpc.aio.AioRpcError:
+                pass  # the connection went in between
+            await asyncio.sleep(min(_RETRY_SECONDS, max(0.0, end - loop.time())))
+        return False

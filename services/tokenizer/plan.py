@@ -1,0 +1,132 @@
+"""How a valid CompleteRequest will be served: what the engine is asked, and what becomes of its
+tokens."""
+
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from services.tokenizer.infill import InfillTemplate
+from services.tokenizer.limits import Limits
+from services.tokenizer.prompt import EncodedPrompt, PromptPolicy, encode_prompt
+from services.tokenizer.stops import StopAutomaton, compile_stops
+from services.tokenizer.vocabulary import Vocabulary
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.types.v1 import types_pb2
+
+__all__ = ["ChoicePlan", "CompletePlan", "plan_complete"]
+
+DEFAULT_MAX_TOKENS = 16
+_SEED_BITS = 53  # survives JSON readers that know only doubles
+_DRY_BREAKERS = ("\n", ":", '"', "*")
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePlan:
+    """What becomes of the tokens of every choice."""
+
+    stops: StopAutomaton | None
+    include_stop: bool
+    enders: Collection[int]
+    """Ids that end a choice and add no text."""
+    min_tokens: int
+    scored: bool
+    suffix: str
+    """Appended when the choice is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletePlan:
+    """A completion, ready for the engine."""
+
+    engine_request: engine_pb2.GenerateRequest
+    prompts: Sequence[EncodedPrompt]
+    n: int
+    choice: ChoicePlan
+    echo: bool
+    whole: bool
+    limits: Limits
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+
+def plan_complete(
+    request: completion_pb2.CompleteRequest,
+    vocabulary: Vocabulary,
+    infill: InfillTemplate | None,
+    limits: Limits,
+) -> CompletePlan:
+    """Encodes the prompts and resolves what the request leaves open. The request was checked.
+
+    Takes a while for long texts. Raises as `encode_prompt`.
+    """
+    stopping = request.stopping
+    suffix = request.suffix if request.HasField("suffix") else None
+    policy = PromptPolicy(
+        context_length=limits.context_length,
+        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
+        truncate=request.truncate_prompt,
+        refuse_overflow=request.context_overflow == completion_pb2.CONTEXT_OVERFLOW_ERROR,
+        echo=request.echo,
+        infill=infill,
+        suffix=suffix,
+    )
+    prompts = [
+        encode_prompt(vocabulary, prompt, f"prompts[{index}]", policy)
+        for index, prompt in enumerate(request.prompts)
+    ]
+    stop_ids = set(stopping.stop_token_ids)
+    if infill is not None and suffix is not None and not stopping.ignore_eos:
+        stop_ids.update(infill.stop_ids)
+    n = request.n if request.HasField("n") else 1
+    engine_request = engine_pb2.GenerateRequest(
+        prompts=[types_pb2.TokenIds(ids=prompt.ids) for prompt in prompts],
+        n=n,
+        sampling=_sampling(request, vocabulary),
+        stopping=types_pb2.StoppingParams(
+            max_tokens=policy.max_tokens,
+            min_tokens=stopping.min_tokens,
+            ignore_eos=stopping.ignore_eos,
+            stop_token_ids=sorted(stop_ids),
+        ),
+    )
+    if request.HasField("grammar"):
+        engine_request.grammar.CopyFrom(request.grammar)
+    if request.HasField("logprobs"):
+        engine_request.logprobs = request.logprobs
+        if request.echo:
+            engine_request.prompt_logprobs = request.logprobs
+    choice = ChoicePlan(
+        stops=compile_stops(tuple(request.stop)) if request.stop else None,
+        include_stop=request.include_stop_string,
+        enders=stop_ids if stopping.ignore_eos else stop_ids.union(limits.eos_ids),
+        min_tokens=stopping.min_tokens,
+        scored=request.HasField("logprobs"),
+        suffix=suffix if suffix is not None and infill is None else "",
+    )
+    whole = request.delivery == completion_pb2.DELIVERY_WHOLE
+    return CompletePlan(engine_request, prompts, n, choice, request.echo, whole, limits)
+
+
+def _sampling(
+    request: completion_pb2.CompleteRequest, vocabulary: Vocabulary
+) -> types_pb2.SamplingParams:
+    """What the engine is told: a seed always, and no field that asks for nothing."""
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(request.sampling)
+    if not sampling.HasField("seed"):
+        sampling.seed = secrets.randbits(_SEED_BITS)
+    for name in ("frequency_penalty", "presence_penalty"):
+        if getattr(sampling, name) == 0:
+            sampling.ClearField(name)
+    if sampling.repetition_penalty == 1:
+        sampling.ClearField("repetition_penalty")
+    if not sampling.dry.multiplier:
+        sampling.ClearField("dry")
+    elif request.dry_sequence_breakers or not sampling.dry.breaker_ids:
+        breakers = tuple(request.dry_sequence_breakers) or _DRY_BREAKERS
+        sampling.dry.breaker_ids[:] = vocabulary.ids_containing(breakers)
+    return sampling

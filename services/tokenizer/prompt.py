@@ -1,0 +1,150 @@
+"""Prompts: from text or ids to the ids that the engine sees, and to the text that echo returns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import grpc
+
+from services.tokenizer.infill import InfillTemplate, assemble_infill
+from services.tokenizer.vocabulary import TextEncoding, Vocabulary
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError, invalid
+
+__all__ = ["EncodedPrompt", "PromptPolicy", "encode_prompt", "split_by_tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as the engine sees it."""
+
+    ids: Sequence[int]
+    texts: Sequence[str]
+    """What each id adds to the echoed text. Empty without echo."""
+    is_infill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPolicy:
+    """What becomes of prompts, and of those that leave no room. Lengths are in tokens."""
+
+    context_length: int
+    max_tokens: int
+    truncate: bool
+    refuse_overflow: bool
+    echo: bool
+    infill: InfillTemplate | None
+    suffix: str | None
+
+    @property
+    def longest(self) -> int:
+        """The longest prompt that leaves room for one token, where one is wanted."""
+        return self.context_length - min(1, self.max_tokens)
+
+    @property
+    def longest_truncated(self) -> int:
+        """What a prompt is cut to: room for max_tokens is left, or half the context for a
+        max_tokens that fits none."""
+        room = self.max_tokens
+        return self.context_length - (
+            room if room < self.context_length else self.context_length // 2
+        )
+
+
+def encode_prompt(
+    vocabulary: Vocabulary, prompt: completion_pb2.Prompt, field: str, policy: PromptPolicy
+) -> EncodedPrompt:
+    """Raises INVALID_ARGUMENT for a prompt without ids, OUT_OF_RANGE for one that is too long."""
+    if policy.infill is not None and policy.suffix is not None:
+        encoded = _encode_infill(vocabulary, prompt, field, policy.infill, policy.suffix, policy)
+    elif prompt.WhichOneof("prompt") == "text":
+        encoded = _encode_text(vocabulary, prompt.text, field, policy)
+    else:
+        ids = list(prompt.token_ids.ids)
+        ids = ids[_check_length(len(ids), field, policy) :]
+        flush = policy.max_tokens == 0
+        texts = vocabulary.decode(ids, flush=flush) if policy.echo else []
+        encoded = EncodedPrompt(ids, texts, is_infill=False)
+    wanted = len(encoded.ids) + policy.max_tokens
+    if policy.refuse_overflow and wanted > policy.context_length:
+        raise _too_long(
+            field,
+            f"{len(encoded.ids):,} prompt tokens and max_tokens {policy.max_tokens:,} exceed the "
+            f"context length of {policy.context_length:,}.",
+        )
+    return encoded
+
+
+def split_by_tokens(text: str, encoding: TextEncoding) -> list[str]:
+    """The text, cut into what each token adds: a character that several tokens spell belongs to
+    the last of them, a token that the tokenizer added has ""."""
+    places = [place for place, added in enumerate(encoding.is_added) if not added]
+    texts = [""] * len(encoding.ids)
+    begin = 0
+    for place, following in pairwise(places):
+        end = max(begin, min(encoding.ends[place], encoding.starts[following]))
+        texts[place] = text[begin:end]
+        begin = end
+    if texts:
+        texts[places[-1] if places else -1] = text[begin:]
+    return texts
+
+
+def _encode_text(
+    vocabulary: Vocabulary, text: str, field: str, policy: PromptPolicy
+) -> EncodedPrompt:
+    texts: list[str] = []
+    if policy.echo:
+        encoding = vocabulary.encode_with_offsets(text)
+        ids, texts = list(encoding.ids), split_by_tokens(text, encoding)
+    else:
+        ids = vocabulary.encode(text)
+    if not ids:
+        if vocabulary.bos_id is None:
+            raise invalid(
+                f"{field}.text",
+                "The prompt has no tokens, and the model has no BOS to stand for it.",
+            )
+        ids, texts = [vocabulary.bos_id], [text] if policy.echo else []
+    head = 1 if vocabulary.adds_bos else 0
+    if cut := _check_length(len(ids), field, policy):
+        ids, texts = ids[:head] + ids[head + cut :], texts[:head] + texts[head + cut :]
+    return EncodedPrompt(ids, texts, is_infill=False)
+
+
+def _encode_infill(
+    vocabulary: Vocabulary,
+    prompt: completion_pb2.Prompt,
+    field: str,
+    template: InfillTemplate,
+    suffix: str,
+    policy: PromptPolicy,
+) -> EncodedPrompt:
+    if prompt.WhichOneof("prompt") == "text":
+        before = vocabulary.encode_plain(prompt.text)
+    else:
+        before = list(prompt.token_ids.ids)
+    after = vocabulary.encode_continuation(suffix)
+    ids = assemble_infill(template, before, after)
+    if _check_length(len(ids), field, policy):
+        ids = assemble_infill(template, before, after, policy.longest_truncated)
+    return EncodedPrompt(ids, [], is_infill=True)
+
+
+def _check_length(length: int, field: str, policy: PromptPolicy) -> int:
+    """How many ids must be cut from the prompt."""
+    if length <= policy.longest:
+        return 0
+    if policy.truncate:
+        return length - policy.longest_truncated
+    raise _too_long(
+        field,
+        f"The prompt has {length:,} tokens; the context length is {policy.context_length:,}"
+        + (", output included." if policy.max_tokens else "."),
+    )
+
+
+def _too_long(field: str, message: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_LENGTH_EXCEEDED", message, field=field
+    )

@@ -1,0 +1,220 @@
+"""TokenizerService: text to ids and back."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from services.tokenizer.detokenizer import Detokenizer
+from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.infill import InfillOrder, InfillTemplate, assemble_infill
+from services.tokenizer.validation import check_ids, check_model
+from services.tokenizer.vocabulary import Vocabulary
+from tokenwire.errors import ServiceError, invalid, unimplemented
+from tokenwire.tokenizer.v1 import tokenizer_pb2
+from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceServicer
+
+__all__ = ["TokenizerServicer"]
+
+Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+_BATCH = 2_048
+_INLINE = 4_096  # characters or ids; more is worked on in a thread
+_ORDERS = {
+    InfillOrder.PREFIX_SUFFIX_MIDDLE: tokenizer_pb2.INFILL_ORDER_PREFIX_SUFFIX_MIDDLE,
+    InfillOrder.SUFFIX_PREFIX: tokenizer_pb2.INFILL_ORDER_SUFFIX_PREFIX,
+}
+
+
+class TokenizerServicer(TokenizerServiceServicer):
+    """The rpcs. They need no engine."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, infill: InfillTemplate | None, link: EngineLink, model: str
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._infill = infill
+        self._link = link
+        self._model = model
+
+    async def GetTokenizer(
+        self, request: tokenizer_pb2.GetTokenizerRequest, context: Context
+    ) -> tokenizer_pb2.GetTokenizerResponse:
+        """What identifies the tokenizer, and its special ids."""
+        check_model(request.model, self._model)
+        vocabulary = self._vocabulary
+        template = vocabulary.chat_template
+        return tokenizer_pb2.GetTokenizerResponse(
+            fingerprint=vocabulary.fingerprint,
+            vocabulary_size=vocabulary.size,
+            bos_token_id=vocabulary.bos_id,
+            eos_token_id=vocabulary.eos_id,
+            pad_token_id=vocabulary.pad_id,
+            unk_token_id=vocabulary.unk_id,
+            adds_bos=vocabulary.adds_bos,
+            special_tokens=[
+                tokenizer_pb2.SpecialToken(id=token, text=text)
+                for token, text in vocabulary.special_tokens.items()
+            ],
+            infill=_infill_tokens(self._infill) if self._infill is not None else None,
+            chat_template=template,
+            chat_template_hash=hashlib.sha256(template.encode()).hexdigest() if template else "",
+            context_length=self._link.context_length,
+            model=self._model,
+        )
+
+    async def Encode(
+        self, request: tokenizer_pb2.EncodeRequest, context: Context
+    ) -> tokenizer_pb2.EncodeResponse:
+        """Text to ids."""
+        check_model(request.model, self._model)
+        if len(request.texts) > _BATCH:
+            raise invalid("texts", f"At most {_BATCH:,} texts are taken at once.")
+        special = not request.HasField("add_special_tokens") or request.add_special_tokens
+
+        def encode() -> tokenizer_pb2.EncodeResponse:
+            return tokenizer_pb2.EncodeResponse(
+                encodings=[
+                    self._encode(text, special, request.with_texts) for text in request.texts
+                ]
+            )
+
+        return await _aside(encode, sum(map(len, request.texts)))
+
+    async def Decode(
+        self, request: tokenizer_pb2.DecodeRequest, context: Context
+    ) -> tokenizer_pb2.DecodeResponse:
+        """Ids to text."""
+        check_model(request.model, self._model)
+        if len(request.sequences) > _BATCH:
+            raise invalid("sequences", f"At most {_BATCH:,} sequences are taken at once.")
+        for index, sequence in enumerate(request.sequences):
+            check_ids(f"sequences[{index}]", sequence, self._vocabulary.size)
+        skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+
+        def decode() -> tokenizer_pb2.DecodeResponse:
+            response = tokenizer_pb2.DecodeResponse()
+            for sequence in request.sequences:
+                texts = self._vocabulary.decode(sequence.ids, skip_special_tokens=skip)
+                decoding = response.decodings.add(text="".join(texts))
+                if request.with_offsets:
+                    decoding.byte_offsets.extend(_byte_offsets(texts))
+            return response
+
+        return await _aside(decode, sum(len(sequence.ids) for sequence in request.sequences))
+
+    async def DecodeStream(
+        self,
+        request_iterator: AsyncIterator[tokenizer_pb2.DecodeStreamRequest],
+        context: Context,
+    ) -> AsyncIterator[tokenizer_pb2.DecodeStreamResponse]:
+        """Ids to text as they arrive."""
+        sequences: dict[int, Detokenizer] = {}
+        is_first = True
+        async for request in request_iterator:
+            if is_first:
+                check_model(request.model, self._model)
+                is_first = False
+            response = tokenizer_pb2.DecodeStreamResponse()
+            for index, chunk in enumerate(request.chunks):
+                decoded = response.chunks.add(sequence=chunk.sequence)
+                try:
+                    self._decode_chunk(chunk, f"chunks[{index}].ids", sequences, decoded)
+                except ServiceError as error:
+                    decoded.error.CopyFrom(error.to_status())
+                    sequences.pop(chunk.sequence, None)
+            yield response
+
+    async def RenderChat(
+        self, request: tokenizer_pb2.RenderChatRequest, context: Context
+    ) -> tokenizer_pb2.RenderChatResponse:
+        """Not implemented."""
+        unimplemented("RenderChat")
+
+    async def RenderInfill(
+        self, request: tokenizer_pb2.RenderInfillRequest, context: Context
+    ) -> tokenizer_pb2.RenderInfillResponse:
+        """Prefix and suffix to an infill prompt."""
+        check_model(request.model, self._model)
+        template = self._infill
+        if template is None:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "NO_INFILL",
+                f"{self._model} knows no infill.",
+            )
+
+        def render() -> tokenizer_pb2.RenderInfillResponse:
+            prefix = self._vocabulary.encode_plain(request.prefix)
+            suffix = self._vocabulary.encode_continuation(request.suffix)
+            return tokenizer_pb2.RenderInfillResponse(
+                ids=assemble_infill(template, prefix, suffix), stop_token_ids=template.stop_ids
+            )
+
+        return await _aside(render, len(request.prefix) + len(request.suffix))
+
+    def _encode(self, text: str, special: bool, with_texts: bool) -> tokenizer_pb2.Encoding:
+        if with_texts:
+            encoding = self._vocabulary.encode_with_offsets(text, add_special_tokens=special)
+            return tokenizer_pb2.Encoding(
+                ids=encoding.ids,
+                tokens=encoding.tokens,
+                starts=encoding.starts,
+                ends=encoding.ends,
+            )
+        return tokenizer_pb2.Encoding(ids=self._vocabulary.encode(text, add_special_tokens=special))
+
+    def _decode_chunk(
+        self,
+        chunk: tokenizer_pb2.DecodeChunk,
+        field: str,
+        sequences: dict[int, Detokenizer],
+        decoded: tokenizer_pb2.DecodedChunk,
+    ) -> None:
+        for place, token in enumerate(chunk.ids):
+            if token >= self._vocabulary.size:
+                raise invalid(
+                    f"{field}[{place}]",
+                    f"Token id {token} is not below {self._vocabulary.size:,}.",
+                )
+        detokenizer = sequences.get(chunk.sequence)
+        if detokenizer is None:
+            keep = chunk.keep_special_tokens
+            table = self._vocabulary.full_table if keep else self._vocabulary.table
+            detokenizer = sequences[chunk.sequence] = Detokenizer(table)
+        texts = [detokenizer.feed(token) for token in chunk.ids]
+        rest = ""
+        if chunk.end:
+            rest = detokenizer.flush()
+            del sequences[chunk.sequence]
+        if rest and texts:
+            texts[-1] += rest
+            rest = ""
+        decoded.text = "".join(texts) + rest
+        decoded.token_texts.extend(texts)
+
+
+def _infill_tokens(template: InfillTemplate) -> tokenizer_pb2.InfillTokens:
+    return tokenizer_pb2.InfillTokens(
+        order=_ORDERS[template.order],
+        prefix_token_id=template.prefix_id,
+        suffix_token_id=template.suffix_id,
+        middle_token_id=template.middle_id,
+        bos_token_id=template.bos_id,
+        stop_token_ids=template.stop_ids,
+    )
+
+
+def _byte_offsets(texts: list[str]) -> list[int]:
+    offsets, offset = [], 0
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text.encode())
+    return offsets
+
+
+async def _aside(work: Callable[[], T], size: int) -> T:
+    """Does the work, in a thread where it is long: the loop carries everybody's tokens."""
+    return await asyncio.to_thread(work) if size > _INLINE else work()

@@ -1,0 +1,90 @@
+"""Events of completions, as the tokenizer service would send them."""
+
+import math
+from collections.abc import Sequence
+
+from services.http_shim.exchange import Exchange
+from services.http_shim.responses import Envelope
+from services.http_shim.running import Running
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.types.v1 import types_pb2
+
+ACCEPTED = completion_pb2.CompleteAccepted(
+    model="m", system_fingerprint="fp", prompts=[types_pb2.TokenIds(ids=[7, 8])], seed=1
+)
+USAGE = types_pb2.Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=1)
+
+
+def delta(
+    text: str,
+    ids: Sequence[int] = (),
+    *,
+    index: int = 0,
+    logprobs: Sequence[float] = (),
+    texts: Sequence[str] = (),
+    offsets: Sequence[int] = (),
+    top: Sequence[Sequence[tuple[int, str, float]]] = (),
+    is_prompt: bool = False,
+) -> completion_pb2.ChoiceDelta:
+    """A delta; `top` holds a row of (id, text, logprob) per token."""
+    columns = types_pb2.TokenColumns(
+        ids=ids,
+        logprobs=logprobs,
+        top_width=len(top[0]) if top else 0,
+        top_ids=[candidate[0] for row in top for candidate in row],
+        top_logprobs=[candidate[2] for row in top for candidate in row],
+    )
+    return completion_pb2.ChoiceDelta(
+        index=index,
+        text=text,
+        tokens=columns,
+        token_texts=texts,
+        text_offsets=offsets,
+        top_texts=[candidate[1] for row in top for candidate in row],
+        is_prompt=is_prompt,
+    )
+
+
+def finished(
+    index: int = 0,
+    *,
+    reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_LENGTH,
+    tokens: int = 3,
+    match: types_pb2.StopMatch | None = None,
+) -> completion_pb2.ChoiceFinished:
+    return completion_pb2.ChoiceFinished(
+        index=index, reason=reason, completion_tokens=tokens, match=match
+    )
+
+
+def feed(
+    running: Running,
+    *events: completion_pb2.ChoiceDelta
+    | completion_pb2.ChoiceFinished
+    | completion_pb2.CompleteAccepted
+    | types_pb2.Usage,
+) -> None:
+    """Hands events to a listener as a Session does; Usage stands for the terminal one."""
+    for event in events:
+        response = completion_pb2.CompleteResponse()
+        match event:
+            case completion_pb2.ChoiceDelta():
+                response.delta.CopyFrom(event)
+            case completion_pb2.ChoiceFinished():
+                response.finished.CopyFrom(event)
+            case completion_pb2.CompleteAccepted():
+                response.accepted.CopyFrom(event)
+            case types_pb2.Usage():
+                response.completed.usage.CopyFrom(event)
+        running.on_event(completion_pb2.SessionEvent(handle=1, complete=response))
+
+
+def envelope() -> Envelope:
+    return Envelope("cmpl-1", 1700000000, ACCEPTED)
+
+
+def exchange() -> Exchange:
+    return Exchange(identity="req_1", traceparent="", began=0.0)
+
+
+NAN = math.nan

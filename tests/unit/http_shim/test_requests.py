@@ -1,0 +1,155 @@
+"""What clients may send, and what they are told when it is wrong."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.http_shim.errors import error_body, http_status
+from services.http_shim.requests import CompletionBody, parse
+from services.http_shim.translate import to_complete_request
+from tokenwire.errors import ServiceError
+
+_DECODER = msgspec.json.Decoder(CompletionBody)
+_OPTIONAL = [name for name in CompletionBody.__struct_fields__ if name != "prompt"]
+
+
+def read(body: bytes) -> CompletionBody:
+    return parse(_DECODER, body)[0]
+
+
+@pytest.mark.parametrize("name", _OPTIONAL)
+def test_null_means_absent(name: str) -> None:
+    """SDKs send null for what their caller left out."""
+    absent = to_complete_request(read(b'{"prompt": "x"}'))
+    null = to_complete_request(read(json.dumps({"prompt": "x", name: None}).encode()))
+    assert null == absent
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"prompt": "x"} trailing',
+        b'{"prompt": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "\xff"}',
+        b'{"unknown": "\xff"}',
+        b'{"prompt": "a\x00b"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"\\udfff": 1}',
+        b'{"stop": ["\\ud83dx"]}',
+        b"\xef\xbb\xbf{}",
+        b'{"unknown": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"response_format": {"type": "json_object", "schema": {"a": '
+        + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}}}",
+    ],
+)  # fmt: skip
+def test_broken_bodies_are_the_clients_fault(body: bytes) -> None:
+    with pytest.raises(ServiceError) as caught:
+        read(body)
+    assert http_status(caught.value.code) == 400
+    assert json.loads(error_body(caught.value))["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", 1),
+        ("prompt", {"text": "x"}),
+        ("prompt", [1.5]),
+        ("prompt", [None]),
+        ("prompt", [-1]),
+        ("prompt", [2**32]),
+        ("prompt", [[True]]),
+        ("prompt", [["a"]]),
+        ("prompt", [True]),
+        ("max_tokens", True),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", "16"),
+        ("max_tokens", 2**32),
+        ("max_tokens", 10**30),
+        ("seed", 2**63),
+        ("seed", -(2**63) - 1),
+        ("top_k", -2),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("stop", 3),
+        ("stop", ["a", None]),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1": "2"}),
+        ("logit_bias", [1]),
+        ("echo", 1),
+        ("logprobs", True),
+        ("stream", "true"),
+        ("stream_options", []),
+        ("context_length_exceeded_behavior", "explode"),
+        ("response_format", {"type": "xml"}),
+        ("response_format", {}),
+        ("response_format", "json"),
+        ("grammar", {"type": "regex"}),
+        ("grammar", {"type": "regex", "value": {}}),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "some"),
+        ("images", "data:"),
+    ],
+)
+def test_wrong_types_name_their_field(field: str, value: object) -> None:
+    with pytest.raises(ServiceError) as caught:
+        read(json.dumps({"prompt": "x", field: value}).encode())
+    assert http_status(caught.value.code) == 400
+    assert caught.value.field == field
+
+
+def test_unknown_fields_are_named() -> None:
+    """A client that misspells a field learns of it."""
+    _, unknown = parse(_DECODER, b'{"prompt": "x", "temprature": 1, "n": 1, "x": {}}')
+    assert unknown == ["temprature", "x"]
+
+
+def test_the_last_of_equal_keys_counts() -> None:
+    assert read(b'{"prompt": "a", "prompt": "b"}').prompt == "b"
+
+
+_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=4),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "value", "schema", "json_schema", "function", "name", "1"]),
+            children,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+
+
+def refusal(body: bytes) -> ServiceError | None:
+    try:
+        assert to_complete_request(read(body)).SerializeToString()
+    except ServiceError as error:
+        return error
+    return None
+
+
+@given(st.dictionaries(st.sampled_from(CompletionBody.__struct_fields__), _json, max_size=4))
+def test_any_json_is_read_or_refused(fields: dict[str, Any]) -> None:
+    """Whatever a client sends, it gets a request or a 400 that names a field, never a 500."""
+    error = refusal(json.dumps(fields).encode())
+    assert error is None or http_status(error.code) == 400
+    assert error is None or error.field in CompletionBody.__struct_fields__

@@ -1,0 +1,138 @@
+"""The JSON of completions, as evaluation harnesses and SDKs read it."""
+
+import json
+import math
+
+import msgspec
+import pytest
+
+from services.http_shim.requests import CompletionBody
+from services.http_shim.responses import Choice, Shape, choice_of, shape_of, usage_of
+from tests.unit.http_shim.synthetic import NAN, USAGE, delta, envelope, finished
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.types.v1 import types_pb2
+
+WITH_LOGPROBS = Shape(choices_per_prompt=1, logprobs=True, token_ids=False, tokens_as_ids=False)
+
+
+def plain(choice: Choice) -> dict[str, object]:
+    return msgspec.to_builtins(choice)
+
+
+def test_the_whole_object() -> None:
+    choice = choice_of(0, [delta("ab", [1, 2])], finished(), shape_of(CompletionBody()))
+    answer = json.loads(envelope().whole([choice], usage_of(USAGE)))
+    assert answer == {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1700000000,
+        "model": "m",
+        "system_fingerprint": "fp",
+        "choices": [
+            {
+                "index": 0,
+                "text": "ab",
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 3,
+            "total_tokens": 5,
+            "cached_input_tokens": 1,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
+    }
+
+
+def test_logprobs_are_four_parallel_lists() -> None:
+    prompt = delta(
+        "ab",
+        [7, 8],
+        logprobs=[NAN, -0.5],
+        texts=["a", "b"],
+        offsets=[0, 1],
+        top=[[(0, "", NAN)], [(9, "c", -0.25)]],
+        is_prompt=True,
+    )
+    completion = delta(
+        "c", [9], logprobs=[-math.inf], texts=["c"], offsets=[2], top=[[(1, "d", -0.125)]]
+    )
+    choice = choice_of(0, [prompt, completion], finished(), WITH_LOGPROBS)
+    assert plain(choice)["logprobs"] == {
+        "tokens": ["a", "b", "c"],
+        "token_logprobs": [None, -0.5, -9999.0],
+        "top_logprobs": [None, {"c": -0.25, "b": -0.5}, {"d": -0.125, "c": -9999.0}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_of_equal_texts_the_likelier_is_kept() -> None:
+    """Two ids of unfinished bytes have the same text; a harness takes the maximum for greedy."""
+    row = [(1, "\ufffd", -1.0), (2, "\ufffd", -2.0), (3, "x", -3.0)]
+    choice = choice_of(
+        0, [delta("", [2], logprobs=[-2.0], texts=[""], offsets=[0], top=[row])], None,
+        WITH_LOGPROBS,
+    )  # fmt: skip
+    assert choice.logprobs is not None
+    assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0, "x": -3.0, "": -2.0}]
+    same = delta("\ufffd", [2], logprobs=[-2.0], texts=["\ufffd"], offsets=[0], top=[row])
+    choice = choice_of(0, [same], None, WITH_LOGPROBS)
+    assert choice.logprobs is not None
+    assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0, "x": -3.0}]
+    assert choice.logprobs.token_logprobs == [-2.0]
+
+
+def test_zero_logprobs_show_the_chosen_token() -> None:
+    choice = choice_of(
+        0, [delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0])], None, WITH_LOGPROBS
+    )
+    assert choice.logprobs is not None
+    assert choice.logprobs.top_logprobs == [{"x": -0.5}]
+
+
+def test_tokens_as_ids() -> None:
+    body = CompletionBody(logprobs=1, return_tokens_as_token_ids=True)
+    part = delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0], top=[[(4, "y", -0.25)]])
+    choice = choice_of(0, [part], None, shape_of(body))
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["token_id:3"]
+    assert choice.logprobs.top_logprobs == [{"token_id:4": -0.25, "token_id:3": -0.5}]
+
+
+def test_token_ids_leave_the_echoed_prompt_out() -> None:
+    shape = shape_of(CompletionBody(return_token_ids=True))
+    deltas = [delta("ab", [7, 8], is_prompt=True), delta("c", [9])]
+    choice = choice_of(0, deltas, None, shape, types_pb2.TokenIds(ids=[7, 8]))
+    assert plain(choice)["token_ids"] == [9]
+    assert plain(choice)["prompt_token_ids"] == [7, 8]
+
+
+def test_ids_are_shown_only_when_asked_for() -> None:
+    assert "token_ids" not in plain(choice_of(0, [delta("c", [9])], None, WITH_LOGPROBS))
+
+
+@pytest.mark.parametrize(
+    ("match", "reason"),
+    [
+        (None, None),
+        (types_pb2.StopMatch(eos_token_id=2), None),
+        (types_pb2.StopMatch(stop_token_id=5), 5),
+        (types_pb2.StopMatch(stop_string="\n"), "\n"),
+    ],
+)
+def test_stop_reason(match: types_pb2.StopMatch | None, reason: str | int | None) -> None:
+    end = finished(reason=types_pb2.FINISH_REASON_STOP, match=match)
+    choice = choice_of(0, [], end, shape_of(CompletionBody()))
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
+
+
+def test_every_reason_has_a_name() -> None:
+    for number in completion_pb2.ChoiceFinished.DESCRIPTOR.fields_by_name[
+        "reason"
+    ].enum_type.values_by_number:
+        if number != types_pb2.FINISH_REASON_UNSPECIFIED:
+            end = completion_pb2.ChoiceFinished(reason=number)
+            assert choice_of(0, [], end, shape_of(CompletionBody())).finish_reason

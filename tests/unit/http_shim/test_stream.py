@@ -1,0 +1,122 @@
+"""Slow readers get merged chunks, stuck ones are cut, silent streams are kept alive."""
+
+import asyncio
+
+import pytest
+from starlette.types import Message
+
+from services.http_shim import stream
+from services.http_shim.errors import ClientGoneError
+from services.http_shim.events import EventStream
+from services.http_shim.requests import CompletionBody
+from services.http_shim.running import Running
+from tests.unit.http_shim.synthetic import (
+    ACCEPTED,
+    USAGE,
+    delta,
+    envelope,
+    exchange,
+    feed,
+    finished,
+)
+
+
+class Socket:
+    """A client's end: takes a message when it is told to."""
+
+    def __init__(self, *, reads: bool = True) -> None:
+        self.bodies: list[bytes] = []
+        self.arrived = asyncio.Event()
+        self.readable = asyncio.Event()
+        if reads:
+            self.readable.set()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            return
+        await self.readable.wait()
+        self.bodies.append(message["body"])
+        self.arrived.set()
+
+    async def next(self) -> bytes:
+        await self.arrived.wait()
+        self.arrived.clear()
+        return self.bodies[-1]
+
+
+class Credits:
+    """Counts what is granted."""
+
+    def __init__(self) -> None:
+        self.granted = 0
+
+    def grant(self, tokens: int) -> None:
+        self.granted += tokens
+
+
+def begin(socket: Socket, credits_: Credits) -> tuple[Running, "asyncio.Task[None]"]:
+    running = Running()
+    feed(running, ACCEPTED)
+    body = CompletionBody(prompt="x", stream=True)
+    events = EventStream(running, body, 1, envelope(), exchange())
+    sending = stream.send_stream(socket.send, running, credits_, events)
+    return running, asyncio.ensure_future(sending)
+
+
+async def test_deltas_merge_while_the_socket_is_full() -> None:
+    socket = Socket(reads=False)
+    running, sending = begin(socket, Credits())
+    feed(running, delta("a", [1]))
+    await asyncio.sleep(0)
+    for text in "bcd":
+        feed(running, delta(text, [1]))
+        await asyncio.sleep(0)
+    feed(running, finished(tokens=4), USAGE)
+    socket.readable.set()
+    await sending
+    joined = b"".join(socket.bodies)
+    assert joined.count(b"data: ") <= 3, "deltas queued up one by one"
+    assert joined.endswith(b"data: [DONE]\n\n")
+
+
+async def test_credit_follows_what_left() -> None:
+    """A long stream never runs dry while its client reads, nor is all of it granted at once."""
+    socket, credits_ = Socket(), Credits()
+    running, sending = begin(socket, credits_)
+    sent = 0
+    while sent < 4 * stream.CREDIT:
+        feed(running, delta("x" * 100, [1] * 100))
+        sent += 100
+        await socket.next()
+        await asyncio.sleep(0)
+        ahead = stream.CREDIT + credits_.granted - sent
+        assert stream.CREDIT // 2 < ahead <= stream.CREDIT
+    feed(running, finished(tokens=sent), USAGE)
+    await sending
+
+
+async def test_silence_is_broken_by_a_ping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_PING_SECONDS", 0.01)
+    socket = Socket()
+    running, sending = begin(socket, Credits())
+    assert await socket.next() == b": ping\n\n"
+    feed(running, finished(), USAGE)
+    await sending
+
+
+async def test_a_client_that_stops_reading_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_PING_SECONDS", 0.01)
+    monkeypatch.setattr(stream, "_STALL_SECONDS", 0.02)
+    running, sending = begin(Socket(reads=False), Credits())
+    feed(running, delta("a", [1]))
+    with pytest.raises(ClientGoneError):
+        await sending
+    assert running.is_open(), "nothing told the service to go on"
+
+
+async def test_a_client_that_left_ends_the_stream() -> None:
+    running, sending = begin(Socket(), Credits())
+    feed(running, delta("a", [1]))
+    running.abandon()
+    await sending
+    assert running.is_open()

@@ -1,0 +1,5 @@
+"""`python -m tokenwire` is the command `tokenwire`."""
+
+from tokenwire.cli import main
+
+main()

@@ -1,0 +1,203 @@
+"""The command `tokenwire`: serve, complete, tokenize, models, health."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from tokenwire.errors import ServiceError
+
+__all__ = ["main"]
+
+_TARGET = "127.0.0.1:50051"
+Command = Callable[[argparse.Namespace], Awaitable[int]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; exits with 0, 1 (it failed), 2 (it could not start) or 130 (interrupted)."""
+    options = _parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        code = asyncio.run(_run(command, options))
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+async def _run(command: Command, options: argparse.Namespace) -> int:
+    try:
+        return await command(options)
+    except ServiceError as error:
+        if error.code is grpc.StatusCode.UNAVAILABLE and error.reason in _NOT_REACHED:
+            _complain(f"No server answers at {options.target} ({error.message}).")
+        else:
+            _complain(error.message)
+        return 1
+    except BrokenPipeError:  # `tokenwire complete … | head`
+        sys.stderr.close()
+        return 1
+
+
+_NOT_REACHED = ("UNREACHABLE", "SESSION_LOST")
+
+
+async def _serve(options: argparse.Namespace) -> int:
+    from tokenwire.supervisor import Layout, ServeError, supervise
+
+    layout = Layout(
+        host=options.host,
+        port=options.port,
+        tokenizer_port=options.tokenizer_port,
+        engine_port=options.engine_port,
+        grammar_port=options.grammar_port,
+        model=options.model,
+        dtype=options.dtype,
+        engine_args=options.engine_args,
+        open=options.open,
+        grace=options.grace,
+        log_dir=options.log_dir,
+    )
+    try:
+        await supervise(layout)
+    except ServeError as error:
+        _complain(str(error))
+        return error.exit_code
+    return 0
+
+
+async def _complete(options: argparse.Namespace) -> int:
+    from tokenwire.client import Client, CompleteOptions
+
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    asked: CompleteOptions = {}
+    for name in ("suffix", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "model"):
+        value = getattr(options, name)
+        if value is not None:
+            asked[name] = value
+    async with Client(options.target) as client:
+        if options.stream:
+            if (options.n or 1) > 1:
+                _complain("--stream shows one choice; leave out --n.")
+                return 2
+            async with client.stream(prompt, **asked) as stream:
+                async for delta in stream:
+                    print(delta.text, end="", flush=True)
+            print()
+            return 0
+        completion = await client.complete(prompt, **asked)
+        for choice in completion.choices:
+            if len(completion.choices) > 1:
+                print(f"--- {choice.index}")
+            print(choice.text)
+    return 0
+
+
+async def _tokenize(options: argparse.Namespace) -> int:
+    from tokenwire.client import Client
+
+    text = sys.stdin.read() if options.text == "-" else options.text
+    async with Client(options.target) as client:
+        encoding = await client.encode(text)
+    for identity, token in zip(encoding.ids, encoding.tokens, strict=True):
+        print(f"{identity}\t{token}")
+    return 0
+
+
+async def _models(options: argparse.Namespace) -> int:
+    from tokenwire.client import Client
+
+    async with Client(options.target) as client:
+        for model in await client.models():
+            can = [name for name in ("infill", "grammar") if getattr(model, name)]
+            print(f"{model.id}\tcontext {model.context_length}\t{' '.join(can)}")
+    return 0
+
+
+async def _health(options: argparse.Namespace) -> int:
+    from tokenwire.health import is_ready, is_serving
+
+    probe: Any = is_ready if options.target.startswith("http://") else is_serving
+    healthy = await probe(options.target)
+    print("serving" if healthy else "not serving")
+    return 0 if healthy else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tokenwire", description="A language-model server and its client.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=version("tokenwire"))
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Command, meaning: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=meaning,
+            description=meaning,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=False,
+        )
+        sub.set_defaults(command=command)
+        return sub
+
+    _add_serve(add("serve", _serve, "Start the four services and keep them until Ctrl-C."))
+
+    complete = add("complete", _complete, "Complete a prompt.")
+    complete.add_argument("prompt", help="The prompt; - reads standard input.")
+    complete.add_argument("--suffix", help="What follows the gap that is to be filled.")
+    complete.add_argument("--stream", action="store_true", help="Print as it is generated.")
+    complete.add_argument(
+        "--max-tokens", type=int, help="Tokens at most; the server's default is 16."
+    )
+    complete.add_argument("--temperature", type=float, help="0 = the most likely token each time.")
+    complete.add_argument("--top-p", type=float, help="Nucleus mass.")
+    complete.add_argument("--seed", type=int, help="The same seed gives the same tokens.")
+    complete.add_argument("--n", type=int, help="Choices.")
+    complete.add_argument(
+        "--stop", action="append", help="A string that ends the text; repeatable."
+    )
+    complete.add_argument("--model", help="Needed where several are served.")
+
+    tokenize = add("tokenize", _tokenize, "Print the token ids of a text, one a line.")
+    tokenize.add_argument("text", help="The text; - reads standard input.")
+
+    models = add("models", _models, "List the models that are served.")
+    for sub in (complete, tokenize, models):
+        sub.add_argument("--target", default=_TARGET, help="host:port of the tokenizer service.")
+
+    health = add("health", _health, "Exit with 0 if a service serves, else with 1.")
+    health.add_argument("target", help="host:port of a gRPC service, or an http:// URL.")
+    return parser
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="Where HTTP, tokenizer and engine listen."
+    )
+    serve.add_argument("--port", type=int, default=8000, help="HTTP port.")
+    serve.add_argument(
+        "--model", type=Path, help="Directory of a checkpoint; none = the embedded one."
+    )
+    serve.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16.")
+    serve.add_argument("--tokenizer-port", type=int, default=50051, help="gRPC port, text level.")
+    serve.add_argument("--engine-port", type=int, default=50052, help="gRPC port, token level.")
+    serve.add_argument("--grammar-port", type=int, default=50053, help="gRPC port, loopback only.")
+    serve.add_argument(
+        "--engine-args", default="", help="Further flags of the engine, in one string."
+    )
+    serve.add_argument(
+        "--open", action="store_true", help="Allow a host beyond loopback without keys."
+    )
+    serve.add_argument(
+        "--grace", type=float, default=30.0, help="Seconds that running requests get."
+    )
+    serve.add_argument("--log-dir", type=Path, help="A log file per service there, not stderr.")
+
+
+def _complain(what: str) -> None:
+    print(f"tokenwire: {what}", file=sys.stderr)

@@ -1,0 +1,482 @@
+"""The asyncio client, at text level and at token level.
+
+    import asyncio
+    from tokenwire.client import Client
+
+    async def main() -> None:
+        async with Client("127.0.0.1:50051") as client:
+            print((await client.complete("def add(a, b):", max_tokens=32)).text)
+
+    asyncio.run(main())
+
+Everything that one client generates travels over one stream (a Session of the service), so that a
+thousand concurrent requests cost one message per engine step and not a thousand. Requests fail with
+ServiceError. Leaving `async with client.stream(...)`, or cancelling the task that waits, cancels
+the request down to its KV blocks.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, cast
+
+import grpc
+
+from tokenwire.channel import connect
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.errors import ServiceError
+from tokenwire.results import (
+    Choice,
+    Completion,
+    Delta,
+    Encoding,
+    EngineModel,
+    FinishReason,
+    Generation,
+    Load,
+    Model,
+    Output,
+    Scores,
+    TokenDelta,
+    Usage,
+)
+from tokenwire.session import Session, completion_session, engine_session
+from tokenwire.tokenizer.v1 import tokenizer_pb2
+from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+from tokenwire.types.v1 import types_pb2
+from tokenwire.types.v1.types_pb2 import DryParams, GrammarSpec, MirostatParams
+
+__all__ = [
+    "Client",
+    "CompleteOptions",
+    "CompletionStream",
+    "DryParams",
+    "EngineClient",
+    "GenerateOptions",
+    "GenerationStream",
+    "GrammarSpec",
+    "MirostatParams",
+]
+
+Prompt = str | Sequence[int]
+Event = TypeVar("Event")
+DeltaType = TypeVar("DeltaType")
+Answer = TypeVar("Answer")
+
+
+class RequestOptions(TypedDict, total=False):
+    """What both levels take. Ranges and defaults: protos/tokenwire/types/v1/types.proto."""
+
+    model: str
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: Sequence[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    dry: DryParams
+    mirostat: MirostatParams
+    n: int
+    logprobs: int
+    grammar: GrammarSpec
+    request_id: str
+    """Named in every service's log"""
+    tenant: str
+    """Salts the prefix cache"""
+    priority: int
+    timeout_seconds: float
+
+
+class CompleteOptions(RequestOptions, total=False):
+    """What a completion takes besides its prompt: protos/tokenwire/completion/v1."""
+
+    suffix: str
+    stop: Sequence[str]
+    include_stop_string: bool
+    best_of: int
+    echo: bool
+    truncate_prompt: bool
+    context_overflow: completion_pb2.ContextOverflow
+    dry_sequence_breakers: Sequence[str]
+    user: str
+
+
+class GenerateOptions(RequestOptions, total=False):
+    """What a request at token level takes besides its prompts: protos/tokenwire/engine/v1."""
+
+    prompt_logprobs: int
+
+
+class Client:
+    """Text in, text out: talks to the tokenizer service at "host:port"."""
+
+    def __init__(self, target: str = "127.0.0.1:50051") -> None:
+        self._channel = connect(target)
+        self._session = completion_session(self._channel)
+        self._completions = CompletionServiceStub(self._channel)
+        self._tokenizer = TokenizerServiceStub(self._channel)
+
+    async def complete(
+        self, prompt: Prompt | Sequence[Prompt], **options: Unpack[CompleteOptions]
+    ) -> Completion:
+        """Complete one prompt or several, each a text or token ids."""
+        request = _complete_request(prompt, dict(options), completion_pb2.DELIVERY_WHOLE)
+        deltas: dict[int, list[Delta]] = defaultdict(list)
+        async with CompletionStream(self._session, request) as stream:
+            async for delta in stream:
+                deltas[delta.index].append(delta)
+        accepted, usage = stream.accepted, stream.usage
+        assert accepted is not None
+        assert usage is not None
+        choices = tuple(Choice.join(deltas[index]) for index in sorted(deltas))
+        return Completion(
+            accepted.model, accepted.system_fingerprint, accepted.seed, choices, usage
+        )
+
+    def stream(
+        self, prompt: Prompt | Sequence[Prompt], **options: Unpack[CompleteOptions]
+    ) -> "CompletionStream":
+        """The same as it is generated.
+
+        async with client.stream("def add(a, b):") as stream:
+            async for delta in stream:
+                print(delta.text, end="")
+        """
+        request = _complete_request(prompt, dict(options), completion_pb2.DELIVERY_DELTAS)
+        return CompletionStream(self._session, request)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+        """Token ids of a text."""
+        request = tokenizer_pb2.EncodeRequest(
+            texts=[text], add_special_tokens=add_special_tokens, with_texts=True
+        )
+        answer = await _answer(self._tokenizer.Encode(request))
+        return Encoding.read(answer.encodings[0])
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        request = tokenizer_pb2.DecodeRequest(
+            sequences=[types_pb2.TokenIds(ids=ids)], skip_special_tokens=skip_special_tokens
+        )
+        return (await _answer(self._tokenizer.Decode(request))).decodings[0].text
+
+    async def models(self) -> tuple[Model, ...]:
+        """The models that are served."""
+        request = completion_pb2.ListModelsRequest()
+        answer = await _answer(self._completions.ListModels(request))
+        return tuple(Model.read(model) for model in answer.models)
+
+    async def aclose(self) -> None:
+        """Cancel what runs, and disconnect."""
+        await self._session.close()
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+class EngineClient:
+    """Token ids in, token ids out: talks to an engine at "host:port"."""
+
+    def __init__(self, target: str = "127.0.0.1:50052") -> None:
+        self._channel = connect(target)
+        self._session = engine_session(self._channel)
+        self._control = EngineControlServiceStub(self._channel)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | Sequence[Sequence[int]],
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """Continue one prompt or several."""
+        outputs: dict[int, list[TokenDelta]] = defaultdict(list)
+        scores: dict[int, list[Scores]] = defaultdict(list)
+        async with self.stream(prompt_ids, **options) as stream:
+            async for delta in stream:
+                if not delta.is_prompt:
+                    outputs[delta.sequence].append(delta)
+                elif delta.scores is not None:
+                    scores[delta.sequence].append(delta.scores)
+        assert stream.accepted is not None
+        assert stream.usage is not None
+        return Generation(
+            stream.accepted.sampling.seed,
+            tuple(Output.join(outputs[index]) for index in sorted(outputs)),
+            tuple(Scores.join(scores[index]) for index in range(stream.prompts)),
+            stream.usage,
+        )
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int] | Sequence[Sequence[int]],
+        **options: Unpack[GenerateOptions],
+    ) -> "GenerationStream":
+        """The same as it is generated."""
+        start = _generate_start(prompt_ids, dict(options))
+        return GenerationStream(self._session, start)
+
+    async def model(self) -> EngineModel:
+        """The model, its limits and capabilities."""
+        return EngineModel.read(await _answer(self._control.GetModel(engine_pb2.GetModelRequest())))
+
+    async def load(self) -> Load:
+        """How busy the engine is."""
+        answer = await _answer(self._control.GetLoad(engine_pb2.GetLoadRequest()))
+        return Load.read(answer.load)
+
+    async def aclose(self) -> None:
+        """Cancel what runs, and disconnect."""
+        await self._session.close()
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+class _Inbox(Generic[Event]):
+    """Keeps the events of one request until they are taken."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._error: ServiceError | None = None
+        self._arrived = asyncio.Event()
+
+    def on_event(self, event: Event) -> None:
+        self._events.append(event)
+        self._arrived.set()
+
+    def on_error(self, error: ServiceError) -> None:
+        self._error = error
+        self._arrived.set()
+
+    async def take(self) -> Event:
+        """The next event; raises ServiceError once the request has failed."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._events.popleft()
+
+
+class _Stream(ABC, Generic[Event, DeltaType]):
+    """One request of a Session, as an async iterator of its deltas."""
+
+    usage: Usage | None = None
+    """Set once the iteration has ended"""
+
+    def __init__(self, session: Session[Any, Event]) -> None:
+        self._session = session
+        self._inbox: _Inbox[Event] = _Inbox()
+        self._handle = session.open(self._inbox)
+        self._over = False
+
+    @abstractmethod
+    def _cancel_command(self) -> object: ...
+
+    @abstractmethod
+    def _read(self, event: Event) -> DeltaType | None:
+        """The delta in an event, if any. Sets `usage` at the last event."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> DeltaType:
+        while not self._over:
+            try:
+                event = await self._inbox.take()
+            except ServiceError:
+                self._over = True
+                raise
+            delta = self._read(event)
+            self._over = self.usage is not None
+            if delta is not None:
+                return delta
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it has ended."""
+        if not self._over:
+            self._over = True
+            self._session.forget(self._handle)
+            self._session.send(self._cancel_command())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+class CompletionStream(_Stream[completion_pb2.SessionEvent, Delta]):
+    """Deltas of a completion."""
+
+    accepted: completion_pb2.CompleteAccepted | None = None
+    """What was admitted; set before the first delta"""
+
+    def __init__(
+        self,
+        session: Session[completion_pb2.SessionCommand, completion_pb2.SessionEvent],
+        start: completion_pb2.StartComplete,
+    ) -> None:
+        super().__init__(session)
+        session.send(completion_pb2.SessionCommand(handle=self._handle, start_complete=start))
+
+    def _cancel_command(self) -> object:
+        cancel = completion_pb2.Cancel()
+        return completion_pb2.SessionCommand(handle=self._handle, cancel=cancel)
+
+    def _read(self, event: completion_pb2.SessionEvent) -> Delta | None:
+        response = event.complete
+        match response.WhichOneof("event"):
+            case "delta":
+                return Delta.read(response.delta)
+            case "finished":
+                finished = response.finished
+                return Delta(
+                    index=finished.index,
+                    position=finished.completion_tokens,
+                    finish_reason=FinishReason.read(finished.reason),
+                    stop=_matched(finished.match),
+                )
+            case "accepted":
+                self.accepted = response.accepted
+            case "completed":
+                self.usage = Usage.read(response.completed.usage)
+        return None
+
+
+class GenerationStream(_Stream[engine_pb2.SessionEvent, TokenDelta]):
+    """Deltas of a request at token level."""
+
+    accepted: engine_pb2.Accepted | None = None
+    """What was admitted; set before the first delta"""
+
+    def __init__(
+        self,
+        session: Session[engine_pb2.SessionCommand, engine_pb2.SessionEvent],
+        start: engine_pb2.SessionStart,
+    ) -> None:
+        super().__init__(session)
+        self.prompts = len(start.request.prompts)
+        session.send(engine_pb2.SessionCommand(handle=self._handle, start=start))
+
+    def _cancel_command(self) -> object:
+        cancel = engine_pb2.SessionCancel()
+        return engine_pb2.SessionCommand(handle=self._handle, cancel=cancel)
+
+    def _read(self, event: engine_pb2.SessionEvent) -> TokenDelta | None:
+        match event.WhichOneof("event"):
+            case "delta":
+                return TokenDelta.read(event.delta)
+            case "prompt_scores":
+                return TokenDelta.read_prompt(event.prompt_scores)
+            case "finished":
+                matched = _matched(event.finished.match)
+                return TokenDelta(
+                    sequence=event.finished.sequence,
+                    position=event.finished.completion_tokens,
+                    finish_reason=FinishReason.read(event.finished.reason),
+                    stop=matched if isinstance(matched, int) else None,
+                )
+            case "accepted":
+                self.accepted = event.accepted
+            case "completed":
+                self.usage = Usage.read(event.completed.usage)
+        return None
+
+
+def _complete_request(
+    prompt: Prompt | Sequence[Prompt],
+    options: dict[str, Any],
+    delivery: completion_pb2.Delivery.ValueType,
+) -> completion_pb2.StartComplete:
+    prompts = [prompt] if _is_one(prompt) else prompt
+    context = completion_pb2.RequestContext(**_pop_fields(options, completion_pb2.RequestContext))
+    request = completion_pb2.CompleteRequest(
+        prompts=[_prompt(one) for one in cast(Sequence[Prompt], prompts)],
+        delivery=delivery,
+        **_nested(options),
+        **options,
+    )
+    return completion_pb2.StartComplete(request=request, context=context)
+
+
+def _generate_start(
+    prompt_ids: Sequence[int] | Sequence[Sequence[int]], options: dict[str, Any]
+) -> engine_pb2.SessionStart:
+    prompts = cast(Sequence[Sequence[int]], [prompt_ids] if _is_one(prompt_ids) else prompt_ids)
+    context = _pop_fields(options, engine_pb2.SessionStart)
+    request = engine_pb2.GenerateRequest(
+        prompts=[types_pb2.TokenIds(ids=ids) for ids in prompts], **_nested(options), **options
+    )
+    return engine_pb2.SessionStart(request=request, **context)
+
+
+def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+
+
+def _prompt(prompt: Prompt) -> completion_pb2.Prompt:
+    if isinstance(prompt, str):
+        return completion_pb2.Prompt(text=prompt)
+    return completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=prompt))
+
+
+def _nested(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that the contract keeps in messages of their own; they leave `options`."""
+    return {
+        "sampling": types_pb2.SamplingParams(**_pop_fields(options, types_pb2.SamplingParams)),
+        "stopping": types_pb2.StoppingParams(**_pop_fields(options, types_pb2.StoppingParams)),
+    }
+
+
+def _pop_fields(options: dict[str, Any], message: Any) -> dict[str, Any]:
+    """Take the options that are fields of a message type."""
+    names = message.DESCRIPTOR.fields_by_name
+    return {name: options.pop(name) for name in list(options) if name in names}
+
+
+def _matched(match: types_pb2.StopMatch) -> str | int | None:
+    name = match.WhichOneof("match")
+    return None if name is None else cast(str | int, getattr(match, name))
+
+
+async def _answer(call: Awaitable[Answer]) -> Answer:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise ServiceError.from_rpc_error(error) from None
