@@ -60,6 +60,9 @@ class Tokenwire(Server):
     def install(self, cache: Path) -> Path:
         return Path(sys.executable)
 
+    def served_name(self, model: Path) -> str:
+        return model.name
+
     def launch(self, python: Path, model: Path, port: int) -> Launch:
         arguments = ["--model", str(model), "--port", str(port), "--dtype", "bfloat16"]
         return Launch(

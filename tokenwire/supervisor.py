@@ -23,6 +23,7 @@ _POLL_SECONDS = 0.1
 _CUT_SECONDS = 5.0  # what a service gets beyond its grace before it is killed
 _METRICS_OFFSET = 1000
 _CHECKPOINTS = Path(__file__).resolve().parent.parent / "models"
+_LIBRARY_LOG = re.compile(r"[IW]\d{4} ")  # of grpc, where nothing is wrong
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -178,7 +179,7 @@ class _Process:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=stderr,
             stderr=stderr,
-            start_new_session=True,  # Ctrl-C is the supervisor's; it stops them in order
+            process_group=0,  # Ctrl-C is the supervisor's; it stops them in order
             preexec_fn=_die_with_parent,
         )  # fmt: skip
         os.close(stderr)
@@ -280,6 +281,8 @@ async def _death(processes: Sequence[_Process], was_up: bool) -> ServeError:
     code = dead.returncode or 0
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     words = await dead.last_words()
+    if code == -signal.SIGKILL:
+        words = "it was killed from outside, perhaps because memory ran out."
     if not was_up and code == 2 and words.startswith(f"{dead.service.name}: "):
         return ServeError(words)
     return ServeError(f"{dead.service.name} ended with {how}: {words or 'it said nothing.'}", 1)
@@ -352,7 +355,7 @@ def _address(host: str, port: int) -> str:
 def _sentence(line: str) -> tuple[str, bool]:
     """The message of a log line and whether it tells of an error; plain text (a traceback) does."""
     if not line.startswith("{"):
-        return line, True
+        return line, _LIBRARY_LOG.match(line) is None
     try:
         record = json.loads(line)
         return str(record["message"]), record["level"] in ("error", "critical")

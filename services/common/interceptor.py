@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import grpc
 
 from services.common.logging import request_id
-from tokenwire.errors import DETAILS_KEY, ServiceError
+from tokenwire.errors import DETAILS_KEY, ServiceError, invalid
 
-__all__ = ["RpcInterceptor", "metadata_value", "sane_request_id"]
+__all__ = ["RpcInterceptor", "metadata_priority", "metadata_value", "sane_request_id"]
 
 _LOG = logging.getLogger("rpc")
 _SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -32,6 +32,18 @@ def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str
         if name == key:
             return value if isinstance(value, str) else value.decode("utf-8", "replace")
     return None
+
+
+def metadata_priority(context: grpc.aio.ServicerContext[Any, Any]) -> int:
+    """x-priority: higher first, 0 where it is absent. Raises ServiceError if it is no int32."""
+    text = metadata_value(context, "x-priority") or "0"
+    try:
+        priority = int(text)
+    except ValueError:
+        raise invalid("x-priority", f"x-priority must be an integer, not {text!r}.") from None
+    if not -(2**31) <= priority < 2**31:
+        raise invalid("x-priority", f"x-priority {text} is out of range.")
+    return priority
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from services.common.interceptor import metadata_value, sane_request_id
+from services.common.interceptor import metadata_priority, metadata_value, sane_request_id
 from services.common.logging import request_id
 from services.common.server import Application
 from services.common.settings import StartupError
@@ -405,16 +405,9 @@ class _EngineControl(engine_pb2_grpc.EngineControlServiceServicer):
 
 
 def _caller(context: GenerateContext) -> Caller:
-    priority = metadata_value(context, "x-priority") or "0"
-    try:
-        value = int(priority)
-    except ValueError:
-        raise invalid("x-priority", f"{priority!r} is no integer.") from None
-    if not -(2**31) <= value < 2**31:
-        raise invalid("x-priority", f"{priority} is out of range.")
     return Caller(
         request_id.get(),
         metadata_value(context, "x-tenant") or "",
-        value,
+        metadata_priority(context),
         context.time_remaining(),
     )

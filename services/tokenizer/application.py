@@ -27,9 +27,12 @@ class TokenizerSettings(ServerSettings):
     """Text to token ids and back, and completions at text level."""
 
     port: int = setting(50051, "Port of the gRPC server; 0 = any free one.")
-    model: Path = setting(Path("models/tokenwire-code-8m"), "Directory of the checkpoint.")
+    model: Path = setting(Path(), "Directory of the checkpoint, in the Hugging Face format.")
     model_id: str = setting("", "Name of the model for clients; empty = the directory's.")
     engine: str = setting("127.0.0.1:50052", "Address of the engine, host:port.")
+    engine_wait: float = setting(
+        10.0, "Seconds that requests wait for an engine that was lost to come back."
+    )
     max_logprobs: int = setting(
         5, "Most candidates per token that a request may ask for, up to 20."
     )
@@ -56,8 +59,10 @@ class TokenizerApplication(Application):
             raise StartupError(
                 f"--max-logprobs must be between 0 and 20, not {settings.max_logprobs}."
             )
-        if settings.max_stop_strings < 0:
-            raise StartupError("--max-stop-strings must not be negative.")
+        if settings.max_stop_strings < 0 or settings.engine_wait < 0:
+            raise StartupError("--max-stop-strings and --engine-wait must not be negative.")
+        if settings.model == Path():
+            raise StartupError("--model must name the directory of a checkpoint.")
         directory = require_directory(settings.model, "The model directory")
         model = settings.model_id or directory.resolve().name
         vocabulary = Vocabulary(directory)
@@ -68,6 +73,7 @@ class TokenizerApplication(Application):
             max_logprobs=settings.max_logprobs,
             max_stop_strings=settings.max_stop_strings,
             appends_suffix=settings.suffix_fallback == "append",
+            wait_seconds=settings.engine_wait,
         )
         self._link = EngineLink(link_settings, vocabulary, self.set_serving)
         self._completions = Completions(vocabulary, infill, self._link)

@@ -78,9 +78,9 @@ class Choice:
         self._finish_written = False
 
     @property
-    def is_written(self) -> bool:
-        """Whether the end was written."""
-        return self._finish_written
+    def is_large(self) -> bool:
+        """Whether `write` may write megabytes: a prompt, or many scores at once."""
+        return self._echo is not None or (self._plan.scored and len(self._columns.ids) > 1_000)
 
     @property
     def has_output(self) -> bool:

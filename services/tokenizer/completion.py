@@ -27,7 +27,6 @@ __all__ = ["CallContext", "Completion", "Completions"]
 
 _LOG = logging.getLogger("completion")
 _INLINE_ENCODE = 4_096  # characters; longer texts are encoded in a thread
-_RESUBMIT_SECONDS = 10.0
 _MARGIN_SECONDS = 0.1  # how much earlier than its own caller the engine gives up
 _WINDOW = 1_024  # tokens per choice that may be ahead of the reader of a call
 
@@ -190,28 +189,35 @@ class Completion:
             self._leave_engine()
             self._end("cancelled")
 
-    def write(self, add: AddResponse) -> None:
-        """Write everything that is ready, as responses that `add` makes."""
+    def write(self, add: AddResponse, is_full: Callable[[], bool] = lambda: False) -> None:
+        """Write everything that is ready, as responses that `add` makes. When they are full after
+        something large, the rest is announced to the outbox again."""
         plan = self._plan
         if plan is None:
             return
         if self._admitted is not None and not self._admission_written:
             self._write_admission(add().accepted, plan, self._admitted)
-        if plan.whole:
-            while self._next_whole < len(self._choices):
-                choice = self._choices[self._next_whole]
-                if choice.outcome is None or not choice.has_output:
-                    break
-                choice.write(add)
-                self._next_whole += 1
-        else:
-            for choice in self._touched.values():
-                if choice.has_output:
-                    choice.write(add)
-            self._touched.clear()
+        while (choice := self._next_choice(plan)) is not None:
+            is_large = choice.is_large
+            choice.write(add)
+            if is_large and is_full():
+                self._outbox.mark(self)
+                return
         if self._usage is not None and not self._end_written:
             add().completed.usage.CopyFrom(self._usage)
             self._end_written = True
+
+    def _next_choice(self, plan: CompletePlan) -> Choice | None:
+        """The next that has something to write. Whole ones go in the order of index."""
+        if not plan.whole:
+            return self._touched.pop(next(iter(self._touched))) if self._touched else None
+        if self._next_whole == len(self._choices):
+            return None
+        choice = self._choices[self._next_whole]
+        if choice.outcome is None or not choice.has_output:
+            return None
+        self._next_whole += 1
+        return choice
 
     # what the engine tells
 
@@ -398,7 +404,7 @@ class Completion:
             if all(choice.outcome is not None for choice in self._choices):
                 self._on_completed(types_pb2.Usage())
                 return
-            if not await self._owner.link.wait_serving(_RESUBMIT_SECONDS):
+            if not await self._owner.link.comes_back():
                 raise ServiceError(
                     grpc.StatusCode.UNAVAILABLE,
                     "ENGINE_LOST",

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from services.common.interceptor import metadata_value, sane_request_id
+from services.common.interceptor import metadata_priority, metadata_value, sane_request_id
 from services.common.logging import request_id
 from services.tokenizer.completion import CallContext, Completion, Completions
 from services.tokenizer.outbox import STALL_SECONDS, Outbox
@@ -20,6 +20,8 @@ from tokenwire.errors import DETAILS_KEY, ServiceError, invalid, unimplemented
 __all__ = ["CompletionServicer"]
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_FULL = 4 * 1024 * 1024  # bytes after which a message of a Session takes no more
+_CHECK_EVERY = 8  # completions; so many together stay far below the limit of a message
 
 
 class CompletionServicer(CompletionServiceServicer):
@@ -143,10 +145,15 @@ class _ClientSession:
                 self._carry_out(command)
 
     def write(self, response: completion_pb2.SessionResponse) -> None:
-        """Everything that is ready."""
-        for source in self._outbox.take():
+        """What is ready, as far as one message holds it."""
+        sources = self._outbox.take()
+        for place, source in enumerate(sources):
             if isinstance(source, Completion) and source in self._handles:
                 self._write_completion(source, self._handles[source], response)
+            if place % _CHECK_EVERY == _CHECK_EVERY - 1 and response.ByteSize() > _FULL:
+                for rest in sources[place + 1 :]:
+                    self._outbox.mark(rest)
+                break
         for handle, error in self._refused.items():
             response.events.add(handle=handle, error=error.to_status())
         self._refused.clear()
@@ -164,7 +171,7 @@ class _ClientSession:
             event.handle = handle
             return event.complete
 
-        completion.write(add)
+        completion.write(add, lambda: response.ByteSize() > _FULL)
         if completion.error is not None:
             response.events.add(handle=handle, error=completion.error.to_status())
         if completion.error is not None or completion.is_written:
@@ -218,17 +225,10 @@ async def _refuse_stalled(context: Context) -> None:
 
 def _context_of_call(context: Context, user: str) -> CallContext:
     left = context.time_remaining()
-    priority = metadata_value(context, "x-priority") or "0"
-    try:
-        level = int(priority)
-        if not -(2**31) <= level < 2**31:
-            raise ValueError
-    except ValueError:
-        raise invalid("x-priority", f"x-priority must be an integer, not {priority!r}.") from None
     return CallContext(
         request_id=request_id.get(),
         tenant=metadata_value(context, "x-tenant") or "",
-        priority=level,
+        priority=metadata_priority(context),
         deadline=_deadline(left),
         user=user,
     )

@@ -37,6 +37,8 @@ class LinkSettings:
     max_logprobs: int
     max_stop_strings: int
     appends_suffix: bool
+    wait_seconds: float
+    """How long requests wait for an engine that was lost."""
 
 
 class EngineLink:
@@ -81,10 +83,10 @@ class EngineLink:
         self._watching = asyncio.ensure_future(self._watch(serves))
         await serves
 
-    async def wait_serving(self, seconds: float) -> bool:
-        """Whether the engine answers that it serves, within so many seconds."""
+    async def comes_back(self) -> bool:
+        """Whether an engine that was lost answers that it serves, within the time to wait."""
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self._probe_health(seconds))
+            self._probe = asyncio.ensure_future(self._probe_health(self._settings.wait_seconds))
         return await asyncio.shield(self._probe)
 
     async def close(self) -> None:

@@ -20,12 +20,12 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Asked for with madvise, so that no environment variable is needed; small tensors waste the rest
     of a page, so share an `Arena` for those.
     """
-    elements = prod(shape)
-    memory = mmap.mmap(-1, max(elements * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE)
+    elements = max(prod(shape), 1)  # a mapping cannot be empty
+    memory = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=elements).view(shape)
+    return torch.frombuffer(memory, dtype=dtype, count=elements)[: prod(shape)].view(shape)
 
 
 class Arena:

@@ -97,8 +97,9 @@ class Attention {
       memset(sum, 0, sizeof sum);
       for (int64_t p = 0; p < parts; p++) {
         const float *part = first + p * part_size;
-        __m512 factor = exp2(_mm512_set1_ps(part[a_.head_dim] - highest));
-        total += part[a_.head_dim + 1] * _mm512_cvtss_f32(factor);
+        float power = power_of_two(part[a_.head_dim] - highest);
+        __m512 factor = _mm512_set1_ps(power);
+        total += part[a_.head_dim + 1] * power;
         for (int64_t i = 0; i < a_.head_dim; i += 16)
           _mm512_store_ps(sum + i, _mm512_fmadd_ps(factor, _mm512_loadu_ps(part + i),
                                                    _mm512_load_ps(sum + i)));
@@ -166,13 +167,23 @@ class Attention {
     int64_t at = position(unit, r), width = divide_up(count, kTileInner) * kTileInner;
     int64_t last = smaller(smaller(at + 1, unit.last_key) - key, count);
     int64_t first = a_.window ? larger(at + 1 - a_.window - key, 0) : 0;
+    if (first == 0 && last == width)
+      weigh_row<false>(r, width, 0, 0, s);
+    else
+      weigh_row<true>(r, width, static_cast<int>(first), static_cast<int>(last), s);
+  }
+
+  // Keys first to last - 1 are visible, or all where not kMasked.
+  template <bool kMasked>
+  void weigh_row(int64_t r, int64_t width, int first, int last, Scratch &s) const {
     const float *scores = s.scores + r * kMostKeys;
     uint16_t *weights = s.weights + r * kMostKeys;
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    auto visible = [&](int64_t i) {
+    auto visible = [=](int64_t i) -> __mmask16 {
+      if (!kMasked) return 0xffff;
       __m512i index = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(i)));
-      return _mm512_cmplt_epi32_mask(index, _mm512_set1_epi32(static_cast<int>(last))) &
-             _mm512_cmpge_epi32_mask(index, _mm512_set1_epi32(static_cast<int>(first)));
+      return _mm512_cmplt_epi32_mask(index, _mm512_set1_epi32(last)) &
+             _mm512_cmpge_epi32_mask(index, _mm512_set1_epi32(first));
     };
     __m512 highest = _mm512_set1_ps(kLowest);
     for (int64_t i = 0; i < width; i += 16)
@@ -189,9 +200,10 @@ class Attention {
       sum = _mm512_add_ps(sum, weight);
       _mm256_store_si256(reinterpret_cast<__m256i *>(weights + i), to_bfloat16(weight));
     }
-    __m512 correction = exp2(_mm512_set1_ps(before - now));
-    s.total[r] = s.total[r] * _mm512_cvtss_f32(correction) + _mm512_reduce_add_ps(sum);
+    s.total[r] = s.total[r] * power_of_two(before - now) + _mm512_reduce_add_ps(sum);
     s.highest[r] = now;
+    if (now == before) return;
+    __m512 correction = _mm512_set1_ps(power_of_two(before - now));
     float *state = s.state + r * a_.head_dim;
     for (int64_t i = 0; i < a_.head_dim; i += 16)
       _mm512_store_ps(state + i, _mm512_mul_ps(correction, _mm512_load_ps(state + i)));

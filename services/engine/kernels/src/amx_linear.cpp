@@ -9,8 +9,6 @@ namespace {
 
 // Rows multiplied with a panel before the next panel's turn: they should stay in the L2 cache.
 constexpr int64_t kRowsBytes = 1 << 20;
-constexpr int64_t kMostRows = 512;
-constexpr int64_t kDepth = 512;  // inputs of a panel that make 32 KiB
 constexpr int64_t kPrefetch = 8 * kTile;  // elements ahead, eight tiles
 
 inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
@@ -28,22 +26,23 @@ inline uint16_t round_to_bfloat16(float value) {
       _mm_extract_epi16(reinterpret_cast<__m128i>(_mm_cvtneps_pbh(_mm_set_ss(value))), 0));
 }
 
-// Adds the product of up to 32 rows and `depth` inputs of one panel to tiles 0 to 3.
-template <bool kTwoRowTiles, bool kStreams>
-inline void multiply_tiles(const uint16_t *rows, int64_t stride, const uint16_t *panel,
-                           int64_t depth) {
-  const uint16_t *lower = rows + kTileRows * stride;
-  for (int64_t k = 0; k < depth; k += kTileInner, panel += 2 * kTile) {
-    if (kStreams)
-      for (int64_t line = 0; line < 2 * kTile; line += 32)
-        _mm_prefetch(reinterpret_cast<const char *>(panel + kPrefetch + line), _MM_HINT_T0);
+// Adds the product of up to 32 rows and one panel to tiles 0 to 3.
+//
+// What is needed next is fetched meanwhile: `lines` cache lines for each step, from `next` on.
+template <bool kTwoRowTiles>
+inline void multiply_tiles(const uint16_t *rows, int64_t inputs, const uint16_t *panel,
+                           const uint16_t *next, int64_t lines) {
+  const uint16_t *lower = rows + kTileRows * inputs;
+  for (int64_t k = 0; k < inputs; k += kTileInner, panel += 2 * kTile) {
+    for (int64_t line = 0; line < lines; line++, next += kTileInner)
+      _mm_prefetch(reinterpret_cast<const char *>(next), _MM_HINT_T0);
     _tile_loadd(6, panel, 64);
     _tile_loadd(7, panel + kTile, 64);
-    _tile_loadd(4, rows + k, stride * 2);
+    _tile_loadd(4, rows + k, inputs * 2);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (kTwoRowTiles) {
-      _tile_loadd(5, lower + k, stride * 2);
+      _tile_loadd(5, lower + k, inputs * 2);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -86,44 +85,43 @@ inline void finish_row(const tw_linear &a, const float *product, int64_t row, in
   _mm256_mask_storeu_epi16(out + kTileRows, second, to_bfloat16(high));
 }
 
-// Multiplies rows start to end with one panel. `products`: [end - start, rounded up to 32][32].
-void multiply(const tw_linear &a, int64_t start, int64_t end, int64_t panel, float *products) {
+// Fetches what finish_row is going to write.
+inline void fetch_out(const tw_linear &a, int64_t row, int64_t count, int64_t panel) {
+  int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, halves = a.epilogue == TW_GATE ? 2 : 1;
+  int64_t stride = a.outputs / halves * size;
+  const char *out = static_cast<const char *>(a.out) + row * stride + panel * kPair / halves * size;
+  for (int64_t i = 0; i < count; i++) __builtin_prefetch(out + i * stride, 1);
+}
+
+// Multiplies rows start to end with one panel.
+void multiply(const tw_linear &a, int64_t start, int64_t end, int64_t panel) {
+  alignas(64) float products[kPair * kPair];
+  float *lower = products + kTileRows * kPair;
   const uint16_t *weights = static_cast<const uint16_t *>(a.packed) + panel * a.inputs * kPair;
-  // With many rows, as much of the panel at a time as stays in the L1 cache.
-  int64_t most = end - start > kPair ? kDepth : a.inputs;
+  // One block of rows reads the panel while it multiplies, a little ahead of itself. More of them
+  // leave time to fetch the next panel.
+  int64_t blocks = divide_up(end - start, kPair), lines = divide_up(32, blocks);
+  const uint16_t *next = weights + (blocks > 1 ? a.inputs * kPair : kPrefetch);
   int64_t configured = 0;
-  for (int64_t k = 0; k < a.inputs; k += most) {
-    int64_t depth = smaller(a.inputs - k, most);
-    for (int64_t row = start; row < end; row += kPair) {
-      int64_t count = smaller(end - row, kPair);
-      if (count != configured) configure_tiles(configured = count);
-      const uint16_t *rows = static_cast<const uint16_t *>(a.rows) + row * a.inputs + k;
-      float *upper = products + (row - start) * kPair, *lower = upper + kTileRows * kPair;
-      if (k == 0) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-      } else {
-        _tile_loadd(0, upper, kPair * 4);
-        _tile_loadd(1, upper + kTileRows, kPair * 4);
-        _tile_loadd(2, lower, kPair * 4);
-        _tile_loadd(3, lower + kTileRows, kPair * 4);
-      }
-      if (count <= kTileRows)
-        row == start ? multiply_tiles<false, true>(rows, a.inputs, weights, depth)
-                     : multiply_tiles<false, false>(rows, a.inputs, weights, depth);
-      else
-        row == start ? multiply_tiles<true, true>(rows, a.inputs, weights, depth)
-                     : multiply_tiles<true, false>(rows, a.inputs, weights, depth);
-      _tile_stored(0, upper, kPair * 4);
-      _tile_stored(1, upper + kTileRows, kPair * 4);
-      _tile_stored(2, lower, kPair * 4);
-      _tile_stored(3, lower + kTileRows, kPair * 4);
-      if (k + depth == a.inputs)
-        for (int64_t i = 0; i < count; i++) finish_row(a, upper + i * kPair, row + i, panel);
-    }
-    weights += depth * kPair;
+  for (int64_t row = start; row < end; row += kPair) {
+    int64_t count = smaller(end - row, kPair);
+    if (count != configured) configure_tiles(configured = count);
+    const uint16_t *rows = static_cast<const uint16_t *>(a.rows) + row * a.inputs;
+    fetch_out(a, row, count, panel);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    if (count <= kTileRows)
+      multiply_tiles<false>(rows, a.inputs, weights, next, lines);
+    else
+      multiply_tiles<true>(rows, a.inputs, weights, next, lines);
+    next += a.inputs * lines;
+    _tile_stored(0, products, kPair * 4);
+    _tile_stored(1, products + kTileRows, kPair * 4);
+    _tile_stored(2, lower, kPair * 4);
+    _tile_stored(3, lower + kTileRows, kPair * 4);
+    for (int64_t i = 0; i < count; i++) finish_row(a, products + i * kPair, row + i, panel);
   }
 }
 
@@ -154,15 +152,14 @@ void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t output
 void tw_amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
   int64_t panels = divide_up(a.outputs, kPair);
-  int64_t block = smaller(larger(kRowsBytes / (a.inputs * 2) / kPair * kPair, kPair), kMostRows);
+  int64_t block = larger(kRowsBytes / (a.inputs * 2) / kPair * kPair, kPair);
   // Neighbouring panels go to one thread, so that its reads run on; four shares for each thread
   // are enough for one that is slow or away.
   int64_t share = larger(panels / (4 * num_threads()), 1), shares = divide_up(panels, share);
   parallel_for(divide_up(a.num_rows, block) * shares, [&](int64_t item) {
     int64_t start = item / shares * block, end = smaller(start + block, a.num_rows);
     int64_t first = item % shares * share, last = smaller(first + share, panels);
-    alignas(64) float products[kMostRows * kPair];
-    for (int64_t panel = first; panel < last; panel++) multiply(a, start, end, panel, products);
+    for (int64_t panel = first; panel < last; panel++) multiply(a, start, end, panel);
     _tile_release();
   });
 }

@@ -1,0 +1,516 @@
+"""The tokenizer service in front of a real engine: text in, text out."""
+
+import asyncio
+import math
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from tests.stack import RunningService, free_ports, running_service
+from tokenwire.channel import connect
+from tokenwire.completion.v1 import completion_pb2 as completion
+from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.errors import ServiceError
+from tokenwire.session import CompletionSession, completion_session
+from tokenwire.tokenizer.v1 import tokenizer_pb2
+from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+from tokenwire.types.v1 import types_pb2 as types
+
+_PROMPT = 'def add(a, b):\n    """Return the sum'
+_GREEDY = types.SamplingParams(temperature=0)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one completion's events add up to."""
+
+    accepted: completion.CompleteAccepted = field(default_factory=completion.CompleteAccepted)
+    texts: dict[int, str] = field(default_factory=dict)
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    token_texts: dict[int, list[str]] = field(default_factory=dict)
+    offsets: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, completion.ChoiceFinished] = field(default_factory=dict)
+    usage: types.Usage | None = None
+    deltas: int = 0
+
+    def take(self, response: completion.CompleteResponse) -> None:
+        kind = response.WhichOneof("event")
+        if kind == "accepted":
+            self.accepted = response.accepted
+        elif kind == "delta":
+            delta = response.delta
+            self.deltas += 1
+            self.texts[delta.index] = self.texts.get(delta.index, "") + delta.text
+            self.ids.setdefault(delta.index, []).extend(delta.tokens.ids)
+            self.logprobs.setdefault(delta.index, []).extend(delta.tokens.logprobs)
+            self.token_texts.setdefault(delta.index, []).extend(delta.token_texts)
+            self.offsets.setdefault(delta.index, []).extend(delta.text_offsets)
+        elif kind == "finished":
+            self.finished[response.finished.index] = response.finished
+        elif kind == "completed":
+            self.usage = response.completed.usage
+
+
+@dataclass(frozen=True, slots=True)
+class _Services:
+    completion: CompletionServiceStub
+    tokenizer: TokenizerServiceStub
+    engine: EngineControlServiceStub
+    session: CompletionSession
+
+    async def complete(self, *prompts: str | list[int], **fields: object) -> _Answer:
+        answer = _Answer()
+        async for response in self.completion.Complete(_request(*prompts, **fields)):
+            answer.take(response)
+        return answer
+
+    async def refused(self, *prompts: str | list[int], **fields: object) -> ServiceError:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.complete(*prompts, **fields)
+        return ServiceError.from_rpc_error(caught.value)
+
+    async def idle(self) -> None:
+        """Returns when the engine runs nothing."""
+        request = engine_pb2.WatchLoadRequest(interval_seconds=0.05)
+        async for answer in self.engine.WatchLoad(request):
+            if not answer.load.running_sequences and not answer.load.waiting_requests:
+                return
+
+
+class _Events:
+    """Listens to one request of a Session."""
+
+    def __init__(self) -> None:
+        self.answer = _Answer()
+        self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+
+    def on_event(self, event: completion.SessionEvent) -> None:
+        self.answer.take(event.complete)
+        if self.answer.deltas and not self.began.done():
+            self.began.set_result(None)
+        if event.complete.HasField("completed"):
+            self.ended.set_result(self.answer)
+
+    def on_error(self, error: ServiceError) -> None:
+        self.ended.set_exception(error)
+
+
+def _request(*prompts: str | list[int], **fields: object) -> completion.CompleteRequest:
+    request = completion.CompleteRequest(**fields)  # type: ignore[arg-type]
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            request.prompts.add(text=prompt)
+        else:
+            request.prompts.add(token_ids=types.TokenIds(ids=prompt))
+    return request
+
+
+def _tokens(count: int, **fields: object) -> types.StoppingParams:
+    return types.StoppingParams(max_tokens=count, **fields)  # type: ignore[arg-type]
+
+
+def _endless() -> types.StoppingParams:
+    return _tokens(1_500, ignore_eos=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def engine(
+    embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RunningService]:
+    log = tmp_path_factory.mktemp("log") / "engine.log"
+    arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
+    async with running_service("engine", *arguments, log=log) as service:
+        yield service
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def services(
+    engine: RunningService, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[_Services]:
+    log = tmp_path_factory.mktemp("log") / "tokenizer.log"
+    arguments = ("--model", str(embedded_model), "--engine", engine.target)
+    async with (
+        running_service("tokenizer", *arguments, log=log) as service,
+        connect(service.target) as channel,
+        connect(engine.target) as engine_channel,
+    ):
+        session = completion_session(channel)
+        yield _Services(
+            CompletionServiceStub(channel),
+            TokenizerServiceStub(channel),
+            EngineControlServiceStub(engine_channel),
+            session,
+        )
+        await session.close()
+
+
+async def test_text_and_ids_streamed_and_whole_give_the_same(services: _Services) -> None:
+    encoded = await services.tokenizer.Encode(tokenizer_pb2.EncodeRequest(texts=[_PROMPT]))
+    ids = list(encoded.encodings[0].ids)
+    streamed = await services.complete(_PROMPT, sampling=_GREEDY, stopping=_tokens(24))
+    by_ids = await services.complete(ids, sampling=_GREEDY, stopping=_tokens(24))
+    whole = await services.complete(
+        _PROMPT, sampling=_GREEDY, stopping=_tokens(24), delivery=completion.DELIVERY_WHOLE
+    )
+    assert streamed.texts == by_ids.texts == whole.texts
+    assert streamed.ids == by_ids.ids == whole.ids
+    assert list(streamed.accepted.prompts[0].ids) == ids
+    assert whole.deltas == 1 < streamed.deltas
+    decoded = await services.tokenizer.Decode(
+        tokenizer_pb2.DecodeRequest(sequences=[types.TokenIds(ids=streamed.ids[0])])
+    )
+    assert decoded.decodings[0].text == streamed.texts[0]
+
+
+async def test_scoring_a_prompt_gives_one_entry_a_token_and_one_more(services: _Services) -> None:
+    """Evaluation harnesses slice on that count, and compare scores of both kinds."""
+    fields = {"sampling": _GREEDY, "echo": True, "logprobs": 1}
+    ids = [300, 301, 302, 303, 304]
+    scored = await services.complete(ids, stopping=_tokens(1, ignore_eos=True), **fields)
+    assert len(scored.logprobs[0]) == len(scored.token_texts[0]) == len(ids) + 1
+    assert math.isnan(scored.logprobs[0][0])
+    assert not any(map(math.isnan, scored.logprobs[0][1:]))
+    assert "".join(scored.token_texts[0]) == scored.texts[0]
+    again = await services.complete(scored.ids[0], stopping=_tokens(0), **fields)
+    assert again.logprobs[0][1:] == pytest.approx(scored.logprobs[0][1:], abs=1e-4)
+    assert again.usage is not None
+    assert again.usage.completion_tokens == 0
+
+
+async def test_a_text_prompt_is_echoed_verbatim_with_offsets_into_it(services: _Services) -> None:
+    answer = await services.complete(
+        "# é😀\n\tx", echo=True, logprobs=0, stopping=_tokens(2), sampling=_GREEDY
+    )
+    assert answer.texts[0].startswith("# é😀\n\tx")
+    for text, offset in zip(answer.token_texts[0], answer.offsets[0], strict=True):
+        assert answer.texts[0][offset : offset + len(text)] == text
+
+
+async def test_a_stop_string_trims_text_ids_and_usage_and_ends_the_work(
+    services: _Services,
+) -> None:
+    free = await services.complete(
+        _PROMPT, sampling=_GREEDY, stopping=_tokens(40, ignore_eos=True), logprobs=0
+    )
+    middle = len(free.token_texts[0]) // 2
+    begin = free.offsets[0][middle]
+    stop = free.texts[0][begin : begin + 12]
+    end = free.texts[0].index(stop)
+    for include in (False, True):
+        answer = await services.complete(
+            _PROMPT, sampling=_GREEDY, stopping=_endless(), stop=[stop, "\0"],
+            include_stop_string=include,
+        )  # fmt: skip
+        assert answer.texts[0] == free.texts[0][:end] + (stop if include else "")
+        assert answer.ids[0] == free.ids[0][: len(answer.ids[0])]
+        finished = answer.finished[0]
+        assert finished.reason == types.FINISH_REASON_STOP
+        assert finished.match.stop_string == stop
+        through = next(
+            count
+            for count, offset in enumerate([*free.offsets[0][1:], len(free.texts[0])], 1)
+            if offset >= end + len(stop)
+        )
+        assert finished.completion_tokens == through
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == through
+    await services.idle()
+
+
+async def test_choices_of_several_prompts_have_their_own_index_and_the_seed_repeats(
+    services: _Services,
+) -> None:
+    fields = {"n": 3, "sampling": types.SamplingParams(seed=7), "stopping": _tokens(12)}
+    first = await services.complete("import ", "class ", **fields)
+    second = await services.complete("import ", "class ", **fields)
+    assert first.texts == second.texts
+    assert sorted(first.finished) == [0, 1, 2, 3, 4, 5]
+    assert len(set(first.texts.values())) > 1
+    drawn = await services.complete("import ", stopping=_tokens(12))
+    again = await services.complete(
+        "import ", stopping=_tokens(12), sampling=types.SamplingParams(seed=drawn.accepted.seed)
+    )
+    assert drawn.texts == again.texts
+
+
+async def test_infill_is_built_from_ids_and_takes_no_control_tokens_from_the_user(
+    services: _Services,
+) -> None:
+    tokenizer = await services.tokenizer.GetTokenizer(tokenizer_pb2.GetTokenizerRequest())
+    infill = tokenizer.infill
+    rendered = await services.tokenizer.RenderInfill(
+        tokenizer_pb2.RenderInfillRequest(prefix="def f(<|fim_middle|>", suffix="):\n    pass\n")
+    )
+    answer = await services.complete(
+        "def f(<|fim_middle|>", suffix="):\n    pass\n", sampling=_GREEDY
+    )
+    ids = list(rendered.ids)
+    assert list(answer.accepted.prompts[0].ids) == ids
+    assert ids[0] == infill.prefix_token_id
+    assert ids[-1] == infill.middle_token_id
+    assert ids.count(infill.middle_token_id) == 1
+    assert ids.index(infill.suffix_token_id) > 1
+    error = await services.refused("a", suffix="b", echo=True)
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "echo")
+
+
+async def test_prompts_that_are_too_long_are_refused_or_cut_as_asked(services: _Services) -> None:
+    error = await services.refused("x = 1\n" * 5_000)
+    assert (error.code, error.reason) == (grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_LENGTH_EXCEEDED")
+    cut = await services.complete("x = 1\n" * 5_000, truncate_prompt=True, stopping=_tokens(9))
+    models = await services.completion.ListModels(completion.ListModelsRequest())
+    context = models.models[0].context_length
+    assert len(cut.accepted.prompts[0].ids) == context - 9
+    error = await services.refused(
+        "x", stopping=_tokens(context), context_overflow=completion.CONTEXT_OVERFLOW_ERROR
+    )
+    assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
+
+
+async def test_bad_requests_leave_the_service_as_it_was(services: _Services) -> None:
+    bad: list[tuple[grpc.StatusCode, str, dict[str, object]]] = [
+        (grpc.StatusCode.NOT_FOUND, "model", {"model": "nope"}),
+        (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "sampling.top_p",
+            {"sampling": types.SamplingParams(top_p=2)},
+        ),
+        (grpc.StatusCode.INVALID_ARGUMENT, "stop[0]", {"stop": [""]}),
+        (grpc.StatusCode.UNIMPLEMENTED, "grammar", {"grammar": types.GrammarSpec(regex="a")}),
+    ]
+    for code, path, fields in bad:
+        error = await services.refused("a", **fields)
+        assert (error.code, error.field) == (code, path)
+    error = await services.refused([1, 10**6])
+    assert error.field == "prompts[0].token_ids[1]"
+    assert (await services.complete("a", stopping=_tokens(1))).usage is not None
+
+
+def _start(
+    services: _Services, request: completion.CompleteRequest, **fields: object
+) -> tuple[int, _Events]:
+    events = _Events()
+    handle = services.session.open(events)
+    start = completion.StartComplete(request=request, **fields)  # type: ignore[arg-type]
+    services.session.send(completion.SessionCommand(handle=handle, start_complete=start))
+    return handle, events
+
+
+async def test_a_session_carries_many_and_one_failure_is_its_own(services: _Services) -> None:
+    prompts = ["import os", "class A", "def f(", "for i"]
+    alone = [
+        await services.complete(prompt, sampling=_GREEDY, stopping=_tokens(16))
+        for prompt in prompts
+    ]
+    requests = [_request(p, sampling=_GREEDY, stopping=_tokens(16)) for p in prompts]
+    started = [_start(services, request)[1] for request in requests]
+    _, bad = _start(services, _request("a", n=0))
+    together = await asyncio.gather(*(events.ended for events in started))
+    assert [answer.texts for answer in together] == [answer.texts for answer in alone]
+    with pytest.raises(ServiceError) as caught:
+        await bad.ended
+    assert caught.value.field == "n"
+
+
+async def test_cancelling_in_a_session_ends_the_work_with_one_terminal_event(
+    services: _Services,
+) -> None:
+    handle, events = _start(services, _request("import", n=2, stopping=_endless()))
+    await events.began
+    cancel = completion.SessionCommand(handle=handle, cancel=completion.Cancel())
+    services.session.send(cancel)
+    answer = await events.ended
+    reasons = {finished.reason for finished in answer.finished.values()}
+    assert reasons == {types.FINISH_REASON_CANCELLED}
+    await services.idle()
+
+
+async def test_credit_bounds_what_is_sent(services: _Services) -> None:
+    """A slow client's memory is its own to bound."""
+    handle, events = _start(
+        services, _request("import", stopping=_tokens(64, ignore_eos=True)), credit=5
+    )
+    _, other = _start(services, _request("import", stopping=_tokens(64, ignore_eos=True)))
+    await other.ended
+    assert len(events.answer.ids[0]) == 5
+    credit = completion.SessionCommand(handle=handle, credit=completion.Credit(tokens=100))
+    services.session.send(credit)
+    answer = await events.ended
+    assert len(answer.ids[0]) == 64
+
+
+async def test_a_deadline_in_a_session_ends_the_request(services: _Services) -> None:
+    context = completion.RequestContext(timeout_seconds=0.5)
+    _, events = _start(services, _request("a", n=32, stopping=_endless()), context=context)
+    with pytest.raises(ServiceError) as caught:
+        await events.ended
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await services.idle()
+
+
+async def test_a_client_that_goes_away_ends_its_work(services: _Services) -> None:
+    call = services.completion.Complete(_request("import", n=4, stopping=_endless()))
+    async for response in call:
+        if response.HasField("delta"):
+            call.cancel()
+            break
+    await services.idle()
+    stream = services.completion.Session()
+    start = completion.StartComplete(request=_request("import", n=4, stopping=_endless()))
+    command = completion.SessionCommand(handle=1, start_complete=start)
+    await stream.write(completion.SessionRequest(commands=[command]))
+    await stream.read()
+    stream.cancel()
+    await services.idle()
+
+
+async def test_decode_stream_holds_unfinished_characters(services: _Services) -> None:
+    encoded = await services.tokenizer.Encode(
+        tokenizer_pb2.EncodeRequest(texts=["x😀y"], with_texts=True)
+    )
+    ids = list(encoded.encodings[0].ids)
+    stream = services.tokenizer.DecodeStream()
+    texts = []
+    for place, token in enumerate(ids):
+        chunk = tokenizer_pb2.DecodeChunk(sequence=9, ids=[token], end=place == len(ids) - 1)
+        await stream.write(tokenizer_pb2.DecodeStreamRequest(chunks=[chunk]))
+        answer = await stream.read()
+        assert isinstance(answer, tokenizer_pb2.DecodeStreamResponse)
+        texts.append(answer.chunks[0].text)
+    assert "".join(texts) == "x😀y"
+    assert "😀" in texts
+    bad = tokenizer_pb2.DecodeChunk(sequence=1, ids=[10**6])
+    await stream.write(tokenizer_pb2.DecodeStreamRequest(chunks=[bad]))
+    answer = await stream.read()
+    assert isinstance(answer, tokenizer_pb2.DecodeStreamResponse)
+    assert ServiceError.from_status(answer.chunks[0].error).field == "chunks[0].ids[0]"
+    await stream.done_writing()
+
+
+async def test_offsets_lead_from_tokens_to_text_and_bytes(services: _Services) -> None:
+    text = "é<|endoftext|>x"
+    encoded = await services.tokenizer.Encode(
+        tokenizer_pb2.EncodeRequest(texts=[text], with_texts=True)
+    )
+    encoding = encoded.encodings[0]
+    spans = zip(encoding.starts, encoding.ends, strict=True)
+    assert "".join(text[start:end] for start, end in spans) == text
+    decoded = await services.tokenizer.Decode(
+        tokenizer_pb2.DecodeRequest(
+            sequences=[types.TokenIds(ids=encoding.ids)],
+            skip_special_tokens=False,
+            with_offsets=True,
+        )
+    )
+    assert decoded.decodings[0].text == text
+    assert list(decoded.decodings[0].byte_offsets) == [0, 2, 15]
+
+
+async def test_what_runs_survives_the_engine(embedded_model: Path, tmp_path: Path) -> None:
+    """Killed and started again, the engine continues from prompt + generated ids: the client sees
+    the same text, each token once."""
+    _, port = free_ports(2)  # the first will be the tokenizer service's
+    command = [
+        *(sys.executable, "-m", "services.engine", "--port", str(port), "--dtype", "float32"),
+        *("--model", str(embedded_model), "--kv-memory", "64MiB"),
+    ]
+
+    async def start_engine() -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+
+    engine = await start_engine()
+    arguments = ("--model", str(embedded_model), "--engine", f"127.0.0.1:{port}")
+    try:
+        async with (
+            running_service(
+                "tokenizer", *arguments, "--engine-wait", "120", log=tmp_path / "log"
+            ) as service,
+            connect(service.target) as channel,
+        ):
+            stub = CompletionServiceStub(channel)
+            request = _request(
+                "import", n=2, sampling=types.SamplingParams(seed=1), logprobs=0, echo=True,
+                stopping=_tokens(64, ignore_eos=True),
+            )  # fmt: skip
+            calm, stormy, killed = _Answer(), _Answer(), False
+            async for response in stub.Complete(request):
+                calm.take(response)
+            async for response in stub.Complete(request):
+                stormy.take(response)
+                if len(stormy.ids.get(1, ())) == 20 and not killed:
+                    killed = True
+                    engine.kill()
+                    await engine.wait()
+                    engine = await start_engine()
+    finally:
+        if engine.returncode is None:
+            engine.terminate()
+        await engine.wait()
+    assert stormy.texts == calm.texts
+    assert stormy.ids == calm.ids
+    assert stormy.usage is not None
+    assert stormy.usage.completion_tokens == 128
+
+
+async def test_sigterm_lets_what_runs_finish_and_refuses_what_is_new(
+    engine: RunningService, embedded_model: Path, tmp_path: Path
+) -> None:
+    arguments = ("--model", str(embedded_model), "--engine", engine.target)
+    async with (
+        running_service("tokenizer", *arguments, log=tmp_path / "log") as service,
+        connect(service.target) as channel,
+    ):
+        stub = CompletionServiceStub(channel)
+        answer = _Answer()
+        async for response in stub.Complete(
+            _request("import", stopping=_tokens(300, ignore_eos=True))
+        ):
+            if response.HasField("delta") and not answer.deltas:
+                service.process.send_signal(signal.SIGTERM)
+            answer.take(response)
+        assert len(answer.ids[0]) == 300
+        assert await service.process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--model", "/nowhere"], "The model directory /nowhere is not a directory."),
+        (["--model", "tests"], "tests has no tokenizer.json."),
+        ([], "--model must name the directory of a checkpoint."),
+        (["--max-logprobs", "21"], "--max-logprobs must be between 0 and 20, not 21."),
+    ],
+)
+async def test_a_start_that_fails_says_why_in_one_sentence(
+    arguments: list[str], complaint: str
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.tokenizer", "--port", "0", *arguments),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 2
+    [line] = said.decode().splitlines()
+    assert line.startswith("tokenizer: ")
+    assert line.endswith(complaint)
+
+
+async def test_the_service_loads_neither_torch_nor_transformers() -> None:
+    """They would cost 300 MB of memory and seconds at every start."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "import sys, services.tokenizer.application as _; "
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))",
+    )
+    assert await process.wait() == 0
