@@ -1,0 +1,215 @@
+"""Every backend attends like a plain softmax over all of a sequence's tokens."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.engine.attention.interface import AttentionBackend, KVCache
+from services.engine.attention.native_backend import AmxAttention, NativeAttention
+from services.engine.attention.torch_backend import TorchAttention
+from services.engine.batch import StepBatch
+from services.engine.kernels.library import (
+    InstructionSet,
+    instruction_set,
+    limit_instruction_set,
+    native,
+)
+from services.engine.model.loader import load_spec
+from services.engine.model.spec import ModelSpec
+
+from .checkpoints import CONFIGS, make_checkpoint
+
+BLOCK = 32
+CONTEXTS = (1, 31, 32, 33, 100, 512, 513, 1300)  # of the sequences that decode
+CHUNKS = ((5, 5), (70, 70), (33, 300), (1, 40), (64, 1000))  # (tokens, context) of the others
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    path: Path = tmp_path_factory.mktemp("spec")
+    make_checkpoint(path, CONFIGS["llama"])
+    return load_spec(path)
+
+
+def make_spec(base: ModelSpec, heads: int, kv_heads: int, head_dim: int, window: int) -> ModelSpec:
+    return dataclasses.replace(
+        base,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        windows=(window,),
+        attention_scale=head_dim**-0.5,
+    )
+
+
+def make_backend(kind: str, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend:
+    if kind == "torch":
+        return TorchAttention(spec, dtype, torch.device("cpu"))
+    if native is None:
+        pytest.skip("the kernels were not built")
+    if kind == "native":
+        return NativeAttention(native, spec, dtype)
+    if instruction_set() != InstructionSet.AMX:
+        pytest.skip("this machine has no AMX")
+    return AmxAttention(native, spec)
+
+
+class Case:
+    """Sequences with random keys and values, all but the last tokens of each cached before."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        torch.manual_seed(7)
+        self.spec = spec
+        self.spans = [(1, context) for context in CONTEXTS] + list(CHUNKS)
+        self.keys = [torch.randn(c, spec.num_kv_heads, spec.head_dim) for _, c in self.spans]
+        self.values = [torch.randn(c, spec.num_kv_heads, spec.head_dim) for _, c in self.spans]
+        self.queries = [torch.randn(n, spec.num_heads, spec.head_dim) for n, _ in self.spans]
+        for parts in (self.keys, self.values, self.queries):
+            parts[:] = [part.to(dtype) for part in parts]
+        counts = [-(-context // BLOCK) for _, context in self.spans]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1))
+        self.num_blocks = sum(counts)
+        self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        for index, blocks in enumerate(order.split(counts)):
+            self.tables[index, : len(blocks)] = blocks
+
+    def run(self, backend: AttentionBackend, *, stale: float = 0.0) -> Tensor:
+        """Fills the cache with `stale`, then with the prefixes, then attends for the rest."""
+        cache = backend.allocate(self.num_blocks, BLOCK)
+        for tensor in (*cache.keys, *cache.values):
+            tensor.fill_(stale)
+        prefixes = [(i, 0, c - n) for i, (n, c) in enumerate(self.spans) if c > n]
+        self._step(backend, cache, prefixes, 0)
+        steps = [(i, c - n, c) for i, (n, c) in enumerate(self.spans)]
+        return self._step(backend, cache, steps, len(CONTEXTS))
+
+    def _step(
+        self,
+        backend: AttentionBackend,
+        cache: KVCache,
+        spans: list[tuple[int, int, int]],
+        num_decodes: int,
+    ) -> Tensor:
+        lengths = [end - start for _, start, end in spans]
+        positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
+        tables = self.tables[[index for index, _, _ in spans]].contiguous()
+        owners = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(lengths))
+        slots = tables[owners, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        batch = StepBatch(
+            token_ids=positions,
+            positions=positions,
+            slots=slots,
+            query_starts=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+            context_lengths=torch.tensor([end for _, _, end in spans], dtype=torch.int32),
+            block_tables=tables,
+            num_decodes=num_decodes,
+            logit_rows=positions,
+            query_lengths_host=tuple(lengths),
+            context_lengths_host=tuple(end for _, _, end in spans),
+        )
+        keys = torch.cat([self.keys[i][start:end] for i, start, end in spans])
+        values = torch.cat([self.values[i][start:end] for i, start, end in spans])
+        queries = torch.cat(
+            [
+                self.queries[i]
+                if length == len(self.queries[i]) and num_decodes
+                else torch.zeros(length, *self.queries[i].shape[1:], dtype=keys.dtype)
+                for (i, _, _), length in zip(spans, lengths, strict=True)
+            ]
+        )
+        together = torch.cat((queries, keys, values), dim=1)
+        parts = together.split((queries.shape[1], keys.shape[1], values.shape[1]), dim=1)
+        out = torch.empty(len(positions), queries[0].numel(), dtype=keys.dtype)
+        backend.attend(0, *parts, batch, cache, out)
+        return out.float()
+
+    def expected(self) -> Tensor:
+        """The definition, in float64."""
+        spec, window = self.spec, self.spec.windows[0]
+        rows = []
+        for (length, context), q, k, v in zip(
+            self.spans, self.queries, self.keys, self.values, strict=True
+        ):
+            group = spec.num_heads // spec.num_kv_heads
+            keys = k.double().repeat_interleave(group, dim=1)
+            values = v.double().repeat_interleave(group, dim=1)
+            scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * spec.attention_scale
+            at = torch.arange(context - length, context)[:, None]
+            seen = torch.arange(context) <= at
+            if window:
+                seen &= torch.arange(context) > at - window
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            rows.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
+        return torch.cat(rows).float()
+
+
+SHAPES = [
+    (4, 4, 32, 0),
+    (8, 2, 64, 0),
+    (8, 2, 64, 45),
+    (7, 1, 128, 0),
+    (40, 1, 32, 130),
+    (6, 2, 96, 0),
+    (2, 1, 256, 7),
+]
+"""Query heads, key heads, their width, the window"""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        ("torch", torch.float32, 1e-5),
+        ("native", torch.float32, 1e-5),
+        ("native", torch.bfloat16, 2e-2),
+        ("amx", torch.bfloat16, 2e-2),
+    ],
+)
+def test_decodes_and_chunks_follow_the_definition(
+    base: ModelSpec,
+    kind: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    shape: tuple[int, int, int, int],
+) -> None:
+    case = Case(make_spec(base, *shape), dtype)
+    attended = case.run(make_backend(kind, case.spec, dtype))
+    torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("highest", [InstructionSet.BASELINE, InstructionSet.AVX2])
+def test_older_machines_attend_alike(base: ModelSpec, highest: InstructionSet) -> None:
+    case = Case(make_spec(base, 6, 2, 24, 0), torch.float32)
+    with limit_instruction_set(highest):
+        attended = case.run(make_backend("native", case.spec, torch.float32))
+    torch.testing.assert_close(attended, case.expected(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("torch", torch.float32), ("native", torch.float32), ("amx", torch.bfloat16)],
+)
+def test_what_an_earlier_sequence_left_is_not_seen(
+    base: ModelSpec, kind: str, dtype: torch.dtype
+) -> None:
+    """A request whose values overflowed must not spoil those that reuse its blocks."""
+    case = Case(make_spec(base, 8, 2, 64, 0), dtype)
+    backend = make_backend(kind, case.spec, dtype)
+    assert torch.equal(case.run(backend, stale=torch.nan), case.run(backend))
+
+
+def test_amx_refuses_blocks_that_are_not_whole_tiles(base: ModelSpec) -> None:
+    with pytest.raises(ValueError, match="multiple of 32"):
+        make_backend("amx", make_spec(base, 8, 2, 64, 0), torch.bfloat16).allocate(4, 16)
+
+
+def test_a_cache_takes_the_memory_it_says(base: ModelSpec) -> None:
+    """KV memory is sized by this figure: were it too small, the machine would run out."""
+    spec = dataclasses.replace(base, windows=(0,) * base.num_layers)
+    cache = TorchAttention(spec, torch.float32, torch.device("cpu")).allocate(5, BLOCK)
+    held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    assert held == 5 * KVCache.bytes_per_block(spec, BLOCK, torch.float32)

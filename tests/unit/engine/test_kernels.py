@@ -1,0 +1,174 @@
+"""The kernels compute what torch computes, on every instruction set, and share its threads."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.engine.kernels.build import build
+from services.engine.kernels.library import (
+    InstructionSet,
+    Native,
+    instruction_set,
+    limit_instruction_set,
+    native,
+)
+from services.engine.kernels.memory import Arena, allocate
+from services.engine.model.native_operators import AmxOperators, NativeOperators
+from services.engine.model.operators import Projection
+from services.engine.model.rotary import Rotation
+from services.engine.model.torch_operators import TorchOperators
+
+CPU = torch.device("cpu")
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(params=InstructionSet, ids=lambda level: level.name)
+def kernels(request: pytest.FixtureRequest) -> Iterator[Native]:
+    """The kernels as each kind of machine runs them."""
+    if native is None:
+        pytest.skip("the kernels were not built")
+    with limit_instruction_set(request.param):
+        if instruction_set() != request.param:
+            pytest.skip("this machine lacks the instructions")
+        yield native
+
+
+@pytest.fixture
+def amx() -> Iterator[AmxOperators]:
+    if native is None or instruction_set() != InstructionSet.AMX:
+        pytest.skip("this machine has no AMX, or the kernels were not built")
+    yield AmxOperators(native)
+    native.use_pool(0)
+
+
+def assert_close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(ours.float(), theirs.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 41])
+def test_small_operators_equal_those_of_torch(
+    kernels: Native, dtype: torch.dtype, rows: int
+) -> None:
+    torch.manual_seed(rows)
+    ours, theirs = NativeOperators(kernels, dtype), TorchOperators(dtype, CPU)
+    x, weight = torch.randn(rows, 100, dtype=dtype), torch.randn(100, dtype=dtype)
+    results = [torch.empty_like(x) for _ in range(2)]
+    for operators, out in zip((ours, theirs), results, strict=True):
+        operators.rms_norm(x, weight, 1e-5, out)
+    assert_close(*results, dtype)
+
+    rotation = Rotation(torch.randn(rows, 9), torch.randn(rows, 9))
+    wide = torch.randn(rows, 7, 18, dtype=dtype)
+    norms = torch.randn(2, 18, dtype=dtype)
+    for query_norm, key_norm in ((None, None), (norms[0], norms[1])):
+        both = [wide.clone(), wide.clone()]
+        for operators, whole in zip((ours, theirs), both, strict=True):
+            operators.rotate(whole[:, :5], 3, rotation, query_norm, key_norm, 1e-5)
+        assert_close(*both, dtype)  # the last two heads are values: untouched
+
+    gate, up = torch.randn(2, 50, 100, dtype=dtype) / 10
+    gated = [torch.empty(rows, 50, dtype=dtype) for _ in range(2)]
+    for operators, out in zip((ours, theirs), gated, strict=True):
+        operators.gate(gate, up, None, None).into(x, out)
+    assert_close(*gated, dtype)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(100, 64), (32, 96), (1000, 1024), (17, 32)], ids=str)
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 70, 600])
+def test_packed_products_equal_those_of_torch(
+    amx: AmxOperators, rows: int, shape: tuple[int, int], stored: torch.dtype
+) -> None:
+    """Whatever the number of rows, the widths, and the dtype the checkpoint stores."""
+    torch.manual_seed(rows)
+    outputs, inputs = shape
+    weight = (torch.randn(shape) / inputs**0.5).to(stored)
+    bias = torch.randn(outputs).to(stored)
+    x = torch.randn(rows, inputs, dtype=torch.bfloat16)
+    expected = x.float() @ weight.to(torch.bfloat16).float().T + bias.float()
+    projection = amx.projection(weight, bias)
+
+    exact = torch.empty(rows, outputs)
+    projection.into(x, exact)
+    torch.testing.assert_close(exact, expected, atol=1e-4, rtol=1e-4)
+
+    guarded = torch.full((rows + 1, outputs), 7.0, dtype=torch.bfloat16)
+    projection.into(x, guarded[:rows])
+    assert_close(guarded[:rows], expected, torch.bfloat16)
+    projection.add_to(x, guarded[:rows])
+    assert_close(guarded[:rows], 2 * expected, torch.bfloat16)
+    assert (guarded[rows] == 7).all()  # nothing is written past the end
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 20, 90])
+def test_packed_gate_equals_that_of_torch(amx: AmxOperators, rows: int, biased: bool) -> None:
+    torch.manual_seed(rows)
+    gate, up = torch.randn(2, 90, 64) / 8
+    biases = list(torch.randn(2, 90)) if biased else [None, None]
+    x = torch.randn(rows, 64, dtype=torch.bfloat16)
+    ours, theirs = torch.empty(rows, 90, dtype=torch.bfloat16), torch.empty(rows, 90)
+    amx.gate(gate, up, *biases).into(x, ours)
+    TorchOperators(torch.float32, CPU).gate(gate, up, *biases).into(x.float(), theirs)
+    assert_close(ours, theirs, torch.bfloat16)
+
+
+def test_a_row_does_not_feel_its_neighbours(amx: AmxOperators) -> None:
+    projection = amx.projection(torch.randn(64, 256), None)
+    x = torch.randn(50, 256, dtype=torch.bfloat16)
+    together, alone = torch.empty(50, 64), torch.empty(1, 64)
+    projection.into(x, together)
+    for row in (0, 20, 49):
+        projection.into(x[row : row + 1], alone)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_two_models_may_compute_at_once(amx: AmxOperators) -> None:
+    """A pool that mixed up two loops would lose or repeat their items."""
+    assert native is not None
+    native.use_pool(3)
+    weight = torch.randn(640, 256)
+    x = torch.randn(8, 256, dtype=torch.bfloat16)
+    expected = torch.empty(8, 640)
+    amx.projection(weight, None).into(x, expected)
+    projections = [amx.projection(weight, None) for _ in range(3)]
+    right: list[bool] = []
+
+    def compute(projection: Projection) -> None:
+        for _ in range(300):
+            out = torch.full((8, 640), torch.nan)
+            projection.into(x, out)
+            right.append(torch.equal(out, expected))
+
+    threads = [threading.Thread(target=compute, args=(each,)) for each in projections]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 900
+
+
+def test_the_sources_compile(tmp_path: Path) -> None:
+    """What `pip install` does where there is a compiler."""
+    try:
+        built = build(tmp_path / "kernels.so")
+    except OSError:
+        pytest.skip("there is no C++ compiler")
+    assert Native(built).instruction_set() >= InstructionSet.BASELINE
+
+
+def test_memory_is_zeroed_aligned_and_apart() -> None:
+    arena = Arena()
+    taken = [arena.take(count, torch.bfloat16) for count in (3, 1000, 5)]
+    for index, tensor in enumerate(taken):
+        assert tensor.data_ptr() % 64 == 0
+        assert not tensor.any()
+        tensor.fill_(index + 1)
+    assert [tensor[-1].item() for tensor in taken] == [1, 2, 3]
+    assert allocate((0, 4), torch.float32).shape == (0, 4)

@@ -1,0 +1,114 @@
+"""The forward pass says what transformers says, however a prompt is cut and batched."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import services.engine.attention
+import services.engine.model.loader
+from services.engine.attention.native_backend import AmxAttention
+from services.engine.kernels.library import InstructionSet, instruction_set, limit_instruction_set
+from services.engine.model.loader import load_model
+
+from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens, reference_logits
+
+TOKENS = 75
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
+    path = tmp_path_factory.mktemp("checkpoint")
+    return path, make_checkpoint(path, CONFIGS[request.param])
+
+
+@pytest.fixture(params=["torch", "native"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the test as if the kernels had not been built, and with them."""
+    if request.param == "torch":
+        monkeypatch.setattr(services.engine.model.loader, "native", None)
+        monkeypatch.setattr(services.engine.attention, "native", None)
+    elif instruction_set() is None:
+        pytest.skip("the kernels were not built")
+
+
+def assert_equal(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("backend")
+def test_logits_equal_those_of_transformers(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """Prefilled at once, in odd chunks, token by token, and all of these in shared batches."""
+    path, model = checkpoint
+    decoder = load_model(path, torch.float32)
+    sequences = [random_tokens(TOKENS, seed) for seed in range(4)]
+    expected = [reference_logits(model, tokens) for tokens in sequences]
+    driver = Driver(decoder, sequences, block_size=16)
+    driver.step([(0, TOKENS)])  # at once
+    driver.step([(1, 40), (2, 1)])  # a chunk of one token is no decode: it comes last
+    driver.step([(2, 1), (1, 7), (3, 19)])
+    for _ in range(20):  # decodes beside another's prompt
+        driver.step([(1, 1), (2, 1), (3, 1)])
+    driver.step([(2, 1), (1, 8), (3, 36)])
+    while len(driver.logits[2]) < TOKENS:
+        driver.step([(2, 1)])
+    for ours, theirs in zip(driver.logits, expected, strict=True):
+        assert_equal(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """Heads of 32, which AMX takes."""
+    path = tmp_path_factory.mktemp("wide")
+    return path, make_checkpoint(path, CONFIGS["qwen3"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "highest"),
+    [
+        (torch.bfloat16, InstructionSet.AVX2),
+        (torch.bfloat16, InstructionSet.AMX),
+        (torch.float16, InstructionSet.AMX),
+    ],
+)
+def test_half_precision_stays_close_to_float32(
+    wide: tuple[Path, PreTrainedModel], dtype: torch.dtype, highest: InstructionSet
+) -> None:
+    """The kernels lose no more to rounding than transformers does in the same dtype."""
+    path, model = wide
+    tokens = random_tokens(TOKENS, 1)
+    exact = reference_logits(model, tokens)
+    rounded = reference_logits(copy.deepcopy(model).to(dtype), tokens).float()
+    with limit_instruction_set(highest):
+        driver = Driver(load_model(path, dtype), [tokens])
+        driver.step([(0, 41)])
+        driver.step([(0, 20)])
+        for _ in range(TOKENS - 61):
+            driver.step([(0, 1)])
+    assert (driver.logits[0] - exact).std() < 1.2 * (rounded - exact).std()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_does_not_feel_its_neighbours(
+    wide: tuple[Path, PreTrainedModel], dtype: torch.dtype
+) -> None:
+    """Greedy output would change with the load otherwise."""
+    path, _ = wide
+    decoder = load_model(path, dtype)
+    sequences = [random_tokens(TOKENS, seed) for seed in range(9)]
+    alone = Driver(decoder, sequences[:1])
+    alone.step([(0, 30)])
+    crowd = Driver(decoder, sequences)
+    crowd.step([(0, 30), (1, 50)])
+    for step in range(20):
+        alone.step([(0, 1)])
+        others = [(index, 3) for index in range(2, 9)]
+        crowd.step([(0, 1), (1, 1), *others] if step % 2 else [(0, 1), (1, 1)])
+    if isinstance(decoder._attention, AmxAttention):  # sums in the same order whatever the batch
+        assert torch.equal(alone.logits[0], crowd.logits[0])
+    assert_equal(alone.logits[0], crowd.logits[0])
