@@ -15,9 +15,10 @@ PYTHON ?= python3
 AGAINST ?= .git\#branch=main
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose)
 
 BIN := .venv/bin
-SOURCES := pyproject.toml setup.py $(shell find protos -name '*.proto')
+SOURCES := pyproject.toml setup.py $(shell find protos services/engine/kernels/src -type f)
 
 .PHONY: help serve test lint breaking bench images clean
 
@@ -46,19 +47,22 @@ bench: .venv/.dev ## Measure: BENCH_ARGS=…
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 images: ## Build the container images
-	docker-compose build
+	$(COMPOSE) build
 
 clean: ## Remove .venv and what was built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
+# all of this goes to stderr, so that the stdout of `make serve` is the server's one line
 .venv/bin/python:
-	$(PYTHON) -m venv .venv >&2
+	@echo "making .venv" >&2
+	@$(PYTHON) -m venv .venv >&2
 
-# pip reports on stderr, so that the stdout of `make serve` is the server's one line
 .venv/.all: $(SOURCES) | .venv/bin/python
-	$(BIN)/python -m pip install -e '.[all]' >&2
+	@echo "installing into .venv" >&2
+	@$(BIN)/python -m pip install -e '.[all]' >&2
 	@touch $@
 
 .venv/.dev: $(SOURCES) | .venv/bin/python
-	$(BIN)/python -m pip install -e '.[dev]' >&2
+	@echo "installing into .venv, with what development needs" >&2
+	@$(BIN)/python -m pip install -e '.[dev]' >&2
 	@touch $@ .venv/.all

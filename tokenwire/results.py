@@ -327,7 +327,7 @@ class EngineModel:
     max_logprobs: int
     max_sequences_per_request: int
     max_running_sequences: int
-    max_waiting_requests: int
+    max_waiting_sequences: int
     max_step_tokens: int
     block_size: int
     total_blocks: int
@@ -349,7 +349,7 @@ class EngineModel:
             model.max_logprobs,
             model.max_sequences_per_request,
             model.max_running_sequences,
-            model.max_waiting_requests,
+            model.max_waiting_sequences,
             model.max_step_tokens,
             model.block_size,
             model.total_blocks,
@@ -362,7 +362,7 @@ class Load:
     """How busy an engine is."""
 
     running_sequences: int
-    waiting_requests: int
+    waiting_sequences: int
     queued_tokens: int
     free_blocks: int
     total_blocks: int
@@ -373,7 +373,7 @@ class Load:
     def read(cls, load: engine_pb2.Load) -> "Load":
         return cls(
             load.running_sequences,
-            load.waiting_requests,
+            load.waiting_sequences,
             load.queued_tokens,
             load.free_blocks,
             load.total_blocks,

@@ -30,7 +30,7 @@ from tokenwire.engine.v1.engine_pb2 import (
     SessionRequest,
     SessionResponse,
 )
-from tokenwire.errors import ServiceError, invalid
+from tokenwire.errors import DETAILS_KEY, ServiceError, invalid
 
 __all__ = ["EngineApplication"]
 
@@ -105,6 +105,9 @@ class _Engine(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[GenerateResponse]:
         call = _Call()
         handle = await self._frontend.submit(request, _caller(context), None, call)
+        watching = asyncio.ensure_future(
+            _cut_when_stalled(call.outbox, context, lambda: self._frontend.drop(handle))
+        )
         try:
             while call.outbox.pending or not call.ended:
                 events = await call.outbox.take(_HEARTBEAT_SECONDS)
@@ -116,6 +119,7 @@ class _Engine(engine_pb2_grpc.EngineServiceServicer):
             if call.error is not None:
                 raise call.error
         finally:
+            watching.cancel()
             self._frontend.drop(handle)
 
     async def Session(
@@ -123,7 +127,7 @@ class _Engine(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[SessionResponse]:
         session = _Session(self._frontend)
         reading = asyncio.ensure_future(session.read(requests))
-        watching = asyncio.ensure_future(session.watch())
+        watching = asyncio.ensure_future(_cut_when_stalled(session.outbox, context, session.close))
         try:
             while session.outbox.pending or not session.ended:
                 events = await session.outbox.take(_HEARTBEAT_SECONDS)
@@ -198,19 +202,6 @@ class _Session:
             await self._frontend.changed_since(self._frontend.version)
         self.ended = True
         self.outbox.wake()
-
-    async def watch(self) -> None:
-        """End the Session when its client takes nothing for too long."""
-        while True:
-            await asyncio.sleep(1.0)
-            since = self.outbox.untaken_since
-            if since is not None and time.monotonic() - since > _STALL_SECONDS:
-                message = f"Nothing was read for {_STALL_SECONDS:g} s."
-                self.error = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "STALLED", message)
-                self.ended = True
-                self.outbox.clear()
-                self.close()
-                return
 
     def close(self) -> None:
         """Abort everything that the Session started."""
@@ -342,7 +333,7 @@ class _EngineControl(engine_pb2_grpc.EngineControlServiceServicer):
             max_logprobs=settings.max_logprobs,
             max_sequences_per_request=MAX_SEQUENCES,
             max_running_sequences=settings.max_running,
-            max_waiting_requests=settings.max_waiting,
+            max_waiting_sequences=settings.max_waiting,
             max_step_tokens=settings.max_step_tokens,
             block_size=model.block_size,
             total_blocks=model.total_blocks,
@@ -395,13 +386,28 @@ class _EngineControl(engine_pb2_grpc.EngineControlServiceServicer):
         load = self._frontend.load
         return engine_pb2.Load(
             running_sequences=load.running,
-            waiting_requests=load.waiting,
+            waiting_sequences=load.waiting,
             queued_tokens=load.queued_tokens,
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
             tokens_per_second=self._frontend.tokens_per_second,
             draining=self._frontend.draining,
         )
+
+
+async def _cut_when_stalled(
+    outbox: Outbox[Any], context: Context, abandon: Callable[[], None]
+) -> None:
+    """End a call whose client takes nothing for too long. Its handler is blocked meanwhile."""
+    while outbox.untaken_since is None or time.monotonic() - outbox.untaken_since < _STALL_SECONDS:
+        await asyncio.sleep(1.0)
+    abandon()
+    outbox.clear()
+    message = f"Nothing was read for {_STALL_SECONDS:g} s."
+    error = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "STALLED", message)
+    details = (DETAILS_KEY, error.to_status().SerializeToString())
+    with suppress(grpc.aio.AbortError):
+        await context.abort(error.code, error.message, (details,))
 
 
 def _caller(context: GenerateContext) -> Caller:

@@ -341,7 +341,7 @@ async def wait_for_load(channel: grpc.aio.Channel, running: int) -> engine_pb2.L
     )
     async for answer in watch:
         load = answer.load
-        if load.running_sequences == running and not load.waiting_requests:
+        if load.running_sequences == running and not load.waiting_sequences:
             watch.cancel()
             return load
     raise AssertionError("the watch ended")

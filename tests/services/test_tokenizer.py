@@ -82,7 +82,7 @@ class _Services:
         """Returns when the engine runs nothing."""
         request = engine_pb2.WatchLoadRequest(interval_seconds=0.05)
         async for answer in self.engine.WatchLoad(request):
-            if not answer.load.running_sequences and not answer.load.waiting_requests:
+            if not answer.load.running_sequences and not answer.load.waiting_sequences:
                 return
 
 
