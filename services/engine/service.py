@@ -399,8 +399,11 @@ async def _cut_when_stalled(
     outbox: Outbox[Any], context: Context, abandon: Callable[[], None]
 ) -> None:
     """End a call whose client takes nothing for too long. Its handler is blocked meanwhile."""
-    while outbox.untaken_since is None or time.monotonic() - outbox.untaken_since < _STALL_SECONDS:
+    while True:
         await asyncio.sleep(1.0)
+        since = outbox.untaken_since
+        if since is not None and time.monotonic() - since > _STALL_SECONDS:
+            break
     abandon()
     outbox.clear()
     message = f"Nothing was read for {_STALL_SECONDS:g} s."
