@@ -185,6 +185,7 @@ class MaskStream:
 
 def _typed(failure: grpc.aio.AioRpcError) -> ServiceError:
     error = ServiceError.from_rpc_error(failure)
-    if error.code is grpc.StatusCode.UNAVAILABLE and error.retry_seconds is None:
-        return ServiceError(error.code, error.reason, error.message, retry_seconds=_RETRY)
+    if error.code is grpc.StatusCode.UNAVAILABLE:
+        message = "The grammar service can't be reached; requests without a grammar are served."
+        return ServiceError(error.code, "GRAMMAR_LOST", message, retry_seconds=_RETRY)
     return error

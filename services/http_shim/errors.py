@@ -69,7 +69,7 @@ class _ErrorBody(Struct):
 
 
 def http_status(code: grpc.StatusCode) -> int:
-    """The HTTP status of a gRPC status; 500 where design.md names none."""
+    """The HTTP status of a gRPC status; 500 where none is named."""
     return _STATUS.get(code, 500)
 
 

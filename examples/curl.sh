@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Completions over HTTP. BASE_URL is where `make serve` says it serves.
+set -euo pipefail
+BASE_URL=${BASE_URL:-http://127.0.0.1:8000}
+
+# one completion
+curl --fail-with-body -sS "$BASE_URL/v1/completions" -H 'Content-Type: application/json' -d '{
+  "prompt": "def fibonacci(n):\n",
+  "max_tokens": 48,
+  "temperature": 0
+}'
+echo
+
+# the middle between a prompt and a suffix
+curl --fail-with-body -sS "$BASE_URL/v1/completions" -H 'Content-Type: application/json' -d '{
+  "prompt": "def mean(values):\n    ",
+  "suffix": "\n    return total / len(values)\n",
+  "max_tokens": 32,
+  "temperature": 0
+}'
+echo
+
+# as it is generated
+curl --fail-with-body -sSN "$BASE_URL/v1/completions" -H 'Content-Type: application/json' -d '{
+  "prompt": "import os\nimport sys\n",
+  "max_tokens": 16,
+  "stream": true
+}'

@@ -1,0 +1,20 @@
+"""Text-level gRPC with nothing but the generated stubs."""
+
+import os
+
+import grpc
+
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.types.v1 import types_pb2
+
+with grpc.insecure_channel(os.environ.get("TOKENIZER", "127.0.0.1:50051")) as channel:
+    request = completion_pb2.CompleteRequest(
+        prompts=[completion_pb2.Prompt(text="def fibonacci(n):\n")],
+        sampling=types_pb2.SamplingParams(temperature=0),
+        stopping=types_pb2.StoppingParams(max_tokens=48),
+    )
+    for response in CompletionServiceStub(channel).Complete(request):
+        if response.HasField("delta"):
+            print(response.delta.text, end="", flush=True)
+    print()

@@ -1,0 +1,354 @@
+"""Turn the corpus into shards of packed rows of token ids.
+
+Each shard is a uint16 array [rows, length]. Samples start with <|endoftext|>, fit their row, and
+the end of a row is filled with the beginning of a file, so no position is padding.
+
+Infilling follows the prefix-suffix-middle order of "Efficient Training of Language Models to Fill
+in the Middle" (arXiv:2207.14255), applied to text before tokenization.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import math
+import os
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from dialogues import (
+    basic_dialogue,
+    function_dialogues,
+    json_dialogue,
+    json_document,
+    tool_dialogue,
+)
+from tokenizer import END_OF_TEXT, FILE_SEPARATOR, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, REPO_NAME
+
+SEED = 7
+FUNCTION_DIALOGUE_FILES = 0.5
+MAX_DIALOGUES_A_FILE = 4
+INFILL_FILES = 0.54
+CHARACTERS_A_CUT = 400
+SHORTEST_WINDOW = 120  # characters
+WINDOW_CHARACTERS_A_TOKEN = 3.2
+LONGEST_MIDDLE = 0.7  # of its window
+
+_INFILLED_NODES = (
+    *(ast.Call, ast.BinOp, ast.Compare, ast.ListComp, ast.Subscript),
+    *(ast.Return, ast.Assign),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Tokens of each kind, as shares; files read from left to right take what is left."""
+
+    infill: float = 0.46
+    functions: float = 0.06
+    basics: float = 0.012
+    tools: float = 0.03
+    json: float = 0.02
+
+    def with_dialogues(self, factor: float) -> Mixture:
+        """The same mixture with `factor` times the dialogues."""
+        scaled = {
+            name: getattr(self, name) * factor for name in ("functions", "basics", "tools", "json")
+        }
+        return replace(self, **scaled)
+
+
+@dataclass(frozen=True, slots=True)
+class Infill:
+    """A text cut in three."""
+
+    prefix: str
+    middle: str
+    suffix: str
+
+    def text(self) -> str:
+        """Prefix, suffix, middle; the <|endoftext|> of the next sample ends the middle."""
+        return f"{FIM_PREFIX}{self.prefix}{FIM_SUFFIX}{self.suffix}{FIM_MIDDLE}{self.middle}"
+
+
+def cut_windows(text: str, chance: random.Random, longest: int) -> list[Infill]:
+    """One middle from each of the windows of whole lines, up to about `longest` characters."""
+    spans = syntax_spans(text)
+    cuts, left = [], 0
+    while left < len(text):
+        size = int(math.exp(chance.uniform(math.log(SHORTEST_WINDOW), math.log(longest))))
+        right = min(_line_end(text, left + size) + 1, len(text))
+        inside = [(a - left, b - left) for a, b in spans if left <= a and b <= right]
+        cuts.append(cut_infill(text[left:right], chance, inside))
+        left = right
+    return [cut for cut in cuts if cut]
+
+
+def cut_infill(text: str, chance: random.Random, spans: Sequence[tuple[int, int]]) -> Infill | None:
+    """A middle of `text`; `spans` are character ranges of its syntax nodes."""
+    start, end = _choose_middle(text, chance, spans)
+    if not text[start:end].strip() or end - start > LONGEST_MIDDLE * len(text):
+        return None
+    left, right = 0, len(text)
+    crop = chance.random()
+    if crop < 0.08:
+        right = _line_end(text, end)
+    elif crop < 0.12:
+        left = _line_start(text, start)
+    return Infill(text[left:start], text[start:end], text[end:right])
+
+
+def _choose_middle(
+    text: str, chance: random.Random, spans: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    kind = chance.random()
+    if kind < 0.35 and spans:
+        return chance.choice(spans)
+    start = chance.randrange(len(text))
+    if kind < 0.55:
+        return start, min(len(text), start + int(math.exp(chance.uniform(0.0, math.log(240)))))
+    if kind < 0.78:  # the rest of a line, from its first word or from anywhere in it
+        line = _line_start(text, start)
+        end = _line_end(text, start)
+        if chance.random() < 0.5:
+            start = line + len(text[line:end]) - len(text[line:end].lstrip())
+        return start, end
+    start = end = _line_start(text, start)
+    for _ in range(chance.choice((1, 1, 2, 2, 3, 4, 5, 6, 8, 10))):
+        end = _line_end(text, end) + 1
+    return start, min(end - chance.choice((0, 1)), len(text))
+
+
+def _line_start(text: str, position: int) -> int:
+    return text.rfind("\n", 0, position) + 1
+
+
+def _line_end(text: str, position: int) -> int:
+    end = text.find("\n", position)
+    return len(text) if end < 0 else end
+
+
+def syntax_spans(text: str) -> list[tuple[int, int]]:
+    """Character ranges of blocks, statements and expressions; none when `text` is not ASCII."""
+    if not text.isascii():
+        return []
+    starts = [0]
+    for line in text.split("\n"):
+        starts.append(starts[-1] + len(line) + 1)
+
+    def span(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr) -> tuple[int, int]:
+        last_line, last_column = last.end_lineno or 0, last.end_col_offset or 0
+        return starts[first.lineno - 1] + first.col_offset, starts[last_line - 1] + last_column
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tree = ast.parse(text)
+    spans = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.If, ast.For, ast.With)):
+            spans += [span(node.body[0], node.body[-1])] * 2
+        elif isinstance(node, _INFILLED_NODES):
+            spans.append(span(node, node))
+    return [(start, end) for start, end in spans if 4 < end - start < 800]
+
+
+class Encoder:
+    """Text to token ids, each sample led by <|endoftext|>."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(path))
+        start = self._tokenizer.token_to_id(END_OF_TEXT)
+        assert start is not None
+        self._start = start
+
+    def samples(self, texts: Sequence[str]) -> list[list[int]]:
+        """Whole samples."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [[self._start, *encoding.ids] for encoding in encodings]
+
+    def file(self, text: str, head: str, chance: random.Random) -> list[int]:
+        """A file, tokenized in pieces so that a prompt ending with a newline is no surprise."""
+        cuts = {
+            _line_start(text, chance.randrange(len(text)))
+            for _ in range(1 + len(text) // CHARACTERS_A_CUT)
+        }
+        edges = [0, *sorted(cuts - {0}), len(text)]
+        pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
+        encodings = self._tokenizer.encode_batch_fast([head, *pieces], add_special_tokens=False)
+        return [self._start, *(token for encoding in encodings for token in encoding.ids)]
+
+
+def file_samples(
+    record: dict[str, str], length: int, chance: random.Random, encoder: Encoder
+) -> tuple[list[int], list[list[int]]]:
+    """A file either from left to right or as infilling, so that no text is read twice."""
+    text = record["text"]
+    if chance.random() < INFILL_FILES:
+        cuts = cut_windows(text, chance, int(length * WINDOW_CHARACTERS_A_TOKEN))
+        return [], encoder.samples([cut.text() for cut in cuts])
+    named = chance.random() < 0.1
+    head = f"{REPO_NAME}{record['package']}\n{FILE_SEPARATOR}{record['path']}\n" if named else ""
+    return encoder.file(text, head, chance), []
+
+
+def synthetic_samples(
+    records: Sequence[dict[str, str]], chance: random.Random, encoder: Encoder
+) -> list[list[list[int]]]:
+    """Samples of the kinds `functions`, `basics`, `tools` and `json`, more than a shard needs."""
+    functions: list[str] = []
+    for record in records:
+        if chance.random() < FUNCTION_DIALOGUE_FILES:
+            dialogues = function_dialogues(record["text"], chance)
+            functions += chance.sample(dialogues, min(MAX_DIALOGUES_A_FILE, len(dialogues)))
+    chance.shuffle(functions)
+    basics = [basic_dialogue(chance) for _ in range(900)]
+    tools = [tool_dialogue(chance) for _ in range(900)]
+    documents = [
+        json_dialogue(chance) if chance.random() < 0.6 else json_document(chance)
+        for _ in range(1400)
+    ]
+    return [encoder.samples(texts) for texts in (functions, basics, tools, documents)]
+
+
+def _take(samples: list[list[int]], tokens: float, longest: int) -> list[list[int]]:
+    taken, total = [], 0
+    for sample in samples:
+        if total >= tokens:
+            break
+        if len(sample) < longest:
+            taken.append(sample)
+            total += len(sample)
+    return taken
+
+
+def pack(
+    samples: list[list[int]], files: list[list[int]], length: int
+) -> np.ndarray[tuple[int, int], np.dtype[np.uint16]]:
+    """Rows of `length` ids: whole samples, then file text to the end of the row.
+
+    Where a file goes on in the next row it starts anew with its first id, <|endoftext|>.
+    """
+    rows: list[list[int]] = []
+    stream = iter(files)
+    rest: list[int] = []
+    total = sum(map(len, samples)) + sum(map(len, files))
+    per_row = len(samples) / (total / length)
+    position, credit = 0, 0.0
+    while True:
+        row: list[int] = []
+        credit += per_row
+        while (
+            credit >= 1 and position < len(samples) and len(row) + len(samples[position]) <= length
+        ):
+            row += samples[position]
+            position += 1
+            credit -= 1
+        while len(row) < length:
+            if not rest:
+                rest = next(stream, [])
+                if not rest:
+                    return np.array(rows, dtype=np.uint16)
+            room = length - len(row)
+            row += rest[:room]
+            rest = [rest[0], *rest[room:]] if len(rest) > room else []
+        rows.append(row)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardJob:
+    """What one worker needs to write one shard."""
+
+    records: tuple[dict[str, str], ...]
+    tokenizer: Path
+    out: Path
+    length: int
+    mixture: Mixture
+    seed: int
+
+
+def write_shard(job: ShardJob) -> int:
+    """Write one shard atomically; returns its tokens."""
+    chance = random.Random(job.seed)
+    encoder = Encoder(job.tokenizer)
+    files, infills = [], []
+    for record in job.records:
+        file, cuts = file_samples(record, job.length, chance, encoder)
+        files += [file] if file else []
+        infills += cuts
+    chance.shuffle(infills)
+    mixture = job.mixture
+    plain = sum(map(len, files))
+    rest = 1 - mixture.infill - mixture.functions - mixture.basics - mixture.tools - mixture.json
+    total = plain / rest
+    kinds = zip(
+        [infills, *synthetic_samples(job.records, chance, encoder)],
+        [mixture.infill, mixture.functions, mixture.basics, mixture.tools, mixture.json],
+        strict=True,
+    )
+    samples = [sample for kind, share in kinds for sample in _take(kind, share * total, job.length)]
+    chance.shuffle(samples)
+    rows = pack(samples, files, job.length)
+    chance_rows = np.random.default_rng(job.seed).permutation(len(rows))
+    temporary = job.out.with_suffix(".tmp.npy")
+    np.save(temporary, rows[chance_rows])
+    os.replace(temporary, job.out)
+    return int(rows.size)
+
+
+def shard_jobs(arguments: argparse.Namespace) -> Iterator[ShardJob]:
+    """One job per shard, each with its own files; the corpus is read once, in a shuffled order."""
+    records = [json.loads(line) for line in arguments.corpus.open()]
+    random.Random(SEED).shuffle(records)
+    mixture = Mixture().with_dialogues(arguments.dialogues)
+    batch: list[dict[str, str]] = []
+    size = index = 0
+    for record in records:
+        batch.append(record)
+        size += len(record["text"])
+        if size >= arguments.shard_megabytes * 1e6:
+            out = arguments.out / f"shard-{index:03}.npy"
+            if arguments.first <= index < arguments.first + arguments.shards and not out.exists():
+                seed = SEED * 1000 + index
+                yield ShardJob(
+                    tuple(batch), arguments.tokenizer, out, arguments.length, mixture, seed
+                )
+            batch, size, index = [], 0, index + 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", type=Path, required=True, help="train.jsonl of corpus.py")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the shards")
+    parser.add_argument("--length", type=int, default=1024, help="tokens a row")
+    parser.add_argument(
+        "--dialogues", type=float, default=1.0, help="factor on the share of dialogues"
+    )
+    parser.add_argument(
+        "--shard-megabytes", type=float, default=4.0, help="file text behind one shard"
+    )
+    parser.add_argument("--first", type=int, default=0, help="index of the first shard to write")
+    parser.add_argument("--shards", type=int, default=40, help="how many shards to write")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with ProcessPoolExecutor(arguments.workers) as pool:
+        for tokens in pool.map(write_shard, shard_jobs(arguments)):
+            print(f"{tokens:,} tokens", flush=True)
+    (arguments.out / "complete").touch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""tokenwire.client against a running stack."""
+
+import asyncio
+import math
+
+import pytest
+
+from tests.stack import Stack
+from tokenwire.client import Client, EngineClient, GrammarSpec
+from tokenwire.errors import ServiceError
+from tokenwire.results import FinishReason
+
+PROMPT = "def add(a, b):"
+
+
+async def test_text_and_ids_streamed_and_whole_agree(stack: Stack) -> None:
+    """Whichever way in a team chooses, the model says the same."""
+    async with Client(stack.tokenizer) as client, EngineClient(stack.engine) as engine:
+        ids = (await client.encode(PROMPT)).ids
+        whole = await client.complete(PROMPT, max_tokens=24, temperature=0)
+        of_ids = await client.complete(ids, max_tokens=24, temperature=0)
+        async with client.stream(PROMPT, max_tokens=24, temperature=0) as stream:
+            deltas = [delta async for delta in stream]
+        tokens = await engine.generate(ids, max_tokens=24, temperature=0)
+        assert of_ids.choices == whole.choices
+        assert "".join(delta.text for delta in deltas) == whole.text
+        assert tokens.token_ids == whole.choices[0].token_ids
+        assert await client.decode(tokens.token_ids) == whole.text
+        assert stream.usage is not None
+        assert stream.usage.completion_tokens == whole.usage.completion_tokens
+        assert deltas[-1].finish_reason is whole.choices[0].finish_reason
+
+
+async def test_many_requests_share_one_client(stack: Stack) -> None:
+    """Answers must reach the request they belong to."""
+    prompts = [f"def function_{i}(x):\n    return " for i in range(24)]
+    async with Client(stack.tokenizer) as client:
+        alone = [await client.complete(p, max_tokens=8, temperature=0) for p in prompts[:4]]
+        together = await asyncio.gather(
+            *(client.complete(p, max_tokens=8, temperature=0) for p in prompts)
+        )
+    assert [one.text for one in together[:4]] == [one.text for one in alone]
+
+
+async def test_several_prompts_and_choices_come_in_order(stack: Stack) -> None:
+    async with Client(stack.tokenizer) as client:
+        answer = await client.complete(["import ", "class "], n=2, max_tokens=4, seed=3)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert answer.seed == 3
+        again = await client.complete(["import ", "class "], n=2, max_tokens=4, seed=3)
+        assert again.choices == answer.choices
+
+
+async def test_scores_line_up(stack: Stack) -> None:
+    """Scored as a prompt, a text gets the logprobs it was generated with."""
+    async with Client(stack.tokenizer) as client, EngineClient(stack.engine) as engine:
+        ids = (await client.encode(PROMPT)).ids
+        generated = await engine.generate(ids, max_tokens=8, temperature=0, logprobs=2)
+        scores = generated.outputs[0].scores
+        assert scores is not None
+        whole = [*ids, *generated.token_ids]
+        scored = await engine.generate(whole, max_tokens=0, prompt_logprobs=2)
+        of_prompt = scored.prompt_scores[0]
+        assert of_prompt is not None
+        assert len(of_prompt.logprobs) == len(whole) - 1
+        assert of_prompt.logprobs[-len(scores.logprobs) :] == pytest.approx(
+            scores.logprobs, abs=1e-4
+        )
+        assert scored.outputs[0].token_ids == ()
+
+        echoed = await client.complete(PROMPT, max_tokens=2, echo=True, logprobs=1, temperature=0)
+        entries = echoed.choices[0].scores
+        assert entries is not None
+        assert math.isnan(entries.logprobs[0])
+        assert "".join(entries.texts) == echoed.text
+        assert echoed.text.startswith(PROMPT)
+
+
+async def test_a_grammar_holds(stack: Stack) -> None:
+    async with Client(stack.tokenizer) as client:
+        answer = await client.complete(
+            "The year is ", grammar=GrammarSpec(regex="[0-9]{4}"), max_tokens=16
+        )
+    assert len(answer.text) == 4
+    assert answer.text.isdecimal()
+    assert answer.choices[0].finish_reason is FinishReason.STOP
+
+
+async def test_refusals_name_the_field_and_leave_the_client_usable(stack: Stack) -> None:
+    async with Client(stack.tokenizer) as client, EngineClient(stack.engine) as engine:
+        with pytest.raises(ServiceError) as refused:
+            await client.complete("x", temperature=9)
+        assert refused.value.code.name == "INVALID_ARGUMENT"
+        assert refused.value.field == "sampling.temperature"
+        with pytest.raises(ServiceError) as unknown:
+            await client.complete("x", model="no-such-model")
+        assert unknown.value.code.name == "NOT_FOUND"
+        with pytest.raises(ServiceError) as out_of_range:
+            await engine.generate([2**31])
+        assert out_of_range.value.code.name == "INVALID_ARGUMENT"
+        assert (await client.complete("x", max_tokens=1)).usage.completion_tokens == 1
+
+
+async def test_leaving_a_stream_frees_the_engine(stack: Stack) -> None:
+    """A client that loses interest must not cost others their KV blocks."""
+    async with Client(stack.tokenizer) as client, EngineClient(stack.engine) as engine:
+        async with client.stream(
+            "x", max_tokens=1500, stop_token_ids=[], ignore_eos=True
+        ) as stream:
+            await anext(stream)
+            assert (await engine.load()).running_sequences >= 1
+        waiting = asyncio.create_task(client.complete("x", max_tokens=1500, ignore_eos=True))
+        async with asyncio.timeout(30):
+            while (await engine.load()).running_sequences == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        waiting.cancel()
+        async with asyncio.timeout(30):
+            while True:  # until both are gone
+                load = await engine.load()
+                if load.running_sequences == 0 and load.free_blocks == load.total_blocks:
+                    break
+                await asyncio.sleep(0.02)
+
+
+async def test_what_is_served_is_told(stack: Stack) -> None:
+    async with Client(stack.tokenizer) as client, EngineClient(stack.engine) as engine:
+        (model,) = await client.models()
+        told = await engine.model()
+        assert model.id == told.id == stack.model_id
+        assert model.infill
+        assert model.grammar
+        assert told.dtype == "float32"
+        assert model.context_length == told.context_length
+        assert {"sampling", "stopping", "prompt_logprobs", "grammar"} <= told.capabilities

@@ -1,0 +1,88 @@
+"""The command `tokenwire` against a running stack."""
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+
+from tests.stack import Stack
+
+
+def tokenwire(stack: Stack, *arguments: str) -> str:
+    command = [sys.executable, "-m", "tokenwire", *arguments, "--target", stack.tokenizer]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_complete_prints_the_text_streamed_or_not(stack: Stack) -> None:
+    asked = ("complete", "def add(a, b):", "--max-tokens", "24", "--temperature", "0")
+    whole = tokenwire(stack, *asked)
+    assert whole.strip()
+    assert tokenwire(stack, *asked, "--stream") == whole
+
+
+def test_complete_stops_and_seeds(stack: Stack) -> None:
+    asked = ("complete", "import ", "--max-tokens", "32", "--seed", "5", "--stop", "\n")
+    first = tokenwire(stack, *asked)
+    assert first == tokenwire(stack, *asked)
+    assert "\n" not in first.rstrip("\n")
+
+
+def test_a_suffix_gives_the_middle(stack: Stack) -> None:
+    asked = ("--suffix", "\n    return total\n", "--max-tokens", "16", "--temperature", "0")
+    middle = tokenwire(stack, "complete", "def f(xs):\n", *asked)
+    assert "return total\n" not in middle.removesuffix("\n")
+
+
+def test_choices_are_told_apart(stack: Stack) -> None:
+    lines = tokenwire(stack, "complete", "x", "--n", "2", "--max-tokens", "4").splitlines()
+    assert [line for line in lines if line.startswith("---")] == ["--- 0", "--- 1"]
+
+
+def test_a_refusal_is_one_sentence(stack: Stack) -> None:
+    command = [sys.executable, "-m", "tokenwire", "complete", "x", "--temperature", "9"]
+    result = subprocess.run(
+        [*command, "--target", stack.tokenizer],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "temperature" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_tokenize_and_models(stack: Stack) -> None:
+    rows = [line.split("\t") for line in tokenwire(stack, "tokenize", "def f").splitlines()]
+    body = json.dumps({"prompt": "def f"}).encode()
+    request = urllib.request.Request(
+        f"{stack.url}/tokenize", body, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert [int(identity) for identity, _ in rows] == json.load(answer)["tokens"]
+    assert tokenwire(stack, "models").startswith(stack.model_id)
+
+
+def test_health(stack: Stack) -> None:
+    for target in (stack.tokenizer, stack.engine, stack.grammar, f"{stack.url}/ready"):
+        command = [sys.executable, "-m", "tokenwire", "health", target]
+        assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+def test_ctrl_c_ends_a_stream(stack: Stack) -> None:
+    command = [sys.executable, "-m", "tokenwire", "complete", "x", "--stream"]
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "1500", "--target", stack.tokenizer],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in complaints

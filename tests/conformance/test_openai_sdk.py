@@ -1,0 +1,337 @@
+"""The openai SDK, sync and async, with every field of completions that the stack implements."""
+
+import asyncio
+import json
+import re
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types import Completion
+
+from tests.stack import Stack
+
+PROMPT = "def fibonacci(n):\n"
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> OpenAI:
+    return OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+
+
+def _texts(chunks: list[Completion]) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    return texts
+
+
+def test_a_completion_has_openais_shape(client: OpenAI, stack: Stack) -> None:
+    answer = client.completions.create(
+        model=stack.model_id,
+        prompt=PROMPT,
+        max_tokens=8,
+        temperature=0,
+        user="me",
+        extra_body={"ignore_eos": True},
+    )
+    assert answer.id.startswith("cmpl-")
+    assert answer.object == "text_completion"
+    assert answer.model == stack.model_id
+    assert answer.system_fingerprint
+    (choice,) = answer.choices
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is None
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+    assert answer._request_id
+
+
+def test_streamed_equals_whole(client: OpenAI) -> None:
+    whole = client.completions.create(
+        model="default", prompt=PROMPT, max_tokens=32, temperature=0, logprobs=2
+    )
+    chunks = list(
+        client.completions.create(
+            model="default", prompt=PROMPT, max_tokens=32, temperature=0, logprobs=2, stream=True
+        )
+    )
+    assert _texts(chunks) == {0: whole.choices[0].text}
+    tokens = [token for c in chunks if c.choices for token in c.choices[0].logprobs.tokens or []]
+    assert tokens == whole.choices[0].logprobs.tokens
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert [reason for reason in reasons if reason] == [whole.choices[0].finish_reason]
+
+
+def test_usage_in_a_stream_comes_as_asked(client: OpenAI) -> None:
+    """Billing code reads exactly one chunk."""
+    asked = {"model": "default", "prompt": PROMPT, "max_tokens": 4, "stream": True}
+    asked |= {"extra_body": {"ignore_eos": True}}
+    chunks = list(client.completions.create(**asked, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 4
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    unasked = list(client.completions.create(**asked))
+    assert unasked[-1].choices[0].finish_reason == "length"
+    assert unasked[-1].usage is not None
+
+
+def test_prompts_and_choices_are_indexed(client: OpenAI) -> None:
+    asked = {"model": "default", "prompt": ["import ", "class "], "n": 2, "max_tokens": 6}
+    whole = client.completions.create(**asked, seed=11, temperature=0.9)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    streamed = list(client.completions.create(**asked, seed=11, temperature=0.9, stream=True))
+    assert _texts(streamed) == {choice.index: choice.text for choice in whole.choices}
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens <= 24
+
+
+def test_a_seed_repeats_and_its_choices_differ(client: OpenAI) -> None:
+    asked = {"model": "default", "prompt": PROMPT, "max_tokens": 24, "n": 3, "temperature": 1.0}
+    first = client.completions.create(**asked, seed=42)
+    second = client.completions.create(**asked, seed=42)
+    assert [c.text for c in first.choices] == [c.text for c in second.choices]
+    assert len({c.text for c in first.choices}) > 1
+
+
+def test_prompts_of_ids(client: OpenAI, stack: Stack) -> None:
+    body = {"prompt": PROMPT}
+    ids = httpx.post(f"{stack.url}/tokenize", json=body, timeout=60).json()["tokens"]
+    of_text = client.completions.create(
+        model="default", prompt=PROMPT, max_tokens=16, temperature=0
+    )
+    for prompt in (ids, [ids]):
+        of_ids = client.completions.create(
+            model="default", prompt=prompt, max_tokens=16, temperature=0
+        )
+        assert of_ids.choices[0].text == of_text.choices[0].text
+        assert of_ids.usage == of_text.usage or of_ids.usage.prompt_tokens == len(ids)
+
+
+def test_echo_with_logprobs_is_what_harnesses_slice(client: OpenAI, stack: Stack) -> None:
+    ids = httpx.post(f"{stack.url}/tokenize", json={"prompt": PROMPT}, timeout=60).json()["tokens"]
+    answer = client.completions.create(
+        model="default", prompt=[ids], max_tokens=1, echo=True, logprobs=1
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    lengths = {
+        len(logprobs.tokens or ()),
+        len(logprobs.token_logprobs),
+        len(logprobs.top_logprobs or ()),
+        len(logprobs.text_offset or ()),
+    }
+    assert lengths == {len(ids) + 1}
+    assert logprobs.token_logprobs[0] is None
+    assert answer.choices[0].text.startswith(PROMPT)
+    assert "".join(logprobs.tokens or ()) == answer.choices[0].text
+
+
+def test_pure_scoring(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model="default", prompt=PROMPT, max_tokens=0, echo=True, logprobs=0
+    )
+    assert answer.choices[0].text == PROMPT
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+
+
+def test_stop_strings_are_cut(client: OpenAI) -> None:
+    asked = {"model": "default", "prompt": PROMPT, "max_tokens": 64, "temperature": 0}
+    free = client.completions.create(**asked).choices[0].text
+    stop = free[10:13]
+    answer = client.completions.create(**asked, stop=[stop, "never there"])
+    choice = answer.choices[0]
+    assert choice.text == free[: free.index(stop)]
+    assert choice.finish_reason == "stop"
+    streamed = list(client.completions.create(**asked, stop=stop, stream=True))
+    assert _texts(streamed) == {0: choice.text}
+    kept = client.completions.create(
+        **asked, stop=stop, extra_body={"include_stop_str_in_output": True}
+    )
+    assert kept.choices[0].text == choice.text + stop
+
+
+def test_suffix_fills_the_middle(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model="default",
+        prompt="def mean(values):\n    ",
+        suffix="\n    return total / len(values)\n",
+        max_tokens=24,
+        temperature=0,
+    )
+    assert "<|" not in answer.choices[0].text
+    assert not answer.choices[0].text.endswith("return total / len(values)\n")
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"best_of": 2},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {"5": 1}},
+        {"dry_multiplier": 0.8},
+        {"mirostat_target": 3},
+    ],
+    ids=lambda later: next(iter(later)),
+)
+def test_what_is_not_there_yet_is_refused(client: OpenAI, later: dict[str, object]) -> None:
+    """A field that is taken and ignored would be a wrong answer."""
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(model="default", prompt="x", max_tokens=1, extra_body=later)
+    assert refused.value.status_code == 501
+    assert refused.value.param == next(iter(later))
+
+
+def test_further_sampling_fields_are_taken(client: OpenAI) -> None:
+    """top_k 1 is greedy whatever the temperature; min_p 1 and top_p 0 too."""
+    asked = {"model": "default", "prompt": PROMPT, "max_tokens": 12}
+    greedy = client.completions.create(**asked, temperature=0).choices[0].text
+    for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 0}):
+        extra = client.completions.create(**asked, temperature=1.5, extra_body=narrow)
+        assert extra.choices[0].text == greedy
+
+
+def test_stopping_fields_are_taken(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model="default",
+        prompt=PROMPT,
+        max_tokens=48,
+        seed=8,
+        extra_body={"ignore_eos": True, "min_tokens": 48, "return_token_ids": True},
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 48
+    ids = answer.choices[0].model_extra["token_ids"]
+    assert len(ids) == 48
+    stop_id = ids[5]
+    stopped = client.completions.create(
+        model="default",
+        prompt=answer.choices[0].model_extra["prompt_token_ids"],
+        max_tokens=48,
+        seed=8,
+        extra_body={"stop_token_ids": [stop_id], "return_token_ids": True},
+    )
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].model_extra["stop_reason"] == stop_id
+    assert stopped.choices[0].model_extra["token_ids"] == ids[: ids.index(stop_id) + 1]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [1, 2]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"grammar": {"type": "json_schema", "value": SCHEMA}},
+    ],
+)
+def test_a_schema_holds(client: OpenAI, constraint: dict[str, object]) -> None:
+    answer = client.completions.create(
+        model="default", prompt="Ada: ", max_tokens=200, seed=1, extra_body=constraint
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    value = json.loads(answer.choices[0].text)
+    assert set(value) == {"name", "age"}
+    assert value["age"] in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        ({"type": "regex", "value": "(yes|no)"}, "yes|no"),
+        ({"type": "lark", "value": 'start: "a" | "bc"'}, "a|bc"),
+    ],
+)
+def test_a_grammar_holds(client: OpenAI, grammar: dict[str, str], pattern: str) -> None:
+    answer = client.completions.create(
+        model="default", prompt="x", max_tokens=16, extra_body={"grammar": grammar}
+    )
+    assert re.fullmatch(pattern, answer.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": 9}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"stop": [""]}, "stop"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": "x " * 20_000}, "prompt"),
+        ({"extra_body": {"grammar": {"type": "regex", "value": "("}}}, "grammar"),
+    ],
+)
+def test_refusals_name_the_parameter(client: OpenAI, body: dict[str, object], param: str) -> None:
+    asked: dict[str, object] = {"model": "default", "prompt": "x", "max_tokens": 1} | body
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**asked)  # type: ignore[call-overload]
+    assert refused.value.param == param
+    assert refused.value.type == "invalid_request_error"
+    assert refused.value.request_id
+    assert client.completions.create(model="default", prompt="x", max_tokens=1).choices
+
+
+def test_an_unknown_model_is_404(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.completions.create(model="no-such-model", prompt="x")
+    assert refused.value.code == "model_not_found"
+
+
+def test_models(client: OpenAI, stack: Stack) -> None:
+    assert [model.id for model in client.models.list()] == [stack.model_id]
+    assert client.models.retrieve(stack.model_id).object == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("no-such-model")
+
+
+async def test_sixteen_async_clients_get_what_one_gets(stack: Stack) -> None:
+    """Batching must not change anybody's answer."""
+    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+        prompts = [f"def function_{i}(x):\n" for i in range(16)]
+
+        async def whole(prompt: str) -> str:
+            answer = await client.completions.create(
+                model="default", prompt=prompt, max_tokens=24, temperature=0
+            )
+            return answer.choices[0].text
+
+        async def streamed(prompt: str) -> str:
+            chunks = await client.completions.create(
+                model="default", prompt=prompt, max_tokens=24, temperature=0, stream=True
+            )
+            return "".join([c.choices[0].text async for c in chunks if c.choices])
+
+        alone = [await whole(prompt) for prompt in prompts]
+        assert await asyncio.gather(*map(streamed, prompts)) == alone
+
+
+async def test_leaving_a_stream_early_leaves_the_server_well(stack: Stack) -> None:
+    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+        stream = await client.completions.create(
+            model="default", prompt=PROMPT, max_tokens=1000, stream=True
+        )
+        await anext(aiter(stream))
+        await stream.close()
+        answer = await client.completions.create(model="default", prompt=PROMPT, max_tokens=1)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 1

@@ -1,0 +1,167 @@
+"""docker-compose.yml, as a machine with nothing but Docker runs it. See tests/container/run."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.stack import free_ports
+from tokenwire.client import Client, EngineClient
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = "python:3.11-slim-bookworm"
+SERVICES = ("grammar", "engine", "tokenizer", "http_shim")
+LIMIT = 400 * 2**20  # bytes that an image without torch may have beyond its base
+START_SECONDS = 300
+
+
+def docker(*arguments: str) -> str:
+    return subprocess.run(
+        ["docker", *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Compose:
+    """The running project."""
+
+    url: str
+    tokenizer: str
+    engine: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+    def run(self, *arguments: str) -> str:
+        """docker-compose ARGUMENTS; its output."""
+        result = subprocess.run(
+            [*self.command, *arguments],
+            cwd=ROOT,
+            env=os.environ | self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+        return result.stdout.strip()
+
+    def container(self, service: str) -> str:
+        return self.run("ps", "-q", service)
+
+    def health(self, service: str) -> str:
+        return docker("inspect", "-f", "{{.State.Health.Status}}", self.container(service))
+
+
+@pytest.fixture(scope="module")
+def compose() -> Iterator[Compose]:
+    http, tokenizer, engine = free_ports(3)
+    command = ("docker-compose",) if shutil.which("docker-compose") else ("docker", "compose")
+    project = Compose(
+        url=f"http://127.0.0.1:{http}",
+        tokenizer=f"127.0.0.1:{tokenizer}",
+        engine=f"127.0.0.1:{engine}",
+        command=command,
+        environment={
+            "COMPOSE_PROJECT_NAME": f"tokenwire-test-{os.getpid()}",
+            "PORT": str(http),
+            "TOKENIZER_PORT": str(tokenizer),
+            "ENGINE_PORT": str(engine),
+            "ENGINE_ARGS": "--kv-memory 256MiB",
+        },
+    )
+    project.run("build")
+    try:
+        project.run("up", "-d")
+        deadline = time.monotonic() + START_SECONDS
+        while (states := {name: project.health(name) for name in SERVICES}) != dict.fromkeys(
+            SERVICES, "healthy"
+        ):
+            assert time.monotonic() < deadline, f"{states}\n{project.run('logs', '--tail', '50')}"
+            time.sleep(1)
+        yield project
+    finally:
+        project.run("down", "--volumes")
+
+
+def test_a_completion_over_http(compose: Compose) -> None:
+    body = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{compose.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        completion = json.load(answer)
+    assert completion["choices"][0]["text"]
+    assert completion["usage"]["completion_tokens"] == 8
+
+
+def test_completions_over_grpc(compose: Compose) -> None:
+    """At text level and at token level, with the same outcome."""
+
+    async def ask() -> tuple[str, str]:
+        async with Client(compose.tokenizer) as client, EngineClient(compose.engine) as engine:
+            text = (await client.complete("def add(a, b):", max_tokens=8, temperature=0)).text
+            ids = (await client.encode("def add(a, b):")).ids
+            generation = await engine.generate(ids, max_tokens=8, temperature=0)
+            return text, await client.decode(generation.token_ids)
+
+    of_text, of_ids = asyncio.run(ask())
+    assert of_text
+    assert of_ids == of_text
+
+
+def test_a_grammar_reaches_its_service(compose: Compose) -> None:
+    body = {"prompt": "x", "max_tokens": 8, "grammar": {"type": "regex", "value": "[0-9]{3}"}}
+    request = urllib.request.Request(
+        f"{compose.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert json.load(answer)["choices"][0]["text"].isdecimal()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_nothing_runs_as_root(compose: Compose, service: str) -> None:
+    assert docker("exec", compose.container(service), "id", "-u") != "0"
+
+
+@pytest.mark.parametrize("service", ["grammar", "tokenizer", "http_shim"])
+def test_images_without_torch_are_small(compose: Compose, service: str) -> None:
+    image = docker("inspect", "-f", "{{.Image}}", compose.container(service))
+    size, base = (
+        int(docker("image", "inspect", "-f", "{{.Size}}", each)) for each in (image, BASE)
+    )
+    assert size - base < LIMIT
+
+
+def test_the_engine_has_its_kernels_and_no_compiler(compose: Compose) -> None:
+    engine = compose.container("engine")
+    find = "import pathlib, services.engine.kernels as k; p = pathlib.Path(k.__file__).parent"
+    libraries = docker("exec", engine, "python", "-c", f"{find}; print(*p.glob('*.so'))")
+    assert libraries
+    assert not docker("exec", engine, "sh", "-c", "command -v g++ || true")
+
+
+def test_only_the_ways_in_are_published(compose: Compose) -> None:
+    """And on loopback alone: there are no keys."""
+    for service in SERVICES:
+        published = docker("port", compose.container(service)).splitlines()
+        assert all(" -> 127.0.0.1:" in line for line in published)
+        assert bool(published) == (service != "grammar")
+
+
+def test_all_of_them_drain_when_stopped(compose: Compose) -> None:
+    """Last: nothing is left to talk to."""
+    containers = [compose.container(service) for service in SERVICES]
+    compose.run("stop")
+    for container in containers:
+        assert docker("inspect", "-f", "{{.State.ExitCode}}", container) == "0"
