@@ -24,6 +24,7 @@ from services.engine.block_pool import BlockPool
 from services.engine.memory import choose_num_blocks
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription
 from services.engine.model.errors import CheckpointError
+from services.engine.model.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_generation_defaults, load_model, resolve_dtype
 from services.engine.model_runner import ModelRunner
 from services.engine.scheduler import Scheduler, SchedulerLimits
@@ -112,6 +113,7 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
         recommended={k: float(v) for k, v in recommended.items() if v is not None},
+        weights_fingerprint=weights_fingerprint(settings.model),
         block_size=size,
         total_blocks=num_blocks,
         kv_bytes=num_blocks * per_block,

@@ -285,6 +285,7 @@ class ModelDescription:
     bos_token_id: int | None
     recommended: dict[str, float]
     """Fields of SamplingParams that generation_config.json sets"""
+    weights_fingerprint: str
     block_size: int
     total_blocks: int
     kv_bytes: int

@@ -338,6 +338,7 @@ class _EngineControl(engine_pb2_grpc.EngineControlServiceServicer):
             block_size=model.block_size,
             total_blocks=model.total_blocks,
             version=version("tokenwire"),
+            weights_fingerprint=model.weights_fingerprint,
         )
 
     async def GetLoad(

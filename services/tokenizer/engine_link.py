@@ -142,6 +142,7 @@ class EngineLink:
                 model.architecture,
                 model.dtype,
                 model.version,
+                model.weights_fingerprint,
                 self._vocabulary.fingerprint,
                 self._vocabulary.configuration_hash,
             )
