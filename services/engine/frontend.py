@@ -99,6 +99,8 @@ class Frontend:
     def __init__(self, settings: EngineSettings, on_failure: Callable[[str], None]) -> None:
         self._settings = settings
         self._on_failure = on_failure
+        self.model_id = settings.model_id or settings.model.resolve().name
+        self._admission: Admission | None = None
         self._process = EngineProcess(settings, self._on_output, self._on_death)
         self._grammar: GrammarClient | None = None
         self._masks: MaskStream | None = None
@@ -117,21 +119,18 @@ class Frontend:
 
     async def start(self) -> None:
         """Load the model. Raises StartupError."""
-        self.model: ModelDescription = await self._process.start()
-        self.model_id = self._settings.model_id or self._settings.model.resolve().name
+        model = await self._process.start()
         self._admission = Admission(
-            self.model_id, self.model, self._settings.max_logprobs, bool(self._settings.grammar)
+            self.model_id, model, self._settings.max_logprobs, bool(self._settings.grammar)
         )
-        self.load = LoadSnapshot(
-            free_blocks=self.model.total_blocks, total_blocks=self.model.total_blocks
-        )
+        self.load = LoadSnapshot(free_blocks=model.total_blocks, total_blocks=model.total_blocks)
         if self._settings.grammar:
             self._grammar_channel = connect(self._settings.grammar)
             self._grammar = GrammarClient(self._grammar_channel)
             self._masks = MaskStream(
                 self._grammar_channel,
-                vocabulary_size=self.model.vocabulary_size,
-                eos_token_ids=tuple(self.model.eos_token_ids),
+                vocabulary_size=model.vocabulary_size,
+                eos_token_ids=tuple(model.eos_token_ids),
                 on_states=self._on_states,
                 on_lost=self._on_grammar_lost,
             )
@@ -152,6 +151,20 @@ class Frontend:
         """Returns when a step was taken, or what runs has changed, after this version."""
         while self.version == version:
             await self._changed.wait()
+
+    @property
+    def admission(self) -> Admission:
+        """What requests must keep to. Raises ServiceError while the model loads."""
+        if self._admission is None:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE, "LOADING", "The model is loading.", retry_seconds=1
+            )
+        return self._admission
+
+    @property
+    def model(self) -> ModelDescription:
+        """The model. Raises ServiceError while it loads."""
+        return self.admission.model
 
     @property
     def num_requests(self) -> int:
@@ -182,7 +195,7 @@ class Frontend:
         if self.draining:
             raise _DRAINING
         arrival = time.monotonic()
-        checked = self._admission.check(request)
+        checked = self.admission.check(request)
         grammar_id = ""
         if checked.constrained and self._grammar is not None:
             grammar_id = await self._grammar.compile(request.grammar)

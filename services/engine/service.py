@@ -313,10 +313,6 @@ class _EngineControl(engine_pb2_grpc.EngineControlServiceServicer):
     async def GetModel(
         self, request: engine_pb2.GetModelRequest, context: Context
     ) -> engine_pb2.GetModelResponse:
-        if not hasattr(self._frontend, "model"):
-            raise ServiceError(
-                grpc.StatusCode.UNAVAILABLE, "LOADING", "The model loads.", retry_seconds=1
-            )
         model, settings = self._frontend.model, self._settings
         grammar = (Capability.CAPABILITY_GRAMMAR,) if settings.grammar else ()
         return engine_pb2.GetModelResponse(
