@@ -35,6 +35,8 @@ __all__ = ["run"]
 
 _LOG = logging.getLogger("loop")
 _HEADER = struct.Struct("<Q")
+_MAX_DRAFT_TOKENS = 24
+"""Tokens guessed in one step: beyond, a step costs visibly more than without"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
@@ -93,6 +95,7 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
             max_step_tokens=settings.max_step_tokens,
             mixed_step_tokens=settings.mixed_step_tokens,
             block_size=size,
+            max_draft_tokens=_MAX_DRAFT_TOKENS if settings.speculate == "ngram" else 0,
         ),
         BlockPool(num_blocks),
     )

@@ -43,7 +43,10 @@ class ModelRunner:
         for i, chunk in enumerate(chunks):
             sequence = chunk.sequence
             tables[i, : len(sequence.blocks)] = sequence.blocks
-            ids[starts[i] : starts[i + 1]] = sequence.tokens[chunk.start : chunk.end]
+            known = sequence.tokens[chunk.start : chunk.end - len(chunk.draft)]
+            ids[starts[i] : starts[i] + len(known)] = known
+            if chunk.draft:
+                ids[starts[i] + len(known) : starts[i + 1]] = chunk.draft
         owners = np.repeat(np.arange(len(chunks)), counts)
         positions = np.arange(starts[-1], dtype=np.int64) + (ends - starts[1:])[owners]
         size = self._cache.block_size

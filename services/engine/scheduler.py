@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from services.engine.block_pool import BlockPool
 from services.engine.sequence import Sequence, SequenceState
+from services.engine.speculation import propose
 
 __all__ = ["Chunk", "Scheduler", "SchedulerLimits", "StepPlan"]
 
@@ -28,6 +29,8 @@ class SchedulerLimits:
     mixed_step_tokens: int
     """Tokens of a step that also decodes: what running streams wait for"""
     block_size: int
+    max_draft_tokens: int = 0
+    """Tokens that are guessed in one step, over all sequences; 0 = no speculation"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
+    draft: Items[int] = ()
+    """Guessed tokens, the last of `count`; they are not part of the sequence yet"""
 
     @property
     def end(self) -> int:
@@ -51,7 +56,7 @@ class StepPlan:
     chunks: Items[Chunk]
     """Decodes first"""
     num_decodes: int
-    """Chunks that hold the one newest token of their sequence, after all others were computed"""
+    """Chunks that hold just the newest token of their sequence, after all others were computed"""
 
 
 class Scheduler:
@@ -92,22 +97,39 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the next batch, allocate its blocks, and count its tokens as computed."""
         preempted = self.preemptions
-        decodes = list(self._plan_decodes())
-        budget = self._prefill_budget(len(decodes))
-        prefills = list(self._plan_prefills(budget))
+        newest = list(self._plan_decodes())
+        decodes = [chunk for chunk in newest if not chunk.draft]
+        drafts = [chunk for chunk in newest if chunk.draft]
+        budget = self._prefill_budget(len(newest))
+        prefills = [*drafts, *self._plan_prefills(budget)]
         if self.preemptions == preempted:
-            budget -= sum(chunk.count for chunk in prefills)
+            budget -= sum(chunk.count for chunk in prefills[len(drafts) :])
             prefills += self._admit(budget)
         return StepPlan(chunks=[*decodes, *prefills], num_decodes=len(decodes))
 
+    def accept(self, chunk: Chunk, kept: int) -> None:
+        """Count the first guesses of a chunk as computed: they turned out right.
+
+        What was computed for the others is written again when their places are.
+        """
+        sequence = chunk.sequence
+        sequence.draft_width.learn(len(chunk.draft), kept)
+        if sequence.state is SequenceState.RUNNING:
+            self._compute(sequence, kept)
+
     def _plan_decodes(self) -> Iterator[Chunk]:
+        guesses = self.limits.max_draft_tokens
         # `running` is in order, so that whoever is preempted comes after those already planned
         for sequence in list(self.running):
             if sequence.state is not SequenceState.RUNNING or sequence.uncomputed != 1:
                 continue
             if sequence.credit == 0 or not self._make_room(sequence):
                 continue
-            yield self._compute(sequence, 1)
+            chunk = self._compute(sequence, 1)
+            if guesses and (draft := self._draft(sequence, guesses)):
+                guesses -= len(draft)
+                chunk = Chunk(sequence, chunk.start, 1 + len(draft), draft)
+            yield chunk
 
     def _plan_prefills(self, budget: int) -> Iterator[Chunk]:
         for sequence in self.running:
@@ -170,6 +192,21 @@ class Scheduler:
         for index in range(chunk.start // size, chunk.end // size):
             self.pool.name(sequence.blocks[index], sequence.block_name(index))
         return chunk
+
+    def _draft(self, sequence: Sequence, most: int) -> list[int]:
+        """Guesses for what follows the newest token, with blocks for them; none without."""
+        if sequence.request.command.constrained:
+            return []
+        room = sequence.max_tokens - sequence.position - 1
+        if sequence.credit is not None:
+            room = min(room, sequence.credit - 1)
+        width = min(sequence.draft_width.next(), most, room)
+        draft = propose(sequence.tokens, width)
+        missing = self._blocks_for(sequence.length + len(draft)) - len(sequence.blocks)
+        if not draft or missing > self.pool.num_free:
+            return []
+        sequence.blocks += self.pool.allocate(missing)
+        return draft
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Get the block for the sequence's newest token, by preemption if need be."""

@@ -10,6 +10,7 @@ import torch
 
 from services.engine.block_pool import hash_block
 from services.engine.messages import AddRequest, Mask
+from services.engine.speculation import DraftWidth
 
 __all__ = ["Request", "Sequence", "SequenceState"]
 
@@ -63,6 +64,7 @@ class Sequence:
         """Tokens that were not in the prefix cache when it began to wait"""
         self.awaited_block: bytes | None = None
         """The block that another sequence is about to compute for it"""
+        self.draft_width = DraftWidth()
         self._block_size = block_size
         self._tokens = np.empty(len(prompt) + len(generated) + 64, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt

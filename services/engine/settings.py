@@ -31,6 +31,11 @@ class EngineSettings(ServerSettings):
     max_waiting: int = setting(1024, "Sequences that may wait; more are refused.")
     max_step_tokens: int = setting(2048, "Tokens of a step in which nothing decodes.")
     mixed_step_tokens: int = setting(256, "Tokens of a step that also decodes.")
+    speculate: str = setting(
+        "off",
+        "Guess tokens from what the sequence repeats; the output stays the same.",
+        choices=("off", "ngram"),
+    )
     max_logprobs: int = setting(20, "Most candidates that a token may be scored with.")
 
     def __post_init__(self) -> None:

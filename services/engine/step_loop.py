@@ -51,6 +51,27 @@ class LoopLimits:
     """How long a sequence may hold its blocks without credit"""
 
 
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """One row of logits that a sequence may draw its next token from."""
+
+    sequence: Sequence
+    row: int
+    """Of the step's hidden states"""
+    position: int
+    """Of the token to draw, counted from the end of the original prompt"""
+    guess: int | None = None
+    """The token before it, if that was only guessed when the row was computed"""
+
+    @property
+    def is_next(self) -> bool:
+        """Whether the sequence has come to this position, and by the token that was guessed."""
+        sequence = self.sequence
+        if sequence.state is SequenceState.FINISHED or sequence.position != self.position:
+            return False
+        return self.guess is None or int(sequence.tokens[-1]) == self.guess
+
+
 class StepLoop:
     """Continuous batching. `step` is one turn; everything else prepares it or follows from it."""
 
@@ -94,10 +115,12 @@ class StepLoop:
             hidden = self._runner.forward(plan)
             self._steps += 1
             self._score_prompts(plan, hidden)
-            rows = self._rows_to_draw(plan)
-            logits = self._runner.logits(hidden, [row for row, _ in rows]) if rows else None
+            draws = self._draws(plan)
+            logits = self._runner.logits(hidden, [draw.row for draw in draws]) if draws else None
             self.apply(receive())
-            self._draw([sequence for _, sequence in rows], logits)
+            if logits is not None:
+                self._draw(draws, logits)
+            self._accept_guesses(plan)
         self._draw_late()
         return self.take_output()
 
@@ -239,36 +262,47 @@ class StepLoop:
             sequence.scored = max(sequence.scored, end)
             first_row += chunk.count
 
-    def _rows_to_draw(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
-        """Sequences whose last token was computed, with their rows; ends those that only score."""
-        rows: list[tuple[int, Sequence]] = []
+    def _draws(self, plan: StepPlan) -> list[_Draw]:
+        """What may be drawn now that the plan was computed; ends sequences that only score."""
+        draws: list[_Draw] = []
         last_row = -1
         for chunk in plan.chunks:
             last_row += chunk.count
             sequence = chunk.sequence
-            if chunk.end < sequence.length:
+            if chunk.end - len(chunk.draft) < sequence.length:
                 continue
             if sequence.max_tokens == 0:
                 self._finish(sequence, FinishCause.LENGTH)
-            else:
-                rows.append((last_row, sequence))
-        return rows
-
-    def _draw(self, sequences: Items[Sequence], logits: Tensor | None) -> None:
-        """Draw for those that may; rows whose mask is late keep their logits."""
-        drawn: list[int] = []
-        for row, sequence in enumerate(sequences):
-            assert logits is not None
-            if sequence.state is SequenceState.FINISHED:
                 continue
-            if _lacks_mask(sequence):
-                sequence.held_logits = logits[row].clone()
-                self._late.append(sequence)
+            row = last_row - len(chunk.draft)
+            draws.append(_Draw(sequence, row, sequence.position))
+            draws += [
+                _Draw(sequence, row + i, sequence.position + i, guess)
+                for i, guess in enumerate(chunk.draft, start=1)
+            ]
+        return draws
+
+    def _draw(self, draws: Items[_Draw], logits: Tensor) -> None:
+        """Draw for those that may; rows whose mask is late keep their logits."""
+        ready: list[int] = []
+        for row, draw in enumerate(draws):
+            if draw.sequence.state is SequenceState.FINISHED:
+                continue
+            if _lacks_mask(draw.sequence):
+                draw.sequence.held_logits = logits[row].clone()
+                self._late.append(draw.sequence)
             else:
-                drawn.append(row)
-        if logits is not None and drawn:
-            some = logits if len(drawn) == len(sequences) else logits[drawn]
-            self._advance([sequences[row] for row in drawn], some)
+                ready.append(row)
+        if ready:
+            some = logits if len(ready) == len(draws) else logits[ready]
+            self._advance([draws[row] for row in ready], some)
+
+    def _accept_guesses(self, plan: StepPlan) -> None:
+        """Count what was computed for guesses that turned out right."""
+        for chunk in plan.chunks:
+            if chunk.draft:
+                drawn = chunk.sequence.length - (chunk.start + 1)
+                self._scheduler.accept(chunk, max(drawn - 1, 0))
 
     def _draw_late(self) -> None:
         """Draw for sequences whose mask has come since their logits were computed."""
@@ -278,14 +312,17 @@ class StepLoop:
         for sequence in late:
             if not _lacks_mask(sequence) and sequence.held_logits is not None:
                 logits, sequence.held_logits = sequence.held_logits, None
-                self._advance([sequence], logits.unsqueeze(0))
+                self._advance([_Draw(sequence, 0, sequence.position)], logits.unsqueeze(0))
 
-    def _advance(self, sequences: Items[Sequence], logits: Tensor) -> None:
-        """Draw one token for each sequence, report it, and end the sequences that it ends."""
-        tokens = sample(logits, [self._row(sequence) for sequence in sequences])
+    def _advance(self, draws: Items[_Draw], logits: Tensor) -> None:
+        """Draw tokens, report them, and end the sequences that they end.
+
+        logits: float32 [draws, vocabulary].
+        """
+        tokens = sample(logits, [self._row(draw) for draw in draws])
+        widths = [draw.sequence.request.command.logprobs for draw in draws]
         scored = {
-            width: [i for i, s in enumerate(sequences) if s.request.command.logprobs == width]
-            for width in {s.request.command.logprobs for s in sequences}
+            width: [i for i, each in enumerate(widths) if each == width] for width in set(widths)
         }
         scores = {
             i: result
@@ -296,11 +333,12 @@ class StepLoop:
             )
         }
         now = self._clock()
-        for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-            request = sequence.request
+        for i, (draw, token) in enumerate(zip(draws, tokens, strict=True)):
+            sequence, request = draw.sequence, draw.sequence.request
+            if not draw.is_next:
+                continue
             if request.first_token is None:
                 request.first_token = now
-            position = sequence.position
             sequence.append(token)
             sequence.mask = None
             if sequence.credit is not None:
@@ -308,20 +346,20 @@ class StepLoop:
                 if sequence.credit == 0:
                     sequence.starved_since = now
             self._outputs.append(
-                Token(request.command.handle, sequence.index, position, token, scores.get(i))
+                Token(request.command.handle, sequence.index, draw.position, token, scores.get(i))
             )
             self._end_if_done(sequence, token)
 
-    def _row(self, sequence: Sequence) -> Row:
-        stopping = sequence.request.command.stopping
+    def _row(self, draw: _Draw) -> Row:
+        sequence, stopping = draw.sequence, draw.sequence.request.command.stopping
         banned: tuple[int, ...] = ()
-        if sequence.position < stopping.min_tokens:
+        if draw.position < stopping.min_tokens:
             eos = () if stopping.ignore_eos else self._limits.eos_token_ids
             banned = (*eos, *stopping.stop_token_ids)
         return Row(
             sequence.request.command.sampling,
             sequence.index,
-            sequence.position,
+            draw.position,
             banned,
             sequence.mask.bits if sequence.mask else None,
         )

@@ -126,6 +126,51 @@ def test_every_request_ends_once_and_no_block_is_leaked(
     assert load.free_blocks == load.total_blocks
 
 
+@given(
+    prompts=st.lists(PROMPTS, min_size=1, max_size=6),
+    blocks=st.integers(18, 60),
+    drafts=st.integers(1, 24),
+    temperature=st.sampled_from([0.0, 0.05, 0.3]),
+    credit=st.sampled_from([None, 1, 5]),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_speculation_never_changes_output(
+    decoder: Decoder,
+    prompts: list[list[int]],
+    blocks: int,
+    drafts: int,
+    temperature: float,
+    credit: int | None,
+) -> None:
+    """Greedy or seeded, with preemption, caching and credit beside it."""
+    requests = [
+        make_request(i, [prompt], max_tokens=30, temperature=temperature, credit=credit, logprobs=2)
+        for i, prompt in enumerate(prompts)
+    ]
+    more = [GrantCredit(i, 100) for i in range(len(prompts))]
+    plain = run(make_loop(decoder, blocks=blocks), [*requests, *more])
+    guessed = run(make_loop(decoder, blocks=blocks, drafts=drafts), [*requests, *more])
+    for i in range(len(prompts)):
+        tokens = [o for o in guessed if isinstance(o, Token) and o.handle == i]
+        assert [t.position for t in tokens] == list(range(30))
+        alone = [o for o in plain if isinstance(o, Token) and o.handle == i]
+        if temperature:
+            assert [t.id for t in tokens] == [t.id for t in alone]
+        else:
+            assert_same_up_to_ties([t.id for t in tokens], alone)
+
+
+def test_speculation_takes_fewer_steps_where_output_repeats(decoder: Decoder) -> None:
+    request = make_request(1, [[7, 8, 9] * 8], max_tokens=60)
+    steps = []
+    for drafts in (0, 16):
+        loop = make_loop(decoder, drafts=drafts)
+        run(loop, [request])
+        steps.append(loop.take_output().load.steps)
+    plain, guessed = steps
+    assert guessed < plain
+
+
 def test_a_preempted_sequence_goes_on_where_it_was(decoder: Decoder) -> None:
     loop = make_loop(decoder, blocks=16, step_tokens=64, mixed_tokens=32)
     prompts = [[i, 5, 6, 7] * 3 for i in range(1, 6)]

@@ -89,8 +89,9 @@ def make_loop(
     mixed_tokens: int = 64,
     running: int = 64,
     waiting: int = 1000,
+    drafts: int = 0,
 ) -> StepLoop:
-    limits = SchedulerLimits(running, step_tokens, mixed_tokens, BLOCK)
+    limits = SchedulerLimits(running, step_tokens, mixed_tokens, BLOCK, drafts)
     return StepLoop(
         Scheduler(limits, BlockPool(blocks)),
         ModelRunner(decoder, decoder.allocate_cache(blocks, BLOCK)),

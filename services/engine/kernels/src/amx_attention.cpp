@@ -3,10 +3,10 @@
 // The query heads that share a key head become rows of one matrix (row = query * group + head), up
 // to 32 of them at a time, which is what a 2 x 2 block of tiles holds. Cached blocks are already in
 // tiles, so keys and values go from memory to tile registers untouched.
-#include <stdlib.h>
 #include <string.h>
 
 #include "amx.h"
+#include "buffer.h"
 #include "kernels.h"
 #include "threads.h"
 
@@ -21,6 +21,13 @@ constexpr int64_t kMostHeadDim = 256;
 constexpr int64_t kPart = 512;
 constexpr int64_t kTokens = 8;    // written by one item of a loop
 constexpr float kLowest = -1e30f;  // finite: a difference of two is no NaN
+// Weights may exceed one by this power of two before their base is raised, which is seldom then.
+constexpr int64_t kLanes = 16;
+constexpr float kSlack = 30;
+// A row of scores, or of weights, ends with an unused cache line, so that neighbouring rows fall
+// into different cache sets.
+constexpr int64_t kScoreStride = kMostKeys + 16;
+constexpr int64_t kWeightStride = kMostKeys + 32;
 
 struct Unit {
   int64_t sequence;
@@ -32,13 +39,13 @@ struct Unit {
 };
 
 struct alignas(64) Scratch {
-  float scores[kMostRows * kMostKeys];
+  float scores[kMostRows * kScoreStride];
   float state[kMostRows * kMostHeadDim];  // weighted values, not yet divided
   uint16_t queries[kMostRows * kMostHeadDim];
-  uint16_t weights[kMostRows * kMostKeys];
+  uint16_t weights[kMostRows * kWeightStride];
   uint16_t tail[kTileInner * kMostHeadDim];
-  float highest[kMostRows];
-  float total[kMostRows];
+  float base[kMostRows];  // scores become weights as 2^(score - base)
+  float totals[kMostRows * kLanes];  // of the weights, a sum for each lane
 };
 
 class Attention {
@@ -67,8 +74,8 @@ class Attention {
   void attend(const Unit &unit, Scratch &s) const {
     load_queries(unit, s);
     for (int64_t r = 0; r < unit.num_rows; r++) {
-      s.highest[r] = kLowest;
-      s.total[r] = 0;
+      s.base[r] = kLowest;
+      _mm512_store_ps(s.totals + r * kLanes, _mm512_setzero_ps());
     }
     memset(s.state, 0, sizeof(float) * static_cast<size_t>(kMostRows * a_.head_dim));
     for (int64_t key = unit.first_key; key < unit.last_key; key += kMostKeys) {
@@ -81,7 +88,7 @@ class Attention {
       keep(unit, s);
     else
       for (int64_t r = 0; r < unit.num_rows; r++)
-        store(unit, r, s.state + r * a_.head_dim, s.total[r]);
+        store(unit, r, s.state + r * a_.head_dim, total(r, s));
   }
 
   // Joins the parts of one unit. `unit.partial` is the first part's.
@@ -153,60 +160,86 @@ class Attention {
         }
       }
       float *scores = s.scores + k;
-      _tile_stored(0, scores, kMostKeys * 4);
-      _tile_stored(1, scores + kTileRows, kMostKeys * 4);
+      _tile_stored(0, scores, kScoreStride * 4);
+      _tile_stored(1, scores + kTileRows, kScoreStride * 4);
       if (two) {
-        _tile_stored(2, scores + kTileRows * kMostKeys, kMostKeys * 4);
-        _tile_stored(3, scores + kTileRows * kMostKeys + kTileRows, kMostKeys * 4);
+        _tile_stored(2, scores + kTileRows * kScoreStride, kScoreStride * 4);
+        _tile_stored(3, scores + kTileRows * kScoreStride + kTileRows, kScoreStride * 4);
       }
     }
   }
 
-  // One row's online softmax step (https://arxiv.org/abs/1805.02867): scores to weights.
+  // One row's online softmax step (https://arxiv.org/abs/1805.02867): scores to weights. Any base
+  // will do that leaves the weights in range, so it is the first scores' highest until others
+  // exceed that by far.
   void weigh(const Unit &unit, int64_t r, int64_t key, int64_t count, Scratch &s) const {
     int64_t at = position(unit, r), width = divide_up(count, kTileInner) * kTileInner;
     int64_t last = smaller(smaller(at + 1, unit.last_key) - key, count);
     int64_t first = a_.window ? larger(at + 1 - a_.window - key, 0) : 0;
-    if (first == 0 && last == width)
-      weigh_row<false>(r, width, 0, 0, s);
-    else
-      weigh_row<true>(r, width, static_cast<int>(first), static_cast<int>(last), s);
+    Visible visible{width, static_cast<int>(first), static_cast<int>(last)};
+    if (s.base[r] == kLowest) raise_base(r, visible, s);
+    bool all = first == 0 && last == width;
+    while (!(all ? weigh_row<false>(r, visible, s) : weigh_row<true>(r, visible, s)))
+      raise_base(r, visible, s);
   }
 
-  // Keys first to last - 1 are visible, or all where not kMasked.
-  template <bool kMasked>
-  void weigh_row(int64_t r, int64_t width, int first, int last, Scratch &s) const {
-    const float *scores = s.scores + r * kMostKeys;
-    uint16_t *weights = s.weights + r * kMostKeys;
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    auto visible = [=](int64_t i) -> __mmask16 {
-      if (!kMasked) return 0xffff;
-      __m512i index = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(i)));
+  // Of `width` keys those that a row sees: first to last - 1.
+  struct Visible {
+    int64_t width;
+    int first, last;
+
+    __mmask16 lanes(int64_t i) const {
+      const __m512i index = _mm512_add_epi32(
+          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+          _mm512_set1_epi32(static_cast<int>(i)));
       return _mm512_cmplt_epi32_mask(index, _mm512_set1_epi32(last)) &
              _mm512_cmpge_epi32_mask(index, _mm512_set1_epi32(first));
-    };
-    __m512 highest = _mm512_set1_ps(kLowest);
-    for (int64_t i = 0; i < width; i += 16)
-      highest = _mm512_mask_max_ps(highest, visible(i), highest, _mm512_load_ps(scores + i));
-    // In powers of two, so that one multiplication serves the scale and the change of base.
-    float scale = a_.scale * kLog2E, before = s.highest[r];
-    float now = _mm512_reduce_max_ps(highest);
-    now = now == kLowest || now * scale < before ? before : now * scale;
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < width; i += 16) {
-      __m512 exponent = _mm512_fmsub_ps(_mm512_load_ps(scores + i), _mm512_set1_ps(scale),
-                                        _mm512_set1_ps(now));
-      __m512 weight = _mm512_maskz_mov_ps(visible(i), exp2(exponent));
+    }
+  };
+
+  // Scores in powers of two: one multiplication serves the scale and the change of base.
+  float scale() const { return a_.scale * kLog2E; }
+
+  // False where a weight went out of range.
+  template <bool kMasked>
+  bool weigh_row(int64_t r, const Visible &visible, Scratch &s) const {
+    const float *scores = s.scores + r * kScoreStride;
+    uint16_t *weights = s.weights + r * kWeightStride;
+    const __m512 scale = _mm512_set1_ps(this->scale()), base = _mm512_set1_ps(s.base[r]);
+    __m512 sum = _mm512_setzero_ps(), highest = _mm512_setzero_ps();
+    for (int64_t i = 0; i < visible.width; i += kLanes) {
+      __mmask16 lanes = kMasked ? visible.lanes(i) : 0xffff;
+      __m512 power = _mm512_fmsub_ps(_mm512_load_ps(scores + i), scale, base);
+      highest = _mm512_mask_max_ps(highest, lanes, highest, power);
+      __m512 weight = _mm512_maskz_mov_ps(lanes, rough_exp2(power));
       sum = _mm512_add_ps(sum, weight);
       _mm256_store_si256(reinterpret_cast<__m256i *>(weights + i), to_bfloat16(weight));
     }
-    s.total[r] = s.total[r] * power_of_two(before - now) + _mm512_reduce_add_ps(sum);
-    s.highest[r] = now;
-    if (now == before) return;
-    __m512 correction = _mm512_set1_ps(power_of_two(before - now));
-    float *state = s.state + r * a_.head_dim;
-    for (int64_t i = 0; i < a_.head_dim; i += 16)
+    if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(kSlack), _CMP_GT_OQ)) return false;
+    float *totals = s.totals + r * kLanes;
+    _mm512_store_ps(totals, _mm512_add_ps(sum, _mm512_load_ps(totals)));
+    return true;
+  }
+
+  // Makes the highest visible score the base, and what was summed before relative to it.
+  void raise_base(int64_t r, const Visible &visible, Scratch &s) const {
+    const float *scores = s.scores + r * kScoreStride;
+    __m512 highest = _mm512_set1_ps(kLowest);
+    for (int64_t i = 0; i < visible.width; i += kLanes)
+      highest = _mm512_mask_max_ps(highest, visible.lanes(i), highest, _mm512_load_ps(scores + i));
+    float found = _mm512_reduce_max_ps(highest), before = s.base[r];
+    if (found == kLowest) return;
+    s.base[r] = found * scale();
+    if (before == kLowest) return;
+    __m512 correction = _mm512_set1_ps(power_of_two(before - s.base[r]));
+    float *totals = s.totals + r * kLanes, *state = s.state + r * a_.head_dim;
+    _mm512_store_ps(totals, _mm512_mul_ps(correction, _mm512_load_ps(totals)));
+    for (int64_t i = 0; i < a_.head_dim; i += kLanes)
       _mm512_store_ps(state + i, _mm512_mul_ps(correction, _mm512_load_ps(state + i)));
+  }
+
+  static float total(int64_t r, const Scratch &s) {
+    return _mm512_reduce_add_ps(_mm512_load_ps(s.totals + r * kLanes));
   }
 
   // state [rows, head_dim] += weights @ values
@@ -233,11 +266,11 @@ class Attention {
         const uint16_t *values = tiles[k / kTileInner] + i * kTileInner;
         _tile_loadd(6, values, 64);
         _tile_loadd(7, values + kTile, 64);
-        _tile_loadd(4, s.weights + k, kMostKeys * 2);
+        _tile_loadd(4, s.weights + k, kWeightStride * 2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
-          _tile_loadd(5, s.weights + kTileRows * kMostKeys + k, kMostKeys * 2);
+          _tile_loadd(5, s.weights + kTileRows * kWeightStride + k, kWeightStride * 2);
           _tile_dpbf16ps(2, 5, 6);
           _tile_dpbf16ps(3, 5, 7);
         }
@@ -265,8 +298,8 @@ class Attention {
     for (int64_t r = 0; r < unit.num_rows; r++) {
       float *partial = unit.partial + r * (a_.head_dim + 2);
       memcpy(partial, s.state + r * a_.head_dim, static_cast<size_t>(a_.head_dim) * 4);
-      partial[a_.head_dim] = s.highest[r];
-      partial[a_.head_dim + 1] = s.total[r];
+      partial[a_.head_dim] = s.base[r];
+      partial[a_.head_dim + 1] = total(r, s);
     }
   }
 
@@ -284,24 +317,6 @@ class Attention {
 
   const tw_attention &a_;
   int64_t head_size_;
-};
-
-// Memory that grows and is kept from call to call.
-class Buffer {
- public:
-  ~Buffer() { free(data_); }
-  void *reserve(int64_t bytes) {
-    if (bytes > capacity_) {
-      free(data_);
-      data_ = malloc(static_cast<size_t>(bytes));
-      capacity_ = bytes;
-    }
-    return data_;
-  }
-
- private:
-  void *data_ = nullptr;
-  int64_t capacity_ = 0;
 };
 
 thread_local Buffer unit_buffer;

@@ -2,14 +2,25 @@
 #include <string.h>
 
 #include "amx.h"
+#include "buffer.h"
 #include "kernels.h"
 #include "threads.h"
 
 namespace {
 
-// Rows multiplied with a panel before the next panel's turn: they should stay in the L2 cache.
-constexpr int64_t kRowsBytes = 1 << 20;
-constexpr int64_t kPrefetch = 8 * kTile;  // elements ahead, eight tiles
+// What is multiplied with a part of a panel before the next one's turn: the rows' parts should stay
+// in the L2 cache.
+#ifndef MR
+#define MR 256
+#define MP 8
+#define STEPS 16
+#endif
+constexpr int64_t kMostRows = MR;
+constexpr int64_t kMostPanels = MP;
+// The part of a panel that stays in the L1 cache while rows pass by, in steps of 32 inputs.
+constexpr int64_t kMostSteps = STEPS;
+constexpr int64_t kStep = 2 * kTile;  // elements of 32 rows, or 32 columns, in one step
+constexpr int64_t kPrefetch = 4 * kStep;
 
 inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
   if (dtype == TW_FLOAT32) return static_cast<const float *>(weight)[index];
@@ -26,23 +37,22 @@ inline uint16_t round_to_bfloat16(float value) {
       _mm_extract_epi16(reinterpret_cast<__m128i>(_mm_cvtneps_pbh(_mm_set_ss(value))), 0));
 }
 
-// Adds the product of up to 32 rows and one panel to tiles 0 to 3.
+// Adds the product of 32 rows and one panel, both in tiles, over `steps` steps to tiles 0 to 3.
 //
 // What is needed next is fetched meanwhile: `lines` cache lines for each step, from `next` on.
-template <bool kTwoRowTiles>
-inline void multiply_tiles(const uint16_t *rows, int64_t inputs, const uint16_t *panel,
+template <bool kTwoRowTiles, bool kStream>
+inline void multiply_tiles(const uint16_t *rows, const uint16_t *panel, int64_t steps,
                            const uint16_t *next, int64_t lines) {
-  const uint16_t *lower = rows + kTileRows * inputs;
-  for (int64_t k = 0; k < inputs; k += kTileInner, panel += 2 * kTile) {
+  for (int64_t step = 0; step < steps; step++, rows += kStep, panel += kStep) {
     for (int64_t line = 0; line < lines; line++, next += kTileInner)
-      _mm_prefetch(reinterpret_cast<const char *>(next), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char *>(next), kStream ? _MM_HINT_T0 : _MM_HINT_T1);
     _tile_loadd(6, panel, 64);
     _tile_loadd(7, panel + kTile, 64);
-    _tile_loadd(4, rows + k, inputs * 2);
+    _tile_loadd(4, rows, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (kTwoRowTiles) {
-      _tile_loadd(5, lower + k, inputs * 2);
+      _tile_loadd(5, rows + kTile, 64);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -93,37 +103,78 @@ inline void fetch_out(const tw_linear &a, int64_t row, int64_t count, int64_t pa
   for (int64_t i = 0; i < count; i++) __builtin_prefetch(out + i * stride, 1);
 }
 
-// Multiplies rows start to end with one panel.
-void multiply(const tw_linear &a, int64_t start, int64_t end, int64_t panel) {
-  alignas(64) float products[kPair * kPair];
-  float *lower = products + kTileRows * kPair;
-  const uint16_t *weights = static_cast<const uint16_t *>(a.packed) + panel * a.inputs * kPair;
+// Rows start to end - 1 and panels first to last - 1, which one item of the loop multiplies.
+struct Block {
+  int64_t start, end;
+  int64_t first, last;
+};
+
+// Goes through the inputs in parts, so that a part of a panel stays in the L1 cache, and that of the
+// rows in the L2 cache, while they meet. Sums in between wait in `products`.
+void multiply(const tw_linear &a, const uint16_t *tiles, const Block &b, float *products) {
+  int64_t depth = a.inputs / kTileInner, blocks = divide_up(b.end - b.start, kPair);
+  const uint16_t *packed = static_cast<const uint16_t *>(a.packed);
   // One block of rows reads the panel while it multiplies, a little ahead of itself. More of them
   // leave time to fetch the next panel.
-  int64_t blocks = divide_up(end - start, kPair), lines = divide_up(32, blocks);
-  const uint16_t *next = weights + (blocks > 1 ? a.inputs * kPair : kPrefetch);
+  int64_t most = blocks > 1 ? divide_up(depth, divide_up(depth, kMostSteps)) : depth;
+  int64_t lines = divide_up(32, blocks);
   int64_t configured = 0;
-  for (int64_t row = start; row < end; row += kPair) {
-    int64_t count = smaller(end - row, kPair);
-    if (count != configured) configure_tiles(configured = count);
-    const uint16_t *rows = static_cast<const uint16_t *>(a.rows) + row * a.inputs;
-    fetch_out(a, row, count, panel);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    if (count <= kTileRows)
-      multiply_tiles<false>(rows, a.inputs, weights, next, lines);
-    else
-      multiply_tiles<true>(rows, a.inputs, weights, next, lines);
-    next += a.inputs * lines;
-    _tile_stored(0, products, kPair * 4);
-    _tile_stored(1, products + kTileRows, kPair * 4);
-    _tile_stored(2, lower, kPair * 4);
-    _tile_stored(3, lower + kTileRows, kPair * 4);
-    for (int64_t i = 0; i < count; i++) finish_row(a, products + i * kPair, row + i, panel);
+  for (int64_t step = 0; step < depth; step += most) {
+    int64_t steps = smaller(most, depth - step);
+    bool last = step + steps == depth;
+    for (int64_t panel = b.first; panel < b.last; panel++) {
+      const uint16_t *weights = packed + (panel * depth + step) * kStep;
+      const uint16_t *next = weights + kPrefetch;
+      if (blocks > 1)
+        next = panel + 1 < b.last ? weights + depth * kStep : packed + (b.first * depth + step + steps) * kStep;
+      for (int64_t block = 0; block < blocks; block++) {
+        int64_t row = b.start + block * kPair, count = smaller(b.end - row, kPair);
+        if (count != configured) configure_tiles(configured = count);
+        float *product = products + ((panel - b.first) * blocks + block) * kPair * kPair;
+        float *lower = product + kTileRows * kPair;
+        if (step) {
+          _tile_loadd(0, product, kPair * 4);
+          _tile_loadd(1, product + kTileRows, kPair * 4);
+          _tile_loadd(2, lower, kPair * 4);
+          _tile_loadd(3, lower + kTileRows, kPair * 4);
+        } else {
+          _tile_zero(0);
+          _tile_zero(1);
+          _tile_zero(2);
+          _tile_zero(3);
+        }
+        if (last) fetch_out(a, row, count, panel);
+        const uint16_t *rows = tiles + (row / kPair * depth + step) * kStep;
+        if (blocks > 1)
+          multiply_tiles<true, false>(rows, weights, steps, next, lines);
+        else if (count > kTileRows)
+          multiply_tiles<true, true>(rows, weights, steps, next, lines);
+        else
+          multiply_tiles<false, true>(rows, weights, steps, next, lines);
+        next += steps * lines * kTileInner;
+        _tile_stored(0, product, kPair * 4);
+        _tile_stored(1, product + kTileRows, kPair * 4);
+        _tile_stored(2, lower, kPair * 4);
+        _tile_stored(3, lower + kTileRows, kPair * 4);
+        if (last)
+          for (int64_t i = 0; i < count; i++) finish_row(a, product + i * kPair, row + i, panel);
+      }
+    }
   }
 }
+
+// Copies 16 rows into every other tile, so that loading one touches every cache set alike.
+void pack_rows(const tw_linear &a, int64_t start, uint16_t *tiles) {
+  int64_t depth = a.inputs / kTileInner, count = smaller(kTileRows, a.num_rows - start);
+  const uint16_t *from = static_cast<const uint16_t *>(a.rows) + start * a.inputs;
+  uint16_t *to = tiles + start / kPair * depth * kStep + start % kPair / kTileRows * kTile;
+  for (int64_t step = 0; step < depth; step++, from += kTileInner, to += kStep)
+    for (int64_t row = 0; row < count; row++)
+      _mm512_store_si512(to + row * kTileInner, _mm512_loadu_si512(from + row * a.inputs));
+}
+
+thread_local Buffer row_tiles;
+thread_local Buffer products;
 
 }  // namespace
 
@@ -151,15 +202,22 @@ void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t output
 
 void tw_amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
-  int64_t panels = divide_up(a.outputs, kPair);
-  int64_t block = larger(kRowsBytes / (a.inputs * 2) / kPair * kPair, kPair);
+  int64_t pairs = divide_up(a.num_rows, kPair), panels = divide_up(a.outputs, kPair);
+  auto tiles = static_cast<uint16_t *>(row_tiles.reserve(pairs * kPair * a.inputs * 2));
+  parallel_for(pairs, [&](int64_t item) {
+    for (int64_t row = item * kPair; row < smaller((item + 1) * kPair, a.num_rows); row += kTileRows)
+      pack_rows(a, row, tiles);
+  });
   // Neighbouring panels go to one thread, so that its reads run on; four shares for each thread
   // are enough for one that is slow or away.
-  int64_t share = larger(panels / (4 * num_threads()), 1), shares = divide_up(panels, share);
-  parallel_for(divide_up(a.num_rows, block) * shares, [&](int64_t item) {
-    int64_t start = item / shares * block, end = smaller(start + block, a.num_rows);
-    int64_t first = item % shares * share, last = smaller(first + share, panels);
-    for (int64_t panel = first; panel < last; panel++) multiply(a, start, end, panel);
+  int64_t share = larger(panels / (4 * num_threads()), 1);
+  if (a.num_rows > kPair) share = smaller(share, kMostPanels);
+  int64_t shares = divide_up(panels, share);
+  parallel_for(divide_up(a.num_rows, kMostRows) * shares, [&](int64_t item) {
+    int64_t start = item / shares * kMostRows, first = item % shares * share;
+    Block block{start, smaller(start + kMostRows, a.num_rows), first, smaller(first + share, panels)};
+    int64_t products_size = share * divide_up(smaller(kMostRows, a.num_rows), kPair) * kPair * kPair * 4;
+    multiply(a, tiles, block, static_cast<float *>(products.reserve(products_size)));
     _tile_release();
   });
 }

@@ -1,0 +1,48 @@
+"""The step bench attributes time to where it went."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import engine
+from benchmarks.engine import Stopwatch
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """The time, for the test to set."""
+    now = [0.0]
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: now[0])
+    yield now
+    monkeypatch.undo()
+
+
+def test_a_part_within_a_part_counts_once(clock: list[float]) -> None:
+    watch = Stopwatch()
+
+    def work(seconds: float) -> None:
+        clock[0] += seconds
+
+    inner = watch.timed("inner", work)
+
+    def outer() -> None:
+        work(1.0)
+        inner(2.0)
+        inner(3.0)
+        work(4.0)
+
+    watch.timed("outer", outer)()
+    assert watch.seconds == {"inner": 5.0, "outer": 5.0}
+
+
+def test_a_part_that_fails_is_counted_too(clock: list[float]) -> None:
+    watch = Stopwatch()
+
+    def fail() -> None:
+        clock[0] += 2.0
+        raise ValueError
+
+    with pytest.raises(ValueError, match="^$"):
+        watch.timed("part", fail)()
+    watch.timed("part", lambda: None)()
+    assert watch.seconds == {"part": 2.0}

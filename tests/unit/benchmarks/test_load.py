@@ -1,0 +1,185 @@
+"""The load generator counts what came, and sends what the scenario says."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.load import Latency, Measurement, Target, measure, warm_up
+from benchmarks.prompts import Prompts
+from benchmarks.scenarios import ClosedLoop, OpenLoop, Scenario, Workload
+
+from .scripted_server import Answer, event, scripted_server, stream
+
+PROMPTS = Prompts(vocabulary=1000, seed="test")
+
+
+def scenario(*workloads: Workload) -> Scenario:
+    return Scenario("test", "a test", workloads)
+
+
+ONE = scenario(Workload("streams", ClosedLoop(1), prompt=3, output=4, requests=1))
+
+
+async def measure_one(pieces: Sequence[bytes], status: int = 200) -> Measurement:
+    async def answer(body: dict[str, Any]) -> Sequence[bytes]:
+        return pieces
+
+    async with scripted_server(answer, status) as (url, _):
+        return await measure(Target(url, "model"), ONE, PROMPTS)
+
+
+def errors(measurement: Measurement) -> list[str]:
+    return list(measurement.workloads["streams"].errors)
+
+
+async def test_tokens_are_those_of_the_usage_however_many_came_at_once() -> None:
+    report = (await measure_one([stream(events=2, tokens=4)])).workloads["streams"]
+    assert report.output_tokens == 4
+    assert report.prompt_tokens == 3
+    assert not report.errors
+
+
+async def test_an_end_in_an_event_of_its_own_is_no_token() -> None:
+    report = (await measure_one([stream(events=4, tokens=4)])).workloads["streams"]
+    assert report.tokens_per_event == 1.0
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+async def test_events_are_read_wherever_the_pieces_end(size: int) -> None:
+    whole = stream(events=4, tokens=4)
+    pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
+    report = (await measure_one(pieces)).workloads["streams"]
+    assert (report.output_tokens, report.tokens_per_event) == (4, 1.0)
+
+
+async def test_another_length_than_asked_for_is_an_error() -> None:
+    """Otherwise a server that stops early would look fast."""
+    assert errors(await measure_one([stream(events=3, tokens=3)])) == ["3 tokens instead of 4"]
+
+
+async def test_a_failure_inside_a_stream_is_an_error() -> None:
+    (error,) = errors(await measure_one([stream(events=4, tokens=4), event({"error": "lost"})]))
+    assert "lost" in error
+
+
+async def test_a_refused_request_is_an_error_with_its_reason() -> None:
+    (error,) = errors(await measure_one([b"too many requests"], status=429))
+    assert error == "HTTP 429: too many requests"
+
+
+async def test_a_server_that_is_gone_is_an_error() -> None:
+    async with scripted_server(_at_once(4)) as (url, _):
+        pass
+    measurement = await measure(Target(url, "model"), ONE, PROMPTS)
+    assert measurement.errors == 1
+
+
+async def test_a_closed_loop_keeps_its_concurrency_and_sends_every_request_once() -> None:
+    full = asyncio.Event()
+    arrived = 0
+
+    async def answer(body: dict[str, Any]) -> Sequence[bytes]:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 5:
+            full.set()
+        await full.wait()  # answers nobody until five requests run at once
+        return [stream(events=4, tokens=4)]
+
+    load = scenario(Workload("streams", ClosedLoop(5), prompt=3, output=4, requests=23))
+    async with asyncio.timeout(30), scripted_server(answer) as (url, seen):
+        measurement = await measure(Target(url, "model"), load, PROMPTS)
+    assert len(seen.bodies) == 23
+    assert seen.most_running == 5
+    assert measurement.workloads["streams"].requests == 23
+    assert measurement.workloads["streams"].output_tokens == 23 * 4
+
+
+async def test_an_open_loop_does_not_wait_for_answers() -> None:
+    """Otherwise a slow server would be asked for less, and look better than it is."""
+    all_here = asyncio.Event()
+    arrived = 0
+
+    async def answer(body: dict[str, Any]) -> Sequence[bytes]:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 8:
+            all_here.set()
+        await all_here.wait()
+        return [stream(events=4, tokens=4)]
+
+    load = scenario(Workload("streams", OpenLoop(1000.0), prompt=3, output=4, requests=8))
+    async with asyncio.timeout(30), scripted_server(answer) as (url, seen):
+        measurement = await measure(Target(url, "model"), load, PROMPTS)
+    assert seen.most_running == 8
+    assert measurement.workloads["streams"].requests == 8
+
+
+async def test_a_workload_without_a_number_ends_with_the_others() -> None:
+    long_asked = asyncio.Event()
+
+    async def answer(body: dict[str, Any]) -> Sequence[bytes]:
+        if body["max_tokens"] == 1:
+            long_asked.set()
+            return [stream(events=1, tokens=1)]
+        await long_asked.wait()
+        return [stream(events=4, tokens=4)]
+
+    load = scenario(
+        Workload("streams", ClosedLoop(2), prompt=3, output=4, requests=4),
+        Workload("long", OpenLoop(1000.0), prompt=9, output=1, requests=None),
+    )
+    async with asyncio.timeout(30), scripted_server(answer) as (url, seen):
+        measurement = await measure(Target(url, "model"), load, PROMPTS)
+    long = [body for body in seen.bodies if body["max_tokens"] == 1]
+    assert measurement.workloads["long"].requests == len(long) > 0
+    assert measurement.errors == 0
+
+
+async def test_a_constrained_workload_asks_for_its_schema_and_others_do_not() -> None:
+    load = scenario(
+        Workload("free", ClosedLoop(1), prompt=3, output=4, requests=1),
+        Workload("json", ClosedLoop(1), 3, 4, 1, json_schema='{"type": "array"}'),
+    )
+    async with scripted_server(_at_once(4)) as (url, seen):
+        await measure(Target(url, "model"), load, PROMPTS)
+    formats = [body["response_format"] for body in seen.bodies if "response_format" in body]
+    assert [form["json_schema"]["schema"] for form in formats] == [{"type": "array"}]
+
+
+async def test_warming_up_fills_the_concurrency_with_short_requests() -> None:
+    load = scenario(Workload("streams", ClosedLoop(6), prompt=3, output=64, requests=100))
+    async with scripted_server(_at_once(4)) as (url, seen):
+        await warm_up(Target(url, "model"), load, PROMPTS)
+    assert [body["max_tokens"] for body in seen.bodies] == [4] * 6
+
+
+def test_percentiles_are_the_nearest_ranks() -> None:
+    latency = Latency.of([second / 1000 for second in range(100, 0, -1)])
+    assert latency == Latency(p50=50.0, p90=90.0, p99=99.0, max=100.0)
+
+
+def test_no_times_have_no_percentiles() -> None:
+    assert Latency.of([]) is None
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1))
+def test_percentiles_are_measured_times_in_order(milliseconds: list[int]) -> None:
+    latency = Latency.of([time / 1000 for time in milliseconds])
+    assert latency is not None
+    ranks = [latency.p50, latency.p90, latency.p99, latency.max]
+    assert ranks == sorted(ranks)
+    assert latency.max == max(milliseconds)
+    assert {round(rank) for rank in ranks} <= set(milliseconds)
+    assert sum(time <= latency.p50 for time in milliseconds) * 2 >= len(milliseconds)
+
+
+def _at_once(tokens: int) -> Answer:
+    async def answer(body: dict[str, Any]) -> Sequence[bytes]:
+        return [stream(events=tokens, tokens=tokens)]
+
+    return answer

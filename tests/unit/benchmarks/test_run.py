@@ -1,0 +1,122 @@
+"""The figures that are published say what was measured."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from benchmarks.load import Latency, Measurement, WorkloadReport
+from benchmarks.plot import BarChart, bar_chart
+from benchmarks.prompts import Prompts
+from benchmarks.results import Machine
+from benchmarks.roofline import ByteFloor
+from benchmarks.run import Run, against_baseline, chart, chosen_scenarios, table
+from benchmarks.scenarios import SCENARIOS, ClosedLoop, Workload
+
+
+def measured(
+    scenario: str, rate: float = 1.0, ttft: float = 1.0, errors: dict[str, int] | None = None
+) -> Measurement:
+    report = WorkloadReport(
+        requests=1,
+        errors=errors or {},
+        prompt_tokens=1,
+        output_tokens=1,
+        output_tokens_per_second=rate,
+        tokens_per_event=1.0,
+        ttft=Latency(ttft, ttft, ttft, ttft),
+        inter_token=None,
+        inter_token_beside_prefill=None,
+    )
+    return Measurement(scenario, 1.0, rate, {"streams": report}, 0.0, None, None, 0.0)
+
+
+def run(**measurements: list[Measurement]) -> Run:
+    return Run(
+        date="2026-01-01T00:00:00+00:00",
+        machine=Machine("cpu", 2, 8.0, "Linux"),
+        model="model",
+        seed="seed",
+        tokenwire_args="",
+        versions={},
+        scenarios=[SCENARIOS[name] for name in ("S32", "P", "J32")],
+        measurements=measurements,
+    )
+
+
+def test_a_ratio_is_to_the_best_peer_and_above_1_when_better() -> None:
+    result = run(
+        tokenwire=[measured("S32", rate=300.0), measured("P", ttft=50.0)],
+        slow=[measured("S32", rate=50.0), measured("P", ttft=400.0)],
+        fast=[measured("S32", rate=200.0), measured("P", ttft=100.0)],
+    )
+    assert result.relative(SCENARIOS["S32"]) == {"tokenwire": 1.5, "slow": 0.25, "fast": 1.0}
+    assert result.relative(SCENARIOS["P"]) == {"tokenwire": 2.0, "slow": 0.25, "fast": 1.0}
+    assert "1.50 ×" in table(result)
+
+
+def test_the_figure_is_the_median_without_failed_measurements() -> None:
+    """A server that answers errors is quick, and must not profit from it."""
+    failed = measured("S32", rate=9999.0, errors={"3 tokens instead of 64": 2})
+    result = run(tokenwire=[measured("S32", rate=rate) for rate in (10.0, 30.0, 20.0)] + [failed])
+    assert result.figure("tokenwire", SCENARIOS["S32"]) == 20.0
+    assert result.failures == ["S32, streams: 2 × 3 tokens instead of 64"]
+
+
+def test_what_nobody_else_measured_has_no_ratio() -> None:
+    result = run(tokenwire=[measured("S32", rate=300.0)], peer=[])
+    assert result.relative(SCENARIOS["S32"]) == {}
+    assert "300" in table(result)
+
+
+def test_a_constrained_batch_is_compared_with_the_same_batch_free() -> None:
+    result = run(tokenwire=[measured("S32", rate=100.0), measured("J32", rate=80.0)])
+    assert "J32 / S32" in against_baseline(result)
+    assert "0.80" in against_baseline(result)
+
+
+def test_a_baseline_is_measured_though_nobody_named_it() -> None:
+    assert [scenario.name for scenario in chosen_scenarios("J32,J16")] == ["S32", "J32", "J16"]
+
+
+def test_a_constrained_output_cannot_end_before_it_has_its_length() -> None:
+    """Otherwise free and constrained rows would differ in length, and their ratio mean nothing."""
+    workloads = [w for scenario in SCENARIOS.values() for w in scenario.workloads if w.json_schema]
+    assert workloads
+    for workload in workloads:
+        assert workload.json_schema is not None
+        schema = json.loads(workload.json_schema)
+        assert schema["minItems"] > workload.output  # an item is at least one token
+
+
+def test_the_chart_has_a_bar_for_each_figure() -> None:
+    result = run(
+        tokenwire=[measured("S32", rate=300.0)], peer=[measured("S32", rate=200.0)], absent=[]
+    )
+    texts = [element.text for element in ET.fromstring(chart(result)).iter() if element.text]
+    assert {"1.50", "1.00", "S32"} <= set(texts)
+
+
+def test_a_chart_survives_names_that_are_markup() -> None:
+    svg = bar_chart(BarChart("a < b & c", "", ["<x>"], {"&": {"<x>": 2.0}}))
+    assert "a < b & c" in [element.text for element in ET.fromstring(svg).iter()]
+
+
+def test_the_floor_of_a_step_counts_weights_once_and_kv_for_each_sequence() -> None:
+    floor = ByteFloor(weight_bytes=1000, kv_bytes_per_token=10, bandwidth=500.0)
+    assert floor.seconds(batch=1, context=0) == 2.0
+    assert floor.seconds(batch=4, context=50) == pytest.approx((1000 + 4 * 50 * 10) / 500)
+
+
+def test_every_server_gets_the_same_new_prompts() -> None:
+    workload = Workload("streams", ClosedLoop(1), prompt=20, output=1, requests=1, shared=8)
+
+    def take(seed: str) -> list[list[int] | str]:
+        prompts = Prompts(1000, seed).of(workload)
+        return [next(prompts) for _ in range(3)]
+
+    first, second, third = take("a")
+    assert take("a") == [first, second, third]
+    assert first[:8] == second[:8]
+    assert first[8:] != second[8:]
+    assert take("b")[0] != first
