@@ -186,8 +186,8 @@ def main() -> None:
     parser.add_argument(
         "--decay-steps", type=int, default=0, help="run the decay phase over this many steps"
     )
-    parser.add_argument("--batch-tokens", type=int, default=16_384, help="tokens an optimizer step")
-    parser.add_argument("--micro-tokens", type=int, default=16_384, help="tokens a forward pass")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens an optimizer step")
+    parser.add_argument("--micro-tokens", type=int, default=8192, help="tokens a forward pass")
     parser.add_argument("--matrix-lr", type=float, default=0.02, help="peak learning rate of Muon")
     parser.add_argument("--other-lr", type=float, default=0.003, help="peak learning rate of AdamW")
     parser.add_argument(
