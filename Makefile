@@ -15,6 +15,8 @@ PYTHON ?= python3
 AGAINST ?= .git\#branch=main
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+BENCH_CACHE ?= $(HOME)/.cache/tokenwire-bench
+PEERS ?= installed
 COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose)
 
 BIN := .venv/bin
@@ -43,8 +45,14 @@ lint: .venv/.dev ## ruff, mypy --strict, buf lint
 breaking: .venv/.dev ## Compare the protos with another state of the repository: AGAINST=.git#branch=main
 	$(BIN)/buf breaking --against "$(AGAINST)"
 
-bench: .venv/.dev ## Measure: BENCH_ARGS=…
-	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+bench: .venv/.dev $(BENCH_CACHE)/models/bench-15m/model.safetensors ## Measure briefly, beside the peers that are installed: PEERS=vllm, BENCH_ARGS=…
+	$(BIN)/python -m benchmarks.run --model $(BENCH_CACHE)/models/bench-15m --cache $(BENCH_CACHE) \
+	  --scenarios S1,S8,S32,P --against "$(PEERS)" $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.steps --model $(BENCH_CACHE)/models/bench-15m \
+	  --batches 1,8,32,128 --contexts 128 --seconds 1
+
+$(BENCH_CACHE)/models/%/model.safetensors: | .venv/.dev
+	$(BIN)/python -m benchmarks.checkpoints --out $(BENCH_CACHE)/models --only $*
 
 images: ## Build the container images
 	$(COMPOSE) build

@@ -1,6 +1,6 @@
 """Make the checkpoints of the benchmarks: real shapes and a real tokenizer, random weights.
 
-    python -m benchmarks.checkpoints --out bench-models
+    python -m benchmarks.checkpoints
 
 Needs torch, transformers and tokenizers. What a server computes does not depend on what the
 weights are, so nothing has to be downloaded.
@@ -23,6 +23,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from benchmarks import CACHE
 
 __all__ = ["SHAPES", "Shape", "make"]
 
@@ -149,7 +151,7 @@ def corpus() -> Iterator[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("bench-models"))
+    parser.add_argument("--out", type=Path, default=CACHE / "models")
     parser.add_argument("--only", choices=SHAPES, help="make one of them")
     arguments = parser.parse_args()
     for name in [arguments.only] if arguments.only else SHAPES:

@@ -268,6 +268,11 @@ async def _complete(client: Client, body: bytes, sent: float) -> _Outcome:
 
 
 def _bodies(target: Target, workload: Workload, prompts: Prompts) -> Iterator[bytes]:
+    fields = dict(target.fields)
+    if workload.json_schema is not None:
+        schema: dict[str, Json] = {"name": "bench", "schema": json.loads(workload.json_schema)}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields.pop("ignore_eos", None)  # the schema says where the output may end
     for prompt in prompts.of(workload):
         body = {
             "model": target.model,
@@ -275,7 +280,7 @@ def _bodies(target: Target, workload: Workload, prompts: Prompts) -> Iterator[by
             "max_tokens": workload.output,
             "temperature": 0,
             "stream": True,
-            **target.fields,
+            **fields,
         }
         yield json.dumps(body, separators=(",", ":")).encode()
 
@@ -398,7 +403,8 @@ def describe(measurement: Measurement) -> str:
         lines.extend(f"       {count} × {error}" for error, count in report.errors.items())
     cpu = f"CPU s: client {measurement.client_cpu:.2f}"
     if measurement.server_cpu is not None:
-        cpu += f", server {measurement.server_cpu:.1f}"
+        cores = measurement.server_cpu / measurement.seconds
+        cpu += f", server {measurement.server_cpu:.1f} ({cores:.1f} cores)"
     if measurement.server_memory is not None:
         cpu += f"; server memory {measurement.server_memory / 2**30:.2f} GiB"
     lines.append(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.load import OPENAI_FIELDS, Json
-from benchmarks.processes import Launch, ServerError
+from benchmarks.processes import Launch, ServerError, free_port
 
 __all__ = ["PEERS", "VLLM", "Peer", "Server", "Tokenwire", "Transformers"]
 
@@ -32,6 +32,8 @@ class Server(ABC):
     """What decides its speed; their versions are recorded."""
     text_prompts: ClassVar[bool] = False
     fields: ClassVar[Mapping[str, Json]] = OPENAI_FIELDS
+    constrains: ClassVar[bool] = True
+    """Whether it follows `response_format`."""
 
     @abstractmethod
     def install(self, cache: Path) -> Path:
@@ -57,6 +59,10 @@ class Tokenwire(Server):
     name = "tokenwire"
     distributions = ("tokenwire", "torch")
 
+    def __init__(self, engine_args: str = "") -> None:
+        self._engine_args = engine_args
+        self.tokenizer_port, self.engine_port = free_port(), free_port()
+
     def install(self, cache: Path) -> Path:
         return Path(sys.executable)
 
@@ -65,8 +71,13 @@ class Tokenwire(Server):
 
     def launch(self, python: Path, model: Path, port: int) -> Launch:
         arguments = ["--model", str(model), "--port", str(port), "--dtype", "bfloat16"]
+        arguments += ["--tokenizer-port", str(self.tokenizer_port)]
+        arguments += ["--engine-port", str(self.engine_port), "--grammar-port", str(free_port())]
         return Launch(
-            command=[str(python), "-m", "tokenwire", "serve", *arguments],
+            command=[
+                *(str(python), "-m", "tokenwire", "serve", *arguments),
+                f"--engine-args={self._engine_args}",
+            ],
             environment=os.environ,
             url=f"http://127.0.0.1:{port}",
             ready="/ready",
@@ -78,12 +89,14 @@ class Peer(Server):
     unwanted: ClassVar[Sequence[str]] = ()
     """Dependencies that are removed again: optional ones whose builds do not fit TORCH."""
 
+    def is_installed(self, cache: Path) -> bool:
+        record = cache / self.name / "installed.txt"
+        return record.exists() and record.read_text() == self._wanted()
+
     def install(self, cache: Path) -> Path:
         home = cache / self.name
         python = home / "bin" / "python"
-        installed = home / "installed.txt"
-        wanted = "\n".join([*self.requirements, *(f"-{name}" for name in self.unwanted)])
-        if installed.exists() and installed.read_text() == wanted:
+        if self.is_installed(cache):
             return python
         print(f"installing {', '.join(self.requirements)} into {home}", flush=True)
         venv.create(home, with_pip=True)
@@ -91,8 +104,11 @@ class Peer(Server):
         subprocess.run([*pip, "install", "--quiet", *self.requirements], check=True)
         if self.unwanted:
             subprocess.run([*pip, "uninstall", "--quiet", "--yes", *self.unwanted], check=True)
-        installed.write_text(wanted)
+        (home / "installed.txt").write_text(self._wanted())
         return python
+
+    def _wanted(self) -> str:
+        return "\n".join([*self.requirements, *(f"-{name}" for name in self.unwanted)])
 
 
 class VLLM(Peer):
@@ -130,7 +146,7 @@ def _tcmalloc() -> str:
 class Transformers(Peer):
     """`transformers serve` with continuous batching.
 
-    It takes no token ids, and its own generation_config in place of ignore_eos.
+    It takes no token ids, its own generation_config in place of ignore_eos, and no response format.
     """
 
     name = "transformers"
@@ -138,6 +154,7 @@ class Transformers(Peer):
     distributions = ("transformers", "torch")
     text_prompts = True
     fields: ClassVar[Mapping[str, Json]] = {}
+    constrains = False
 
     def launch(self, python: Path, model: Path, port: int) -> Launch:
         command = [str(python), "-m", "transformers.cli.transformers", "serve", str(model)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Launch", "ProcessTree", "ServerError", "running"]
+__all__ = ["Launch", "ProcessTree", "ServerError", "free_port", "running"]
 
 
 class ServerError(Exception):
@@ -29,6 +30,14 @@ class Launch:
     environment: Mapping[str, str]
     url: str
     ready: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceUse:
+    """CPU time since the start, and resident memory now; a shared page counts in parts."""
+
+    cpu_seconds: float
+    resident_bytes: int
 
 
 class ProcessTree:
@@ -58,11 +67,35 @@ class ProcessTree:
                 continue
         return total
 
+    def by_service(self) -> dict[str, ServiceUse]:
+        """What the processes of each of Tokenwire's services use."""
+        uses: dict[str, ServiceUse] = {}
+        for process in self.members():
+            try:
+                times, memory = process.cpu_times(), process.memory_full_info().pss
+                name = _service(process)
+            except psutil.Error:
+                continue
+            before = uses.get(name, ServiceUse(0.0, 0))
+            uses[name] = ServiceUse(
+                before.cpu_seconds + times.user + times.system, before.resident_bytes + memory
+            )
+        return uses
+
     def members(self) -> list[psutil.Process]:
         try:
             return [self._root, *self._root.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert isinstance(port, int)
+    return port
 
 
 @contextmanager
@@ -87,6 +120,17 @@ def running(launch: Launch, log: Path, *, start_seconds: float = 300.0) -> Itera
         yield tree
     finally:
         _stop(server, tree)
+
+
+def _service(process: psutil.Process) -> str:
+    """The service that a process runs, or what it is besides."""
+    command = process.cmdline()
+    for part in command:
+        if part.startswith("services."):
+            return part.split(".")[1]
+    if any("spawn_main" in part for part in command):
+        return "engine's loop"
+    return "others"
 
 
 def _wait_until_ready(

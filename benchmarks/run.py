@@ -1,55 +1,34 @@
 """Measure Tokenwire and its peers in turn, on the same checkpoint, machine and prompts.
 
-    python -m benchmarks.run --model bench-models/bench-350m --scenarios S1,S8,S32 --against vllm
+    python -m benchmarks.run --model ~/.cache/tokenwire-bench/models/bench-350m --against vllm
 
 Machines are noisy: only ratios taken in one run count. `--rounds 2` goes round all servers twice;
-the median of all measurements of a scenario is what the table shows.
+the median of all measurements of a scenario is what the table shows. It ends with exit code 1 when
+one of Tokenwire's requests failed or had another number of tokens than asked for.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import socket
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import uvloop
 from tokenizers import Tokenizer
 
+from benchmarks import CACHE
 from benchmarks.load import Measurement, Target, describe, measure, served_model, warm_up
 from benchmarks.peers import PEERS, Server, Tokenwire
-from benchmarks.processes import ProcessTree, ServerError, running
+from benchmarks.plot import BarChart, bar_chart
+from benchmarks.processes import ProcessTree, ServerError, free_port, running
 from benchmarks.prompts import Prompts, vocabulary_size
+from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.scenarios import SCENARIOS, Scenario
-
-RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    cpu: str
-    cores: int
-    memory_gib: float
-    system: str
-
-    @classmethod
-    def this(cls) -> Machine:
-        memory = psutil.virtual_memory().total / 2**30
-        return cls(
-            _cpu_model(),
-            os.cpu_count() or 1,
-            round(memory, 1),
-            f"{platform.system()} {platform.machine()}",
-        )
+from benchmarks.tables import markdown, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +39,11 @@ class Run:
     machine: Machine
     model: str
     seed: str
+    tokenwire_args: str
     versions: Mapping[str, Mapping[str, str]]
     scenarios: Sequence[Scenario]
     measurements: Mapping[str, Sequence[Measurement]]
     """By server, in the order in which they were taken."""
-
-    def save(self, directory: Path) -> Path:
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"{self.date.replace(':', '')}-{self.model}.json"
-        path.write_text(json.dumps(asdict(self), indent=1, default=lambda kind: kind.value) + "\n")
-        return path
 
     def figure(self, server: str, scenario: Scenario) -> float | None:
         """The median of what was measured."""
@@ -81,45 +55,74 @@ class Run:
         ]
         return statistics.median(figures) if figures else None
 
+    def relative(self, scenario: Scenario) -> Mapping[str, float]:
+        """How good each server is; the best of all but the first is 1, and twice as good is 2."""
+        figures = {server: self.figure(server, scenario) for server in self.measurements}
+        if not scenario.figure.higher_is_better:
+            figures = {server: 1 / figure for server, figure in figures.items() if figure}
+        known = {server: figure for server, figure in figures.items() if figure}
+        first = next(iter(self.measurements))
+        best = max((figure for server, figure in known.items() if server != first), default=None)
+        return {server: figure / best for server, figure in known.items()} if best else {}
+
+    @property
+    def failures(self) -> list[str]:
+        """What went wrong with the first server's requests: any failure, or a wrong length."""
+        first = next(iter(self.measurements))
+        return [
+            f"{measurement.scenario}, {workload}: {count} × {error}"
+            for measurement in self.measurements[first]
+            for workload, report in measurement.workloads.items()
+            for error, count in report.errors.items()
+        ]
+
 
 def table(run: Run) -> str:
-    """One row a scenario: each server's figure, and the first server's against the best other."""
+    """One row a scenario: each server's figure, and how much better the first server is."""
     first, *others = run.measurements
-    header = ["scenario", "figure", first, *others]
-    if others:
-        header.append(f"{first} / best other")
-    rows = [header]
+    rows = [["scenario", "figure", first, *others] + [f"{first} against the best"] * bool(others)]
     for scenario in run.scenarios:
-        own = run.figure(first, scenario)
-        theirs = [run.figure(other, scenario) for other in others]
-        row = [scenario.name, scenario.figure.value, _number(own), *map(_number, theirs)]
+        figures = [number(run.figure(server, scenario)) for server in run.measurements]
+        row = [scenario.name, scenario.figure.value, *figures]
         if others:
-            known = [figure for figure in theirs if figure is not None]
-            best = max if scenario.figure.higher_is_better else min
-            row.append(f"{own / best(known):.2f}" if own is not None and known else "-")
+            ratio = run.relative(scenario).get(first)
+            row.append(f"{ratio:.2f} ×" if ratio else "-")
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+    return markdown(rows)
 
 
-def _number(figure: float | None) -> str:
-    if figure is None:
-        return "-"
-    return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
+def against_baseline(run: Run) -> str:
+    """For scenarios that add something to another one: what is left of the other's figure."""
+    rows = [["scenario", *run.measurements]]
+    for scenario in run.scenarios:
+        if scenario.baseline is not None:
+            baseline = SCENARIOS[scenario.baseline]
+            row = [f"{scenario.name} / {baseline.name}"]
+            for server in run.measurements:
+                with_it, without = run.figure(server, scenario), run.figure(server, baseline)
+                row.append(f"{with_it / without:.2f}" if with_it and without else "-")
+            rows.append(row)
+    return markdown(rows) if len(rows) > 1 else ""
+
+
+def chart(run: Run) -> str:
+    """An SVG of `Run.relative`."""
+    _, *others = run.measurements
+    return bar_chart(
+        BarChart(
+            title=f"{run.model}: speed relative to the best of {', '.join(others)}",
+            subtitle=f"{run.date[:10]}, {run.machine.cpu}, {run.machine.cores} cores; "
+            "higher is better",
+            series=list(run.measurements),
+            groups={scenario.name: run.relative(scenario) for scenario in run.scenarios},
+        )
+    )
 
 
 @contextmanager
 def started(server: Server, arguments: argparse.Namespace) -> Iterator[tuple[Target, ProcessTree]]:
     """A server on a free port of this machine, stopped at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = server.launch(server.install(arguments.cache), arguments.model, port)
+    launch = server.launch(server.install(arguments.cache), arguments.model, free_port())
     began = time.monotonic()
     with running(launch, arguments.cache / "logs" / f"{server.name}.log") as tree:
         print(f"{server.name}: ready after {time.monotonic() - began:.0f} s", flush=True)
@@ -156,15 +159,6 @@ async def measure_all(
     return measurements
 
 
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run",
@@ -173,41 +167,63 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--scenarios", default="S1,S8,S32", help=f"of {', '.join(SCENARIOS)}")
-    parser.add_argument("--against", default="", help=f"peers, of {', '.join(PEERS)}")
+    parser.add_argument(
+        "--against", default="", help=f"peers, of {', '.join(PEERS)}; or: installed"
+    )
+    parser.add_argument("--tokenwire-args", default="", help="further flags of Tokenwire's engine")
     parser.add_argument("--url", help="measure the Tokenwire that runs here, rather than start one")
     parser.add_argument("--pid", type=int, help="with --url: its supervisor, for CPU and memory")
     parser.add_argument("--repeat", type=int, default=2, help="measurements in a row")
     parser.add_argument("--rounds", type=int, default=1, help="times round all servers")
     parser.add_argument("--seed", default=f"{time.time_ns()}", help="of the prompts")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "tokenwire-bench")
+    parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
+
+
+def chosen_scenarios(names: str) -> list[Scenario]:
+    """Scenarios by name, with the baselines that they are compared with."""
+    scenarios: dict[str, Scenario] = {}
+    for name in names.split(","):
+        scenario = SCENARIOS[name]
+        if scenario.baseline is not None:
+            scenarios[scenario.baseline] = SCENARIOS[scenario.baseline]
+        scenarios[name] = scenario
+    return list(scenarios.values())
+
+
+def chosen_peers(names: str, cache: Path) -> list[Server]:
+    if names == "installed":
+        return [peer for kind in PEERS.values() if (peer := kind()).is_installed(cache)]
+    return [PEERS[name]() for name in names.split(",") if name]
 
 
 def main() -> None:
     arguments = _arguments()
     arguments.model = arguments.model.resolve()
-    scenarios = [SCENARIOS[name] for name in arguments.scenarios.split(",")]
-    servers: list[Server] = [Tokenwire()]
-    servers += [PEERS[name]() for name in arguments.against.split(",") if name]
+    scenarios = chosen_scenarios(arguments.scenarios)
+    servers: list[Server] = [Tokenwire(arguments.tokenwire_args)]
+    servers += chosen_peers(arguments.against, arguments.cache)
     measurements: dict[str, list[Measurement]] = {server.name: [] for server in servers}
     for round_number in range(arguments.rounds):
         for server in servers:
             remote = arguments.url and isinstance(server, Tokenwire)
             place = already_running(arguments) if remote else started(server, arguments)
             seed = f"{arguments.seed} {round_number}"
+            able = [s for s in scenarios if server.constrains or not s.constrained]
             try:
                 with place as (target, tree):
                     measurements[server.name] += uvloop.run(
-                        measure_all(target, tree, scenarios, arguments, seed)
+                        measure_all(target, tree, able, arguments, seed)
                     )
             except ServerError as error:
                 print(f"{server.name}: {error}", flush=True)
     run = Run(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=now(),
         machine=Machine.this(),
         model=arguments.model.name,
         seed=arguments.seed,
+        tokenwire_args=arguments.tokenwire_args,
         versions={
             server.name: server.versions(server.install(arguments.cache))
             for server in servers
@@ -216,7 +232,13 @@ def main() -> None:
         scenarios=scenarios,
         measurements=measurements,
     )
-    print(f"\n{table(run)}\n\nwritten to {run.save(arguments.results)}")
+    path = save(run, arguments.results, f"{run.date}-{run.model}")
+    if len(servers) > 1:
+        path.with_suffix(".svg").write_text(chart(run))
+    print("", table(run), against_baseline(run), f"written to {path}", sep="\n\n")
+    if not measurements[Tokenwire.name] or run.failures:
+        failures = "\n".join(run.failures) or "it did not start"
+        raise SystemExit(f"tokenwire FAILED, and figures of failed runs are left out:\n{failures}")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ class Workload:
     output: int
     requests: int | None
     shared: int = 0
+    json_schema: str | None = None
+    """What the output follows, as JSON text. It allows no end before `output` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,29 @@ class Scenario:
     about: str
     workloads: tuple[Workload, ...]
     figure: Figure = Figure.THROUGHPUT
+    baseline: str | None = None
+    """A scenario that differs only in what this one is about."""
+
+    @property
+    def constrained(self) -> bool:
+        return any(workload.json_schema for workload in self.workloads)
+
+
+PEOPLE = """{
+  "type": "array",
+  "minItems": 100,
+  "items": {
+    "type": "object",
+    "properties": {
+      "name": {"type": "string"},
+      "age": {"type": "integer"},
+      "role": {"enum": ["user", "admin", "guest"]}
+    },
+    "required": ["name", "age", "role"],
+    "additionalProperties": false
+  }
+}"""
+"""A list that is longer than any output here: with random weights only the grammar shapes it."""
 
 
 def streams(
@@ -81,6 +106,21 @@ SCENARIOS = {
                 Workload("long", OpenLoop(0.3), prompt=2048, output=1, requests=None),
             ),
             Figure.STALL,
+        ),
+        Scenario(
+            "J32",
+            "32 streams, all constrained by a JSON Schema",
+            (Workload("json", ClosedLoop(32), 128, 64, 96, json_schema=PEOPLE),),
+            baseline="S32",
+        ),
+        Scenario(
+            "J16",
+            "32 streams, half of them constrained",
+            (
+                Workload("free", ClosedLoop(16), 128, 64, 48),
+                Workload("json", ClosedLoop(16), 128, 64, 48, json_schema=PEOPLE),
+            ),
+            baseline="S32",
         ),
     )
 }

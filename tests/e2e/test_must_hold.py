@@ -16,7 +16,7 @@ from tokenwire.completion.v1.completion_pb2 import CompleteRequest, Prompt
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.engine.v1.engine_pb2 import GenerateRequest
 from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
-from tokenwire.tokenizer.v1.tokenizer_pb2 import DecodeRequest
+from tokenwire.tokenizer.v1.tokenizer_pb2 import DecodeRequest, RenderInfillRequest
 from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
 
@@ -214,22 +214,44 @@ async def test_a_bad_grammar_costs_its_sender_a_400(http: httpx.AsyncClient) -> 
 
 
 GAPS = [
-    ("def add(a, b):\n    return ", "\n\n\ndef sub(a, b):\n    return a - b\n"),
-    ("class Point:\n    def __init__(self, x, y):\n        self.x = ", "\n        self.y = y\n"),
-    ("import os\n\ndef exists(path):\n    return os.path.", "(path)\n"),
+    ("def mean(values):\n    total = ", "sum(values)", "\n    return total / len(values)\n"),
+    (
+        "class Point:\n    def __init__(self, x, y):\n",
+        "        self.x = x",
+        "\n        self.y = y\n",
+    ),
+    ("def read(path):\n    with open(path) as ", "f", ":\n        return f.read()\n"),
+    ("import ", "os", "\n\ndef exists(path):\n    return os.path.exists(path)\n"),
+    ("for ", "name", " in names:\n    print(name)\n"),
+    ("def add(a, b):\n    ", "total = a + b", "\n    return total\n"),
 ]
 
 
-@pytest.mark.parametrize(("prefix", "suffix"), GAPS)
-async def test_suffix_fills_the_gap_and_stops(
-    http: httpx.AsyncClient, prefix: str, suffix: str
-) -> None:
-    """The middle joins both sides to a program, and the model itself ends it."""
-    answer = await complete(http, prefix, suffix=suffix, max_tokens=48)
-    [choice] = answer["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert "<|" not in choice["text"]
-    compile(prefix + choice["text"] + suffix, "filled", "exec")
+async def test_a_suffix_is_read_and_the_middle_ends(http: httpx.AsyncClient, stack: Stack) -> None:
+    """With what follows in sight, the right middle is likelier; and the model ends it by itself."""
+    gains, ended = [], 0
+    async with connect(stack.tokenizer) as channel:
+        tokenizer = TokenizerServiceStub(channel)
+        for prefix, middle, suffix in GAPS:
+            request = RenderInfillRequest(prefix=prefix, suffix=suffix)
+            infill = list((await tokenizer.RenderInfill(request)).ids)
+            ids = await encode(http, middle)
+            with_suffix = await score(http, infill, ids)
+            gains.append(with_suffix - await score(http, await encode(http, prefix), ids))
+            answer = await complete(http, prefix, suffix=suffix, max_tokens=64)
+            [choice] = answer["choices"]
+            assert "<|" not in choice["text"]
+            ended += choice["finish_reason"] == "stop"
+    assert sum(gain > 0 for gain in gains) > len(GAPS) / 2
+    assert sum(gains) > 0
+    assert ended > len(GAPS) / 2
+
+
+async def score(http: httpx.AsyncClient, context: list[int], ids: list[int]) -> float:
+    """Log-likelihood of ids after a context, in nats."""
+    answer = await complete(http, [context + ids], max_tokens=0, echo=True, logprobs=0)
+    logprobs: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
+    return sum(logprobs[len(context) :])
 
 
 async def test_many_sessions_of_text_agree_with_http(http: httpx.AsyncClient, stack: Stack) -> None:

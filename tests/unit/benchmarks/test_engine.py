@@ -1,10 +1,10 @@
 """The step bench attributes time to where it went."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import engine
 from benchmarks.engine import Stopwatch
 
 
@@ -12,7 +12,7 @@ from benchmarks.engine import Stopwatch
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The time, for the test to set."""
     now = [0.0]
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     yield now
     monkeypatch.undo()
 
@@ -40,9 +40,9 @@ def test_a_part_that_fails_is_counted_too(clock: list[float]) -> None:
 
     def fail() -> None:
         clock[0] += 2.0
-        raise ValueError
+        raise ValueError("no step")
 
-    with pytest.raises(ValueError, match="^$"):
+    with pytest.raises(ValueError, match="no step"):
         watch.timed("part", fail)()
     watch.timed("part", lambda: None)()
     assert watch.seconds == {"part": 2.0}

@@ -147,8 +147,12 @@ async def test_a_constrained_workload_asks_for_its_schema_and_others_do_not() ->
     )
     async with scripted_server(_at_once(4)) as (url, seen):
         await measure(Target(url, "model"), load, PROMPTS)
-    formats = [body["response_format"] for body in seen.bodies if "response_format" in body]
-    assert [form["json_schema"]["schema"] for form in formats] == [{"type": "array"}]
+    free, constrained = sorted(seen.bodies, key=lambda body: "response_format" in body)
+    assert constrained["response_format"]["json_schema"]["schema"] == {"type": "array"}
+    assert "response_format" not in free
+    # a grammar that allows the end where ignore_eos forbids it is refused
+    assert "ignore_eos" in free
+    assert "ignore_eos" not in constrained
 
 
 async def test_warming_up_fills_the_concurrency_with_short_requests() -> None:

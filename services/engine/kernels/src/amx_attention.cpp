@@ -22,8 +22,8 @@ constexpr int64_t kPart = 512;
 constexpr int64_t kTokens = 8;    // written by one item of a loop
 constexpr float kLowest = -1e30f;  // finite: a difference of two is no NaN
 // Weights may exceed one by this power of two before their base is raised, which is seldom then.
-constexpr int64_t kLanes = 16;
 constexpr float kSlack = 30;
+constexpr int64_t kLanes = 16;
 // A row of scores, or of weights, ends with an unused cache line, so that neighbouring rows fall
 // into different cache sets.
 constexpr int64_t kScoreStride = kMostKeys + 16;
@@ -179,8 +179,10 @@ class Attention {
     Visible visible{width, static_cast<int>(first), static_cast<int>(last)};
     if (s.base[r] == kLowest) raise_base(r, visible, s);
     bool all = first == 0 && last == width;
-    while (!(all ? weigh_row<false>(r, visible, s) : weigh_row<true>(r, visible, s)))
-      raise_base(r, visible, s);
+    if (all ? weigh_row<false>(r, visible, false, s) : weigh_row<true>(r, visible, false, s))
+      return;
+    raise_base(r, visible, s);
+    weigh_row<true>(r, visible, true, s);
   }
 
   // Of `width` keys those that a row sees: first to last - 1.
@@ -200,9 +202,9 @@ class Attention {
   // Scores in powers of two: one multiplication serves the scale and the change of base.
   float scale() const { return a_.scale * kLog2E; }
 
-  // False where a weight went out of range.
+  // Stops short, with false, where a weight went out of range, unless the base is `final`.
   template <bool kMasked>
-  bool weigh_row(int64_t r, const Visible &visible, Scratch &s) const {
+  bool weigh_row(int64_t r, const Visible &visible, bool final, Scratch &s) const {
     const float *scores = s.scores + r * kScoreStride;
     uint16_t *weights = s.weights + r * kWeightStride;
     const __m512 scale = _mm512_set1_ps(this->scale()), base = _mm512_set1_ps(s.base[r]);
@@ -215,7 +217,7 @@ class Attention {
       sum = _mm512_add_ps(sum, weight);
       _mm256_store_si256(reinterpret_cast<__m256i *>(weights + i), to_bfloat16(weight));
     }
-    if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(kSlack), _CMP_GT_OQ)) return false;
+    if (!final && _mm512_cmp_ps_mask(highest, _mm512_set1_ps(kSlack), _CMP_GT_OQ)) return false;
     float *totals = s.totals + r * kLanes;
     _mm512_store_ps(totals, _mm512_add_ps(sum, _mm512_load_ps(totals)));
     return true;

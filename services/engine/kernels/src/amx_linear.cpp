@@ -8,19 +8,14 @@
 
 namespace {
 
-// What is multiplied with a part of a panel before the next one's turn: the rows' parts should stay
-// in the L2 cache.
-#ifndef MR
-#define MR 256
-#define MP 8
-#define STEPS 16
-#endif
-constexpr int64_t kMostRows = MR;
-constexpr int64_t kMostPanels = MP;
-// The part of a panel that stays in the L1 cache while rows pass by, in steps of 32 inputs.
-constexpr int64_t kMostSteps = STEPS;
-constexpr int64_t kStep = 2 * kTile;  // elements of 32 rows, or 32 columns, in one step
-constexpr int64_t kPrefetch = 4 * kStep;
+// Rows and panels that one item of a loop multiplies at most where rows are many: their share of
+// the inputs, and the sums, should stay in the L2 cache.
+constexpr int64_t kMostRows = 256;
+constexpr int64_t kMostPanels = 8;
+constexpr int64_t kStep = 2 * kTile;  // elements of 32 rows, or of a panel, along 32 inputs
+// The part of a panel that stays in the L1 cache while the rows pass by, in such steps.
+constexpr int64_t kMostSteps = 16;
+constexpr int64_t kPrefetch = 4 * kStep;  // elements ahead
 
 inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
   if (dtype == TW_FLOAT32) return static_cast<const float *>(weight)[index];
@@ -38,25 +33,31 @@ inline uint16_t round_to_bfloat16(float value) {
 }
 
 // Adds the product of 32 rows and one panel, both in tiles, over `steps` steps to tiles 0 to 3.
-//
-// What is needed next is fetched meanwhile: `lines` cache lines for each step, from `next` on.
-template <bool kTwoRowTiles, bool kStream>
+// meanwhile(step) is what the other units of the core do besides.
+template <bool kTwoRowTiles, typename Meanwhile>
 inline void multiply_tiles(const uint16_t *rows, const uint16_t *panel, int64_t steps,
-                           const uint16_t *next, int64_t lines) {
+                           const Meanwhile &meanwhile) {
   for (int64_t step = 0; step < steps; step++, rows += kStep, panel += kStep) {
-    for (int64_t line = 0; line < lines; line++, next += kTileInner)
-      _mm_prefetch(reinterpret_cast<const char *>(next), kStream ? _MM_HINT_T0 : _MM_HINT_T1);
+    meanwhile(step);
     _tile_loadd(6, panel, 64);
     _tile_loadd(7, panel + kTile, 64);
-    _tile_loadd(4, rows, 64);
+    // Rows only pass by: they should not push the panel out of the L1 cache.
+    _tile_stream_loadd(4, rows, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (kTwoRowTiles) {
-      _tile_loadd(5, rows + kTile, 64);
+      _tile_stream_loadd(5, rows + kTile, 64);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
   }
+}
+
+template <int kHint>
+inline void fetch_lines(const uint16_t *from, int64_t lines) {
+  for (int64_t line = 0; line < lines; line++)
+    _mm_prefetch(reinterpret_cast<const char *>(from + line * kTileInner),
+                 static_cast<_mm_hint>(kHint));
 }
 
 // Writes one row of 32 products where the epilogue wants them.
@@ -103,40 +104,62 @@ inline void fetch_out(const tw_linear &a, int64_t row, int64_t count, int64_t pa
   for (int64_t i = 0; i < count; i++) __builtin_prefetch(out + i * stride, 1);
 }
 
-// Rows start to end - 1 and panels first to last - 1, which one item of the loop multiplies.
-struct Block {
+// Rows start to end - 1 and panels first to last - 1, which one item of a loop multiplies.
+struct Share {
   int64_t start, end;
   int64_t first, last;
 };
 
-// Goes through the inputs in parts, so that a part of a panel stays in the L1 cache, and that of the
-// rows in the L2 cache, while they meet. Sums in between wait in `products`.
-void multiply(const tw_linear &a, const uint16_t *tiles, const Block &b, float *products) {
-  int64_t depth = a.inputs / kTileInner, blocks = divide_up(b.end - b.start, kPair);
+// Products of up to 32 rows and one panel that are to be finished.
+struct Finished {
+  const float *products;
+  int64_t row, count;
+  int64_t panel;
+};
+
+inline void load_products(const float *upper) {
+  const float *lower = upper + kTileRows * kPair;
+  _tile_loadd(0, upper, kPair * 4);
+  _tile_loadd(1, upper + kTileRows, kPair * 4);
+  _tile_loadd(2, lower, kPair * 4);
+  _tile_loadd(3, lower + kTileRows, kPair * 4);
+}
+
+inline void store_products(float *upper) {
+  float *lower = upper + kTileRows * kPair;
+  _tile_stored(0, upper, kPair * 4);
+  _tile_stored(1, upper + kTileRows, kPair * 4);
+  _tile_stored(2, lower, kPair * 4);
+  _tile_stored(3, lower + kTileRows, kPair * 4);
+}
+
+// Goes through the inputs in parts, so that a part of a panel stays in the L1 cache, and that of
+// the rows in the L2 cache, while they meet; sums wait in `products` meanwhile. A row's sum is the
+// same however many rows there are: always in the order of the inputs, always in float32.
+void multiply(const tw_linear &a, const uint16_t *tiles, const Share &share, float *products) {
+  int64_t depth = a.inputs / kTileInner, blocks = divide_up(share.end - share.start, kPair);
   const uint16_t *packed = static_cast<const uint16_t *>(a.packed);
-  // One block of rows reads the panel while it multiplies, a little ahead of itself. More of them
-  // leave time to fetch the next panel.
-  int64_t most = blocks > 1 ? divide_up(depth, divide_up(depth, kMostSteps)) : depth;
-  int64_t lines = divide_up(32, blocks);
+  int64_t part = blocks > 1 ? divide_up(depth, divide_up(depth, kMostSteps)) : depth;
+  int64_t lines = divide_up(kStep / kTileInner, blocks);  // to fetch in a step
+  // Sums are kept from part to part, or only until they are finished.
+  int64_t kept = part < depth ? (share.last - share.first) * blocks : 2;
   int64_t configured = 0;
-  for (int64_t step = 0; step < depth; step += most) {
-    int64_t steps = smaller(most, depth - step);
+  Finished finished{};
+  for (int64_t step = 0; step < depth; step += part) {
+    int64_t steps = smaller(part, depth - step), rows_a_step = divide_up(kPair, steps);
     bool last = step + steps == depth;
-    for (int64_t panel = b.first; panel < b.last; panel++) {
+    for (int64_t panel = share.first; panel < share.last; panel++) {
       const uint16_t *weights = packed + (panel * depth + step) * kStep;
-      const uint16_t *next = weights + kPrefetch;
-      if (blocks > 1)
-        next = panel + 1 < b.last ? weights + depth * kStep : packed + (b.first * depth + step + steps) * kStep;
+      const uint16_t *next = panel + 1 < share.last
+                                 ? weights + depth * kStep
+                                 : packed + (share.first * depth + step + steps) * kStep;
       for (int64_t block = 0; block < blocks; block++) {
-        int64_t row = b.start + block * kPair, count = smaller(b.end - row, kPair);
+        int64_t row = share.start + block * kPair, count = smaller(share.end - row, kPair);
         if (count != configured) configure_tiles(configured = count);
-        float *product = products + ((panel - b.first) * blocks + block) * kPair * kPair;
-        float *lower = product + kTileRows * kPair;
+        int64_t slot = ((panel - share.first) * blocks + block) % kept;
+        float *sums = products + slot * kPair * kPair;
         if (step) {
-          _tile_loadd(0, product, kPair * 4);
-          _tile_loadd(1, product + kTileRows, kPair * 4);
-          _tile_loadd(2, lower, kPair * 4);
-          _tile_loadd(3, lower + kTileRows, kPair * 4);
+          load_products(sums);
         } else {
           _tile_zero(0);
           _tile_zero(1);
@@ -144,26 +167,39 @@ void multiply(const tw_linear &a, const uint16_t *tiles, const Block &b, float *
           _tile_zero(3);
         }
         if (last) fetch_out(a, row, count, panel);
+        auto finish = [&](int64_t at) {
+          int64_t end = smaller((at + 1) * rows_a_step, finished.count);
+          for (int64_t i = at * rows_a_step; i < end; i++)
+            finish_row(a, finished.products + i * kPair, finished.row + i, finished.panel);
+        };
         const uint16_t *rows = tiles + (row / kPair * depth + step) * kStep;
-        if (blocks > 1)
-          multiply_tiles<true, false>(rows, weights, steps, next, lines);
-        else if (count > kTileRows)
-          multiply_tiles<true, true>(rows, weights, steps, next, lines);
-        else
-          multiply_tiles<false, true>(rows, weights, steps, next, lines);
-        next += steps * lines * kTileInner;
-        _tile_stored(0, product, kPair * 4);
-        _tile_stored(1, product + kTileRows, kPair * 4);
-        _tile_stored(2, lower, kPair * 4);
-        _tile_stored(3, lower + kTileRows, kPair * 4);
-        if (last)
-          for (int64_t i = 0; i < count; i++) finish_row(a, product + i * kPair, row + i, panel);
+        if (blocks > 1) {
+          // There is time to fetch the part of a panel that comes next.
+          multiply_tiles<true>(rows, weights, steps, [&](int64_t at) {
+            fetch_lines<_MM_HINT_T1>(next + (block * steps + at) * lines * kTileInner, lines);
+            finish(at);
+          });
+        } else {
+          // It reads the panel while it multiplies, a little ahead of itself.
+          auto meanwhile = [&](int64_t at) {
+            fetch_lines<_MM_HINT_T0>(weights + kPrefetch + at * kStep, lines);
+            finish(at);
+          };
+          if (count > kTileRows)
+            multiply_tiles<true>(rows, weights, steps, meanwhile);
+          else
+            multiply_tiles<false>(rows, weights, steps, meanwhile);
+        }
+        store_products(sums);
+        finished = {sums, row, last ? count : 0, panel};
       }
     }
   }
+  for (int64_t i = 0; i < finished.count; i++)
+    finish_row(a, finished.products + i * kPair, finished.row + i, finished.panel);
 }
 
-// Copies 16 rows into every other tile, so that loading one touches every cache set alike.
+// Copies up to 16 rows into every other tile: loaded from there, none share a cache set.
 void pack_rows(const tw_linear &a, int64_t start, uint16_t *tiles) {
   int64_t depth = a.inputs / kTileInner, count = smaller(kTileRows, a.num_rows - start);
   const uint16_t *from = static_cast<const uint16_t *>(a.rows) + start * a.inputs;
@@ -204,20 +240,21 @@ void tw_amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
   int64_t pairs = divide_up(a.num_rows, kPair), panels = divide_up(a.outputs, kPair);
   auto tiles = static_cast<uint16_t *>(row_tiles.reserve(pairs * kPair * a.inputs * 2));
-  parallel_for(pairs, [&](int64_t item) {
-    for (int64_t row = item * kPair; row < smaller((item + 1) * kPair, a.num_rows); row += kTileRows)
-      pack_rows(a, row, tiles);
+  parallel_for(pairs, [&](int64_t pair) {
+    int64_t end = smaller((pair + 1) * kPair, a.num_rows);
+    for (int64_t row = pair * kPair; row < end; row += kTileRows) pack_rows(a, row, tiles);
   });
   // Neighbouring panels go to one thread, so that its reads run on; four shares for each thread
   // are enough for one that is slow or away.
-  int64_t share = larger(panels / (4 * num_threads()), 1);
-  if (a.num_rows > kPair) share = smaller(share, kMostPanels);
-  int64_t shares = divide_up(panels, share);
-  parallel_for(divide_up(a.num_rows, kMostRows) * shares, [&](int64_t item) {
-    int64_t start = item / shares * kMostRows, first = item % shares * share;
-    Block block{start, smaller(start + kMostRows, a.num_rows), first, smaller(first + share, panels)};
-    int64_t products_size = share * divide_up(smaller(kMostRows, a.num_rows), kPair) * kPair * kPair * 4;
-    multiply(a, tiles, block, static_cast<float *>(products.reserve(products_size)));
+  int64_t width = larger(panels / (4 * num_threads()), 1);
+  if (pairs > 1) width = smaller(width, kMostPanels);
+  int64_t columns = divide_up(panels, width);
+  parallel_for(divide_up(a.num_rows, kMostRows) * columns, [&](int64_t item) {
+    int64_t start = item / columns * kMostRows, first = item % columns * width;
+    Share share{start, smaller(start + kMostRows, a.num_rows), first,
+                smaller(first + width, panels)};
+    int64_t sums = larger(width * smaller(pairs, kMostRows / kPair), 2) * kPair * kPair;
+    multiply(a, tiles, share, static_cast<float *>(products.reserve(sums * 4)));
     _tile_release();
   });
 }

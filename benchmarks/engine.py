@@ -1,0 +1,232 @@
+"""The engine's step loop in this process, without gRPC: as fast as a stack of services can get.
+
+Imports torch, which reads OpenMP's settings when it is imported: set `ENGINE_ENVIRONMENT` before.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.prompts import Prompts
+from benchmarks.scenarios import ClosedLoop, Workload
+from services.engine import step_loop
+from services.engine.attention import DEFAULT_BLOCK_SIZE, AttentionBackend, KVCache
+from services.engine.block_pool import BlockPool, hash_block
+from services.engine.messages import (
+    AddRequest,
+    CancelRequest,
+    Output,
+    Refused,
+    RequestDone,
+    SamplingSettings,
+    StoppingSettings,
+    Token,
+)
+from services.engine.model.loader import load_model, resolve_dtype
+from services.engine.model.operators import Gate, Operators, Projection
+from services.engine.model_runner import ModelRunner
+from services.engine.sampler import sample
+from services.engine.scheduler import Scheduler, SchedulerLimits
+from services.engine.settings import EngineSettings
+from services.engine.step_loop import LoopLimits, StepLoop
+
+__all__ = ["Engine", "Stopwatch"]
+
+_SALT = b"benchmark"
+_GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Engine:
+    """A model and its step loop, with the engine's own default limits.
+
+    `tokens` is what the KV cache has to hold.
+    """
+
+    def __init__(self, model: Path, dtype: str, tokens: int) -> None:
+        torch.set_grad_enabled(False)
+        settings = EngineSettings()
+        decoder = load_model(model, resolve_dtype(dtype))
+        num_blocks = -(-tokens // DEFAULT_BLOCK_SIZE)
+        cache = decoder.allocate_cache(num_blocks)
+        for tensor in (*cache.keys, *cache.values):
+            tensor.fill_(0.01)  # memory that was never written is all one page, read from cache
+        limits = SchedulerLimits(
+            max_running=settings.max_running,
+            max_step_tokens=settings.max_step_tokens,
+            mixed_step_tokens=settings.mixed_step_tokens,
+            block_size=DEFAULT_BLOCK_SIZE,
+        )
+        self._pool = BlockPool(num_blocks)
+        self._loop = StepLoop(
+            Scheduler(limits, self._pool),
+            ModelRunner(decoder, cache),
+            LoopLimits(decoder.spec.context_length, frozenset(), settings.max_waiting),
+        )
+        self._ids = range(decoder.spec.vocab_size // 16, 15 * decoder.spec.vocab_size // 16)
+        self._random = random.Random(0)
+        self._handles = 0
+        self.weight_bytes = decoder.weight_bytes
+        self.kv_bytes_per_token = (
+            KVCache.bytes_per_block(decoder.spec, DEFAULT_BLOCK_SIZE, decoder.dtype)
+            // DEFAULT_BLOCK_SIZE
+        )
+
+    def serve(self, workload: Workload, prompts: Prompts) -> tuple[int, float]:
+        """Run a closed loop to its end. Output tokens, and the seconds that they took."""
+        assert isinstance(workload.arrivals, ClosedLoop)
+        waiting = iter(islice(prompts.of(workload), workload.requests))
+        tokens = 0
+        began = time.perf_counter()
+        unfinished = 0
+        for prompt in islice(waiting, workload.arrivals.concurrency):
+            self._add(_ids(prompt), workload.output)
+            unfinished += 1
+        while unfinished:
+            for output in self._step():
+                if isinstance(output, Token):
+                    tokens += 1
+                elif isinstance(output, RequestDone):
+                    unfinished -= 1
+                    for prompt in islice(waiting, 1):
+                        self._add(_ids(prompt), workload.output)
+                        unfinished += 1
+        return tokens, time.perf_counter() - began
+
+    def prefill(self, length: int) -> float:
+        """Seconds from a new prompt of `length` tokens to its first token, nothing else running."""
+        self._add(self._random.choices(self._ids, k=length), 1)
+        began = time.perf_counter()
+        while not any(isinstance(output, RequestDone) for output in self._step()):
+            pass
+        return time.perf_counter() - began
+
+    @contextmanager
+    def decoding(self, batch: int, context: int, most: int) -> Iterator[Callable[[], float]]:
+        """`batch` sequences of `context` tokens that decode, up to `most` tokens each.
+
+        Gives a function that runs one step and returns its seconds.
+        """
+        # whole blocks, so that one token of each sequence is left to compute
+        cached = context // DEFAULT_BLOCK_SIZE * DEFAULT_BLOCK_SIZE
+        prompts = [self._random.choices(self._ids, k=cached + 1) for _ in range(batch)]
+        for prompt in prompts:
+            self._remember(prompt)
+        waiting = {self._add(prompt, most + batch) for prompt in prompts}
+        handles = list(waiting)
+        while waiting:
+            waiting -= {output.handle for output in self._step() if isinstance(output, Token)}
+
+        def step() -> float:
+            began = time.perf_counter()
+            self._step()
+            return time.perf_counter() - began
+
+        yield step
+        self._loop.apply([CancelRequest(handle) for handle in handles])
+        self._step()
+
+    def _step(self) -> Sequence[Output]:
+        outputs = self._loop.step(list).outputs
+        for output in outputs:
+            if isinstance(output, Refused):
+                raise RuntimeError(f"the engine refused a request: {output.message}")
+        return outputs
+
+    def _add(self, prompt: Sequence[int], output: int) -> int:
+        self._handles += 1
+        request = AddRequest(
+            handle=self._handles,
+            prompts=[prompt],
+            n=1,
+            sampling=_GREEDY,
+            stopping=StoppingSettings(output, 0, True, frozenset()),
+            logprobs=None,
+            prompt_logprobs=None,
+            resume=(),
+            constrained=False,
+            credit=None,
+            cache_salt=_SALT,
+            priority=0,
+            arrival=time.monotonic(),
+        )
+        self._loop.apply([request])
+        return self._handles
+
+    def _remember(self, prompt: Sequence[int]) -> None:
+        """Put a prompt into the prefix cache without computing it: a step's time is the same."""
+        ids = torch.tensor(prompt, dtype=torch.int32).numpy()
+        blocks = self._pool.allocate(len(prompt) // DEFAULT_BLOCK_SIZE)
+        name = _SALT
+        for index, block in enumerate(blocks):
+            start = index * DEFAULT_BLOCK_SIZE
+            name = hash_block(name, ids[start : start + DEFAULT_BLOCK_SIZE])
+            self._pool.name(block, name)
+        self._pool.release(blocks)
+
+
+class Stopwatch:
+    """Time spent in the parts of a step, each without what it calls of the others."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._within: list[float] = []
+
+    def timed(
+        self, part: str, function: Callable[Arguments, Result]
+    ) -> Callable[Arguments, Result]:
+        def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            self._within.append(0.0)
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - began
+                self.seconds[part] += took - self._within.pop()
+                if self._within:
+                    self._within[-1] += took
+
+        return wrapper
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Time the operators of every model, and sampling, inside the block."""
+        operations: tuple[tuple[str, type[object], tuple[str, ...]], ...] = (
+            ("linear", Projection, ("into", "add_to")),
+            ("linear", Gate, ("into",)),
+            ("attention", AttentionBackend, ("attend",)),
+            ("norm, rotation", Operators, ("rms_norm", "rotate")),
+        )
+        with ExitStack() as patches:
+            for part, base, names in operations:
+                for kind in _implementations(base):
+                    for name in names:
+                        if name in vars(kind):
+                            timed = self.timed(part, vars(kind)[name])
+                            patches.enter_context(patch.object(kind, name, timed))
+            sampling = self.timed("sampling", sample)
+            patches.enter_context(patch.object(step_loop, "sample", sampling))
+            yield
+
+
+def _implementations(base: type[object]) -> Iterator[type[object]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _implementations(kind)
+
+
+def _ids(prompt: list[int] | str) -> list[int]:
+    assert isinstance(prompt, list)
+    return prompt

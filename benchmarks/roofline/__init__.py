@@ -1,0 +1,77 @@
+"""How fast this machine reads memory: what no decode step can beat."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Bandwidth", "ByteFloor", "RooflineError", "measure_bandwidth"]
+
+_SOURCE = Path(__file__).parent / "reader.c"
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=gnu11")
+_BUFFER = 1 << 30
+"""Bytes read per pass: more than any cache holds"""
+
+
+class RooflineError(Exception):
+    """The reader could not be built or run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes read per second by `threads` threads."""
+
+    threads: int
+    median: float
+    best: float
+
+
+@dataclass(frozen=True, slots=True)
+class ByteFloor:
+    """What a decode step has to read at least: all weights once, and every sequence's KV."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    bandwidth: float
+    """Bytes per second"""
+
+    def seconds(self, batch: int, context: float) -> float:
+        """The least time of a step of `batch` sequences with `context` tokens each."""
+        read = self.weight_bytes + batch * context * self.kv_bytes_per_token
+        return read / self.bandwidth
+
+
+def measure_bandwidth(
+    threads: Sequence[int] = (), *, seconds: float = 1.0, buffer: int = _BUFFER
+) -> list[Bandwidth]:
+    """Bandwidth by number of threads; none given: one, and one per core.
+
+    Compiles reader.c with `$CC` (cc) into a temporary folder. Raises RooflineError.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        reader = Path(folder) / "reader"
+        compiler = os.environ.get("CC", "cc")
+        _run([compiler, *_FLAGS, str(_SOURCE), "-o", str(reader)])
+        return [
+            _read(reader, number, seconds, buffer)
+            for number in threads or sorted({1, len(os.sched_getaffinity(0))})
+        ]
+
+
+def _read(reader: Path, threads: int, seconds: float, buffer: int) -> Bandwidth:
+    median, best = _run([str(reader), str(buffer), str(threads), str(seconds)]).split()
+    return Bandwidth(threads, float(median), float(best))
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise RooflineError(f"{command[0]} is not there: install a C compiler, or set CC") from None
+    except subprocess.CalledProcessError as error:
+        raise RooflineError(f"{' '.join(command)} failed: {error.stderr.strip()}") from None
+    return done.stdout

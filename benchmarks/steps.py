@@ -1,0 +1,195 @@
+"""Measure the engine's steps in this process: how long, how near to the floor, spent on what.
+
+    python -m benchmarks.steps --model ~/.cache/tokenwire-bench/models/bench-350m
+
+The floor of a decode step is the time that it takes to read all weights and all KV once, at the
+bandwidth that a plain C reader reaches in the same run (`benchmarks.roofline`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import ENGINE_ENVIRONMENT
+from benchmarks.results import RESULTS, Machine, now, save
+from benchmarks.roofline import Bandwidth, ByteFloor, RooflineError, measure_bandwidth
+from benchmarks.tables import markdown
+
+if TYPE_CHECKING:
+    from benchmarks.engine import Engine
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXTS = (128, 1024)
+PROMPTS = (32, 128, 512, 2048)
+MOST_STEPS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """Steps in which `batch` sequences of about `context` tokens decode."""
+
+    batch: int
+    context: int
+    step_ms: float
+    """Median"""
+    step_ms_p90: float
+    tokens_per_second: float
+    share_of_floor: float
+    """Floor / median: 1 = as fast as the memory"""
+    parts_ms: Mapping[str, float]
+    """Mean per step, measured apart: timing them takes time too"""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prompt alone, from its arrival to its first token."""
+
+    prompt: int
+    ms: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    date: str
+    machine: Machine
+    model: str
+    load_average: float
+    bandwidth: Sequence[Bandwidth]
+    weight_bytes: int
+    kv_bytes_per_token: int
+    decodes: Sequence[DecodeSteps]
+    prefills: Sequence[Prefill]
+
+
+def measure_decode(
+    engine: Engine, floor: ByteFloor, batch: int, context: int, seconds: float
+) -> DecodeSteps:
+    """Run steps for about `seconds`, half of them with the parts timed."""
+    from benchmarks.engine import Stopwatch
+
+    watch = Stopwatch()
+    with engine.decoding(batch, context, 2 * MOST_STEPS) as step:
+        step()
+        times = _repeat(step, seconds / 2)
+        with watch.watching():
+            watched = _repeat(step, seconds / 2)
+    median = statistics.median(times)
+    parts = {part: 1000 * spent / len(watched) for part, spent in watch.seconds.items()}
+    parts["python"] = 1000 * statistics.fmean(watched) - sum(parts.values())
+    return DecodeSteps(
+        batch=batch,
+        context=context,
+        step_ms=round(1000 * median, 3),
+        step_ms_p90=round(1000 * statistics.quantiles(times, n=10)[-1], 3),
+        tokens_per_second=round(batch / median, 1),
+        share_of_floor=round(floor.seconds(batch, context + len(times) / 2) / median, 3),
+        parts_ms={part: round(spent, 3) for part, spent in parts.items()},
+    )
+
+
+def measure_prefill(engine: Engine, length: int, repeat: int = 3) -> Prefill:
+    median = statistics.median(engine.prefill(length) for _ in range(repeat))
+    return Prefill(length, round(1000 * median, 2), round(length / median, 1))
+
+
+def _repeat(step: Callable[[], float], seconds: float) -> list[float]:
+    times: list[float] = []
+    while len(times) < 4 or (len(times) < MOST_STEPS and sum(times) < seconds):
+        times.append(step())
+    return times
+
+
+def describe(report: StepReport) -> str:
+    """The report as tables."""
+    parts = list(dict.fromkeys(part for case in report.decodes for part in case.parts_ms))
+    header = ["batch", "context", "ms/step", "p90", "tokens/s", "of the floor"]
+    rows = [header + [f"{part}, %" for part in parts]]
+    for case in report.decodes:
+        whole = sum(case.parts_ms.values())
+        rows.append(
+            [
+                f"{case.batch}",
+                f"{case.context}",
+                f"{case.step_ms:.2f}",
+                f"{case.step_ms_p90:.2f}",
+                f"{case.tokens_per_second:.0f}",
+                f"{case.share_of_floor:.0%}",
+                *(f"{100 * case.parts_ms.get(part, 0.0) / whole:.0f}" for part in parts),
+            ]
+        )
+    prefills = [["prompt", "ms to the first token", "tokens/s"]]
+    prefills += [
+        [f"{case.prompt}", f"{case.ms:.1f}", f"{case.tokens_per_second:.0f}"]
+        for case in report.prefills
+    ]
+    bandwidths = ", ".join(f"{b.best / 1e9:.1f} GB/s ({b.threads})" for b in report.bandwidth)
+    about = (
+        f"{report.model}: {report.weight_bytes / 1e6:.0f} MB of weights, "
+        f"{report.kv_bytes_per_token / 1e3:.1f} kB of KV a token. "
+        f"Read bandwidth (threads): {bandwidths}. Load average {report.load_average:.1f}."
+    )
+    return f"{about}\n\n{markdown(rows)}\n\n{markdown(prefills)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.steps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batches", type=_numbers, default=BATCHES, metavar="1,2,…")
+    parser.add_argument("--contexts", type=_numbers, default=CONTEXTS, metavar="128,…")
+    parser.add_argument("--prompts", type=_numbers, default=PROMPTS, metavar="32,…")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each decode case")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    os.environ.update(ENGINE_ENVIRONMENT)
+    from benchmarks.engine import Engine
+
+    load_average = os.getloadavg()[0]
+    # every sequence has one block to spare, and room for the tokens that it generates
+    longest = max(arguments.contexts) + 2 * MOST_STEPS + max(arguments.batches) + 64
+    tokens = max(max(arguments.batches) * longest, 2 * max(arguments.prompts))
+    engine = Engine(arguments.model, arguments.dtype, tokens)
+    try:
+        bandwidth = measure_bandwidth()
+    except RooflineError as error:
+        raise SystemExit(f"no byte floor: {error}") from None
+    prefills = [measure_prefill(engine, length) for length in arguments.prompts]
+    best = max(found.best for found in bandwidth)
+    floor = ByteFloor(engine.weight_bytes, engine.kv_bytes_per_token, best)
+    decodes = [
+        measure_decode(engine, floor, batch, context, arguments.seconds)
+        for context in arguments.contexts
+        for batch in arguments.batches
+    ]
+    report = StepReport(
+        date=now(),
+        machine=Machine.this(),
+        model=arguments.model.resolve().name,
+        load_average=round(load_average, 2),
+        bandwidth=bandwidth,
+        weight_bytes=engine.weight_bytes,
+        kv_bytes_per_token=engine.kv_bytes_per_token,
+        decodes=decodes,
+        prefills=prefills,
+    )
+    path = save(report, arguments.results, f"{report.date}-steps-{report.model}")
+    print(f"{describe(report)}\n\nwritten to {path}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+if __name__ == "__main__":
+    main()
