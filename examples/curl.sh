@@ -5,16 +5,16 @@ BASE_URL=${BASE_URL:-http://127.0.0.1:8000}
 
 # one completion
 curl --fail-with-body -sS "$BASE_URL/v1/completions" -H 'Content-Type: application/json' -d '{
-  "prompt": "def fibonacci(n):\n",
-  "max_tokens": 48,
+  "prompt": "<|im_start|>user\nWrite a Python function that returns the sum of a list of numbers.<|im_end|>\n<|im_start|>assistant\n",
+  "max_tokens": 64,
   "temperature": 0
 }'
 echo
 
 # the middle between a prompt and a suffix
 curl --fail-with-body -sS "$BASE_URL/v1/completions" -H 'Content-Type: application/json' -d '{
-  "prompt": "def mean(values):\n    ",
-  "suffix": "\n    return total / len(values)\n",
+  "prompt": "import json\n\n\ndef load(path):\n    with open(path) as file:\n        ",
+  "suffix": "\n    return data\n",
   "max_tokens": 32,
   "temperature": 0
 }'

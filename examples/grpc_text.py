@@ -10,7 +10,7 @@ from tokenwire.types.v1 import types_pb2
 
 with grpc.insecure_channel(os.environ.get("TOKENIZER", "127.0.0.1:50051")) as channel:
     request = completion_pb2.CompleteRequest(
-        prompts=[completion_pb2.Prompt(text="def fibonacci(n):\n")],
+        prompts=[completion_pb2.Prompt(text="def read_json(path):\n")],
         sampling=types_pb2.SamplingParams(temperature=0),
         stopping=types_pb2.StoppingParams(max_tokens=48),
     )

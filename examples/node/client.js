@@ -56,7 +56,7 @@ async function main() {
   const engine = new tokenwire.engine.v1.EngineService(ENGINE, credentials);
 
   const text = await complete(completions, {
-    prompts: [{ text: "def fibonacci(n):\n" }],
+    prompts: [{ text: "def read_json(path):\n" }],
     sampling: { temperature: 0 },
     stopping: { max_tokens: 32 },
   });
