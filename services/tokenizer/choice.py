@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import grpc
 
@@ -220,11 +221,14 @@ class Choice:
         do those just before it that add no bytes at all."""
         cut = match.end if self._plan.include_stop else match.start
         self._held_text = self._held_text[: len(self._held_text) - (self._decoded - cut)]
-        self._held = [
-            held
-            for held in self._held
-            if held.start < cut or (held.start == cut and self._detokenizer.is_silent(held.token))
-        ]
+        is_silent = self._detokenizer.is_silent
+        # up to the first that goes: one without bytes behind it would leave a gap
+        self._held = list(
+            takewhile(
+                lambda held: held.start < cut or (held.start == cut and is_silent(held.token)),
+                self._held,
+            )
+        )
         for held in self._held:
             held.text = held.text[: cut - held.start]
         self._decoded, self._unsettled = cut, 0

@@ -202,6 +202,38 @@ def test_what_an_earlier_sequence_left_is_not_seen(
     assert torch.equal(case.run(backend, stale=torch.nan), case.run(backend))
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        ("native", torch.float32, 1e-4),
+        ("native", torch.bfloat16, 5e-2),
+        ("amx", torch.bfloat16, 5e-2),
+    ],
+)
+def test_scores_may_grow_along_the_context(
+    base: ModelSpec, kind: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Some models' scores reach hundreds; weights taken relative to an early one would overflow."""
+    case = Case(make_spec(base, 8, 2, 64, 0), dtype)
+    for keys in case.keys:
+        keys *= torch.linspace(1, 60, len(keys), dtype=dtype)[:, None, None]
+    attended = case.run(make_backend(kind, case.spec, dtype))
+    torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("native", torch.float32), ("amx", torch.bfloat16)])
+def test_a_sequence_that_overflowed_harms_itself_alone(
+    base: ModelSpec, kind: str, dtype: torch.dtype
+) -> None:
+    """It must come to an end, and its neighbours must get what they would have got."""
+    case = Case(make_spec(base, 8, 2, 64, 0), dtype)
+    backend = make_backend(kind, case.spec, dtype)
+    before = case.run(backend)
+    case.keys[-1][500:] = torch.inf
+    rows = len(case.queries[-1])
+    assert torch.equal(case.run(backend)[:-rows], before[:-rows])
+
+
 def test_amx_refuses_blocks_that_are_not_whole_tiles(base: ModelSpec) -> None:
     with pytest.raises(ValueError, match="multiple of 32"):
         make_backend("amx", make_spec(base, 8, 2, 64, 0), torch.bfloat16).allocate(4, 16)

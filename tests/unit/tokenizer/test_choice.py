@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.tokenizer.choice import Choice, Echo
@@ -60,9 +60,10 @@ def _reference(ids: Sequence[int], plan: ChoicePlan, stops: Sequence[str]) -> _E
 
 
 def _cut(tokens: list[int], texts: list[str], cut: int, end: int, stop: str) -> _Expected:
-    kept_ids, kept_texts, start = [], [], 0
+    kept_ids, kept_texts, start, keeps = [], [], 0, True
     for count, (token, text) in enumerate(zip(tokens, texts, strict=True), 1):
-        if start < cut or (start == cut and not _TABLE.pieces[token]):
+        keeps = keeps and (start < cut or (start == cut and not _TABLE.pieces[token]))
+        if keeps:
             kept_ids.append(token)
             kept_texts.append(text[: cut - start])
         start += len(text)
@@ -148,7 +149,14 @@ def test_text_ids_and_usage_are_those_of_the_whole(
     assert (finished.match.stop_string or None) == expected.stop
 
 
+_UNFINISHED, _SILENT = (
+    next(t for t in _IDS if _TABLE.pieces[t] == b"\xf0"),
+    next(t for t in _IDS if not _TABLE.pieces[t]),
+)
+
+
 @given(_cases())
+@example(([_UNFINISHED, _SILENT], [], ["\ufffd"], False, 0))
 @settings(max_examples=500)
 def test_scores_stay_with_their_tokens(
     case: tuple[list[int], list[int], list[str], bool, int],
