@@ -5,7 +5,8 @@ import torch
 from services.engine.attention.interface import DEFAULT_BLOCK_SIZE, AttentionBackend, KVCache
 from services.engine.attention.native_backend import AmxAttention, NativeAttention
 from services.engine.attention.torch_backend import TorchAttention
-from services.engine.kernels.library import InstructionSet, native
+from services.engine.kernels.amx import runs_on_amx
+from services.engine.kernels.library import native
 from services.engine.model.spec import ModelSpec
 
 __all__ = ["DEFAULT_BLOCK_SIZE", "AttentionBackend", "KVCache", "choose_backend"]
@@ -20,7 +21,6 @@ def choose_backend(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
         return XformersAttention(spec, dtype, device)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchAttention(spec, dtype, device)
-    has_amx = native.instruction_set() == InstructionSet.AMX
-    if has_amx and dtype == torch.bfloat16 and AmxAttention.suits(spec):
+    if runs_on_amx(spec, dtype, device):
         return AmxAttention(native, spec)
     return NativeAttention(native, spec, dtype)

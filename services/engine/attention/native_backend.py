@@ -8,14 +8,12 @@ from torch import Tensor
 from services.engine.attention.interface import AttentionBackend, KVCache
 from services.engine.attention.torch_backend import TorchAttention
 from services.engine.batch import StepBatch
+from services.engine.kernels.amx import TILE
 from services.engine.kernels.library import DTYPES, AttentionCall, Native
 from services.engine.kernels.memory import allocate
 from services.engine.model.spec import ModelSpec
 
 __all__ = ["AmxAttention", "NativeAttention"]
-
-_TILE = 32
-"""Tokens, or elements of a head, that an AMX product sums over"""
 
 
 class NativeAttention(TorchAttention):
@@ -44,7 +42,7 @@ class NativeAttention(TorchAttention):
 
 
 class AmxAttention(AttentionBackend):
-    """bfloat16 on AMX: one kernel for decodes and prompt chunks.
+    """bfloat16 on AMX: one kernel for decodes and prompt chunks. Its output is in tiles.
 
     Layout of a layer's keys and of its values: [blocks, kv_heads, block_size * head_dim], the last
     dimension in tiles (src/kernels.h, tw_amx_attend).
@@ -54,14 +52,9 @@ class AmxAttention(AttentionBackend):
         self._native = native
         self._spec = spec
 
-    @staticmethod
-    def suits(spec: ModelSpec) -> bool:
-        """Whether a head is made of whole tiles, few enough for the kernel's buffers."""
-        return spec.head_dim % _TILE == 0 and spec.head_dim <= 256
-
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
-        if block_size % _TILE:
-            raise ValueError(f"the block size must be a multiple of {_TILE}, not {block_size}")
+        if block_size % TILE:
+            raise ValueError(f"the block size must be a multiple of {TILE}, not {block_size}")
         shape = (num_blocks, self._spec.num_kv_heads, block_size * self._spec.head_dim)
 
         def layers() -> tuple[Tensor, ...]:
@@ -80,6 +73,7 @@ class AmxAttention(AttentionBackend):
         out: Tensor,
     ) -> None:
         call = _call(self._spec, layer, queries, keys, values, batch, cache, out)
+        call.out_tiled = True
         self._native.amx_attend(byref(call))
 
 

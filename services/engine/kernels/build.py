@@ -49,6 +49,7 @@ _X86_64 = (
     _Unit("portable.cpp", _AVX2, "portable_avx2"),
     _Unit("portable.cpp", _AVX512, "portable_avx512"),
     _Unit("amx_linear.cpp", _AMX),
+    _Unit("amx_rms_norm.cpp", _AMX),
     _Unit("amx_attention.cpp", _AMX),
 )
 

@@ -90,6 +90,7 @@ class AttentionCall(ctypes.Structure):
         ("window", c_int64),
         ("scale", c_float),
         ("dtype", c_int32),
+        ("out_tiled", c_int32),
     ]
 
 
@@ -137,6 +138,9 @@ class Native:
         self.amx_packed_elements = function("tw_amx_packed_elements", size, size, size)
         self.amx_pack = function(
             "tw_amx_pack", None, c_int32, c_void_p, c_void_p, size, size, size, size
+        )
+        self.amx_rms_norm = function(
+            "tw_amx_rms_norm", None, c_void_p, c_void_p, c_void_p, size, size, c_float
         )
         self.amx_linear = function("tw_amx_linear", None, POINTER(LinearCall))
         self.amx_attend = function("tw_amx_attend", None, POINTER(AttentionCall))

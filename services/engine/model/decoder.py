@@ -122,7 +122,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocab_size] of the given rows of `forward`'s result."""
         hidden = hidden.contiguous()
-        normed = torch.empty_like(hidden)
+        normed = self._buffers(hidden.shape[0]).normed
         epsilon = self.spec.norm_epsilon
         self._operators.rms_norm(hidden, self._weights.final_norm, epsilon, normed)
         logits = torch.empty((hidden.shape[0], self.spec.vocab_size), device=self.device)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from services.engine.attention import choose_backend
-from services.engine.kernels.library import InstructionSet, native
+from services.engine.kernels.amx import runs_on_amx
+from services.engine.kernels.library import native
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.config import Config
 from services.engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
@@ -231,7 +232,6 @@ def _choose_operators(spec: ModelSpec, dtype: torch.dtype, device: torch.device)
     """The fastest operators that this machine, this dtype and this shape allow."""
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchOperators(dtype, device)
-    has_amx = native.instruction_set() == InstructionSet.AMX
-    if has_amx and dtype == torch.bfloat16 and AmxOperators.suit(spec):
+    if runs_on_amx(spec, dtype, device):
         return AmxOperators(native)
     return NativeOperators(native, dtype)

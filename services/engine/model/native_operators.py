@@ -5,17 +5,16 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from services.engine.kernels.amx import TILE
 from services.engine.kernels.library import DTYPES, Epilogue, LinearCall, Native, RotationCall
 from services.engine.kernels.memory import Arena, allocate
 from services.engine.model.operators import Gate, Operators, Projection
 from services.engine.model.rotary import Rotation
-from services.engine.model.spec import ModelSpec
 from services.engine.model.torch_operators import TorchOperators
 
 __all__ = ["AmxOperators", "NativeOperators"]
 
 _TILE_OUTPUTS = 16
-_TILE_INPUTS = 32
 
 
 class NativeOperators(Operators):
@@ -94,7 +93,10 @@ class _NativeGate(Gate):
 
 
 class AmxOperators(NativeOperators):
-    """bfloat16 on AMX: matrix products by the kernels too, from weights packed into tiles."""
+    """bfloat16 on AMX: matrix products by the kernels too, from weights packed into tiles.
+
+    What a product reads is in tiles as well: the outputs of norms and gates.
+    """
 
     def __init__(self, native: Native) -> None:
         super().__init__(native, torch.bfloat16)
@@ -102,11 +104,18 @@ class AmxOperators(NativeOperators):
         # torch multiplies nothing here, so its threads are free and ours do not compete with them.
         native.use_pool(torch.get_num_threads())
 
-    @staticmethod
-    def suit(spec: ModelSpec) -> bool:
-        """Whether every product of the model sums over whole tiles."""
-        widths = (spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim)
-        return all(width % _TILE_INPUTS == 0 for width in widths)
+    def empty(self, rows: int, width: int) -> Tensor:
+        return super().empty(_round_up(rows, TILE), width)[:rows]
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        self._native.amx_rms_norm(
+            rows.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows.shape[0],
+            rows.shape[1],
+            epsilon,
+        )
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         outputs, inputs = weight.shape

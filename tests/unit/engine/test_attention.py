@@ -11,6 +11,7 @@ from services.engine.attention.interface import AttentionBackend, KVCache
 from services.engine.attention.native_backend import AmxAttention, NativeAttention
 from services.engine.attention.torch_backend import TorchAttention
 from services.engine.batch import StepBatch
+from services.engine.kernels.amx import TILE, to_rows
 from services.engine.kernels.library import (
     InstructionSet,
     instruction_set,
@@ -123,9 +124,11 @@ class Case:
         )
         together = torch.cat((queries, keys, values), dim=1)
         parts = together.split((queries.shape[1], keys.shape[1], values.shape[1]), dim=1)
-        out = torch.empty(len(positions), queries[0].numel(), dtype=keys.dtype)
-        backend.attend(0, *parts, batch, cache, out)
-        return out.float()
+        rows = len(positions)
+        out = torch.empty(-(-rows // TILE) * TILE, queries[0].numel(), dtype=keys.dtype)
+        backend.attend(0, *parts, batch, cache, out[:rows])
+        tiled = isinstance(backend, AmxAttention)
+        return (to_rows(out) if tiled else out)[:rows].float()
 
     def expected(self) -> Tensor:
         """The definition, in float64."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.engine.kernels.amx import to_rows, to_tiles
 from services.engine.kernels.build import build
 from services.engine.kernels.library import (
     InstructionSet,
@@ -93,6 +94,7 @@ def test_packed_products_equal_those_of_torch(
     x = torch.randn(rows, inputs, dtype=torch.bfloat16)
     expected = x.float() @ weight.to(torch.bfloat16).float().T + bias.float()
     projection = amx.projection(weight, bias)
+    x = to_tiles(x)[:rows]
 
     exact = torch.empty(rows, outputs)
     projection.into(x, exact)
@@ -110,22 +112,33 @@ def test_packed_products_equal_those_of_torch(
 @pytest.mark.parametrize("rows", [1, 20, 90])
 def test_packed_gate_equals_that_of_torch(amx: AmxOperators, rows: int, biased: bool) -> None:
     torch.manual_seed(rows)
-    gate, up = torch.randn(2, 90, 64) / 8
-    biases = list(torch.randn(2, 90)) if biased else [None, None]
+    gate, up = torch.randn(2, 96, 64) / 8
+    biases = list(torch.randn(2, 96)) if biased else [None, None]
     x = torch.randn(rows, 64, dtype=torch.bfloat16)
-    ours, theirs = torch.empty(rows, 90, dtype=torch.bfloat16), torch.empty(rows, 90)
-    amx.gate(gate, up, *biases).into(x, ours)
+    theirs = torch.empty(rows, 96)
+    ours = to_tiles(torch.full((rows, 96), 7.0, dtype=torch.bfloat16))
+    amx.gate(gate, up, *biases).into(to_tiles(x)[:rows], ours[:rows])
     TorchOperators(torch.float32, CPU).gate(gate, up, *biases).into(x.float(), theirs)
-    assert_close(ours, theirs, torch.bfloat16)
+    assert_close(to_rows(ours)[:rows], theirs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 41])
+def test_norms_in_tiles_equal_those_of_torch(amx: AmxOperators, rows: int) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 96).bfloat16() * 5, torch.randn(96).bfloat16()
+    theirs, ours = torch.empty_like(x), to_tiles(torch.zeros_like(x))
+    amx.rms_norm(x, weight, 1e-5, ours[:rows])
+    TorchOperators(torch.bfloat16, CPU).rms_norm(x, weight, 1e-5, theirs)
+    assert_close(to_rows(ours)[:rows], theirs, torch.bfloat16)
 
 
 def test_a_row_does_not_feel_its_neighbours(amx: AmxOperators) -> None:
     projection = amx.projection(torch.randn(64, 256), None)
     x = torch.randn(50, 256, dtype=torch.bfloat16)
     together, alone = torch.empty(50, 64), torch.empty(1, 64)
-    projection.into(x, together)
+    projection.into(to_tiles(x)[:50], together)
     for row in (0, 20, 49):
-        projection.into(x[row : row + 1], alone)
+        projection.into(to_tiles(x[row : row + 1])[:1], alone)
         assert torch.equal(alone[0], together[row])
 
 
@@ -134,7 +147,7 @@ def test_two_models_may_compute_at_once(amx: AmxOperators) -> None:
     assert native is not None
     native.use_pool(3)
     weight = torch.randn(640, 256)
-    x = torch.randn(8, 256, dtype=torch.bfloat16)
+    x = to_tiles(torch.randn(8, 256, dtype=torch.bfloat16))[:8]
     expected = torch.empty(8, 640)
     amx.projection(weight, None).into(x, expected)
     projections = [amx.projection(weight, None) for _ in range(3)]

@@ -13,6 +13,13 @@ constexpr int64_t kTileRows = 16;  // rows of a tile: rows of a product, or pair
 constexpr int64_t kTileInner = 32;
 constexpr int64_t kPair = 2 * kTileRows;  // rows and columns that a 2 x 2 block of tiles covers
 
+// Where an element of a [rows, width] activation lies that products read: in blocks of 32 rows by
+// 32 columns, so that what fills a tile is in one place.
+inline int64_t tiled(int64_t row, int64_t column, int64_t width) {
+  return (row / kPair * (width / kTileInner) + column / kTileInner) * (kPair * kTileInner) +
+         row % kPair * kTileInner + column % kTileInner;
+}
+
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;

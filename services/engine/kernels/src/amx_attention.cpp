@@ -309,12 +309,13 @@ class Attention {
     int64_t row = unit.first_row + r;
     int64_t token = a_.query_starts[unit.sequence] + row / a_.group;
     int64_t head = unit.kv_head * a_.group + row % a_.group;
-    uint16_t *out = static_cast<uint16_t *>(a_.out) +
-                    (token * a_.num_kv_heads * a_.group + head) * a_.head_dim;
+    int64_t width = a_.num_kv_heads * a_.group * a_.head_dim, column = head * a_.head_dim;
     __m512 scale = _mm512_set1_ps(1.0f / total);
-    for (int64_t i = 0; i < a_.head_dim; i += 16)
-      _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + i),
+    for (int64_t i = 0; i < a_.head_dim; i += 16) {
+      int64_t at = a_.out_tiled ? tiled(token, column + i, width) : token * width + column + i;
+      _mm256_storeu_si256(reinterpret_cast<__m256i *>(static_cast<uint16_t *>(a_.out) + at),
                           to_bfloat16(_mm512_mul_ps(scale, _mm512_loadu_ps(state + i))));
+    }
   }
 
   const tw_attention &a_;

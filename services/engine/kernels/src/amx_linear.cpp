@@ -8,13 +8,17 @@
 
 namespace {
 
-// Rows and panels that one item of a loop multiplies at most where rows are many: their share of
-// the inputs, and the sums, should stay in the L2 cache.
+// Rows that one item of a loop multiplies at most where there are many: between these, so many
+// that they stay in the L2 cache, with all their inputs or those of a sweep, while panels pass by.
+constexpr int64_t kFewestRows = 128;
 constexpr int64_t kMostRows = 256;
-constexpr int64_t kMostPanels = 8;
-constexpr int64_t kStep = 2 * kTile;  // elements of 32 rows, or of a panel, along 32 inputs
+constexpr int64_t kMostElements = 448 << 10;
+constexpr int64_t kMostPanels = 8;  // of an item whose sums wait for the next sweep
+constexpr int64_t kStep = kPair * kTileInner;  // elements of 32 rows, or of a panel, in 32 inputs
 // The part of a panel that stays in the L1 cache while the rows pass by, in such steps.
 constexpr int64_t kMostSteps = 16;
+// Shares of a thread: enough for one that is slow or away.
+constexpr int64_t kShares = 4;
 constexpr int64_t kPrefetch = 4 * kStep;  // elements ahead
 
 inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
@@ -72,10 +76,9 @@ inline void finish_row(const tw_linear &a, const float *product, int64_t row, in
     __m512 one = _mm512_set1_ps(1.0f);
     __m512 decay = exp2(_mm512_mul_ps(low, _mm512_set1_ps(-kLog2E)));
     __m512 gated = _mm512_mul_ps(_mm512_div_ps(low, _mm512_add_ps(one, decay)), high);
-    int64_t width = a.outputs / 2, left = width - panel * kTileRows;
-    __mmask16 mask = left >= kTileRows ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-    auto out = static_cast<uint16_t *>(a.out) + row * width + panel * kTileRows;
-    _mm256_mask_storeu_epi16(out, mask, to_bfloat16(gated));
+    auto out = static_cast<uint16_t *>(a.out) +
+               tiled(row, panel * kTileRows, a.outputs / 2);
+    _mm256_store_si256(reinterpret_cast<__m256i *>(out), to_bfloat16(gated));
     return;
   }
   int64_t left = a.outputs - column;
@@ -96,12 +99,12 @@ inline void finish_row(const tw_linear &a, const float *product, int64_t row, in
   _mm256_mask_storeu_epi16(out + kTileRows, second, to_bfloat16(high));
 }
 
-// Fetches what finish_row is going to write.
-inline void fetch_out(const tw_linear &a, int64_t row, int64_t count, int64_t panel) {
-  int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, halves = a.epilogue == TW_GATE ? 2 : 1;
-  int64_t stride = a.outputs / halves * size;
-  const char *out = static_cast<const char *>(a.out) + row * stride + panel * kPair / halves * size;
-  for (int64_t i = 0; i < count; i++) __builtin_prefetch(out + i * stride, 1);
+// Fetches what finish_row is going to write to some rows, where that is scattered.
+inline void fetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
+  if (a.epilogue == TW_GATE) return;
+  int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.outputs * size;
+  const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
+  for (; row < end; row++) _mm_prefetch(out + row * stride, _MM_HINT_T1);
 }
 
 // Rows start to end - 1 and panels first to last - 1, which one item of a loop multiplies.
@@ -133,65 +136,87 @@ inline void store_products(float *upper) {
   _tile_stored(3, lower + kTileRows, kPair * 4);
 }
 
-// Goes through the inputs in parts, so that a part of a panel stays in the L1 cache, and that of
-// the rows in the L2 cache, while they meet; sums wait in `products` meanwhile. A row's sum is the
-// same however many rows there are: always in the order of the inputs, always in float32.
-void multiply(const tw_linear &a, const uint16_t *tiles, const Share &share, float *products) {
+// How a share's rows and panels meet: in sweeps over the panels, each with the inputs of some
+// steps, which it goes through in parts.
+struct Order {
+  int64_t sweep, part;  // steps
+  bool sweeps;          // more than one, so that sums wait
+
+  Order(int64_t depth, int64_t blocks) : sweep(depth), part(depth), sweeps(false) {
+    if (blocks == 1) return;  // a panel meets all there is at once
+    sweep = evenly(depth, kMostElements / (blocks * kStep));
+    part = evenly(sweep, kMostSteps);
+    sweeps = sweep < depth;
+  }
+
+  // `steps` in pieces of at most `most`, all but the last equal.
+  static int64_t evenly(int64_t steps, int64_t most) {
+    return divide_up(steps, divide_up(steps, larger(most, 1)));
+  }
+};
+
+// A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache while they meet; sums
+// wait in `products` meanwhile. A row's sum is the same however many rows there are: always in the
+// order of the inputs, always in float32.
+void multiply(const tw_linear &a, const Share &share, const Order &order, float *products) {
   int64_t depth = a.inputs / kTileInner, blocks = divide_up(share.end - share.start, kPair);
-  const uint16_t *packed = static_cast<const uint16_t *>(a.packed);
-  int64_t part = blocks > 1 ? divide_up(depth, divide_up(depth, kMostSteps)) : depth;
-  int64_t lines = divide_up(kStep / kTileInner, blocks);  // to fetch in a step
-  // Sums are kept from part to part, or only until they are finished.
-  int64_t kept = part < depth ? (share.last - share.first) * blocks : 2;
-  int64_t configured = 0;
+  const auto *tiles = static_cast<const uint16_t *>(a.rows);
+  const auto *packed = static_cast<const uint16_t *>(a.packed);
+  int64_t lines = divide_up(kPair, blocks);  // to fetch in a step
+  int64_t configured = 0, turn = 0;
   Finished finished{};
-  for (int64_t step = 0; step < depth; step += part) {
-    int64_t steps = smaller(part, depth - step), rows_a_step = divide_up(kPair, steps);
-    bool last = step + steps == depth;
+  for (int64_t sweep = 0; sweep < depth; sweep += order.sweep) {
+    int64_t sweep_end = smaller(sweep + order.sweep, depth);
     for (int64_t panel = share.first; panel < share.last; panel++) {
-      const uint16_t *weights = packed + (panel * depth + step) * kStep;
-      const uint16_t *next = panel + 1 < share.last
-                                 ? weights + depth * kStep
-                                 : packed + (share.first * depth + step + steps) * kStep;
-      for (int64_t block = 0; block < blocks; block++) {
-        int64_t row = share.start + block * kPair, count = smaller(share.end - row, kPair);
-        if (count != configured) configure_tiles(configured = count);
-        int64_t slot = ((panel - share.first) * blocks + block) % kept;
-        float *sums = products + slot * kPair * kPair;
-        if (step) {
-          load_products(sums);
-        } else {
-          _tile_zero(0);
-          _tile_zero(1);
-          _tile_zero(2);
-          _tile_zero(3);
-        }
-        if (last) fetch_out(a, row, count, panel);
-        auto finish = [&](int64_t at) {
-          int64_t end = smaller((at + 1) * rows_a_step, finished.count);
-          for (int64_t i = at * rows_a_step; i < end; i++)
-            finish_row(a, finished.products + i * kPair, finished.row + i, finished.panel);
-        };
-        const uint16_t *rows = tiles + (row / kPair * depth + step) * kStep;
-        if (blocks > 1) {
-          // There is time to fetch the part of a panel that comes next.
-          multiply_tiles<true>(rows, weights, steps, [&](int64_t at) {
-            fetch_lines<_MM_HINT_T1>(next + (block * steps + at) * lines * kTileInner, lines);
-            finish(at);
-          });
-        } else {
-          // It reads the panel while it multiplies, a little ahead of itself.
-          auto meanwhile = [&](int64_t at) {
-            fetch_lines<_MM_HINT_T0>(weights + kPrefetch + at * kStep, lines);
-            finish(at);
+      for (int64_t step = sweep; step < sweep_end; step += order.part) {
+        int64_t steps = smaller(order.part, sweep_end - step);
+        int64_t rows_a_step = divide_up(kPair, steps);
+        bool last = step + steps == depth;
+        const uint16_t *weights = packed + (panel * depth + step) * kStep;
+        const uint16_t *next = weights + steps * kStep;
+        if (step + steps == sweep_end) next += (depth - (sweep_end - sweep)) * kStep;
+        for (int64_t block = 0; block < blocks; block++) {
+          int64_t row = share.start + block * kPair, count = smaller(share.end - row, kPair);
+          if (count != configured) configure_tiles(configured = count);
+          int64_t slot = order.sweeps ? (panel - share.first) * blocks + block
+                         : blocks > 1        ? block
+                                             : turn++ % 2;
+          float *sums = products + slot * kPair * kPair;
+          if (step) {
+            load_products(sums);
+          } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+          }
+          auto finish = [&](int64_t at) {
+            int64_t from = at * rows_a_step, to = from + rows_a_step;
+            if (last) fetch_out(a, row + from, row + smaller(to, count), panel);
+            for (int64_t i = from; i < smaller(to, finished.count); i++)
+              finish_row(a, finished.products + i * kPair, finished.row + i, finished.panel);
           };
-          if (count > kTileRows)
-            multiply_tiles<true>(rows, weights, steps, meanwhile);
-          else
-            multiply_tiles<false>(rows, weights, steps, meanwhile);
+          const uint16_t *rows = tiles + (row / kPair * depth + step) * kStep;
+          if (blocks > 1) {
+            // There is time to fetch the part of a panel that comes next.
+            multiply_tiles<true>(rows, weights, steps, [&](int64_t at) {
+              fetch_lines<_MM_HINT_T1>(next + (block * steps + at) * lines * kTileInner, lines);
+              finish(at);
+            });
+          } else {
+            // It reads the panel while it multiplies, a little ahead of itself.
+            auto meanwhile = [&](int64_t at) {
+              fetch_lines<_MM_HINT_T0>(weights + kPrefetch + at * kStep, lines);
+              finish(at);
+            };
+            if (count > kTileRows)
+              multiply_tiles<true>(rows, weights, steps, meanwhile);
+            else
+              multiply_tiles<false>(rows, weights, steps, meanwhile);
+          }
+          store_products(sums);
+          finished = {sums, row, last ? count : 0, panel};
         }
-        store_products(sums);
-        finished = {sums, row, last ? count : 0, panel};
       }
     }
   }
@@ -199,17 +224,6 @@ void multiply(const tw_linear &a, const uint16_t *tiles, const Share &share, flo
     finish_row(a, finished.products + i * kPair, finished.row + i, finished.panel);
 }
 
-// Copies up to 16 rows into every other tile: loaded from there, none share a cache set.
-void pack_rows(const tw_linear &a, int64_t start, uint16_t *tiles) {
-  int64_t depth = a.inputs / kTileInner, count = smaller(kTileRows, a.num_rows - start);
-  const uint16_t *from = static_cast<const uint16_t *>(a.rows) + start * a.inputs;
-  uint16_t *to = tiles + start / kPair * depth * kStep + start % kPair / kTileRows * kTile;
-  for (int64_t step = 0; step < depth; step++, from += kTileInner, to += kStep)
-    for (int64_t row = 0; row < count; row++)
-      _mm512_store_si512(to + row * kTileInner, _mm512_loadu_si512(from + row * a.inputs));
-}
-
-thread_local Buffer row_tiles;
 thread_local Buffer products;
 
 }  // namespace
@@ -238,23 +252,21 @@ void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t output
 
 void tw_amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
-  int64_t pairs = divide_up(a.num_rows, kPair), panels = divide_up(a.outputs, kPair);
-  auto tiles = static_cast<uint16_t *>(row_tiles.reserve(pairs * kPair * a.inputs * 2));
-  parallel_for(pairs, [&](int64_t pair) {
-    int64_t end = smaller((pair + 1) * kPair, a.num_rows);
-    for (int64_t row = pair * kPair; row < end; row += kTileRows) pack_rows(a, row, tiles);
-  });
-  // Neighbouring panels go to one thread, so that its reads run on; four shares for each thread
-  // are enough for one that is slow or away.
-  int64_t width = larger(panels / (4 * num_threads()), 1);
-  if (pairs > 1) width = smaller(width, kMostPanels);
+  int64_t panels = divide_up(a.outputs, kPair), shares = kShares * num_threads();
+  int64_t most = kMostElements / a.inputs / kPair * kPair;
+  most = larger(smaller(most, kMostRows), kFewestRows);
+  int64_t chunks = divide_up(a.num_rows, most);
+  int64_t rows = divide_up(divide_up(a.num_rows, chunks), kPair) * kPair, blocks = rows / kPair;
+  const Order order(a.inputs / kTileInner, blocks);
+  // Neighbouring panels go to one thread, so that its reads run on.
+  int64_t width = larger(panels / divide_up(shares, chunks), 1);
+  if (order.sweeps) width = smaller(width, kMostPanels);
   int64_t columns = divide_up(panels, width);
-  parallel_for(divide_up(a.num_rows, kMostRows) * columns, [&](int64_t item) {
-    int64_t start = item / columns * kMostRows, first = item % columns * width;
-    Share share{start, smaller(start + kMostRows, a.num_rows), first,
-                smaller(first + width, panels)};
-    int64_t sums = larger(width * smaller(pairs, kMostRows / kPair), 2) * kPair * kPair;
-    multiply(a, tiles, share, static_cast<float *>(products.reserve(sums * 4)));
+  int64_t sums = order.sweeps ? width * blocks : larger(blocks, 2);
+  parallel_for(chunks * columns, [&](int64_t item) {
+    int64_t start = item / columns * rows, first = item % columns * width;
+    Share share{start, smaller(start + rows, a.num_rows), first, smaller(first + width, panels)};
+    multiply(a, share, order, static_cast<float *>(products.reserve(sums * kPair * kPair * 4)));
     _tile_release();
   });
 }

@@ -68,6 +68,7 @@ struct tw_attention {
   int64_t window;  // latest tokens a query sees; 0: all
   float scale;
   int32_t dtype;
+  int32_t out_tiled;  // tw_amx_attend: out is in tiles, as products read it
 };
 
 // Writes keys and values, then attends for `sequences` sequences of one query token each.
@@ -75,6 +76,13 @@ struct tw_attention {
 void tw_paged_decode(const tw_attention *attention);
 
 // ---- bfloat16 on AMX (instruction set 3) ----
+
+// Activations that products read are in tiles: [rows / 32][width / 32] blocks of [32][32] elements,
+// width a multiple of 32, the last rows padded with anything.
+
+// RMSNorm of rows [num_rows, width] into tiles.
+void tw_amx_rms_norm(const void *rows, const void *weight, void *tiles, int64_t num_rows,
+                     int64_t width, float epsilon);
 
 // Weights are packed in tiles of 16 outputs by 32 inputs, laid out as TDPBF16PS wants them (pairs
 // of inputs interleaved), two tiles of neighbouring outputs side by side: a panel.
@@ -87,12 +95,12 @@ void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t output
 enum tw_epilogue : int32_t {
   TW_STORE = 0,          // out = product
   TW_ADD = 1,            // out += product
-  TW_GATE = 2,           // out = silu(even tiles) * odd tiles
+  TW_GATE = 2,           // out = silu(even tiles) * odd tiles, in tiles
   TW_STORE_FLOAT32 = 3,  // out is float32
 };
 
 struct tw_linear {
-  const void *rows;    // bfloat16 [num_rows, inputs], inputs a multiple of 32
+  const void *rows;    // bfloat16 [num_rows, inputs] in tiles
   const void *packed;  // from tw_amx_pack
   const float *bias;   // one per packed column, or null
   void *out;           // [num_rows, outputs]; half as many columns after TW_GATE

@@ -1,0 +1,46 @@
+// RMSNorm whose result products read.
+#include "amx.h"
+#include "kernels.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t kRows = 8;  // of one item of a loop
+constexpr int64_t kHalf = kTileInner / 2;
+
+inline __m512 load16(const uint16_t *from) {
+  return to_float(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
+}
+
+inline __m512bh load32(const uint16_t *from) {
+  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from));
+}
+
+void normalize(const uint16_t *row, const uint16_t *weight, uint16_t *out, int64_t width,
+               float epsilon) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < width; i += kTileInner) {
+    __m512bh values = load32(row + i);
+    squares = _mm512_dpbf16_ps(squares, values, values);
+  }
+  float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(width);
+  __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + epsilon));
+  for (int64_t i = 0; i < width; i += kTileInner, out += kPair * kTileInner) {
+    __m512 low = _mm512_mul_ps(_mm512_mul_ps(load16(row + i), scale), load16(weight + i));
+    __m512 high = _mm512_mul_ps(_mm512_mul_ps(load16(row + i + kHalf), scale),
+                                load16(weight + i + kHalf));
+    _mm512_store_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+  }
+}
+
+}  // namespace
+
+void tw_amx_rms_norm(const void *rows, const void *weight, void *tiles, int64_t num_rows,
+                     int64_t width, float epsilon) {
+  parallel_for(divide_up(num_rows, kRows), [=](int64_t item) {
+    for (int64_t row = item * kRows; row < smaller((item + 1) * kRows, num_rows); row++)
+      normalize(static_cast<const uint16_t *>(rows) + row * width,
+                static_cast<const uint16_t *>(weight),
+                static_cast<uint16_t *>(tiles) + tiled(row, 0, width), width, epsilon);
+  });
+}
