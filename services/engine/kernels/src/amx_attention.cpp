@@ -13,7 +13,10 @@
 namespace {
 
 constexpr int64_t kMostRows = kPair;  // of a unit
-constexpr int64_t kMostKeys = 256;  // keys per update of the online softmax
+// Keys per update of the online softmax. Decodes read them from memory, the more in a row the
+// better; chunks multiply, and what they work on should stay near the L1 cache.
+constexpr int64_t kMostKeys = 256;
+constexpr int64_t kChunkKeys = 128;
 constexpr int64_t kMostHeadDim = 256;
 // A context is cut into parts of this many tokens, whatever the number of threads, so that a result
 // does not depend on the machine or on what else is in the batch. Only decodes are cut: a prompt
@@ -21,8 +24,8 @@ constexpr int64_t kMostHeadDim = 256;
 constexpr int64_t kPart = 512;
 constexpr int64_t kTokens = 8;    // written by one item of a loop
 constexpr float kLowest = -1e30f;  // finite: a difference of two is no NaN
-// Weights may exceed one by this power of two before their base is raised, which is seldom then.
-constexpr float kSlack = 30;
+// Weights may add up to this before their base is raised, which is seldom then.
+constexpr float kMostWeight = 1 << 30;
 constexpr int64_t kLanes = 16;
 // A row of scores, or of weights, ends with an unused cache line, so that neighbouring rows fall
 // into different cache sets.
@@ -48,26 +51,34 @@ struct alignas(64) Scratch {
   float totals[kMostRows * kLanes];  // of the weights, a sum for each lane
 };
 
+bool decodes(const tw_attention &a, int64_t sequence) {
+  return a.query_starts[sequence + 1] - a.query_starts[sequence] == 1;
+}
+
 class Attention {
  public:
   explicit Attention(const tw_attention &a) : a_(a), head_size_(a.block_size * a.head_dim) {}
 
-  // Puts one token's keys and values where the tiles want them.
+  // Puts one token's keys and values where the tiles want them. Where 32 tokens of a prompt fill
+  // whole tiles, the first of them does it for all.
   void write(int64_t token) const {
-    int64_t block = a_.slots[token] / a_.block_size, offset = a_.slots[token] % a_.block_size;
+    int64_t first = token - a_.slots[token] % kTileInner;
+    bool together = first >= 0 && first + kTileInner <= a_.tokens &&
+                    a_.slots[first] % kTileInner == 0 &&
+                    a_.slots[first + kTileInner - 1] == a_.slots[first] + kTileInner - 1;
     for (int64_t h = 0; h < a_.num_kv_heads; h++) {
       int64_t from = token * a_.row_stride + h * a_.head_dim;
-      int64_t to = (block * a_.num_kv_heads + h) * head_size_;
-      auto key = reinterpret_cast<const uint32_t *>(static_cast<const uint16_t *>(a_.keys) + from);
-      auto keys = reinterpret_cast<uint32_t *>(static_cast<uint16_t *>(a_.key_cache) + to) +
-                  offset / kTileRows * (kTileRows * a_.head_dim / 2) + offset % kTileRows;
-      for (int64_t pair = 0; pair < a_.head_dim / 2; pair++) keys[pair * kTileRows] = key[pair];
-      const uint16_t *value = static_cast<const uint16_t *>(a_.values) + from;
-      uint16_t *values = static_cast<uint16_t *>(a_.value_cache) + to +
-                         offset / kTileInner * (kTileInner * a_.head_dim) +
-                         offset % kTileInner / 2 * kPair + offset % 2;
-      for (int64_t i = 0; i < a_.head_dim; i++)
-        values[i / kTileRows * kTile + i % kTileRows * 2] = value[i];
+      auto key = static_cast<const uint16_t *>(a_.keys) + from;
+      auto value = static_cast<const uint16_t *>(a_.values) + from;
+      int64_t slot = a_.slots[token];
+      int64_t to = (slot / a_.block_size * a_.num_kv_heads + h) * head_size_ +
+                   slot % a_.block_size / kTileInner * kTileInner * a_.head_dim;
+      auto keys = static_cast<uint16_t *>(a_.key_cache) + to;
+      auto values = static_cast<uint16_t *>(a_.value_cache) + to;
+      if (!together)
+        write_one(slot % kTileInner, key, value, keys, values);
+      else if (token == first)
+        write_all(key, value, keys, values);
     }
   }
 
@@ -78,8 +89,9 @@ class Attention {
       _mm512_store_ps(s.totals + r * kLanes, _mm512_setzero_ps());
     }
     memset(s.state, 0, sizeof(float) * static_cast<size_t>(kMostRows * a_.head_dim));
-    for (int64_t key = unit.first_key; key < unit.last_key; key += kMostKeys) {
-      int64_t count = smaller(kMostKeys, unit.last_key - key);
+    int64_t most = decodes(a_, unit.sequence) ? kMostKeys : kChunkKeys;
+    for (int64_t key = unit.first_key; key < unit.last_key; key += most) {
+      int64_t count = smaller(most, unit.last_key - key);
       score(unit, key, count, s);
       for (int64_t r = 0; r < unit.num_rows; r++) weigh(unit, r, key, count, s);
       gather(unit, key, count, s);
@@ -116,6 +128,41 @@ class Attention {
   }
 
  private:
+  // Writes the token at `offset` of 32.
+  void write_one(int64_t offset, const uint16_t *key, const uint16_t *value, uint16_t *keys,
+                 uint16_t *values) const {
+    auto from = reinterpret_cast<const uint32_t *>(key);
+    auto to = reinterpret_cast<uint32_t *>(keys + offset / kTileRows * kTileRows * a_.head_dim) +
+              offset % kTileRows;
+    for (int64_t pair = 0; pair < a_.head_dim / 2; pair++) to[pair * kTileRows] = from[pair];
+    values += offset / 2 * kPair + offset % 2;
+    for (int64_t i = 0; i < a_.head_dim; i++)
+      values[i / kTileRows * kTile + i % kTileRows * 2] = value[i];
+  }
+
+  // Writes 32 tokens.
+  void write_all(const uint16_t *key, const uint16_t *value, uint16_t *keys,
+                 uint16_t *values) const {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i rows =
+        _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int>(a_.row_stride * 2)));
+    for (int64_t half = 0; half < 2; half++, key += kTileRows * a_.row_stride)
+      for (int64_t i = 0; i < a_.head_dim; i += 2, keys += kPair)
+        _mm512_store_si512(keys, _mm512_i32gather_epi32(rows, key + i, 1));
+    // Two tokens' values in turn: indices 0, 32, 1, 33, ...
+    const __m512i low = _mm512_or_si512(
+        lane, _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(kTileInner)), 16));
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(kTileRows));
+    for (int64_t pair = 0; pair < kTileRows; pair++, value += 2 * a_.row_stride, values += kPair)
+      for (int64_t i = 0; i < a_.head_dim; i += kTileInner) {
+        __m512i even = _mm512_loadu_si512(value + i);
+        __m512i odd = _mm512_loadu_si512(value + a_.row_stride + i);
+        uint16_t *to = values + i / kTileRows * kTile;
+        _mm512_store_si512(to, _mm512_permutex2var_epi16(even, low, odd));
+        _mm512_store_si512(to + kTile, _mm512_permutex2var_epi16(even, high, odd));
+      }
+  }
+
   // The tiles of 32 tokens from `key` on, of one head.
   int64_t tiles_at(const Unit &unit, int64_t key) const {
     int64_t block = a_.block_tables[unit.sequence * a_.table_stride + key / a_.block_size];
@@ -202,22 +249,23 @@ class Attention {
   // Scores in powers of two: one multiplication serves the scale and the change of base.
   float scale() const { return a_.scale * kLog2E; }
 
-  // Stops short, with false, where a weight went out of range, unless the base is `final`.
+  // Stops short, with false, where the weights went out of range, unless the base is `final`.
   template <bool kMasked>
   bool weigh_row(int64_t r, const Visible &visible, bool final, Scratch &s) const {
     const float *scores = s.scores + r * kScoreStride;
     uint16_t *weights = s.weights + r * kWeightStride;
     const __m512 scale = _mm512_set1_ps(this->scale()), base = _mm512_set1_ps(s.base[r]);
-    __m512 sum = _mm512_setzero_ps(), highest = _mm512_setzero_ps();
-    for (int64_t i = 0; i < visible.width; i += kLanes) {
-      __mmask16 lanes = kMasked ? visible.lanes(i) : 0xffff;
-      __m512 power = _mm512_fmsub_ps(_mm512_load_ps(scores + i), scale, base);
-      highest = _mm512_mask_max_ps(highest, lanes, highest, power);
-      __m512 weight = _mm512_maskz_mov_ps(lanes, rough_exp2(power));
-      sum = _mm512_add_ps(sum, weight);
-      _mm256_store_si256(reinterpret_cast<__m256i *>(weights + i), to_bfloat16(weight));
+    auto weigh = [&](int64_t i) {
+      __m512 weight = rough_exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + i), scale, base));
+      return kMasked ? _mm512_maskz_mov_ps(visible.lanes(i), weight) : weight;
+    };
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < visible.width; i += 2 * kLanes) {
+      __m512 low = weigh(i), high = weigh(i + kLanes);
+      sum = _mm512_add_ps(sum, _mm512_add_ps(low, high));
+      _mm512_store_si512(weights + i, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
     }
-    if (!final && _mm512_cmp_ps_mask(highest, _mm512_set1_ps(kSlack), _CMP_GT_OQ)) return false;
+    if (!final && _mm512_cmp_ps_mask(sum, _mm512_set1_ps(kMostWeight), _CMP_GT_OQ)) return false;
     float *totals = s.totals + r * kLanes;
     _mm512_store_ps(totals, _mm512_add_ps(sum, _mm512_load_ps(totals)));
     return true;
@@ -288,11 +336,13 @@ class Attention {
 
   // A copy of 32 tokens' value tiles in which those from `count` on are zero.
   const uint16_t *clean(const uint16_t *from, int64_t count, uint16_t *to) const {
-    memcpy(to, from, static_cast<size_t>(kTileInner * a_.head_dim) * 2);
     for (int64_t tile = 0; tile < a_.head_dim / kTileRows; tile++)
-      for (int64_t token = count; token < kTileInner; token++)
-        for (int64_t i = 0; i < kTileRows; i++)
-          to[tile * kTile + token / 2 * kPair + i * 2 + token % 2] = 0;
+      for (int64_t pair = 0; pair < kTileRows; pair++) {
+        int64_t left = count - 2 * pair;  // tokens of a pair alternate
+        __mmask32 kept = left >= 2 ? 0xffffffff : left == 1 ? 0x55555555 : 0;
+        int64_t at = tile * kTile + pair * kPair;
+        _mm512_store_si512(to + at, _mm512_maskz_loadu_epi16(kept, from + at));
+      }
     return to;
   }
 
@@ -333,8 +383,7 @@ struct Plan {
 
 // Parts that a sequence's context is cut into.
 int64_t count_parts(const tw_attention &a, int64_t sequence) {
-  bool decodes = a.query_starts[sequence + 1] - a.query_starts[sequence] == 1;
-  return decodes ? divide_up(a.context_lengths[sequence], kPart) : 1;
+  return decodes(a, sequence) ? divide_up(a.context_lengths[sequence], kPart) : 1;
 }
 
 // Lists the step's units. A chunk's last rows see most keys and come
