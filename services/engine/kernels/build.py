@@ -44,11 +44,12 @@ _AVX512 = (
     *_AVX2,
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
 )
-_AMX = (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+_AMX = (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mavx512vbmi")
 _X86_64 = (
     _Unit("portable.cpp", _AVX2, "portable_avx2"),
     _Unit("portable.cpp", _AVX512, "portable_avx512"),
     _Unit("amx_linear.cpp", _AMX),
+    _Unit("amx_linear_int8.cpp", _AMX),
     _Unit("amx_rms_norm.cpp", _AMX),
     _Unit("amx_attention.cpp", _AMX),
 )

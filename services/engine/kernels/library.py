@@ -100,6 +100,7 @@ class LinearCall(ctypes.Structure):
     _fields_ = [
         ("rows", c_void_p),
         ("packed", c_void_p),
+        ("scales", c_void_p),
         ("bias", c_void_p),
         ("out", c_void_p),
         ("num_rows", c_int64),
@@ -138,6 +139,10 @@ class Native:
         self.amx_packed_elements = function("tw_amx_packed_elements", size, size, size)
         self.amx_pack = function(
             "tw_amx_pack", None, c_int32, c_void_p, c_void_p, size, size, size, size
+        )
+        self.amx_pack_int8 = function(
+            *("tw_amx_pack_int8", None, c_int32, c_void_p, c_void_p, c_void_p),
+            *(size, size, size, size),
         )
         self.amx_rms_norm = function(
             "tw_amx_rms_norm", None, c_void_p, c_void_p, c_void_p, size, size, c_float

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from services.common.settings import StartupError
 from services.engine.attention import choose_backend
 from services.engine.kernels.amx import runs_on_amx
 from services.engine.kernels.library import native
@@ -14,6 +15,7 @@ from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.config import Config
 from services.engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
 from services.engine.model.errors import CheckpointError
+from services.engine.model.int8_operators import Int8Operators
 from services.engine.model.native_operators import AmxOperators, NativeOperators
 from services.engine.model.operators import Operators
 from services.engine.model.precision import resolve_dtype
@@ -82,25 +84,28 @@ def load_model(
     *,
     progress: bool = False,
     device: torch.device = _CPU,
+    weights: str = "full",
 ) -> Decoder:
     """Loads a checkpoint, one layer at a time from the mapped files.
 
     progress: show a bar on a terminal, or log a few lines where there is none.
+    weights: "full", in `dtype`, or "int8", rounded to that for all products.
     Raises CheckpointError; nothing is loaded unless every tensor is there in its right shape.
+    Raises StartupError where this machine can't multiply int8 weights.
     """
     directory = Path(path)
     spec = load_spec(directory)
-    operators = _choose_operators(spec, dtype, device)
+    operators = _choose_operators(spec, dtype, device, weights)
     with Checkpoint(directory) as checkpoint:
         wanted, ignored = _tensors(spec)
         checkpoint.require(wanted, ignored)
         total = sum(checkpoint.tensors[name].num_bytes for name in wanted)
         bar = LoadProgress(total, shown=progress)
         try:
-            weights = _Reader(checkpoint, spec, dtype, device, operators, bar).weights()
+            tensors = _Reader(checkpoint, spec, dtype, device, operators, bar).weights()
         finally:
             bar.finish()
-    return Decoder(spec, dtype, weights, operators, choose_backend(spec, dtype, device))
+    return Decoder(spec, dtype, tensors, operators, choose_backend(spec, dtype, device))
 
 
 class _Reader:
@@ -135,7 +140,7 @@ class _Reader:
             layers=layers,
             final_norm=final_norm,
             output=self._operators.projection(head, None),
-            num_bytes=self._step_elements() * self._dtype.itemsize,
+            num_bytes=self._step_bytes(),
         )
 
     def _layer(self, prefix: str) -> DecoderLayer:
@@ -178,12 +183,16 @@ class _Reader:
         self._bar.add(self._checkpoint.tensors[name].num_bytes)
         return self._checkpoint.tensor(name)
 
-    def _step_elements(self) -> int:
+    def _step_bytes(self) -> int:
         wanted, _ = _tensors(self._spec)
-        sizes = {name: torch.Size(shape).numel() for name, shape in wanted.items()}
         if not self._spec.tied_embeddings:
-            del sizes["model.embed_tokens.weight"]
-        return sum(sizes.values())
+            del wanted["model.embed_tokens.weight"]
+        shapes = [torch.Size(shape) for shape in wanted.values()]
+        if isinstance(self._operators, Int8Operators):
+            scale = torch.float32.itemsize  # one for each output
+            matrices = sum(shape.numel() + scale * shape[0] for shape in shapes if len(shape) > 1)
+            return matrices + sum(2 * shape.numel() for shape in shapes if len(shape) == 1)
+        return sum(shape.numel() for shape in shapes) * self._dtype.itemsize
 
 
 def _tensors(spec: ModelSpec) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
@@ -228,8 +237,17 @@ def _generation_config(directory: Path) -> Config:
     return Config.read(file) if file.exists() else Config(str(file), {})
 
 
-def _choose_operators(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Operators:
+def _choose_operators(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: str
+) -> Operators:
     """The fastest operators that this machine, this dtype and this shape allow."""
+    if weights == "int8":
+        if native is None or not runs_on_amx(spec, dtype, device):
+            raise StartupError(
+                "--weights int8 needs a CPU with AMX, the compiled kernels, --dtype bfloat16 and "
+                "layers whose widths are multiples of 32; start without it."
+            )
+        return Int8Operators(native)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchOperators(dtype, device)
     if runs_on_amx(spec, dtype, device):

@@ -1,6 +1,7 @@
 """The operators on our own CPU kernels."""
 
 from ctypes import byref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from services.engine.model.operators import Gate, Operators, Projection
 from services.engine.model.rotary import Rotation
 from services.engine.model.torch_operators import TorchOperators
 
-__all__ = ["AmxOperators", "NativeOperators"]
+__all__ = ["AmxOperators", "NativeOperators", "Packed"]
 
 _TILE_OUTPUTS = 16
 
@@ -92,6 +93,15 @@ class _NativeGate(Gate):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Weights in tiles."""
+
+    tiles: Tensor
+    scales: Tensor | None = None
+    """What int8 stands for: float32, one per packed column; None: `tiles` are bfloat16"""
+
+
 class AmxOperators(NativeOperators):
     """bfloat16 on AMX: matrix products by the kernels too, from weights packed into tiles.
 
@@ -100,7 +110,8 @@ class AmxOperators(NativeOperators):
 
     def __init__(self, native: Native) -> None:
         super().__init__(native, torch.bfloat16)
-        self._arena = Arena()
+        self.native = native
+        self.arena = Arena()
         # torch multiplies nothing here, so its threads are free and ours do not compete with them.
         native.use_pool(torch.get_num_threads())
 
@@ -108,7 +119,7 @@ class AmxOperators(NativeOperators):
         return super().empty(_round_up(rows, TILE), width)[:rows]
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        self._native.amx_rms_norm(
+        self.native.amx_rms_norm(
             rows.data_ptr(),
             weight.data_ptr(),
             out.data_ptr(),
@@ -119,34 +130,32 @@ class AmxOperators(NativeOperators):
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         outputs, inputs = weight.shape
-        packed = self._pack((weight,))
+        packed = self.pack((weight,))
         padded = None
         if bias is not None:
             padded = torch.zeros(_round_up(outputs, 2 * _TILE_OUTPUTS), dtype=torch.float32)
             padded[:outputs] = bias
-        return _AmxProjection(self._native, _PackedWeight(packed, padded, inputs, outputs))
+        return _AmxProjection(self.native, _PackedWeight(packed, padded, inputs, outputs))
 
     def gate(
         self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
     ) -> Gate:
         outputs, inputs = gate.shape
-        packed = self._pack((gate, up))
+        packed = self.pack((gate, up))
         interleaved = None
         if gate_bias is not None and up_bias is not None:
             both = torch.zeros(2, _round_up(outputs, _TILE_OUTPUTS), dtype=torch.float32)
             both[0, :outputs], both[1, :outputs] = gate_bias, up_bias
             interleaved = both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
-        return _AmxGate(self._native, _PackedWeight(packed, interleaved, inputs, 2 * outputs))
+        return _AmxGate(self.native, _PackedWeight(packed, interleaved, inputs, 2 * outputs))
 
-    def _pack(self, weights: tuple[Tensor, ...]) -> Tensor:
+    def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Packs weights of one shape, their tiles taking turns."""
         outputs, inputs = weights[0].shape
-        columns = len(weights) * _round_up(outputs, _TILE_OUTPUTS)
-        elements = self._native.amx_packed_elements(columns, inputs)
-        packed = self._arena.take(elements, torch.bfloat16)
+        packed = self.arena.take(self.packed_elements(weights), torch.bfloat16)
         for first, weight in enumerate(weights):
             weight = weight.contiguous()
-            self._native.amx_pack(
+            self.native.amx_pack(
                 DTYPES[weight.dtype],
                 weight.data_ptr(),
                 packed.data_ptr(),
@@ -155,17 +164,24 @@ class AmxOperators(NativeOperators):
                 first,
                 len(weights),
             )
-        return packed
+        return Packed(packed)
+
+    def packed_elements(self, weights: tuple[Tensor, ...]) -> int:
+        """What `pack` has to reserve, padding included."""
+        outputs, inputs = weights[0].shape
+        columns = len(weights) * _round_up(outputs, _TILE_OUTPUTS)
+        return self.native.amx_packed_elements(columns, inputs)
 
 
 class _PackedWeight:
     """A weight in tiles, and the call that multiplies with it, filled in once."""
 
-    def __init__(self, packed: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> None:
+    def __init__(self, packed: Packed, bias: Tensor | None, inputs: int, outputs: int) -> None:
         self._packed = packed  # keeps the memory that `call` points to
         self._bias = bias
         self.call = LinearCall(
-            packed=packed.data_ptr(),
+            packed=packed.tiles.data_ptr(),
+            scales=None if packed.scales is None else packed.scales.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             inputs=inputs,
             outputs=outputs,

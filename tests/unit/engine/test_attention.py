@@ -108,7 +108,6 @@ class Case:
             context_lengths=torch.tensor([end for _, _, end in spans], dtype=torch.int32),
             block_tables=tables,
             num_decodes=num_decodes,
-            logit_rows=positions,
             query_lengths_host=tuple(lengths),
             context_lengths_host=tuple(end for _, _, end in spans),
         )

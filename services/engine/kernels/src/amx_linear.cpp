@@ -1,60 +1,15 @@
-// Linear layers on AMX, from weights packed once into tiles.
-#include <string.h>
-
-#include "amx.h"
-#include "buffer.h"
-#include "kernels.h"
-#include "threads.h"
+// Linear layers on AMX, from bfloat16 weights packed once into tiles.
+#include "amx_product.h"
 
 namespace {
 
-// Rows that one item of a loop multiplies at most where there are many: between these, so many
-// that they stay in the L2 cache, with all their inputs or those of a sweep, while panels pass by.
-constexpr int64_t kFewestRows = 128;
-constexpr int64_t kMostRows = 256;
-constexpr int64_t kMostElements = 448 << 10;
-constexpr int64_t kMostPanels = 8;  // of an item whose sums wait for the next sweep
-constexpr int64_t kStep = kPair * kTileInner;  // elements of 32 rows, or of a panel, in 32 inputs
-// The part of a panel that stays in the L1 cache while the rows pass by, in such steps.
+// The part of a panel that stays in the L1 cache while the rows pass by, in steps.
 constexpr int64_t kMostSteps = 16;
-// Shares of a thread: enough for one that is slow or away.
-constexpr int64_t kShares = 4;
 constexpr int64_t kPrefetch = 4 * kStep;  // elements ahead
-
-inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
-  if (dtype == TW_FLOAT32) return static_cast<const float *>(weight)[index];
-  uint16_t bits = static_cast<const uint16_t *>(weight)[index];
-  if (dtype == TW_FLOAT16) return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
-  uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  memcpy(&value, &wide, sizeof value);
-  return value;
-}
 
 inline uint16_t round_to_bfloat16(float value) {
   return static_cast<uint16_t>(
       _mm_extract_epi16(reinterpret_cast<__m128i>(_mm_cvtneps_pbh(_mm_set_ss(value))), 0));
-}
-
-// Adds the product of 32 rows and one panel, both in tiles, over `steps` steps to tiles 0 to 3.
-// meanwhile(step) is what the other units of the core do besides.
-template <bool kTwoRowTiles, typename Meanwhile>
-inline void multiply_tiles(const uint16_t *rows, const uint16_t *panel, int64_t steps,
-                           const Meanwhile &meanwhile) {
-  for (int64_t step = 0; step < steps; step++, rows += kStep, panel += kStep) {
-    meanwhile(step);
-    _tile_loadd(6, panel, 64);
-    _tile_loadd(7, panel + kTile, 64);
-    // Rows only pass by: they should not push the panel out of the L1 cache.
-    _tile_stream_loadd(4, rows, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (kTwoRowTiles) {
-      _tile_stream_loadd(5, rows + kTile, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-  }
 }
 
 template <int kHint>
@@ -63,97 +18,6 @@ inline void fetch_lines(const uint16_t *from, int64_t lines) {
     _mm_prefetch(reinterpret_cast<const char *>(from + line * kTileInner),
                  static_cast<_mm_hint>(kHint));
 }
-
-// Writes one row of 32 products where the epilogue wants them.
-inline void finish_row(const tw_linear &a, const float *product, int64_t row, int64_t panel) {
-  __m512 low = _mm512_load_ps(product), high = _mm512_load_ps(product + kTileRows);
-  int64_t column = panel * kPair;
-  if (a.bias) {
-    low = _mm512_add_ps(low, _mm512_loadu_ps(a.bias + column));
-    high = _mm512_add_ps(high, _mm512_loadu_ps(a.bias + column + kTileRows));
-  }
-  if (a.epilogue == TW_GATE) {
-    __m512 one = _mm512_set1_ps(1.0f);
-    __m512 decay = exp2(_mm512_mul_ps(low, _mm512_set1_ps(-kLog2E)));
-    __m512 gated = _mm512_mul_ps(_mm512_div_ps(low, _mm512_add_ps(one, decay)), high);
-    auto out = static_cast<uint16_t *>(a.out) +
-               tiled(row, panel * kTileRows, a.outputs / 2);
-    _mm256_store_si256(reinterpret_cast<__m256i *>(out), to_bfloat16(gated));
-    return;
-  }
-  int64_t left = a.outputs - column;
-  uint32_t mask = left >= kPair ? 0xffffffffu : (1u << left) - 1;
-  auto first = static_cast<__mmask16>(mask), second = static_cast<__mmask16>(mask >> 16);
-  if (a.epilogue == TW_STORE_FLOAT32) {
-    float *out = static_cast<float *>(a.out) + row * a.outputs + column;
-    _mm512_mask_storeu_ps(out, first, low);
-    _mm512_mask_storeu_ps(out + kTileRows, second, high);
-    return;
-  }
-  auto out = static_cast<uint16_t *>(a.out) + row * a.outputs + column;
-  if (a.epilogue == TW_ADD) {
-    low = _mm512_add_ps(low, to_float(_mm256_maskz_loadu_epi16(first, out)));
-    high = _mm512_add_ps(high, to_float(_mm256_maskz_loadu_epi16(second, out + kTileRows)));
-  }
-  _mm256_mask_storeu_epi16(out, first, to_bfloat16(low));
-  _mm256_mask_storeu_epi16(out + kTileRows, second, to_bfloat16(high));
-}
-
-// Fetches what finish_row is going to write to some rows, where that is scattered.
-inline void fetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
-  if (a.epilogue == TW_GATE) return;
-  int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.outputs * size;
-  const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
-  for (; row < end; row++) _mm_prefetch(out + row * stride, _MM_HINT_T1);
-}
-
-// Rows start to end - 1 and panels first to last - 1, which one item of a loop multiplies.
-struct Share {
-  int64_t start, end;
-  int64_t first, last;
-};
-
-// Products of up to 32 rows and one panel that are to be finished.
-struct Finished {
-  const float *products;
-  int64_t row, count;
-  int64_t panel;
-};
-
-inline void load_products(const float *upper) {
-  const float *lower = upper + kTileRows * kPair;
-  _tile_loadd(0, upper, kPair * 4);
-  _tile_loadd(1, upper + kTileRows, kPair * 4);
-  _tile_loadd(2, lower, kPair * 4);
-  _tile_loadd(3, lower + kTileRows, kPair * 4);
-}
-
-inline void store_products(float *upper) {
-  float *lower = upper + kTileRows * kPair;
-  _tile_stored(0, upper, kPair * 4);
-  _tile_stored(1, upper + kTileRows, kPair * 4);
-  _tile_stored(2, lower, kPair * 4);
-  _tile_stored(3, lower + kTileRows, kPair * 4);
-}
-
-// How a share's rows and panels meet: in sweeps over the panels, each with the inputs of some
-// steps, which it goes through in parts.
-struct Order {
-  int64_t sweep, part;  // steps
-  bool sweeps;          // more than one, so that sums wait
-
-  Order(int64_t depth, int64_t blocks) : sweep(depth), part(depth), sweeps(false) {
-    if (blocks == 1) return;  // a panel meets all there is at once
-    sweep = evenly(depth, kMostElements / (blocks * kStep));
-    part = evenly(sweep, kMostSteps);
-    sweeps = sweep < depth;
-  }
-
-  // `steps` in pieces of at most `most`, all but the last equal.
-  static int64_t evenly(int64_t steps, int64_t most) {
-    return divide_up(steps, divide_up(steps, larger(most, 1)));
-  }
-};
 
 // A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache while they meet; sums
 // wait in `products` meanwhile. A row's sum is the same however many rows there are: always in the
@@ -224,8 +88,6 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
     finish_row(a, finished.products + i * kPair, finished.row + i, finished.panel);
 }
 
-thread_local Buffer products;
-
 }  // namespace
 
 int64_t tw_amx_packed_elements(int64_t outputs, int64_t inputs) {
@@ -239,8 +101,7 @@ void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t output
     int64_t column = first_tile + tile * tile_step;
     uint16_t *panel = static_cast<uint16_t *>(packed) + column / 2 * depth * 2 * kTile;
     for (int64_t k = 0; k < depth * kTileInner; k++) {
-      uint16_t *to = panel + (k / kTileInner * 2 + column % 2) * kTile +
-                     k % kTileInner / 2 * kPair + k % 2;
+      uint16_t *to = panel + tile_index(k, column);
       for (int64_t n = 0; n < kTileRows; n++) {
         int64_t output = tile * kTileRows + n;
         bool inside = output < outputs && k < inputs;
@@ -252,21 +113,10 @@ void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t output
 
 void tw_amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
-  int64_t panels = divide_up(a.outputs, kPair), shares = kShares * num_threads();
-  int64_t most = kMostElements / a.inputs / kPair * kPair;
-  most = larger(smaller(most, kMostRows), kFewestRows);
-  int64_t chunks = divide_up(a.num_rows, most);
-  int64_t rows = divide_up(divide_up(a.num_rows, chunks), kPair) * kPair, blocks = rows / kPair;
-  const Order order(a.inputs / kTileInner, blocks);
-  // Neighbouring panels go to one thread, so that its reads run on.
-  int64_t width = larger(panels / divide_up(shares, chunks), 1);
-  if (order.sweeps) width = smaller(width, kMostPanels);
-  int64_t columns = divide_up(panels, width);
-  int64_t sums = order.sweeps ? width * blocks : larger(blocks, 2);
-  parallel_for(chunks * columns, [&](int64_t item) {
-    int64_t start = item / columns * rows, first = item % columns * width;
-    Share share{start, smaller(start + rows, a.num_rows), first, smaller(first + width, panels)};
-    multiply(a, share, order, static_cast<float *>(products.reserve(sums * kPair * kPair * 4)));
-    _tile_release();
+  if (a.scales) return multiply_int8(a);
+  // A single block of rows meets a panel only once: there is nothing to keep.
+  int64_t most_steps = a.num_rows > kPair ? kMostSteps : a.inputs / kTileInner;
+  share_out(a, most_steps, [&](const Share &share, const Order &order, float *sums) {
+    multiply(a, share, order, sums);
   });
 }

@@ -17,8 +17,11 @@ enum InstructionSet : int32_t { BASELINE, AVX2, AVX512, AMX };
 bool has_amx_bf16() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  // Every processor with AMX has the other two, but a virtual machine may hide them.
+  bool vbmi = c & (1u << 1), fp16 = d & (1u << 23);
   bool bf16 = d & (1u << 22), tile = d & (1u << 24);
-  if (!bf16 || !tile || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & (1u << 5))) return false;
+  if (!vbmi || !fp16 || !bf16 || !tile) return false;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & (1u << 5))) return false;
 #if defined(__linux__)
   // Linux hands out the tile registers only to processes that ask (ARCH_REQ_XCOMP_PERM, XTILEDATA).
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;

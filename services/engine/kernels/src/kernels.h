@@ -92,6 +92,11 @@ int64_t tw_amx_packed_elements(int64_t outputs, int64_t inputs);
 void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t outputs, int64_t inputs,
                  int64_t first_tile, int64_t tile_step);
 
+// The same with weights rounded to int8, -127 to 127, times a scale for each output: as many bytes as
+// there would be elements. scales has one for each packed column; padding stays as it is.
+void tw_amx_pack_int8(int32_t dtype, const void *weight, void *packed, float *scales,
+                      int64_t outputs, int64_t inputs, int64_t first_tile, int64_t tile_step);
+
 enum tw_epilogue : int32_t {
   TW_STORE = 0,          // out = product
   TW_ADD = 1,            // out += product
@@ -100,10 +105,11 @@ enum tw_epilogue : int32_t {
 };
 
 struct tw_linear {
-  const void *rows;    // bfloat16 [num_rows, inputs] in tiles
-  const void *packed;  // from tw_amx_pack
-  const float *bias;   // one per packed column, or null
-  void *out;           // [num_rows, outputs]; half as many columns after TW_GATE
+  const void *rows;     // bfloat16 [num_rows, inputs] in tiles
+  const void *packed;   // from tw_amx_pack, or tw_amx_pack_int8 with its scales
+  const float *scales;  // one per packed column where packed is int8, or null
+  const float *bias;    // one per packed column, or null
+  void *out;            // [num_rows, outputs]; half as many columns after TW_GATE
   int64_t num_rows;
   int64_t inputs;
   int64_t outputs;  // columns of the product, before TW_GATE halves them

@@ -1,0 +1,139 @@
+"""Weights in int8: what products make of them, how near the model stays, and who is refused."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.settings import StartupError
+from services.engine.kernels.amx import to_rows, to_tiles
+from services.engine.kernels.library import (
+    InstructionSet,
+    instruction_set,
+    limit_instruction_set,
+    native,
+)
+from services.engine.model.fingerprint import weights_fingerprint
+from services.engine.model.int8_operators import Int8Operators
+from services.engine.model.loader import load_model
+from services.engine.model.torch_operators import TorchOperators
+
+from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def int8() -> Iterator[Int8Operators]:
+    if native is None or instruction_set() != InstructionSet.AMX:
+        pytest.skip("this machine has no AMX, or the kernels were not built")
+    yield Int8Operators(native)
+    native.use_pool(0)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """What int8 leaves of a weight: 255 levels for each output."""
+    largest = weight.float().abs().amax(dim=1, keepdim=True)
+    # a quotient of tensors: torch turns 127 / tensor into a reciprocal, rounded twice
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
+    return (weight.float() * inverse).round() * (largest / 127)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(100, 64), (1000, 1024), (17, 32), (64, 2816)], ids=str)
+@pytest.mark.parametrize("rows", [*range(1, 71, 3), 300, 600])
+def test_products_are_those_of_the_rounded_weight(
+    int8: Int8Operators, rows: int, shape: tuple[int, int], stored: torch.dtype
+) -> None:
+    torch.manual_seed(rows)
+    outputs, inputs = shape
+    weight = (torch.randn(shape) / inputs**0.5).to(stored)
+    weight[0] = 0  # has no scale
+    bias = torch.randn(outputs).to(stored)
+    x = torch.randn(rows, inputs, dtype=torch.bfloat16)
+    expected = x.float() @ rounded(weight).T + bias.float()
+    projection = int8.projection(weight, bias)
+    x = to_tiles(x)[:rows]
+
+    exact = torch.empty(rows, outputs)
+    projection.into(x, exact)
+    torch.testing.assert_close(exact, expected, atol=1e-4, rtol=1e-4)
+
+    guarded = torch.full((rows + 1, outputs), 7.0, dtype=torch.bfloat16)
+    projection.into(x, guarded[:rows])
+    torch.testing.assert_close(guarded[:rows].float(), expected, atol=3e-2, rtol=3e-2)
+    projection.add_to(x, guarded[:rows])
+    torch.testing.assert_close(guarded[:rows].float(), 2 * expected, atol=3e-2, rtol=3e-2)
+    assert (guarded[rows] == 7).all()  # nothing is written past the end
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e4])
+def test_tiny_and_huge_numbers_keep_their_precision(int8: Int8Operators, scale: float) -> None:
+    """The kernel's widened weights have an exponent of their own, far from float32's ends."""
+    weight, x = torch.randn(32, 256), (torch.randn(3, 256) * scale).bfloat16()
+    expected = x.float() @ rounded(weight).T
+    exact = torch.empty(3, 32)
+    int8.projection(weight, None).into(to_tiles(x)[:3], exact)
+    torch.testing.assert_close(exact / scale, expected / scale, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 20, 90])
+def test_the_gate_is_that_of_the_rounded_weights(
+    int8: Int8Operators, rows: int, biased: bool
+) -> None:
+    torch.manual_seed(rows)
+    gate, up = torch.randn(2, 96, 64) / 8
+    biases = list(torch.randn(2, 96)) if biased else [None, None]
+    x = torch.randn(rows, 64, dtype=torch.bfloat16)
+    theirs = torch.empty(rows, 96)
+    ours = to_tiles(torch.zeros(rows, 96, dtype=torch.bfloat16))
+    int8.gate(gate, up, *biases).into(to_tiles(x)[:rows], ours[:rows])
+    reference = TorchOperators(torch.float32, CPU).gate(rounded(gate), rounded(up), *biases)
+    reference.into(x.float(), theirs)
+    torch.testing.assert_close(to_rows(ours)[:rows].float(), theirs, atol=3e-2, rtol=3e-2)
+
+
+def test_a_row_does_not_feel_its_neighbours(int8: Int8Operators) -> None:
+    projection = int8.projection(torch.randn(64, 1024), None)
+    x = torch.randn(600, 1024, dtype=torch.bfloat16)
+    together, alone = torch.empty(600, 64), torch.empty(1, 64)
+    projection.into(to_tiles(x)[:600], together)
+    for row in (0, 20, 599):
+        projection.into(to_tiles(x[row : row + 1])[:1], alone)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.usefixtures("int8")
+@pytest.mark.parametrize("family", ["llama, wide heads", "qwen3", "qwen3, tied"])
+def test_a_model_stays_close_to_itself(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CONFIGS[family])
+    tokens = random_tokens(40, 1)
+    logits, sizes = [], []
+    for dtype, weights in ((torch.float32, "full"), (torch.bfloat16, "int8")):
+        decoder = load_model(tmp_path, dtype, weights=weights)
+        driver = Driver(decoder, [tokens])
+        driver.step([(0, 40)])
+        logits.append(driver.logits[0])
+        sizes.append(decoder.weight_bytes)
+    assert (logits[0] - logits[1]).abs().mean() < 0.05 * logits[0].std()
+    assert sizes[1] < 0.3 * sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "highest"),
+    [(torch.float32, InstructionSet.AMX), (torch.bfloat16, InstructionSet.AVX512)],
+)
+def test_who_cannot_multiply_them_is_refused(
+    dtype: torch.dtype, highest: InstructionSet, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, CONFIGS["qwen3"])
+    with limit_instruction_set(highest), pytest.raises(StartupError, match="--weights int8 needs"):
+        load_model(tmp_path, dtype, weights="int8")
+
+
+def test_they_have_a_fingerprint_of_their_own(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CONFIGS["llama"])
+    assert weights_fingerprint(tmp_path, "int8") != weights_fingerprint(tmp_path, "full")
