@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from services.engine.block_pool import BlockPool, hash_block
 from services.engine.messages import (
     AddRequest,
     CancelRequest,
+    FlushCache,
     Output,
     Refused,
     RequestDone,
@@ -43,7 +44,6 @@ from services.engine.step_loop import LoopLimits, StepLoop
 __all__ = ["Engine", "Stopwatch"]
 
 _SALT = b"benchmark"
-_GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -55,10 +55,17 @@ class Engine:
     `tokens` is what the KV cache has to hold.
     """
 
-    def __init__(self, model: Path, dtype: str, tokens: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        dtype: str,
+        tokens: int,
+        speculate: bool = False,
+        weights: str = "full",
+    ) -> None:
         torch.set_grad_enabled(False)
         settings = EngineSettings()
-        decoder = load_model(model, resolve_dtype(dtype))
+        decoder = load_model(model, resolve_dtype(dtype), weights=weights)
         num_blocks = -(-tokens // DEFAULT_BLOCK_SIZE)
         cache = decoder.allocate_cache(num_blocks)
         for tensor in (*cache.keys, *cache.values):
@@ -66,8 +73,9 @@ class Engine:
         limits = SchedulerLimits(
             max_running=settings.max_running,
             max_step_tokens=settings.max_step_tokens,
-            mixed_step_tokens=settings.mixed_step_tokens,
+            mixed_step_factor=settings.mixed_step_factor,
             block_size=DEFAULT_BLOCK_SIZE,
+            speculate=speculate,
         )
         self._pool = BlockPool(num_blocks)
         self._loop = StepLoop(
@@ -87,23 +95,38 @@ class Engine:
     def serve(self, workload: Workload, prompts: Prompts) -> tuple[int, float]:
         """Run a closed loop to its end. Output tokens, and the seconds that they took."""
         assert isinstance(workload.arrivals, ClosedLoop)
-        waiting = iter(islice(prompts.of(workload), workload.requests))
+        some = map(_ids, islice(prompts.of(workload), workload.requests))
+        return self.complete(some, workload.arrivals.concurrency, workload.output)
+
+    def complete(
+        self,
+        prompts: Iterable[Sequence[int]],
+        concurrency: int,
+        output: int,
+        temperature: float = 0.0,
+    ) -> tuple[int, float]:
+        """Complete prompts, so many at a time. Output tokens, and the seconds that they took."""
+        waiting = iter(prompts)
         tokens = 0
         began = time.perf_counter()
         unfinished = 0
-        for prompt in islice(waiting, workload.arrivals.concurrency):
-            self._add(_ids(prompt), workload.output)
+        for prompt in islice(waiting, concurrency):
+            self._add(prompt, output, temperature)
             unfinished += 1
         while unfinished:
-            for output in self._step():
-                if isinstance(output, Token):
+            for event in self._step():
+                if isinstance(event, Token):
                     tokens += 1
-                elif isinstance(output, RequestDone):
+                elif isinstance(event, RequestDone):
                     unfinished -= 1
                     for prompt in islice(waiting, 1):
-                        self._add(_ids(prompt), workload.output)
+                        self._add(prompt, output, temperature)
                         unfinished += 1
         return tokens, time.perf_counter() - began
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self._loop.apply([FlushCache()])
 
     def prefill(self, length: int) -> float:
         """Seconds from a new prompt of `length` tokens to its first token, nothing else running."""
@@ -145,13 +168,13 @@ class Engine:
                 raise RuntimeError(f"the engine refused a request: {output.message}")
         return outputs
 
-    def _add(self, prompt: Sequence[int], output: int) -> int:
+    def _add(self, prompt: Sequence[int], output: int, temperature: float = 0.0) -> int:
         self._handles += 1
         request = AddRequest(
             handle=self._handles,
             prompts=[prompt],
             n=1,
-            sampling=_GREEDY,
+            sampling=SamplingSettings(temperature, top_p=1.0, top_k=0, min_p=0.0, seed=0),
             stopping=StoppingSettings(output, 0, True, frozenset()),
             logprobs=None,
             prompt_logprobs=None,

@@ -9,6 +9,7 @@ import ctypes.util
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import ClassVar
 from benchmarks.load import OPENAI_FIELDS, Json
 from benchmarks.processes import Launch, ServerError, free_port
 
-__all__ = ["PEERS", "VLLM", "Peer", "Server", "Tokenwire", "Transformers"]
+__all__ = ["PEERS", "VLLM", "LlamaCpp", "Peer", "Server", "Tokenwire", "Transformers"]
 
 TORCH = "torch==2.13.0+cpu"
 """PyTorch's CPU build, which is not on PyPI: pip has to be told of a place that has it."""
@@ -89,12 +90,16 @@ class Peer(Server):
     unwanted: ClassVar[Sequence[str]] = ()
     """Dependencies that are removed again: optional ones whose builds do not fit TORCH."""
 
+    def home(self, cache: Path) -> Path:
+        """Where its virtual environment lies."""
+        return cache / self.name
+
     def is_installed(self, cache: Path) -> bool:
-        record = cache / self.name / "installed.txt"
+        record = self.home(cache) / "installed.txt"
         return record.exists() and record.read_text() == self._wanted()
 
     def install(self, cache: Path) -> Path:
-        home = cache / self.name
+        home = self.home(cache)
         python = home / "bin" / "python"
         if self.is_installed(cache):
             return python
@@ -104,8 +109,12 @@ class Peer(Server):
         subprocess.run([*pip, "install", "--quiet", *self.requirements], check=True)
         if self.unwanted:
             subprocess.run([*pip, "uninstall", "--quiet", "--yes", *self.unwanted], check=True)
+        self.complete(home)
         (home / "installed.txt").write_text(self._wanted())
         return python
+
+    def complete(self, home: Path) -> None:
+        """What pip alone does not do."""
 
     def _wanted(self) -> str:
         return "\n".join([*self.requirements, *(f"-{name}" for name in self.unwanted)])
@@ -164,4 +173,74 @@ class Transformers(Peer):
         return Launch(command, environment, f"http://127.0.0.1:{port}", ready="/health")
 
 
-PEERS: Mapping[str, type[Peer]] = {peer.name: peer for peer in (VLLM, Transformers)}
+class LlamaCpp(Peer):
+    """llama.cpp's server, built for this machine from the sources in llama-cpp-python's sdist.
+
+    A checkpoint is converted to its format when it is first asked for.
+    """
+
+    name = "llama.cpp"
+    weights: ClassVar[str] = "bf16"
+    source: ClassVar[str] = "llama-cpp-python==0.3.36"
+    requirements = (
+        *("cmake", "ninja", "scikit-build-core[pyproject]"),
+        *("numpy", "sentencepiece", "protobuf", "transformers==4.57.6", TORCH),  # to convert
+    )
+    distributions = ()
+    constrains = False  # by grammars of its own; its response_format is not measured
+
+    def home(self, cache: Path) -> Path:
+        return cache / "llama.cpp"
+
+    def versions(self, python: Path) -> dict[str, str]:
+        return {"llama.cpp": f"of {self.source}", "weights": self.weights}
+
+    def complete(self, home: Path) -> None:
+        print(f"building llama.cpp in {home}: this takes a while", flush=True)
+        python = str(home / "bin" / "python")
+        environment = os.environ | {"PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
+        download = ["download", "--quiet", "--no-deps", "--no-build-isolation"]
+        download += ["--no-binary", ":all:", "--dest", str(home), self.source]
+        subprocess.run([python, "-m", "pip", *download], check=True, env=environment)
+        archive = next(home.glob("llama_cpp_python-*.tar.gz"))
+        with tarfile.open(archive) as contents:
+            contents.extractall(home, filter="data")
+        unpacked = home / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
+        unpacked.rename(home / "source")
+        configure = ["cmake", "-G", "Ninja", "-S", "source", "-B", "build"]
+        configure += ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_EXAMPLES=OFF"]
+        configure += ["-DLLAMA_BUILD_UI=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
+        build = ["cmake", "--build", "build", "--target", "llama-server"]
+        for command in (configure, build):
+            subprocess.run(command, check=True, env=environment, cwd=home)
+
+    def launch(self, python: Path, model: Path, port: int) -> Launch:
+        home = python.parent.parent
+        slots, context = 128, 96 * 1024  # of all slots together
+        command = [str(home / "build" / "bin" / "llama-server")]
+        command += ["--model", str(self._converted(home, python, model)), "--no-webui"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--threads", f"{os.cpu_count()}"]
+        command += ["--parallel", f"{slots}", "--ctx-size", f"{context}", "--kv-unified"]
+        return Launch(command, os.environ, f"http://127.0.0.1:{port}", ready="/health")
+
+    def _converted(self, home: Path, python: Path, model: Path) -> Path:
+        file = home / "models" / f"{model.name}-{self.weights}.gguf"
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            script = str(home / "source" / "convert_hf_to_gguf.py")
+            fresh = file.with_suffix(".new")
+            command = [str(python), script, str(model), "--outtype", self.weights]
+            subprocess.run([*command, "--outfile", str(fresh)], check=True)
+            fresh.rename(file)
+        return file
+
+
+class LlamaCppQ8(LlamaCpp):
+    """The same with weights of 8 bits: compare it with `--tokenwire-args "--weights int8"`."""
+
+    name = "llama.cpp-q8_0"
+    weights = "q8_0"
+
+
+_ALL: Sequence[type[Peer]] = (VLLM, Transformers, LlamaCpp, LlamaCppQ8)
+PEERS: Mapping[str, type[Peer]] = {peer.name: peer for peer in _ALL}

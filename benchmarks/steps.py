@@ -146,6 +146,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="full", choices=("full", "int8"))
     parser.add_argument("--batches", type=_numbers, default=BATCHES, metavar="1,2,…")
     parser.add_argument("--contexts", type=_numbers, default=CONTEXTS, metavar="128,…")
     parser.add_argument("--prompts", type=_numbers, default=PROMPTS, metavar="32,…")
@@ -159,7 +160,7 @@ def main() -> None:
     # every sequence has one block to spare, and room for the tokens that it generates
     longest = max(arguments.contexts) + 2 * MOST_STEPS + max(arguments.batches) + 64
     tokens = max(max(arguments.batches) * longest, 2 * max(arguments.prompts))
-    engine = Engine(arguments.model, arguments.dtype, tokens)
+    engine = Engine(arguments.model, arguments.dtype, tokens, weights=arguments.weights)
     try:
         bandwidth = measure_bandwidth()
     except RooflineError as error:

@@ -25,11 +25,9 @@ class StepBatch:
     context_lengths: Tensor
     """int32 [sequences], tokens in the cache after this step"""
     block_tables: Tensor
-    """int32 [sequences, widest], contiguous; entries past a sequence's blocks are 0"""
+    """int32 [sequences, widest], rows perhaps apart; past a sequence's blocks stand any others"""
     num_decodes: int
     """The first `num_decodes` sequences have exactly one query token."""
-    logit_rows: Tensor
-    """int64 [rows], the rows of the flat batch whose logits are wanted"""
     query_lengths_host: tuple[int, ...]
     """Query tokens of each sequence, for decisions that must not wait for a device"""
     context_lengths_host: tuple[int, ...]

@@ -35,8 +35,6 @@ __all__ = ["run"]
 
 _LOG = logging.getLogger("loop")
 _HEADER = struct.Struct("<Q")
-_MAX_DRAFT_TOKENS = 24
-"""Tokens guessed in one step: beyond, a step costs visibly more than without"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
@@ -74,7 +72,11 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
         torch.set_num_threads(settings.threads)
     torch.set_grad_enabled(False)
     decoder = load_model(
-        settings.model, resolve_dtype(settings.dtype), progress=True, device=device
+        settings.model,
+        resolve_dtype(settings.dtype),
+        progress=True,
+        device=device,
+        weights=settings.weights,
     )
     spec, size = decoder.spec, DEFAULT_BLOCK_SIZE
     per_block = KVCache.bytes_per_block(spec, size, decoder.dtype)
@@ -93,9 +95,9 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
         SchedulerLimits(
             max_running=settings.max_running,
             max_step_tokens=settings.max_step_tokens,
-            mixed_step_tokens=settings.mixed_step_tokens,
+            mixed_step_factor=settings.mixed_step_factor,
             block_size=size,
-            max_draft_tokens=_MAX_DRAFT_TOKENS if settings.speculate == "ngram" else 0,
+            speculate=settings.speculate == "ngram",
         ),
         BlockPool(num_blocks),
     )
@@ -116,7 +118,7 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
         recommended={k: float(v) for k, v in recommended.items() if v is not None},
-        weights_fingerprint=weights_fingerprint(settings.model),
+        weights_fingerprint=weights_fingerprint(settings.model, settings.weights),
         block_size=size,
         total_blocks=num_blocks,
         kv_bytes=num_blocks * per_block,

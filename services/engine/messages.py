@@ -7,6 +7,7 @@ step out. Nothing else is shared.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 __all__ = [
     "AddRequest",
@@ -203,9 +204,8 @@ class ScoredPrompt:
     scores: Sequence[Score]
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token."""
+class Token(NamedTuple):
+    """One generated token. A tuple, because there are many: half the cost to make and to send."""
 
     handle: int
     sequence: int

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.engine.messages import SamplingSettings, Score
 
-__all__ = ["Row", "sample", "score", "uniform"]
+__all__ = ["Row", "argmax", "sample", "score", "uniform"]
 
 _CANDIDATES = 256
 """Of a restricted row, the tokens looked at before all are sorted"""
@@ -46,6 +46,17 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
+def argmax(logits: Tensor) -> list[int]:
+    """The most likely id of each row; the first of equals.
+
+    logits: float32 [rows, vocabulary].
+    """
+    if logits.device.type == "cpu":
+        ids: list[int] = logits.numpy().argmax(axis=-1).tolist()  # ten times as fast as torch's
+        return ids
+    return _ids(logits.argmax(dim=-1))
+
+
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     """Draw one id per row.
 
@@ -55,7 +66,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     logits = _restrict(logits, rows)
     greedy = [i for i, row in enumerate(rows) if row.settings.temperature == 0]
     if len(greedy) == len(rows):
-        return _ids(logits.argmax(dim=-1))
+        return argmax(logits)
     plain = [i for i, row in enumerate(rows) if i not in set(greedy) and not _is_restricted(row)]
     restricted = [
         i for i, row in enumerate(rows) if row.settings.temperature > 0 and _is_restricted(row)
@@ -113,7 +124,7 @@ def _restrict(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _argmax(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    return _ids(logits.argmax(dim=-1))
+    return argmax(logits)
 
 
 def _draw_plain(logits: Tensor, rows: Sequence[Row]) -> list[int]:

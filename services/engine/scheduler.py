@@ -1,8 +1,8 @@
 """Decides what each step computes. Policy alone: no tensors, no clock, no input or output.
 
-One step is a flat batch under a token budget. Sequences that decode come first, so that a long
-prompt never stalls running streams; the rest of the budget goes to prompts, in chunks. When blocks
-run out, the sequence that is last in order gives up its own and is computed again later.
+One step is a flat batch. Sequences that decode come first; prompts are added in chunks, as far as
+that does not slow the streams down too much. When blocks run out, the sequence that is last in
+order gives up its own and is computed again later.
 """
 
 from bisect import insort
@@ -13,9 +13,14 @@ from operator import attrgetter
 
 from services.engine.block_pool import BlockPool
 from services.engine.sequence import Sequence, SequenceState
-from services.engine.speculation import propose
+from services.engine.step_cost import StepCost
 
 __all__ = ["Chunk", "Scheduler", "SchedulerLimits", "StepPlan"]
+
+_TILE_ROWS = 32
+"""Rows that matrix products compute at once: a step that fills them wastes nothing"""
+_CHEAP_ROWS = 16
+"""Rows up to which a step takes within 5 % of what it takes for one: half a tile"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +31,11 @@ class SchedulerLimits:
     """Sequences that hold blocks at once"""
     max_step_tokens: int
     """Tokens of a step without decodes"""
-    mixed_step_tokens: int
-    """Tokens of a step that also decodes: what running streams wait for"""
+    mixed_step_factor: float
+    """How many times as long as without prompts a step may take that also decodes"""
     block_size: int
-    max_draft_tokens: int = 0
-    """Tokens that are guessed in one step, over all sequences; 0 = no speculation"""
+    speculate: bool = False
+    """Whether tokens are guessed"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +56,21 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The batch of one step."""
+    """The batch of one step: first `decodes`, then `chunks`."""
 
+    decodes: Items[Sequence]
+    """Their newest token is computed, after all others were; a row each"""
     chunks: Items[Chunk]
-    """Decodes first"""
-    num_decodes: int
-    """Chunks that hold just the newest token of their sequence, after all others were computed"""
+    """Newest tokens with guesses behind them, then prompts"""
+    decode_tokens: int
+    """Newest tokens, and guesses behind them"""
+    prompt_tokens: int
+    """All others"""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.decodes and not self.chunks
 
 
 class Scheduler:
@@ -69,6 +83,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.queued_tokens = 0
         self.preemptions = 0
+        self._cost = StepCost()
 
     def add(self, sequence: Sequence) -> int:
         """Queue a sequence. Returns how many of its tokens the prefix cache holds now."""
@@ -97,15 +112,23 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the next batch, allocate its blocks, and count its tokens as computed."""
         preempted = self.preemptions
-        newest = list(self._plan_decodes())
-        decodes = [chunk for chunk in newest if not chunk.draft]
-        drafts = [chunk for chunk in newest if chunk.draft]
-        budget = self._prefill_budget(len(newest))
-        prefills = [*drafts, *self._plan_prefills(budget)]
+        decodes, drafts = self._plan_decodes()
+        decode_tokens = len(decodes) + sum(chunk.count for chunk in drafts)
+        prompts = [sequence for sequence in self.running if sequence.uncomputed > 1]
+        budget = self._prefill_budget(len(decodes) + len(drafts), decode_tokens, len(prompts))
+        prefills = list(self._plan_prefills(prompts, budget))
         if self.preemptions == preempted:
-            budget -= sum(chunk.count for chunk in prefills[len(drafts) :])
-            prefills += self._admit(budget)
-        return StepPlan(chunks=[*decodes, *prefills], num_decodes=len(decodes))
+            prefills += self._admit(budget - sum(chunk.count for chunk in prefills))
+        return StepPlan(
+            decodes=decodes,
+            chunks=[*drafts, *prefills],
+            decode_tokens=decode_tokens,
+            prompt_tokens=sum(chunk.count for chunk in prefills),
+        )
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """What a step took: later ones are planned accordingly."""
+        self._cost.learn(plan.decode_tokens, plan.prompt_tokens, seconds)
 
     def accept(self, chunk: Chunk, kept: int) -> None:
         """Count the first guesses of a chunk as computed: they turned out right.
@@ -117,26 +140,31 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self._compute(sequence, kept)
 
-    def _plan_decodes(self) -> Iterator[Chunk]:
-        guesses = self.limits.max_draft_tokens
+    def _plan_decodes(self) -> tuple[list[Sequence], list[Chunk]]:
+        """Sequences whose newest token is computed: those without guesses, and those with them."""
+        decodes: list[Sequence] = []
+        drafts: list[Chunk] = []
+        width = self._draft_room() if self.limits.speculate else 0
         # `running` is in order, so that whoever is preempted comes after those already planned
         for sequence in list(self.running):
-            if sequence.state is not SequenceState.RUNNING or sequence.uncomputed != 1:
+            if sequence.uncomputed != 1 or sequence.state is not SequenceState.RUNNING:
                 continue
             if sequence.credit == 0 or not self._make_room(sequence):
                 continue
-            chunk = self._compute(sequence, 1)
-            if guesses and (draft := self._draft(sequence, guesses)):
-                guesses -= len(draft)
-                chunk = Chunk(sequence, chunk.start, 1 + len(draft), draft)
-            yield chunk
+            start = sequence.num_computed
+            self._compute(sequence, 1)
+            if width and (draft := self._draft(sequence, width)):
+                drafts.append(Chunk(sequence, start, 1 + len(draft), draft))
+            else:
+                decodes.append(sequence)
+        return decodes, drafts
 
-    def _plan_prefills(self, budget: int) -> Iterator[Chunk]:
-        for sequence in self.running:
+    def _plan_prefills(self, prompts: Items[Sequence], budget: int) -> Iterator[Chunk]:
+        for sequence in prompts:
             count = min(budget, sequence.uncomputed)
-            if sequence.uncomputed > 1 and count > 0:
+            if count > 0:
                 budget -= count
-                yield self._compute(sequence, count)
+                yield self._chunk(sequence, count)
 
     def _admit(self, budget: int) -> Iterator[Chunk]:
         """Start waiting sequences while budget and blocks last.
@@ -159,7 +187,7 @@ class Scheduler:
                 return
             count = min(budget, sequence.uncomputed)
             budget -= count
-            yield self._compute(sequence, count)
+            yield self._chunk(sequence, count)
             promised.update(self._promised_by(sequence))
 
     def _start(self, sequence: Sequence, found: list[int]) -> bool:
@@ -180,18 +208,27 @@ class Scheduler:
         insort(self.running, sequence, key=attrgetter("order"))
         return True
 
-    def _compute(self, sequence: Sequence, count: int) -> Chunk:
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        chunk = Chunk(sequence, sequence.num_computed, count)
+        self._compute(sequence, count)
+        return chunk
+
+    def _compute(self, sequence: Sequence, count: int) -> None:
         """Count tokens as computed, and make the blocks they fill known to the prefix cache.
 
         Known at once: keys and values of a step are written, layer by layer, before any sequence of
         the step reads them.
         """
-        chunk = Chunk(sequence, sequence.num_computed, count)
-        sequence.num_computed += count
         size = self.limits.block_size
-        for index in range(chunk.start // size, chunk.end // size):
+        first = sequence.num_computed // size
+        sequence.num_computed += count
+        for index in range(first, sequence.num_computed // size):
             self.pool.name(sequence.blocks[index], sequence.block_name(index))
-        return chunk
+
+    def _draft_room(self) -> int:
+        """Guesses that each stream may make: as many as cost next to nothing."""
+        streams = sum(sequence.uncomputed == 1 for sequence in self.running)
+        return max(_CHEAP_ROWS - streams, 0) // max(streams, 1)
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         """Guesses for what follows the newest token, with blocks for them; none without."""
@@ -201,7 +238,9 @@ class Scheduler:
         if sequence.credit is not None:
             room = min(room, sequence.credit - 1)
         width = min(sequence.draft_width.next(), most, room)
-        draft = propose(sequence.tokens, width)
+        if width <= 0:
+            return []
+        draft = sequence.precedents.propose(sequence.tokens, width)
         missing = self._blocks_for(sequence.length + len(draft)) - len(sequence.blocks)
         if not draft or missing > self.pool.num_free:
             return []
@@ -210,7 +249,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Get the block for the sequence's newest token, by preemption if need be."""
-        while len(sequence.blocks) < self._blocks_for(sequence.length):
+        while len(sequence.blocks) * self.limits.block_size < sequence.length:
             if self.pool.num_free:
                 sequence.blocks += self.pool.allocate(1)
                 continue
@@ -230,11 +269,20 @@ class Scheduler:
         self.preemptions += 1
         self.add(sequence)
 
-    def _prefill_budget(self, num_decodes: int) -> int:
-        if num_decodes == 0:
+    def _prefill_budget(self, streams: int, decode_tokens: int, prompts: int) -> int:
+        """Prompt tokens for a step in which so many streams decode, and prompts go on."""
+        if streams == 0:
             return self.limits.max_step_tokens
-        # prompts go on, if slowly, however many streams run
-        return max(self.limits.mixed_step_tokens - num_decodes, self.limits.block_size)
+        prompts += min(len(self.waiting), self.limits.max_running - len(self.running))
+        # where more wait for their first token than for their next, these wait in proportion
+        factor = self.limits.mixed_step_factor * max(1.0, prompts / streams)
+        budget = self._cost.prompt_tokens(decode_tokens, factor)
+        if budget is None:
+            return 0
+        # full tiles, and never fewer than one: prompts go on, if slowly, however many streams run
+        rows = (decode_tokens + budget) // _TILE_ROWS * _TILE_ROWS
+        least = (-(-decode_tokens // _TILE_ROWS) + 1) * _TILE_ROWS
+        return min(max(rows, least) - decode_tokens, self.limits.max_step_tokens)
 
     def _promised_blocks(self) -> set[bytes]:
         return {name for sequence in self.running for name in self._promised_by(sequence)}

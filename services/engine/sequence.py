@@ -10,7 +10,7 @@ import torch
 
 from services.engine.block_pool import hash_block
 from services.engine.messages import AddRequest, Mask
-from services.engine.speculation import DraftWidth
+from services.engine.speculation import DraftWidth, Precedents
 
 __all__ = ["Request", "Sequence", "SequenceState"]
 
@@ -45,6 +45,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.state = SequenceState.WAITING
         self.blocks: list[int] = []
+        """KV blocks. The list only grows: a sequence that starts anew gets another one"""
         self.num_computed = 0
         """Tokens whose KV is written (or will be by the step at hand)"""
         self.cached_tokens: int | None = None
@@ -65,6 +66,14 @@ class Sequence:
         self.awaited_block: bytes | None = None
         """The block that another sequence is about to compute for it"""
         self.draft_width = DraftWidth()
+        self.precedents = Precedents()
+        command = request.command
+        self.is_plainly_greedy = (
+            command.sampling.temperature == 0
+            and command.stopping.min_tokens == 0
+            and not command.constrained
+        )
+        """Whether it takes the most likely token, whichever that is"""
         self._block_size = block_size
         self._tokens = np.empty(len(prompt) + len(generated) + 64, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
@@ -76,6 +85,11 @@ class Sequence:
     def tokens(self) -> npt.NDArray[np.int32]:
         """Prompt and generated ids: int32 [length], a view."""
         return self._tokens[: self.length]
+
+    @property
+    def newest(self) -> int:
+        """The last token."""
+        return int(self._tokens[self.length - 1])
 
     @property
     def position(self) -> int:

@@ -23,14 +23,21 @@ class EngineSettings(ServerSettings):
         "What to compute in; auto = bfloat16 where the hardware multiplies it, else float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    weights: str = setting(
+        "full",
+        "What products read the weights in; full = --dtype, int8 = half of bfloat16's bytes.",
+        choices=("full", "int8"),
+    )
     device: str = setting("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     grammar: str = setting("", "host:port of the grammar service; empty = no grammars.")
     threads: int = setting(0, "Threads that compute; 0 = one per core.")
     kv_memory: str = setting("auto", "Memory of the KV cache, 4GiB say; auto = from what is free.")
     max_running: int = setting(256, "Sequences that run at once.")
     max_waiting: int = setting(1024, "Sequences that may wait; more are refused.")
-    max_step_tokens: int = setting(2048, "Tokens of a step in which nothing decodes.")
-    mixed_step_tokens: int = setting(256, "Tokens of a step that also decodes.")
+    max_step_tokens: int = setting(4096, "Prompt tokens of one step.")
+    mixed_step_factor: float = setting(
+        1.8, "How many times as long as without prompts a step may take that also decodes."
+    )
     speculate: str = setting(
         "off",
         "Guess tokens from what the sequence repeats; the output stays the same.",
@@ -39,9 +46,11 @@ class EngineSettings(ServerSettings):
     max_logprobs: int = setting(20, "Most candidates that a token may be scored with.")
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_waiting", "max_step_tokens", "mixed_step_tokens"):
+        for name in ("max_running", "max_waiting", "max_step_tokens"):
             if getattr(self, name) < 1:
                 raise StartupError(f"--{name.replace('_', '-')} must be at least 1.")
+        if self.mixed_step_factor <= 1:
+            raise StartupError("--mixed-step-factor must be above 1.")
         if not 0 <= self.max_logprobs <= 128:
             raise StartupError("--max-logprobs must be between 0 and 128.")
         if self.kv_memory != "auto":

@@ -10,33 +10,43 @@ Saxena, "Prompt lookup decoding" (2023).
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DraftWidth", "propose"]
+__all__ = ["DraftWidth", "Precedents"]
 
 _LONGEST, _SHORTEST = 4, 2
 """Tokens that must have occurred before, the longest run first"""
-_FIRST_WIDTH, _WIDEST = 4, 12
+_FIRST_WIDTH, _WIDEST = 4, 15
+_PATIENCE = 4
+"""Failures in a row that are borne: the guesses are few by then, and cost little"""
 _REST_STEPS = 16
-"""Steps without guesses after they failed twice in a row"""
+"""Steps without guesses after more"""
 
 
-def propose(tokens: npt.NDArray[np.int32], width: int) -> list[int]:
-    """Up to `width` tokens that may follow, or none.
+class Precedents:
+    """Where in a sequence each run of tokens occurred last."""
 
-    tokens: int32 [length]. The most recent earlier place where the longest run of last tokens
-    occurs decides.
-    """
-    for run in range(_LONGEST, _SHORTEST - 1, -1):
-        starts = len(tokens) - run
-        if starts < 1 or width < 1:
-            continue
-        found = tokens[:starts] == tokens[starts]
-        for offset in range(1, run):
-            found = found & (tokens[offset : offset + starts] == tokens[starts + offset])
-        places = np.flatnonzero(found)
-        if len(places):
-            after = int(places[-1]) + run
-            return [int(token) for token in tokens[after : after + width]]
-    return []
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}
+        """The place behind each run that something follows"""
+        self._length = 0
+
+    def propose(self, tokens: npt.NDArray[np.int32], width: int) -> list[int]:
+        """`width` tokens that may follow, or none; to be called with a growing sequence.
+
+        tokens: int32 [length]. The latest earlier place where the longest run of last tokens occurs
+        decides; what goes on up to the end is taken to go round.
+        """
+        begin = max(self._length - _LONGEST, 0)
+        ids = tokens[begin:].tolist()
+        for end in range(max(self._length - begin, 1), len(ids)):
+            for run in range(_SHORTEST, min(_LONGEST, end) + 1):
+                self._after[tuple(ids[end - run : end])] = begin + end
+        self._length = len(tokens)
+        for run in range(min(_LONGEST, len(ids)), _SHORTEST - 1, -1):
+            place = self._after.get(tuple(ids[-run:]))
+            if place is not None:
+                ahead: list[int] = tokens[place : place + width].tolist()
+                return (ahead * width)[:width]
+        return []
 
 
 class DraftWidth:
@@ -61,5 +71,5 @@ class DraftWidth:
         elif 2 * kept < guessed:
             self._width = max(self._width // 2, 2)
         self._failures = 0 if kept else self._failures + 1
-        if self._failures >= 2:
+        if self._failures > _PATIENCE:
             self._failures, self._rest = 0, _REST_STEPS

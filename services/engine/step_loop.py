@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from services.engine.messages import (
     Output,
     Refused,
     RequestDone,
+    Score,
     ScoredPrompt,
     SetMasks,
     StepOutput,
@@ -29,7 +31,7 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.model_runner import ModelRunner
-from services.engine.sampler import Row, sample, score
+from services.engine.sampler import Row, argmax, sample, score
 from services.engine.scheduler import Scheduler, StepPlan
 from services.engine.sequence import Request, Sequence, SequenceState
 
@@ -51,8 +53,7 @@ class LoopLimits:
     """How long a sequence may hold its blocks without credit"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Draw:
+class _Draw(NamedTuple):
     """One row of logits that a sequence may draw its next token from."""
 
     sequence: Sequence
@@ -108,9 +109,10 @@ class StepLoop:
         """
         self.apply(receive())
         self._cut_starved()
+        began = self._clock()
         plan = self._scheduler.plan()
-        self.progressed = bool(plan.chunks)
-        if plan.chunks:
+        self.progressed = not plan.is_empty
+        if self.progressed:
             self._note_started(plan)
             hidden = self._runner.forward(plan)
             self._steps += 1
@@ -121,6 +123,7 @@ class StepLoop:
             if logits is not None:
                 self._draw(draws, logits)
             self._accept_guesses(plan)
+            self._scheduler.learn(plan, self._clock() - began)
         self._draw_late()
         return self.take_output()
 
@@ -239,15 +242,15 @@ class StepLoop:
 
     def _note_started(self, plan: StepPlan) -> None:
         now = self._clock()
-        for chunk in plan.chunks[plan.num_decodes :]:
+        for chunk in plan.chunks:
             request = chunk.sequence.request
             if request.started is None:
                 request.started = now
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> None:
         """Report the scores of the prompt tokens whose predecessors were computed."""
-        first_row = plan.num_decodes
-        for chunk in plan.chunks[plan.num_decodes :]:
+        first_row = len(plan.decodes)
+        for chunk in plan.chunks:
             sequence = chunk.sequence
             end = min(chunk.end + 1, sequence.prompt_length)
             width = sequence.request.command.prompt_logprobs
@@ -265,7 +268,12 @@ class StepLoop:
     def _draws(self, plan: StepPlan) -> list[_Draw]:
         """What may be drawn now that the plan was computed; ends sequences that only score."""
         draws: list[_Draw] = []
-        last_row = -1
+        for row, sequence in enumerate(plan.decodes):
+            if sequence.max_tokens == 0:
+                self._finish(sequence, FinishCause.LENGTH)
+            else:
+                draws.append(_Draw(sequence, row, sequence.position))
+        last_row = len(plan.decodes) - 1
         for chunk in plan.chunks:
             last_row += chunk.count
             sequence = chunk.sequence
@@ -319,19 +327,11 @@ class StepLoop:
 
         logits: float32 [draws, vocabulary].
         """
-        tokens = sample(logits, [self._row(draw) for draw in draws])
-        widths = [draw.sequence.request.command.logprobs for draw in draws]
-        scored = {
-            width: [i for i, each in enumerate(widths) if each == width] for width in set(widths)
-        }
-        scores = {
-            i: result
-            for width, rows in scored.items()
-            if width is not None
-            for i, result in zip(
-                rows, score(logits[rows], [tokens[i] for i in rows], width), strict=True
-            )
-        }
+        if all(draw.sequence.is_plainly_greedy for draw in draws):
+            tokens = argmax(logits)
+        else:
+            tokens = sample(logits, [self._row(draw) for draw in draws])
+        scores = self._scores(draws, logits, tokens)
         now = self._clock()
         for i, (draw, token) in enumerate(zip(draws, tokens, strict=True)):
             sequence, request = draw.sequence, draw.sequence.request
@@ -349,6 +349,16 @@ class StepLoop:
                 Token(request.command.handle, sequence.index, draw.position, token, scores.get(i))
             )
             self._end_if_done(sequence, token)
+
+    def _scores(self, draws: Items[_Draw], logits: Tensor, tokens: Items[int]) -> dict[int, Score]:
+        """What was drawn, scored where that was asked for; by row."""
+        widths = [draw.sequence.request.command.logprobs for draw in draws]
+        scores: dict[int, Score] = {}
+        for width in {width for width in widths if width is not None}:
+            rows = [i for i, each in enumerate(widths) if each == width]
+            found = score(logits[rows], [tokens[i] for i in rows], width)
+            scores.update(zip(rows, found, strict=True))
+        return scores
 
     def _row(self, draw: _Draw) -> Row:
         sequence, stopping = draw.sequence, draw.sequence.request.command.stopping

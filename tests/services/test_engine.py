@@ -1,6 +1,8 @@
 """The engine as its gRPC clients see it: a real process, a real channel, a tiny model."""
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -416,6 +418,36 @@ async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> N
             assert len(ids_of(rest)) == 80
             assert rest[-1].HasField("completed")
         assert await stopping == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda s: s.name)
+async def test_a_step_that_dies_ends_its_requests_with_an_error_and_then_the_service(
+    checkpoint: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As when memory runs out, or a kernel faults: nobody may wait for ever."""
+    arguments = ("--model", str(checkpoint), "--dtype", "float32", "--kv-memory", "16MiB")
+    async with running_service("engine", *arguments, log=tmp_path / "log") as service:
+        async with connect(service.target) as channel:
+            request = make_request([1, 2], n=32, max_tokens=90)
+            calls = [EngineServiceStub(channel).Generate(request) for _ in range(3)]
+            for call in calls:
+                await anext(aiter(call))
+            os.kill(loop_process(service.process.pid), number)
+            for call in calls:
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    async for _ in call:
+                        pass
+                error = ServiceError.from_rpc_error(raised.value)
+                assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
+                assert error.retry_seconds
+        assert await service.process.wait() == 1
+
+
+def loop_process(service: int) -> int:
+    """The process of an engine that runs its step loop."""
+    children = Path(f"/proc/{service}/task/{service}/children").read_text().split()
+    [loop] = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return int(loop)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ class Driver:
         """Runs one batch of (sequence, number of its next tokens), decodes first."""
         batch = self._batch(chunks)
         hidden = self._decoder.forward(batch, self._cache)
-        logits = self._decoder.logits(hidden[batch.logit_rows]).split(batch.query_lengths_host)
+        logits = self._decoder.logits(hidden).split(batch.query_lengths_host)
         for (index, count), rows in zip(chunks, logits, strict=True):
             self._done[index] += count
             self.logits[index] = torch.cat((self.logits[index], rows))
@@ -135,7 +135,6 @@ class Driver:
             context_lengths=torch.tensor(contexts, dtype=torch.int32),
             block_tables=tables,
             num_decodes=_leading_ones(lengths.tolist()),
-            logit_rows=torch.arange(len(positions)),
             query_lengths_host=tuple(lengths.tolist()),
             context_lengths_host=tuple(contexts),
         )

@@ -64,7 +64,7 @@ def assert_same_up_to_ties(tokens: list[int], alone: list[Token]) -> None:
     prompts=st.lists(PROMPTS, min_size=1, max_size=8),
     blocks=st.integers(14, 40),
     step_tokens=st.integers(3, 64),
-    mixed_tokens=st.integers(1, 16),
+    ticks=st.lists(st.floats(0, 0.1), min_size=1, max_size=8),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_batching_chunking_caching_and_preemption_never_change_greedy_output(
@@ -72,9 +72,9 @@ def test_batching_chunking_caching_and_preemption_never_change_greedy_output(
     prompts: list[list[int]],
     blocks: int,
     step_tokens: int,
-    mixed_tokens: int,
+    ticks: list[float],
 ) -> None:
-    loop = make_loop(decoder, blocks=blocks, step_tokens=step_tokens, mixed_tokens=mixed_tokens)
+    loop = make_loop(decoder, blocks=blocks, step_tokens=step_tokens, ticks=ticks)
     requests = [make_request(i, [prompt], max_tokens=12) for i, prompt in enumerate(prompts)]
     got = tokens_of(run(loop, requests))
     for i, prompt in enumerate(prompts):
@@ -97,7 +97,7 @@ ACTIONS = st.lists(
 def test_every_request_ends_once_and_no_block_is_leaked(
     decoder: Decoder, actions: list[tuple[str, object, object]]
 ) -> None:
-    loop = make_loop(decoder, blocks=16, step_tokens=16, mixed_tokens=8)
+    loop = make_loop(decoder, blocks=16, step_tokens=16)
     choices: list[int] = []
     outputs: list[Output] = []
     for action, first, second in actions:
@@ -129,7 +129,6 @@ def test_every_request_ends_once_and_no_block_is_leaked(
 @given(
     prompts=st.lists(PROMPTS, min_size=1, max_size=6),
     blocks=st.integers(18, 60),
-    drafts=st.integers(1, 24),
     temperature=st.sampled_from([0.0, 0.05, 0.3]),
     credit=st.sampled_from([None, 1, 5]),
 )
@@ -138,7 +137,6 @@ def test_speculation_never_changes_output(
     decoder: Decoder,
     prompts: list[list[int]],
     blocks: int,
-    drafts: int,
     temperature: float,
     credit: int | None,
 ) -> None:
@@ -149,7 +147,7 @@ def test_speculation_never_changes_output(
     ]
     more = [GrantCredit(i, 100) for i in range(len(prompts))]
     plain = run(make_loop(decoder, blocks=blocks), [*requests, *more])
-    guessed = run(make_loop(decoder, blocks=blocks, drafts=drafts), [*requests, *more])
+    guessed = run(make_loop(decoder, blocks=blocks, speculate=True), [*requests, *more])
     for i in range(len(prompts)):
         tokens = [o for o in guessed if isinstance(o, Token) and o.handle == i]
         assert [t.position for t in tokens] == list(range(30))
@@ -163,8 +161,8 @@ def test_speculation_never_changes_output(
 def test_speculation_takes_fewer_steps_where_output_repeats(decoder: Decoder) -> None:
     request = make_request(1, [[7, 8, 9] * 8], max_tokens=60)
     steps = []
-    for drafts in (0, 16):
-        loop = make_loop(decoder, drafts=drafts)
+    for speculate in (False, True):
+        loop = make_loop(decoder, speculate=speculate)
         run(loop, [request])
         steps.append(loop.take_output().load.steps)
     plain, guessed = steps
@@ -172,7 +170,7 @@ def test_speculation_takes_fewer_steps_where_output_repeats(decoder: Decoder) ->
 
 
 def test_a_preempted_sequence_goes_on_where_it_was(decoder: Decoder) -> None:
-    loop = make_loop(decoder, blocks=16, step_tokens=64, mixed_tokens=32)
+    loop = make_loop(decoder, blocks=16, step_tokens=64)
     prompts = [[i, 5, 6, 7] * 3 for i in range(1, 6)]
     requests = [make_request(i, [prompt], max_tokens=30) for i, prompt in enumerate(prompts)]
     outputs = run(loop, requests)
@@ -241,7 +239,7 @@ def test_a_resumed_sequence_draws_what_it_would_have_drawn(
 def test_prompt_scores_are_those_of_a_whole_pass(
     decoder: Decoder, prompt: list[int], step: int
 ) -> None:
-    loop = make_loop(decoder, step_tokens=step, mixed_tokens=step)
+    loop = make_loop(decoder, step_tokens=step)
     run(loop, [make_request(1, [prompt])])  # what is cached must not change what is reported
     outputs = run(loop, [make_request(2, [prompt], n=2, max_tokens=0, prompt_logprobs=3)])
     scored = [o for o in outputs if isinstance(o, ScoredPrompt)]

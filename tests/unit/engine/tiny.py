@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from itertools import accumulate, cycle
 from pathlib import Path
 
 import torch
@@ -86,16 +87,19 @@ def make_loop(
     *,
     blocks: int = 256,
     step_tokens: int = 256,
-    mixed_tokens: int = 64,
     running: int = 64,
     waiting: int = 1000,
-    drafts: int = 0,
+    speculate: bool = False,
+    ticks: Sequence[float] = (0.01,),
 ) -> StepLoop:
-    limits = SchedulerLimits(running, step_tokens, mixed_tokens, BLOCK, drafts)
+    """A loop whose clock goes on by `ticks`, over and over, each time it is read."""
+    limits = SchedulerLimits(running, step_tokens, 2.0, BLOCK, speculate)
+    clock = accumulate(cycle(ticks))
     return StepLoop(
         Scheduler(limits, BlockPool(blocks)),
         ModelRunner(decoder, decoder.allocate_cache(blocks, BLOCK)),
         LoopLimits(CONTEXT, frozenset({EOS}), waiting),
+        lambda: next(clock),
     )
 
 
