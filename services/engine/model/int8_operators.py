@@ -16,6 +16,9 @@ class Int8Operators(AmxOperators):
     with weights in bfloat16.
     """
 
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        return outputs * (inputs + torch.float32.itemsize)
+
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         outputs, inputs = weights[0].shape
         elements = self.packed_elements(weights)

@@ -1,6 +1,7 @@
 """From a checkpoint directory to a decoder that can run."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,12 +188,12 @@ class _Reader:
         wanted, _ = _tensors(self._spec)
         if not self._spec.tied_embeddings:
             del wanted["model.embed_tokens.weight"]
-        shapes = [torch.Size(shape) for shape in wanted.values()]
-        if isinstance(self._operators, Int8Operators):
-            scale = torch.float32.itemsize  # one for each output
-            matrices = sum(shape.numel() + scale * shape[0] for shape in shapes if len(shape) > 1)
-            return matrices + sum(2 * shape.numel() for shape in shapes if len(shape) == 1)
-        return sum(shape.numel() for shape in shapes) * self._dtype.itemsize
+        return sum(
+            self._operators.weight_bytes(*shape)
+            if len(shape) == 2
+            else math.prod(shape) * self._dtype.itemsize
+            for shape in wanted.values()
+        )
 
 
 def _tensors(spec: ModelSpec) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:

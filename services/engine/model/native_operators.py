@@ -34,6 +34,9 @@ class NativeOperators(Operators):
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return self._torch.projection(weight, bias)
 
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        return self._torch.weight_bytes(outputs, inputs)
+
     def gate(
         self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
     ) -> Gate:

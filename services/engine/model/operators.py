@@ -50,6 +50,10 @@ class Operators(ABC):
         """`gate`, `up`: [outputs, inputs] each; they are copied."""
 
     @abstractmethod
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        """What a product reads of a weight [outputs, inputs]."""
+
+    @abstractmethod
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         """RMSNorm (https://arxiv.org/abs/1910.07467) of each row; rows, out [n, width]."""
 

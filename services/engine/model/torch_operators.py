@@ -34,6 +34,9 @@ class TorchOperators(Operators):
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         return _TorchGate(self.projection(torch.cat((gate, up)), bias), self)
 
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        return outputs * inputs * self._dtype.itemsize
+
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         out.copy_(_rms_norm(rows, weight, epsilon))
 

@@ -5,6 +5,7 @@ namespace {
 
 // The part of a panel that stays in the L1 cache while the rows pass by, in steps.
 constexpr int64_t kMostSteps = 16;
+constexpr int64_t kFewBlocks = 4;
 constexpr int64_t kPrefetch = 4 * kStep;  // elements ahead
 
 inline uint16_t round_to_bfloat16(float value) {
@@ -114,8 +115,8 @@ void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t output
 void tw_amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
   if (a.scales) return multiply_int8(a);
-  // A single block of rows meets a panel only once: there is nothing to keep.
-  int64_t most_steps = a.num_rows > kPair ? kMostSteps : a.inputs / kTileInner;
+  // Few blocks of rows meet a panel too seldom for keeping parts of it to pay: the sums would wait.
+  int64_t most_steps = a.num_rows > kFewBlocks * kPair ? kMostSteps : a.inputs / kTileInner;
   share_out(a, most_steps, [&](const Share &share, const Order &order, float *sums) {
     multiply(a, share, order, sums);
   });
