@@ -94,7 +94,7 @@ async def test_the_object(http: httpx.AsyncClient, stack: Stack) -> None:
 
 
 async def test_choices_are_indexed_by_prompt(http: httpx.AsyncClient) -> None:
-    fields = {"prompt": ["import", PROMPT], "n": 3, "seed": 5, "temperature": 1, "max_tokens": 8}
+    fields = {"prompt": ["import", PROMPT], "n": 3, "seed": 5, "temperature": 2, "max_tokens": 8}
     whole = await complete(http, **fields)
     assert [choice["index"] for choice in whole["choices"]] == list(range(6))
     joined = [""] * 6

@@ -73,7 +73,6 @@ class AmxAttention(AttentionBackend):
         out: Tensor,
     ) -> None:
         call = _call(self._spec, layer, queries, keys, values, batch, cache, out)
-        call.out_tiled = True
         self._native.amx_attend(byref(call))
 
 

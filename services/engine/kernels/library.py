@@ -90,7 +90,6 @@ class AttentionCall(ctypes.Structure):
         ("window", c_int64),
         ("scale", c_float),
         ("dtype", c_int32),
-        ("out_tiled", c_int32),
     ]
 
 

@@ -362,8 +362,8 @@ class Attention {
     int64_t width = a_.num_kv_heads * a_.group * a_.head_dim, column = head * a_.head_dim;
     __m512 scale = _mm512_set1_ps(1.0f / total);
     for (int64_t i = 0; i < a_.head_dim; i += 16) {
-      int64_t at = a_.out_tiled ? tiled(token, column + i, width) : token * width + column + i;
-      _mm256_storeu_si256(reinterpret_cast<__m256i *>(static_cast<uint16_t *>(a_.out) + at),
+      auto out = static_cast<uint16_t *>(a_.out) + tiled(token, column + i, width);
+      _mm256_storeu_si256(reinterpret_cast<__m256i *>(out),
                           to_bfloat16(_mm512_mul_ps(scale, _mm512_loadu_ps(state + i))));
     }
   }

@@ -68,7 +68,6 @@ struct tw_attention {
   int64_t window;  // latest tokens a query sees; 0: all
   float scale;
   int32_t dtype;
-  int32_t out_tiled;  // tw_amx_attend: out is in tiles, as products read it
 };
 
 // Writes keys and values, then attends for `sequences` sequences of one query token each.
@@ -117,7 +116,7 @@ struct tw_linear {
 };
 void tw_amx_linear(const tw_linear *linear);
 
-// Writes keys and values, then attends for decodes and prompt chunks alike.
+// Writes keys and values, then attends for decodes and prompt chunks alike; out is in tiles.
 // A cached block holds its keys as [block_size / 16][head_dim / 32] tiles and its values as
 // [block_size / 32][head_dim / 16] tiles; block_size and head_dim are multiples of 32.
 void tw_amx_attend(const tw_attention *attention);
