@@ -39,9 +39,11 @@ class _Connection(asyncio.Protocol):
         self._complete: asyncio.Future[Response] | None = None
         self._arrived = 0.0
         self.reusable = True
+        self.answered = False
 
     async def request(self, message: bytes) -> Response:
         assert self._transport is not None
+        self.answered = False
         self._complete = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._response = Response()
@@ -60,6 +62,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._arrived = time.perf_counter()
+        self.answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -115,7 +118,16 @@ class Client:
         return f"{method} {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n".encode()
 
     async def _send(self, message: bytes) -> Response:
-        connection = await self._connection()
+        while connection := self._idle_connection():
+            try:
+                return await self._exchange(connection, message)
+            except ConnectionError:
+                if connection.answered:
+                    raise
+                # the server had given the idle connection up, as it may: try another
+        return await self._exchange(await self._fresh_connection(), message)
+
+    async def _exchange(self, connection: _Connection, message: bytes) -> Response:
         try:
             async with asyncio.timeout(self._timeout):
                 response = await connection.request(message)
@@ -128,11 +140,14 @@ class Client:
             connection.close()
         return response
 
-    async def _connection(self) -> _Connection:
+    def _idle_connection(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
                 return connection
+        return None
+
+    async def _fresh_connection(self) -> _Connection:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(_Connection, self._host, self._port)
         return connection

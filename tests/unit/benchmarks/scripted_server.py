@@ -21,8 +21,10 @@ class Seen:
 
 
 @asynccontextmanager
-async def scripted_server(answer: Answer, status: int = 200) -> AsyncIterator[tuple[str, Seen]]:
-    """Gives its URL and what it sees."""
+async def scripted_server(
+    answer: Answer, status: int = 200, *, keeps_alive: bool = True
+) -> AsyncIterator[tuple[str, Seen]]:
+    """Gives its URL and what it sees; unless it keeps connections alive, it closes each untold."""
     seen = Seen()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -42,6 +44,8 @@ async def scripted_server(answer: Answer, status: int = 200) -> AsyncIterator[tu
                 writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 await writer.drain()
             writer.write(b"0\r\n\r\n")
+            if not keeps_alive:
+                break
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)

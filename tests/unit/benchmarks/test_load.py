@@ -78,6 +78,14 @@ async def test_a_server_that_is_gone_is_an_error() -> None:
     assert measurement.errors == 1
 
 
+async def test_a_connection_that_the_server_gave_up_meanwhile_is_no_error() -> None:
+    several = scenario(Workload("streams", ClosedLoop(2), prompt=3, output=4, requests=8))
+    async with scripted_server(_at_once(4), keeps_alive=False) as (url, seen):
+        measurement = await measure(Target(url, "model"), several, PROMPTS)
+    assert measurement.errors == 0
+    assert len(seen.bodies) == 8
+
+
 async def test_a_closed_loop_keeps_its_concurrency_and_sends_every_request_once() -> None:
     full = asyncio.Event()
     arrived = 0
