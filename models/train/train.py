@@ -31,6 +31,8 @@ from optimizer import make_optimizers
 SEED = 1
 WARMUP_STEPS = 60
 GRADIENT_NORM = 1.0
+INFILL_IDS = [1, 2, 3]  # tokenizer.py's FIM_PREFIX, FIM_SUFFIX and FIM_MIDDLE
+PIECES_EVERY = 3  # steps from one that reads pieces to the next
 
 
 @dataclass(slots=True)
@@ -116,7 +118,10 @@ def train(arguments: argparse.Namespace) -> None:
                 group["lr"] = group["peak_lr"] * factor
         is_long = arguments.long_shards is not None and progress.step % arguments.long_every == 0
         rows = long if is_long else short
-        loss, read, tokens = accumulate(model, rows, arguments.batch_tokens, arguments.micro_tokens)
+        piece = arguments.piece if progress.step % PIECES_EVERY == 1 else None
+        loss, read, tokens = accumulate(
+            model, rows, arguments.batch_tokens, arguments.micro_tokens, piece
+        )
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
         for optimizer in optimizers:
             optimizer.step()
@@ -146,7 +151,11 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def accumulate(
-    model: CausalModel, rows: Iterator[Tensor], batch_tokens: int, micro_tokens: int
+    model: CausalModel,
+    rows: Iterator[Tensor],
+    batch_tokens: int,
+    micro_tokens: int,
+    piece: int | None = None,
 ) -> tuple[float, int, int]:
     """Gradients of one optimizer step; returns the mean loss, the rows and the tokens read."""
     first = next(rows)
@@ -156,18 +165,26 @@ def accumulate(
     total = 0.0
     for index in range(micro_batches):
         head = [first] if index == 0 else []
-        batch = _trim([*head, *(next(rows) for _ in range(micro_rows - len(head)))])
+        batch = torch.stack([*head, *(next(rows) for _ in range(micro_rows - len(head)))])
+        batch = _trim(batch) if piece is None else _cut(batch, piece)
         loss = model.loss(batch[:, :-1], batch[:, 1:]) / micro_batches
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total, micro_rows * micro_batches, micro_rows * micro_batches * length
 
 
-def _trim(rows: list[Tensor]) -> Tensor:
-    """A batch whose odd rows lack their leading <|endoftext|>, as a prompt may."""
+def _trim(rows: Tensor) -> Tensor:
+    """Rows one token shorter, the odd ones without their leading <|endoftext|>."""
     return torch.stack(
         [row[index % 2 : len(row) - 1 + index % 2] for index, row in enumerate(rows)]
     )
+
+
+def _cut(rows: Tensor, piece: int) -> Tensor:
+    """Half of the rows' pieces: of those that hold no mark of infilling, as many as that is."""
+    pieces = rows.reshape(-1, piece)
+    marked = torch.isin(pieces, torch.tensor(INFILL_IDS)).any(dim=1)
+    return pieces[marked.argsort(stable=True)][: len(pieces) // 2]
 
 
 def main() -> None:
@@ -190,6 +207,11 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=8192, help="tokens a forward pass")
     parser.add_argument("--matrix-lr", type=float, default=0.02, help="peak learning rate of Muon")
     parser.add_argument("--other-lr", type=float, default=0.003, help="peak learning rate of AdamW")
+    parser.add_argument(
+        "--piece",
+        type=int,
+        help="tokens of a piece: every third step reads rows cut into pieces, which begin anywhere",
+    )
     parser.add_argument(
         "--save-seconds", type=float, default=240.0, help="time between state files"
     )
