@@ -21,6 +21,7 @@ from services.common import logging as service_logging
 from services.common.settings import StartupError
 from services.engine.attention import DEFAULT_BLOCK_SIZE, KVCache
 from services.engine.block_pool import BlockPool
+from services.engine.kernels.memory import touch
 from services.engine.memory import choose_num_blocks
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription
 from services.engine.model.errors import CheckpointError
@@ -84,12 +85,17 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
     num_blocks = choose_num_blocks(
         settings.kv_memory, per_block, least * settings.max_running, least, device
     )
+    allocating = time.monotonic()
     cache = decoder.allocate_cache(num_blocks, size)
+    if device.type == "cpu":
+        for tensor in (*cache.keys, *cache.values):
+            touch(tensor)
     _LOG.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB",
+        "KV cache: %d blocks of %d tokens, %.2f GiB, allocated in %.1f s",
         num_blocks,
         size,
         num_blocks * per_block / 2**30,
+        time.monotonic() - allocating,
     )
     scheduler = Scheduler(
         SchedulerLimits(

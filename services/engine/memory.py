@@ -9,8 +9,8 @@ from services.engine.settings import parse_bytes
 
 __all__ = ["available_memory", "choose_num_blocks"]
 
-_SHARE = 0.4
-"""Of the free memory, what the KV cache takes by itself"""
+_SHARES = {"cpu": 0.25, "cuda": 0.85}
+"""Of the free memory, what the KV cache takes by itself; a machine has other uses for its memory"""
 _RESERVE = 512 * 2**20
 """Bytes kept for activations and everything else"""
 
@@ -23,11 +23,11 @@ def choose_num_blocks(
     most_blocks: what all sequences that may run could use; least_blocks: what one sequence of the
     full context uses. Raises StartupError with the bytes that are missing.
     """
-    free = available_memory(device)
+    free, share = available_memory(device), _SHARES[device.type]
     if wanted == "auto":
-        number = min(int(free * _SHARE) // bytes_per_block, most_blocks)
+        number = min(int(free * share) // bytes_per_block, most_blocks)
         if number < least_blocks:
-            missing = int(least_blocks * bytes_per_block / _SHARE) - free
+            missing = int(least_blocks * bytes_per_block / share) - free
             raise StartupError(
                 f"The KV cache of one full context takes {least_blocks * bytes_per_block:,} bytes; "
                 f"{missing:,} bytes of memory are missing (or set --kv-memory)."

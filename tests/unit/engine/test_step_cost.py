@@ -30,7 +30,7 @@ class Machine:
         self.handles += 1
         ids = [self.handles] * prompt
         request = Request(make_request(self.handles, [ids], max_tokens=output))
-        sequence = TokenSequence(request, 0, ids, (), output, 32)
+        sequence = TokenSequence(request, 0, ids, None, output, 32)
         self.scheduler.add(sequence)
         return sequence
 
