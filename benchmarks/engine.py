@@ -36,7 +36,7 @@ from services.engine.messages import (
 from services.engine.model.loader import load_model, resolve_dtype
 from services.engine.model.operators import Gate, Operators, Projection
 from services.engine.model_runner import ModelRunner
-from services.engine.sampler import sample
+from services.engine.sampling import sample
 from services.engine.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
 from services.engine.step_loop import LoopLimits, StepLoop

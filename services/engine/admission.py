@@ -2,17 +2,38 @@
 
 import math
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
 
-from services.engine.messages import ModelDescription, Resume, SamplingSettings, StoppingSettings
-from tokenwire.engine.v1.engine_pb2 import GenerateRequest
+from services.engine.messages import (
+    DrySettings,
+    LogitBias,
+    MirostatSettings,
+    ModelDescription,
+    Resume,
+    SamplingSettings,
+    StoppingSettings,
+)
+from tokenwire.engine.v1.engine_pb2 import GenerateRequest, ResumedSequence
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
+from tokenwire.types.v1.types_pb2 import (
+    DryParams,
+    MirostatParams,
+    SamplingParams,
+    StoppingParams,
+    TokenIds,
+)
 
-__all__ = ["MAX_SEQUENCES", "Admission", "CheckedRequest", "default_sampling"]
+__all__ = [
+    "MAX_SEQUENCES",
+    "Admission",
+    "CheckedRequest",
+    "default_sampling",
+    "resolved_sampling",
+]
 
 MAX_SEQUENCES = 128
 """prompts x n of one request"""
@@ -59,7 +80,7 @@ class Admission:
         return CheckedRequest(
             prompts=self._prompts(request.prompts, n, stopping.max_tokens),
             n=n,
-            sampling=_sampling(request.sampling),
+            sampling=self._sampling(request.sampling),
             stopping=stopping,
             logprobs=self._width("logprobs", request),
             prompt_logprobs=self._width("prompt_logprobs", request),
@@ -109,6 +130,70 @@ class Admission:
         stop_token_ids = frozenset(params.stop_token_ids)
         return StoppingSettings(max_tokens, params.min_tokens, params.ignore_eos, stop_token_ids)
 
+    def _sampling(self, params: SamplingParams) -> SamplingSettings:
+        temperature = _number(params, "temperature", 1.0, lambda v: 0 <= v <= 2, "between 0 and 2")
+        top_p = _number(params, "top_p", 1.0, lambda v: 0 <= v <= 1, "between 0 and 1")
+        top_k = int(_number(params, "top_k", 0, lambda v: v <= 128, "at most 128"))
+        min_p = _number(params, "min_p", 0.0, lambda v: 0 <= v <= 1, "between 0 and 1")
+        if params.HasField("mirostat"):
+            clashes = {
+                "temperature": temperature == 0,
+                "top_p": top_p < 1,
+                "top_k": top_k > 0,
+                "min_p": min_p > 0,
+            }
+            for field, clash in clashes.items():
+                if clash:
+                    message = f"mirostat takes the place of {field}: give one of them."
+                    raise invalid(f"sampling.{field}", message)
+        return SamplingSettings(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=params.seed if params.HasField("seed") else secrets.randbits(63),
+            frequency_penalty=_penalty(params, "frequency_penalty"),
+            presence_penalty=_penalty(params, "presence_penalty"),
+            repetition_penalty=_number(
+                params, "repetition_penalty", 1.0, lambda v: 0 < v <= 2, "above 0 and at most 2"
+            ),
+            logit_bias=self._logit_bias(params),
+            dry=self._dry(params.dry),
+            mirostat=_mirostat(params.mirostat) if params.HasField("mirostat") else None,
+        )
+
+    def _logit_bias(self, params: SamplingParams) -> LogitBias | None:
+        if not params.logit_bias:
+            return None
+        for token, bias in params.logit_bias.items():
+            field = f"sampling.logit_bias[{token}]"
+            if token >= self.model.vocabulary_size:
+                message = f"{token} is no id: the vocabulary has {self.model.vocabulary_size}."
+                raise invalid(field, message)
+            if not -100 <= bias <= 100:  # NaN is in no range
+                raise invalid(field, f"A logit bias must be between -100 and 100, not {bias:g}.")
+        return LogitBias(
+            array("q", params.logit_bias.keys()), array("f", params.logit_bias.values())
+        )
+
+    def _dry(self, params: DryParams) -> DrySettings | None:
+        prefix = "sampling.dry"
+        multiplier = params.multiplier
+        if not 0 <= multiplier < math.inf:
+            message = f"multiplier must be a finite number, at least 0, not {multiplier:g}."
+            raise invalid(f"{prefix}.multiplier", message)
+        base = _number(
+            params, "base", 1.75, lambda v: 1 <= v < math.inf, "finite, at least 1", prefix
+        )
+        if len(params.breaker_ids) > self.model.vocabulary_size:
+            message = f"At most {self.model.vocabulary_size} ids: the vocabulary has no more."
+            raise invalid(f"{prefix}.breaker_ids", message)
+        self._check_ids(params.breaker_ids, f"{prefix}.breaker_ids")
+        if multiplier == 0:
+            return None
+        allowed_length = params.allowed_length if params.HasField("allowed_length") else 2
+        return DrySettings(multiplier, base, allowed_length, frozenset(params.breaker_ids))
+
     def _width(self, field: str, request: GenerateRequest) -> int | None:
         if not request.HasField(field):  # type: ignore[arg-type]
             return None
@@ -126,15 +211,21 @@ class Admission:
                 message = f"Sequence {resumed.sequence} does not exist or is named twice."
                 raise invalid(f"{field}.sequence", message)
             seen.add(resumed.sequence)
-            if resumed.HasField("mirostat_mu"):
-                raise _unsupported(f"{field}.mirostat_mu")
             ids = resumed.generated.ids
+            _check_mu(resumed, request.sampling.HasField("mirostat"), f"{field}.mirostat_mu")
             self._check_ids(ids, f"{field}.generated.ids")
             prompt = request.prompts[resumed.sequence // n].ids
             if len(prompt) + len(ids) > self.model.context_length:
                 message = "Prompt and generated ids are longer than the context."
                 raise invalid(f"{field}.generated.ids", message)
-        return [Resume(r.sequence, tuple(r.generated.ids)) for r in request.resume]
+        return [
+            Resume(
+                resumed.sequence,
+                tuple(resumed.generated.ids),
+                resumed.mirostat_mu if resumed.HasField("mirostat_mu") else None,
+            )
+            for resumed in request.resume
+        ]
 
     def _constrained(self, request: GenerateRequest) -> bool:
         if not request.HasField("grammar"):
@@ -157,42 +248,77 @@ def default_sampling(model: ModelDescription) -> SamplingParams:
     return SamplingParams(**recommended)  # type: ignore[arg-type]
 
 
-def _sampling(params: SamplingParams) -> SamplingSettings:
-    neutral: tuple[tuple[str, float], ...] = (
-        ("frequency_penalty", 0),
-        ("presence_penalty", 0),
-        ("repetition_penalty", 1),
+def resolved_sampling(settings: SamplingSettings) -> SamplingParams:
+    """What requests are told: every default, and of what is off nothing."""
+    params = SamplingParams(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        seed=settings.seed,
+        frequency_penalty=settings.frequency_penalty,
+        presence_penalty=settings.presence_penalty,
+        repetition_penalty=settings.repetition_penalty,
     )
-    for field, off in neutral:
-        if params.HasField(field) and getattr(params, field) != off:  # type: ignore[arg-type]
-            raise _unsupported(f"sampling.{field}")
-    if params.dry.multiplier != 0:
-        raise _unsupported("sampling.dry")
-    if params.HasField("mirostat"):
-        raise _unsupported("sampling.mirostat")
-    if params.logit_bias:
-        raise _unsupported("sampling.logit_bias")
-    return SamplingSettings(
-        temperature=_number(params, "temperature", 1.0, lambda v: 0 <= v <= 2, "between 0 and 2"),
-        top_p=_number(params, "top_p", 1.0, lambda v: 0 <= v <= 1, "between 0 and 1"),
-        top_k=int(_number(params, "top_k", 0, lambda v: v <= 128, "at most 128")),
-        min_p=_number(params, "min_p", 0.0, lambda v: 0 <= v <= 1, "between 0 and 1"),
-        seed=params.seed if params.HasField("seed") else secrets.randbits(63),
-    )
+    bias, dry, mirostat = settings.logit_bias, settings.dry, settings.mirostat
+    if bias is not None:
+        params.logit_bias.update(zip(bias.ids, bias.values, strict=True))
+    if dry is not None:
+        params.dry.CopyFrom(
+            DryParams(
+                multiplier=dry.multiplier,
+                base=dry.base,
+                allowed_length=dry.allowed_length,
+                breaker_ids=sorted(dry.breaker_ids),
+            )
+        )
+    if mirostat is not None:
+        params.mirostat.CopyFrom(
+            MirostatParams(
+                target_perplexity=mirostat.target_perplexity,
+                learning_rate=mirostat.learning_rate,
+            )
+        )
+    return params
+
+
+def _penalty(params: SamplingParams, field: str) -> float:
+    return _number(params, field, 0.0, lambda v: -2 <= v <= 2, "between -2 and 2")
+
+
+def _mirostat(params: MirostatParams) -> MirostatSettings:
+    prefix = "sampling.mirostat"
+
+    def positive(field: str, default: float) -> float:
+        return _number(params, field, default, lambda v: 0 < v < math.inf, "finite, over 0", prefix)
+
+    return MirostatSettings(positive("target_perplexity", 1.5), positive("learning_rate", 0.1))
+
+
+def _check_mu(resumed: ResumedSequence, in_use: bool, field: str) -> None:
+    """Mirostat's state is what ids do not tell: without it the rest would be drawn otherwise."""
+    if resumed.HasField("mirostat_mu"):
+        if not in_use:
+            raise invalid(field, "mirostat_mu is only for requests that use mirostat.")
+        if not math.isfinite(resumed.mirostat_mu):
+            raise invalid(field, "mirostat_mu must be finite.")
+    elif in_use and resumed.generated.ids:
+        raise invalid(field, "With mirostat, what was generated needs its mirostat_mu.")
 
 
 def _number(
-    params: SamplingParams,
+    params: SamplingParams | DryParams | MirostatParams,
     field: str,
     default: float,
     accepted: Callable[[float], bool],
     rule: str,
+    prefix: str = "sampling",
 ) -> float:
     if not params.HasField(field):  # type: ignore[arg-type]
         return default
     value: float = getattr(params, field)
     if math.isnan(value) or not accepted(value):
-        raise invalid(f"sampling.{field}", f"{field} must be {rule}, not {value:g}.")
+        raise invalid(f"{prefix}.{field}", f"{field} must be {rule}, not {value:g}.")
     return value
 
 

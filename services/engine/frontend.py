@@ -16,7 +16,7 @@ from typing import Protocol
 import grpc
 
 from services.engine import metrics
-from services.engine.admission import Admission, CheckedRequest
+from services.engine.admission import Admission, CheckedRequest, resolved_sampling
 from services.engine.constraint import GrammarClient, MaskState, MaskStream
 from services.engine.engine_process import EngineProcess
 from services.engine.messages import (
@@ -43,7 +43,7 @@ from services.engine.settings import EngineSettings
 from tokenwire.channel import connect
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import FinishReason, SamplingParams, StopMatch, Usage
+from tokenwire.types.v1.types_pb2 import FinishReason, StopMatch, Usage
 
 __all__ = ["Caller", "Frontend", "Sink"]
 
@@ -419,15 +419,8 @@ _FINISH: dict[FinishCause, FinishReason.ValueType] = {
 
 
 def _accepted(admitted: Admitted, live: _Live) -> engine_pb2.Accepted:
-    sampling = live.request.sampling
     return engine_pb2.Accepted(
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        sampling=resolved_sampling(live.request.sampling),
         max_tokens=admitted.max_tokens,
         cached_tokens=admitted.cached_tokens,
         queue_position=admitted.queue_position,

@@ -4,6 +4,8 @@ Plain data without torch or protobuf, pickled over one socket: commands in, one 
 step out. Nothing else is shared.
 """
 
+import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,14 +17,17 @@ __all__ = [
     "CacheFlushed",
     "CancelRequest",
     "Command",
+    "DrySettings",
     "FinishCause",
     "Finished",
     "FlushCache",
     "GrantCredit",
     "LoadSnapshot",
+    "LogitBias",
     "LoopFailed",
     "LoopReady",
     "Mask",
+    "MirostatSettings",
     "ModelDescription",
     "Output",
     "Refused",
@@ -40,6 +45,39 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class LogitBias:
+    """What is added to the logits of some ids, each named once."""
+
+    ids: "array[int]"
+    """int64"""
+    values: "array[float]"
+    """float32"""
+
+
+@dataclass(frozen=True, slots=True)
+class DrySettings:
+    """DryParams with every default applied, where they ask for something."""
+
+    multiplier: float
+    base: float
+    allowed_length: int
+    breaker_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class MirostatSettings:
+    """MirostatParams with every default applied."""
+
+    target_perplexity: float
+    learning_rate: float
+
+    @property
+    def target_surprise(self) -> float:
+        """In bits."""
+        return math.log2(self.target_perplexity)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingSettings:
     """SamplingParams with every default applied."""
 
@@ -48,6 +86,22 @@ class SamplingSettings:
     top_k: int
     min_p: float
     seed: int
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: LogitBias | None = None
+    dry: DrySettings | None = None
+    mirostat: MirostatSettings | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the tokens so far change the logits of the next."""
+        return (
+            self.frequency_penalty != 0
+            or self.presence_penalty != 0
+            or self.repetition_penalty != 1
+            or self.dry is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +120,8 @@ class Resume:
 
     sequence: int
     generated: Sequence[int]
+    mirostat_mu: float | None = None
+    """Mirostat's state after them"""
 
 
 # Commands: from the gRPC side to the loop.
@@ -212,6 +268,8 @@ class Token(NamedTuple):
     position: int
     id: int
     score: Score | None
+    mirostat_mu: float | None = None
+    """Mirostat's state after it, where that is in use"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class Outbox(Generic[E]):
         delta.tokens.ids.append(token.id)
         if token.score is not None:
             add_scores(delta.tokens, [token.score])
+        if token.mirostat_mu is not None:
+            delta.mirostat_mu = token.mirostat_mu
 
     async def take(self, timeout: float) -> list[E]:
         """All events, once there are any; none after `timeout` seconds of silence."""

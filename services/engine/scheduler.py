@@ -19,6 +19,9 @@ __all__ = ["Chunk", "Scheduler", "SchedulerLimits", "StepPlan"]
 
 _TILE_ROWS = 32
 """Rows that matrix products compute at once: a step that fills them wastes nothing"""
+_CROWD = 4
+"""Streams that each prompt but the first outweighs: a crowd takes less time in large chunks, and
+its streams then run together"""
 _CHEAP_ROWS = 16
 """Rows up to which a step takes within 5 % of what it takes for one: half a tile"""
 
@@ -232,7 +235,7 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         """Guesses for what follows the newest token, with blocks for them; none without."""
-        if sequence.request.command.constrained:
+        if not sequence.is_guessable:
             return []
         room = sequence.max_tokens - sequence.position - 1
         if sequence.credit is not None:
@@ -274,8 +277,8 @@ class Scheduler:
         if streams == 0:
             return self.limits.max_step_tokens
         prompts += min(len(self.waiting), self.limits.max_running - len(self.running))
-        # where more wait for their first token than for their next, these wait in proportion
-        factor = self.limits.mixed_step_factor * max(1.0, prompts / streams)
+        # where many wait for their first token, those that wait for their next do so in proportion
+        factor = self.limits.mixed_step_factor * max(1.0, _CROWD * (prompts - 1) / streams)
         budget = self._cost.prompt_tokens(decode_tokens, factor)
         if budget is None:
             return 0

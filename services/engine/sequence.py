@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 
 from services.engine.block_pool import hash_block
-from services.engine.messages import AddRequest, Mask
+from services.engine.messages import AddRequest, Mask, Resume
+from services.engine.sampling import Mirostat, Penalties
 from services.engine.speculation import DraftWidth, Precedents
 
 __all__ = ["Request", "Sequence", "SequenceState"]
@@ -33,7 +34,7 @@ class Sequence:
         request: "Request",
         index: int,
         prompt: Items[int],
-        generated: Items[int],
+        resume: Resume | None,
         max_tokens: int,
         block_size: int,
     ) -> None:
@@ -67,13 +68,21 @@ class Sequence:
         """The block that another sequence is about to compute for it"""
         self.draft_width = DraftWidth()
         self.precedents = Precedents()
-        command = request.command
+        command, sampling = request.command, request.command.sampling
+        self.penalties = Penalties(sampling, len(prompt)) if sampling.penalises else None
+        self.mirostat: Mirostat | None = None
+        if sampling.mirostat is not None:
+            mu = resume.mirostat_mu if resume is not None else None
+            self.mirostat = Mirostat(sampling.mirostat, mu)
         self.is_plainly_greedy = (
-            command.sampling.temperature == 0
+            sampling.temperature == 0
+            and sampling.logit_bias is None
+            and not sampling.penalises
             and command.stopping.min_tokens == 0
             and not command.constrained
         )
         """Whether it takes the most likely token, whichever that is"""
+        generated = resume.generated if resume is not None else ()
         self._block_size = block_size
         self._tokens = np.empty(len(prompt) + len(generated) + 64, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
@@ -95,6 +104,15 @@ class Sequence:
     def position(self) -> int:
         """Tokens generated, counted from the end of the original prompt."""
         return self.length - self.prompt_length
+
+    @property
+    def is_guessable(self) -> bool:
+        """Whether a token can be drawn without the one before: none but the row's own logits count.
+
+        What penalties and mirostat do depends on the token drawn before, and so does a mask.
+        """
+        constrained = self.request.command.constrained
+        return self.penalties is None and self.mirostat is None and not constrained
 
     @property
     def order(self) -> tuple[int, float, int, int]:

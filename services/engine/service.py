@@ -40,6 +40,10 @@ _STALL_SECONDS = 30.0
 """How long a client may leave events untaken"""
 _CAPABILITIES = (
     Capability.CAPABILITY_SAMPLING,
+    Capability.CAPABILITY_PENALTIES,
+    Capability.CAPABILITY_LOGIT_BIAS,
+    Capability.CAPABILITY_DRY,
+    Capability.CAPABILITY_MIROSTAT,
     Capability.CAPABILITY_STOPPING,
     Capability.CAPABILITY_LOGPROBS,
     Capability.CAPABILITY_PROMPT_LOGPROBS,

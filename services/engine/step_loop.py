@@ -31,7 +31,7 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.model_runner import ModelRunner
-from services.engine.sampler import Row, argmax, sample, score
+from services.engine.sampling import Row, argmax, sample, score
 from services.engine.scheduler import Scheduler, StepPlan
 from services.engine.sequence import Request, Sequence, SequenceState
 
@@ -174,7 +174,7 @@ class StepLoop:
             self._outputs.append(refused)
             return
         request = Request(command)
-        generated = {resume.sequence: resume.generated for resume in command.resume}
+        resumed = {resume.sequence: resume for resume in command.resume}
         position = len(self._scheduler.waiting)
         cached = [0] * len(command.prompts)
         for index in range(len(command.prompts) * command.n):
@@ -183,7 +183,7 @@ class StepLoop:
                 request,
                 index,
                 command.prompts[prompt],
-                generated.get(index, ()),
+                resumed.get(index),
                 max_tokens[prompt],
                 self._scheduler.limits.block_size,
             )
@@ -193,8 +193,8 @@ class StepLoop:
         self._requests[command.handle] = request
         self._outputs.append(Admitted(command.handle, max_tokens, cached, position))
         for sequence in request.sequences:
-            if sequence.position and sequence.position >= sequence.max_tokens:
-                self._finish(sequence, FinishCause.LENGTH)
+            if sequence.position:
+                self._end_if_done(sequence, sequence.newest)
 
     def _refusal(self, command: AddRequest, max_tokens: Items[int]) -> Refused | None:
         waiting, count = len(self._scheduler.waiting), len(command.prompts) * command.n
@@ -345,8 +345,10 @@ class StepLoop:
                 sequence.credit -= 1
                 if sequence.credit == 0:
                     sequence.starved_since = now
+            mu = sequence.mirostat.mu if sequence.mirostat is not None else None
+            handle = request.command.handle
             self._outputs.append(
-                Token(request.command.handle, sequence.index, draw.position, token, scores.get(i))
+                Token(handle, sequence.index, draw.position, token, scores.get(i), mu)
             )
             self._end_if_done(sequence, token)
 
@@ -366,12 +368,16 @@ class StepLoop:
         if draw.position < stopping.min_tokens:
             eos = () if stopping.ignore_eos else self._limits.eos_token_ids
             banned = (*eos, *stopping.stop_token_ids)
+        if sequence.penalties is not None:
+            sequence.penalties.follow(sequence.tokens)
         return Row(
             sequence.request.command.sampling,
             sequence.index,
             draw.position,
             banned,
             sequence.mask.bits if sequence.mask else None,
+            sequence.penalties,
+            sequence.mirostat,
         )
 
     def _end_if_done(self, sequence: Sequence, token: int) -> None:

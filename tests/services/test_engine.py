@@ -1,6 +1,7 @@
 """The engine as its gRPC clients see it: a real process, a real channel, a tiny model."""
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -155,6 +156,46 @@ async def test_eos_ends_and_names_itself(channel: grpc.aio.Channel) -> None:
     raise AssertionError("no seed drew the end of sequence")
 
 
+async def test_every_default_of_sampling_is_told(channel: grpc.aio.Channel) -> None:
+    """Asked again with what was told, the same comes back."""
+    asked = SamplingParams(
+        frequency_penalty=0.5,
+        logit_bias={3: 5.0, VOCABULARY - 1: -100.0},
+        dry=DryParams(multiplier=0.8, breaker_ids=[4, 2, 4]),
+        mirostat=MirostatParams(target_perplexity=6),
+    )
+    request = GenerateRequest(
+        prompts=[TokenIds(ids=[1, 2])],
+        sampling=asked,
+        stopping=StoppingParams(ignore_eos=True, max_tokens=20),
+    )
+    responses = await generate(channel, request)
+    told = responses[0].accepted.sampling
+    assert (told.temperature, told.repetition_penalty) == (1, 1)
+    assert (told.dry.base, told.dry.allowed_length) == (1.75, 2)
+    assert list(told.dry.breaker_ids) == [2, 4]
+    assert dict(told.logit_bias) == dict(asked.logit_bias)
+    assert told.mirostat.learning_rate == pytest.approx(0.1)
+    request.sampling.CopyFrom(told)
+    assert ids_of(await generate(channel, request)) == ids_of(responses)
+
+
+async def test_mirostat_goes_on_from_what_deltas_tell(channel: grpc.aio.Channel) -> None:
+    request = GenerateRequest(
+        prompts=[TokenIds(ids=[1, 2])],
+        sampling=SamplingParams(mirostat=MirostatParams(target_perplexity=6), seed=3),
+        stopping=StoppingParams(ignore_eos=True, max_tokens=5),
+    )
+    responses = await generate(channel, request)
+    deltas = [r.delta for r in responses if r.HasField("delta")]
+    assert all(delta.HasField("mirostat_mu") for delta in deltas)
+    request.stopping.max_tokens = 20
+    whole = ids_of(await generate(channel, request))
+    mu = deltas[-1].mirostat_mu
+    request.resume.add(generated=TokenIds(ids=ids_of(responses)), mirostat_mu=mu)
+    assert ids_of(responses) + ids_of(await generate(channel, request)) == whole
+
+
 CAPABLE = {
     Capability.CAPABILITY_SAMPLING: make_request([1, 2], temperature=0.7),
     Capability.CAPABILITY_PENALTIES: GenerateRequest(
@@ -229,6 +270,64 @@ BAD_REQUESTS = [
     ("stopping.stop_token_ids[1]", GenerateRequest(
         prompts=[TokenIds(ids=[1])], stopping=StoppingParams(stop_token_ids=[1, VOCABULARY]))),
     ("resume[0].sequence", make_request([1], resume=[ResumedSequence(sequence=1)])),
+    ("resume[0].mirostat_mu", make_request([1], resume=[ResumedSequence(mirostat_mu=1.0)])),
+    *(
+        (f"sampling.{field}", GenerateRequest(prompts=[TokenIds(ids=[1])], sampling=sampling))
+        for field, sampling in (
+            *(
+                (name, SamplingParams(**{name: value}))
+                for name in ("frequency_penalty", "presence_penalty")
+                for value in (-2.1, 2.1, math.nan, math.inf)
+            ),
+            *(
+                ("repetition_penalty", SamplingParams(repetition_penalty=value))
+                for value in (0.0, -1.0, 1e-300, 2.1, math.nan, 1e300)
+            ),
+            (f"logit_bias[{VOCABULARY}]", SamplingParams(logit_bias={VOCABULARY: 1.0})),
+            *(
+                ("logit_bias[3]", SamplingParams(logit_bias={3: value}))
+                for value in (-100.5, 101.0, math.nan, math.inf)
+            ),
+            *(
+                ("dry.multiplier", SamplingParams(dry=DryParams(multiplier=value)))
+                for value in (-1.0, math.nan, 1e300)
+            ),
+            *(
+                ("dry.base", SamplingParams(dry=DryParams(multiplier=1, base=value)))
+                for value in (0.9, math.nan, 1e300)
+            ),
+            (
+                "dry.breaker_ids[1]",
+                SamplingParams(dry=DryParams(multiplier=1, breaker_ids=[1, VOCABULARY])),
+            ),
+            (
+                "dry.breaker_ids",
+                SamplingParams(dry=DryParams(multiplier=1, breaker_ids=[1] * (VOCABULARY + 1))),
+            ),
+            *(
+                (f"mirostat.{name}", SamplingParams(mirostat=MirostatParams(**{name: value})))
+                for name in ("target_perplexity", "learning_rate")
+                for value in (0.0, -1.0, 1e-300, 1e300, math.nan)
+            ),
+            *(
+                (name, SamplingParams(**{name: value}, mirostat=MirostatParams()))
+                for name, value in (
+                    ("temperature", 0), ("top_p", 0.9), ("top_k", 5), ("min_p", 0.1)
+                )
+            ),
+        )
+    ),
+    *(
+        ("resume[0].mirostat_mu", GenerateRequest(
+            prompts=[TokenIds(ids=[1])],
+            sampling=SamplingParams(mirostat=MirostatParams()),
+            resume=[resumed],
+        ))
+        for resumed in (
+            ResumedSequence(generated=TokenIds(ids=[3])),
+            ResumedSequence(generated=TokenIds(ids=[3]), mirostat_mu=math.nan),
+        )
+    ),
 ]  # fmt: skip
 
 
@@ -240,6 +339,49 @@ async def test_bad_requests_name_the_field_to_blame(
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert error.field == field
     assert (await generate(channel, make_request([1, 2])))[-1].HasField("completed")
+
+
+async def test_hostile_sampling_ends_and_neighbours_never_notice(
+    channel: grpc.aio.Channel,
+) -> None:
+    """Every value here is in its range."""
+    single, tiny = 3.4e38, 1e-45
+    hostile = [
+        SamplingParams(logit_bias=dict.fromkeys(range(VOCABULARY), -100.0)),
+        SamplingParams(logit_bias={VOCABULARY - 1: 100.0}, repetition_penalty=tiny),
+        SamplingParams(repetition_penalty=tiny, temperature=tiny, frequency_penalty=-2),
+        SamplingParams(dry=DryParams(multiplier=single, base=single, allowed_length=0)),
+        SamplingParams(dry=DryParams(multiplier=1, base=1e30), repetition_penalty=2),
+        SamplingParams(dry=DryParams(multiplier=1, breaker_ids=range(VOCABULARY))),
+        SamplingParams(dry=DryParams(multiplier=1, allowed_length=2**32 - 1)),
+        *(
+            SamplingParams(mirostat=MirostatParams(target_perplexity=target, learning_rate=rate))
+            for target in (tiny, single)
+            for rate in (tiny, single)
+        ),
+    ]
+    neighbour = GenerateRequest(
+        prompts=[TokenIds(ids=[5, 6, 7])],
+        sampling=SamplingParams(seed=5),
+        stopping=StoppingParams(max_tokens=60, ignore_eos=True),
+    )
+    alone = ids_of(await generate(channel, neighbour))
+    requests = [
+        GenerateRequest(
+            prompts=[TokenIds(ids=[1, 2] * 16)],
+            sampling=sampling,
+            stopping=StoppingParams(
+                max_tokens=50, ignore_eos=True, min_tokens=50, stop_token_ids=range(VOCABULARY - 1)
+            ),
+        )
+        for sampling in hostile
+    ]
+    beside, *answers = await asyncio.gather(
+        *(generate(channel, request) for request in (neighbour, *requests))
+    )
+    assert ids_of(beside) == alone
+    for answer in answers:
+        assert ids_of(answer) == [VOCABULARY - 1] * 50
 
 
 async def test_another_model_is_not_found(channel: grpc.aio.Channel) -> None:

@@ -1,14 +1,17 @@
 """A wrong sampler still produces text; only its statistics give it away."""
 
 import math
+from array import array
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.messages import SamplingSettings
-from services.engine.sampler import Row, sample, score, uniform
+from services.engine.messages import DrySettings, LogitBias, MirostatSettings, SamplingSettings
+from services.engine.sampling import Mirostat, Penalties, Row, sample, score, uniform
+from tests.unit.engine.reference import SoFar, adjusted, probabilities
 
 
 def make_row(
@@ -27,48 +30,69 @@ def make_row(
     return Row(sampling, choice, position, banned, mask)
 
 
-def reference(logits: list[float], row: Row) -> list[float]:
-    """Probabilities by the definition: temperature, top-k, top-p, min-p, one after another."""
-    s = row.settings
-    tempered = [x / s.temperature for x in logits]
-    top = max(tempered)
-    weights = [math.exp(x - top) for x in tempered]
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    if s.top_k:
-        order = order[: s.top_k]
-    total = sum(weights[i] for i in order)
-    kept, mass = [], 0.0
-    for i in order:
-        if mass < s.top_p or not kept:
-            kept.append(i)
-        mass += weights[i] / total
-    kept = [i for i in kept if weights[i] >= s.min_p * weights[order[0]]]
-    total = sum(weights[i] for i in kept)
-    return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
+def chi_square_limit(freedom: int) -> float:
+    """What a right sampler exceeds once in 10,000 times (Wilson and Hilferty, 1931)."""
+    spread = 2 / (9 * freedom)
+    return freedom * (1 - spread + 3.719 * math.sqrt(spread)) ** 3
+
+
+OFF = (1.0, 1.0, 0, 0.0, 0)
+"""temperature, top_p, top_k, min_p and seed that restrict nothing"""
 
 
 @pytest.mark.parametrize(
-    "row",
+    "sampling",
     [
-        make_row(),
-        make_row(temperature=0.5),
-        make_row(temperature=2.0),
-        make_row(top_k=3),
-        make_row(top_p=0.7),
-        make_row(min_p=0.2),
-        make_row(temperature=0.8, top_k=6, top_p=0.9, min_p=0.05),
+        SamplingSettings(*OFF),
+        SamplingSettings(0.5, 1.0, 0, 0.0, 0),
+        SamplingSettings(2.0, 1.0, 0, 0.0, 0),
+        SamplingSettings(1.0, 1.0, 3, 0.0, 0),
+        SamplingSettings(1.0, 0.7, 0, 0.0, 0),
+        SamplingSettings(1.0, 1.0, 0, 0.2, 0),
+        SamplingSettings(0.8, 0.9, 6, 0.05, 0),
+        SamplingSettings(*OFF, frequency_penalty=0.4),
+        SamplingSettings(*OFF, presence_penalty=-1.0),
+        SamplingSettings(*OFF, repetition_penalty=1.3),
+        SamplingSettings(*OFF, logit_bias=LogitBias(array("q", [2, 9]), array("f", [1.5, -4.0]))),
+        SamplingSettings(*OFF, dry=DrySettings(0.8, 1.75, 1, frozenset({7}))),
+        SamplingSettings(*OFF, mirostat=MirostatSettings(2.5, 0.1)),
+        SamplingSettings(
+            0.9, 0.95, 8, 0.02, 0, 0.3, 0.2, 1.2,
+            LogitBias(array("q", [5]), array("f", [2.0])),
+            DrySettings(0.5, 1.5, 1, frozenset()),
+        ),
     ],
     ids=str,
-)
-def test_drawn_frequencies_follow_the_definition(row: Row) -> None:
+)  # fmt: skip
+def test_drawn_frequencies_follow_the_definition(sampling: SamplingSettings) -> None:
     logits = [1.0, 0.2, -0.5, 2.0, 0.0, 1.5, -3.0, 0.9, 0.4, -1.0]
-    draws = 20_000
-    rows = [Row(row.settings, 0, position) for position in range(draws)]
+    so_far = SoFar(prompt=[3, 5, 0, 8], generated=[3, 5, 1, 5, 3])
+    draws, mu = 20_000, None
+    penalties = None
+    if sampling.penalises:
+        penalties = Penalties(sampling, len(so_far.prompt))
+        penalties.follow(np.array([*so_far.prompt, *so_far.generated], dtype=np.int32))
+    if sampling.mirostat is not None:
+        mu = Mirostat(sampling.mirostat).mu
+    rows = [
+        Row(
+            sampling,
+            0,
+            position,
+            penalties=penalties,
+            mirostat=Mirostat(sampling.mirostat) if sampling.mirostat is not None else None,
+        )
+        for position in range(draws)
+    ]
     ids = sample(torch.tensor([logits]).expand(draws, -1).clone(), rows)
-    for token, probability in enumerate(reference(logits, row)):
-        seen = ids.count(token) / draws
-        deviation = math.sqrt(probability * (1 - probability) / draws)
-        assert abs(seen - probability) <= 5 * deviation + 1e-9, token
+    expected = probabilities(adjusted(logits, sampling, so_far), sampling, mu)
+    likely = [token for token, p in enumerate(expected) if p > 0]
+    assert set(ids) <= set(likely)
+    distance = sum(
+        (ids.count(token) - draws * expected[token]) ** 2 / (draws * expected[token])
+        for token in likely
+    )
+    assert distance < chi_square_limit(max(len(likely) - 1, 1))
 
 
 @given(
@@ -94,7 +118,7 @@ def test_only_tokens_that_the_definition_leaves_are_drawn(
     if coarse:
         logits = (logits * 2).round() / 2  # many equal logits
     row = make_row(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
-    expected = reference(logits.double().tolist(), row)
+    expected = probabilities(logits.double().tolist(), row.settings)
     [token] = sample(logits.unsqueeze(0), [row])
     assert expected[token] > 0 or expected[token] == pytest.approx(0, abs=1e-12)
     if sum(p > 1e-9 for p in expected) == 1:

@@ -1,5 +1,8 @@
 """Continuous batching must not be visible in what a sequence generates."""
 
+from array import array
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -8,15 +11,19 @@ from hypothesis import strategies as st
 from services.engine.messages import (
     Admitted,
     CancelRequest,
+    DrySettings,
     FinishCause,
     Finished,
     FlushCache,
     GrantCredit,
+    LogitBias,
     Mask,
+    MirostatSettings,
     Output,
     Refused,
     RequestDone,
     Resume,
+    SamplingSettings,
     ScoredPrompt,
     SetMasks,
     Token,
@@ -25,6 +32,7 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from tests.unit.engine.tiny import (
     CONTEXT,
+    EOS,
     VOCABULARY,
     load_tiny,
     make_checkpoint,
@@ -232,6 +240,106 @@ def test_a_resumed_sequence_draws_what_it_would_have_drawn(
         assert tokens_of(outputs)[2, i] == first[1, i][cut:]
         finished = next(o for o in outputs if isinstance(o, Finished) and o.sequence == i)
         assert finished.completion_tokens == 10
+
+
+FREE = SamplingSettings(1.0, 1.0, 0, 0.0, 1)
+GREEDY = replace(FREE, temperature=0.0)
+BIAS = LogitBias(array("q", [4, 7, EOS]), array("f", [3.0, 2.0, -100.0]))
+DRY = DrySettings(1.5, 1.75, 1, frozenset({9}))
+FEATURES = {
+    "logit_bias": replace(FREE, logit_bias=BIAS),
+    "frequency and presence": replace(FREE, frequency_penalty=1.0, presence_penalty=0.5),
+    "repetition": replace(FREE, repetition_penalty=1.4),
+    "dry": replace(FREE, dry=DRY),
+    "mirostat": replace(FREE, mirostat=MirostatSettings(4.0, 0.3)),
+    "greedy": replace(GREEDY, repetition_penalty=1.4, dry=DRY, frequency_penalty=0.7),
+    "greedy with a bias": replace(GREEDY, logit_bias=BIAS),
+    "all": replace(
+        FREE,
+        logit_bias=BIAS,
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+        repetition_penalty=1.2,
+        dry=DRY,
+        mirostat=MirostatSettings(8.0, 0.2),
+    ),
+}
+REPEATING = [7, 8, 9, 5, 7, 8, 9, 5, 7, 8]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("speculate", [False, True])
+def test_sampling_is_the_same_alone_crowded_preempted_and_speculated(
+    decoder: Decoder, feature: str, speculate: bool
+) -> None:
+    sampling = FEATURES[feature]
+    request = make_request(1, [REPEATING], n=2, max_tokens=30, sampling=sampling)
+    alone = tokens_of(run(make_loop(decoder), [request]))
+    others = [
+        make_request(handle, [[handle, 5, 6, 7] * 3], max_tokens=30, sampling=other)
+        for handle, other in enumerate((FREE, GREEDY, *FEATURES.values()), start=2)
+    ]
+    loop = make_loop(decoder, blocks=24, step_tokens=32, speculate=speculate)
+    crowded = tokens_of(run(loop, [*others, replace(request, priority=-1)]))
+    assert loop.take_output().load.preemptions > 0
+    for i in range(2):
+        assert crowded[1, i] == alone[1, i]
+    plain = replace(request, sampling=GREEDY if sampling.temperature == 0 else FREE)
+    assert tokens_of(run(make_loop(decoder), [plain])) != alone
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("cut", [1, 5, 19])
+def test_sampling_goes_on_elsewhere_from_what_was_told(
+    decoder: Decoder, feature: str, cut: int
+) -> None:
+    """Ids, and mirostat's mu."""
+    request = make_request(1, [REPEATING], n=2, max_tokens=20, sampling=FEATURES[feature])
+    outputs = run(make_loop(decoder), [request])
+    whole = {i: [o for o in outputs if isinstance(o, Token) and o.sequence == i] for i in range(2)}
+    assert all((t.mirostat_mu is None) == (request.sampling.mirostat is None) for t in whole[0])
+    resume = [
+        Resume(i, [t.id for t in tokens[:cut]], tokens[cut - 1].mirostat_mu)
+        for i, tokens in whole.items()
+    ]
+    outputs = run(make_loop(decoder), [replace(request, resume=resume)])
+    rest = [o for o in outputs if isinstance(o, Token)]
+    for i, tokens in whole.items():
+        mine = [t for t in rest if t.sequence == i]
+        assert [t.id for t in mine] == [t.id for t in tokens[cut:]]
+        assert [t.mirostat_mu for t in mine] == pytest.approx(
+            [t.mirostat_mu for t in tokens[cut:]], abs=1e-3
+        )
+
+
+def test_logprobs_are_those_of_the_model_whatever_is_asked_of_sampling(decoder: Decoder) -> None:
+    request = make_request(1, [REPEATING], max_tokens=20, sampling=FEATURES["all"], logprobs=0)
+    tokens = [o for o in run(make_loop(decoder), [request]) if isinstance(o, Token)]
+    whole = [*REPEATING, *(t.id for t in tokens)]
+    scored = run(make_loop(decoder), [make_request(2, [whole], max_tokens=0, prompt_logprobs=0)])
+    expected = scores_of(scored, 2)[len(REPEATING) - 1 :]
+    assert [t.score.logprob for t in tokens if t.score] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_ended_a_sequence_ends_it_when_it_is_resumed(decoder: Decoder) -> None:
+    """The end itself may have been lost with the replica that drew it."""
+    stopped = make_request(
+        1, [[1, 2]], stop=frozenset({5}), resume=[Resume(0, [3, 5])], ignore_eos=False
+    )
+    ended = replace(stopped, handle=2, resume=[Resume(0, [3, EOS])])
+    outputs = run(make_loop(decoder), [stopped, ended])
+    causes = [o.cause for o in outputs if isinstance(o, Finished)]
+    assert causes == [FinishCause.STOP_TOKEN, FinishCause.EOS]
+    assert not tokens_of(outputs)
+
+
+def test_min_tokens_that_bans_everything_bans_nothing(decoder: Decoder) -> None:
+    every = frozenset(range(VOCABULARY))
+    for temperature in (0.0, 1.0):
+        request = make_request(
+            1, [[1, 2]], max_tokens=9, min_tokens=5, stop=every, temperature=temperature
+        )
+        assert len(tokens_of(run(make_loop(decoder), [request]))[1, 0]) == 1
 
 
 @given(prompt=st.lists(st.integers(1, 40), min_size=2, max_size=60), step=st.integers(3, 64))

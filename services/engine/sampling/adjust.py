@@ -1,0 +1,130 @@
+"""What changes logits before anything is drawn: bias, penalties, masks and bans."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.engine.sampling.row import Row
+
+__all__ = ["adjust"]
+
+_MOST = 1e30
+"""What a penalty may make of a logit: finite, so that no two of them make a NaN"""
+_OF_BYTES = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
+    np.float32(0),
+    np.float32(-np.inf),
+)
+"""float32 [256, 8]: what each byte of a mask adds to the logits of its eight ids"""
+
+
+def adjust(logits: Tensor, rows: Sequence[Row]) -> None:
+    """Apply, in place: logit_bias, penalties, DRY, the grammar's mask, bans.
+
+    logits: float32 [rows, vocabulary], contiguous.
+    """
+    _add_bias(logits, rows)
+    if any(row.penalties is not None for row in rows):
+        _penalise_seen(logits, rows)
+        _penalise_generated(logits, rows)
+        _penalise_repetitions(logits, rows)
+    _mask(logits, rows)
+    _ban(logits, rows)
+
+
+def _add_bias(logits: Tensor, rows: Sequence[Row]) -> None:
+    entries = [
+        (i, np.frombuffer(bias.ids, np.int64), np.frombuffer(bias.values, np.float32))
+        for i, row in enumerate(rows)
+        if (bias := row.settings.logit_bias) is not None
+    ]
+    _add(logits, entries, 1)
+
+
+def _penalise_seen(logits: Tensor, rows: Sequence[Row]) -> None:
+    """Divide positive and multiply negative logits."""
+    entries = [
+        (i, penalties.seen, penalties.repetition)
+        for i, row in enumerate(rows)
+        if (penalties := row.penalties) is not None and penalties.repetition != 1
+    ]
+    if entries:
+        places = _places(logits, [(i, ids) for i, ids, _ in entries])
+        lengths = [len(ids) for _, ids, _ in entries]
+        factors = np.repeat(np.array([factor for _, _, factor in entries], np.float32), lengths)
+        factor = torch.from_numpy(factors).to(logits.device)
+        before = logits.view(-1)[places]
+        after = torch.where(before > 0, before / factor, before * factor).clamp_(-_MOST, _MOST)
+        logits.view(-1)[places] = after  # an id that is named twice gets the same twice
+
+
+def _penalise_generated(logits: Tensor, rows: Sequence[Row]) -> None:
+    entries = [
+        (i, *penalties.generated)
+        for i, row in enumerate(rows)
+        if (penalties := row.penalties) is not None and penalties.counts_tokens
+    ]
+    _add(logits, entries, -1)
+
+
+def _penalise_repetitions(logits: Tensor, rows: Sequence[Row]) -> None:
+    entries = [
+        (i, *penalties.repetitions.penalties(penalties.tokens))
+        for i, row in enumerate(rows)
+        if (penalties := row.penalties) is not None and penalties.repetitions is not None
+    ]
+    _add(logits, entries, -1)
+
+
+def _mask(logits: Tensor, rows: Sequence[Row]) -> None:
+    if all(row.mask is None for row in rows):
+        return
+    width = -(-logits.shape[1] // 8)
+    bits = np.full((len(rows), width), 255, dtype=np.uint8)
+    for i, row in enumerate(rows):
+        if row.mask is not None:
+            bits[i] = 0
+            bits[i, : len(row.mask)] = np.frombuffer(row.mask, dtype=np.uint8, count=width)
+    amounts = np.take(_OF_BYTES, bits, axis=0).reshape(len(rows), -1)[:, : logits.shape[1]]
+    logits += torch.from_numpy(amounts).to(logits.device)
+
+
+def _ban(logits: Tensor, rows: Sequence[Row]) -> None:
+    """Keep ids from being drawn, unless nothing else is left: a mask has the last word."""
+    entries = [
+        (i, np.array(row.banned, dtype=np.int64)) for i, row in enumerate(rows) if row.banned
+    ]
+    if entries:
+        places = _places(logits, entries)
+        flat = logits.view(-1)
+        before = flat[places]
+        flat[places] = -torch.inf
+        index = torch.tensor([i for i, _ in entries], device=logits.device)
+        emptied = logits.amax(dim=-1)[index] == -torch.inf
+        if emptied.any():
+            lengths = torch.tensor([len(ids) for _, ids in entries], device=logits.device)
+            again = emptied.repeat_interleave(lengths)
+            flat[places[again]] = before[again]
+
+
+def _places(logits: Tensor, entries: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Tensor:
+    """int64, where (row, ids) lie in the flattened logits."""
+    width = logits.shape[1]
+    places = np.concatenate([i * width + ids for i, ids in entries])
+    return torch.from_numpy(places).to(logits.device)
+
+
+def _add(
+    logits: Tensor,
+    entries: Sequence[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]],
+    sign: int,
+) -> None:
+    """Add amounts, or subtract them, to (row, ids); a row names an id once."""
+    if entries:
+        places = _places(logits, [(i, ids) for i, ids, _ in entries])
+        amounts = np.concatenate([amounts for _, _, amounts in entries])
+        source = torch.from_numpy(amounts).to(logits.device)
+        logits.view(-1).index_add_(0, places, source, alpha=sign)
