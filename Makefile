@@ -3,6 +3,8 @@
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
+CATALOG ?=
+KEYS ?=
 DTYPE ?= auto
 TOKENIZER_PORT ?= 50051
 ENGINE_PORT ?= 50052
@@ -27,11 +29,12 @@ SOURCES := pyproject.toml setup.py $(shell find protos services/engine/kernels/s
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-serve: .venv/.all ## Start the four services: HOST, PORT, MODEL, DTYPE, ENGINE_ARGS, …
+serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTYPE, ENGINE_ARGS, …
 	@exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
 	  --tokenizer-port "$(TOKENIZER_PORT)" --engine-port "$(ENGINE_PORT)" \
 	  --grammar-port "$(GRAMMAR_PORT)" --engine-args="$(ENGINE_ARGS)" \
-	  $(if $(MODEL),--model "$(MODEL)") $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(OPEN),--open)
+	  $(if $(MODEL),--model "$(MODEL)") $(if $(CATALOG),--catalog "$(CATALOG)") $(if $(KEYS),--keys "$(KEYS)") \
+	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(OPEN),--open)
 
 test: .venv/.dev ## Run the tests (all but the containers')
 	$(BIN)/pytest -q tests $(PYTEST_ARGS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack import Stack, free_ports
-from tokenwire.supervisor import embedded_checkpoint
+from tokenwire.layout import embedded_checkpoint
 
 _START_SECONDS = 240
 

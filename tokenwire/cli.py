@@ -1,9 +1,10 @@
-"""The command `tokenwire`: serve, complete, tokenize, models, health."""
+"""The command `tokenwire`: serve, complete, tokenize, models, keys, health."""
 
 import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,12 @@ _NOT_REACHED = ("UNREACHABLE", "SESSION_LOST")
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    from tokenwire.supervisor import Layout, ServeError, supervise
+    from tokenwire.layout import Layout, ServeError
+    from tokenwire.supervisor import supervise
 
+    if options.catalog is not None and options.model is not None:
+        _complain("--catalog names the models; leave out --model.")
+        return 2
     layout = Layout(
         host=options.host,
         port=options.port,
@@ -56,6 +61,8 @@ async def _serve(options: argparse.Namespace) -> int:
         engine_port=options.engine_port,
         grammar_port=options.grammar_port,
         model=options.model,
+        catalog=options.catalog,
+        keys=options.keys,
         dtype=options.dtype,
         engine_args=options.engine_args,
         open=options.open,
@@ -118,6 +125,49 @@ async def _models(options: argparse.Namespace) -> int:
     return 0
 
 
+async def _add_key(options: argparse.Namespace) -> int:
+    from tokenwire.keys import KeyFileError, add_key
+
+    try:
+        key = add_key(options.file, options.tier, options.name)
+    except KeyFileError as error:
+        _complain(str(error))
+        return 1
+    print(key)
+    print("tokenwire: this key is shown only now", file=sys.stderr)
+    return 0
+
+
+async def _list_keys(options: argparse.Namespace) -> int:
+    from tokenwire.keys import KeyFileError, read_keys
+
+    try:
+        keys = read_keys(options.file).keys
+    except KeyFileError as error:
+        _complain(str(error))
+        return 1
+    for key in keys:
+        state = "active" if key.revoked is None else f"revoked {_day(key.revoked)}"
+        print(f"{key.id}\t{key.tier}\t{_day(key.created)}\t{state}\t{key.name}")
+    return 0
+
+
+async def _revoke_key(options: argparse.Namespace) -> int:
+    from tokenwire.keys import KeyFileError, key_id, revoke_key
+
+    try:
+        key = revoke_key(options.file, key_id(options.key))
+    except KeyFileError as error:
+        _complain(str(error))
+        return 1
+    print(f"{key.id} is revoked")
+    return 0
+
+
+def _day(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).date().isoformat()
+
+
 async def _health(options: argparse.Namespace) -> int:
     from tokenwire.health import is_ready, is_serving
 
@@ -145,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    _add_serve(add("serve", _serve, "Start the four services and keep them until Ctrl-C."))
+    _add_serve(add("serve", _serve, "Start the services and keep them until Ctrl-C."))
 
     complete = add("complete", _complete, "Complete a prompt.")
     complete.add_argument("prompt", help="The prompt; - reads standard input.")
@@ -170,9 +220,34 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (complete, tokenize, models):
         sub.add_argument("--target", default=_TARGET, help="host:port of the tokenizer service.")
 
+    _add_keys(add("keys", _list_keys, "Make, list and revoke API keys."))
+
     health = add("health", _health, "Exit with 0 if a service serves, else with 1.")
     health.add_argument("target", help="host:port of a gRPC service, or an http:// URL.")
     return parser
+
+
+def _add_keys(keys: argparse.ArgumentParser) -> None:
+    actions = keys.add_subparsers(metavar="ACTION", required=True)
+
+    def add(name: str, command: Command, meaning: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(
+            name,
+            help=meaning,
+            description=meaning,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=False,
+        )
+        sub.set_defaults(command=command)
+        sub.add_argument("--file", type=Path, default=Path("keys.json"), help="The keys file.")
+        return sub
+
+    new = add("add", _add_key, "Make a key and print it, this once; a missing file is made too.")
+    new.add_argument("--tier", default="default", help="One of the file's tiers.")
+    new.add_argument("--name", default="", help="Whose it is, for the list.")
+    add("list", _list_keys, "Print id, tier, day, state and name of each key.")
+    revoke = add("revoke", _revoke_key, "End a key; servers notice within a second.")
+    revoke.add_argument("key", help="Its id, or the key itself.")
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:
@@ -183,6 +258,10 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--model", type=Path, help="Directory of a checkpoint; none = the embedded one."
     )
+    serve.add_argument(
+        "--catalog", type=Path, help="TOML file of models to serve instead; SIGHUP reads it again."
+    )
+    serve.add_argument("--keys", type=Path, help="File of API keys; none = none are asked for.")
     serve.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16.")
     serve.add_argument("--tokenizer-port", type=int, default=50051, help="gRPC port, text level.")
     serve.add_argument("--engine-port", type=int, default=50052, help="gRPC port, token level.")

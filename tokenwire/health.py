@@ -1,4 +1,4 @@
-"""Asks whether a service serves: grpc.health.v1 for the gRPC ones, an HTTP status for the shim."""
+"""Asks services how they are: grpc.health.v1, an HTTP status of the shim, an engine's load."""
 
 import asyncio
 import http.client
@@ -7,7 +7,10 @@ from urllib.parse import urlsplit
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-__all__ = ["is_ready", "is_serving"]
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+
+__all__ = ["is_ready", "is_serving", "until_idle"]
 
 
 async def is_serving(target: str, *, seconds: float = 2.0) -> bool:
@@ -19,6 +22,18 @@ async def is_serving(target: str, *, seconds: float = 2.0) -> bool:
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def until_idle(target: str) -> None:
+    """Until the engine at "host:port" runs nothing and nothing waits, or is gone."""
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = EngineControlServiceStub(channel)
+        try:
+            async for answer in stub.WatchLoad(engine_pb2.WatchLoadRequest()):
+                if not answer.load.running_sequences + answer.load.waiting_sequences:
+                    return
+        except grpc.aio.AioRpcError:
+            return
 
 
 async def is_ready(url: str, *, seconds: float = 2.0) -> bool:

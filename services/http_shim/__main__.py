@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -15,9 +16,13 @@ import uvloop
 from services.common import logging as service_logging
 from services.common.settings import StartupError, parse
 from services.http_shim.app import create_app
-from services.http_shim.backend import Backend
+from services.http_shim.catalog import Catalog
 from services.http_shim.gate import Gate
+from services.http_shim.keys import Keyring
+from services.http_shim.served import ModelSource, OneBackend
 from services.http_shim.settings import HttpShimSettings, check
+from tokenwire.catalog import CatalogError
+from tokenwire.keys import KeyFileError
 
 _LOG = logging.getLogger("server")
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs, so that it is not us who close first
@@ -44,7 +49,7 @@ def main() -> None:
         check(settings)
         service_logging.configure("http_shim", settings.log_level)
         uvloop.run(serve(settings))
-    except StartupError as error:
+    except (StartupError, CatalogError, KeyFileError) as error:
         print(f"http_shim: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -52,10 +57,11 @@ def main() -> None:
 async def serve(settings: HttpShimSettings) -> None:
     """Serve until SIGTERM or SIGINT; then let what runs finish within the grace period."""
     stop = _stop_signal()
-    backend, gate = Backend(settings.tokenizer), Gate()
+    keyring = Keyring(Path(settings.keys)) if settings.keys else None
+    models, gate = _models(settings), Gate()
     server = Server(
         uvicorn.Config(
-            create_app(backend, gate, settings.max_body_bytes),
+            create_app(models, gate, settings.max_body_bytes, keyring),
             http="httptools",
             ws="none",
             lifespan="off",
@@ -68,7 +74,7 @@ async def serve(settings: HttpShimSettings) -> None:
         )
     )
     with _bind(settings) as bound:
-        _LOG.warning("the API is open: there are no keys")
+        watching = _watch(keyring)
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
         await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         _LOG.info("draining")
@@ -76,8 +82,26 @@ async def serve(settings: HttpShimSettings) -> None:
             _LOG.warning("completions still ran after %g s and were cut", settings.grace)
         server.should_exit = True
         await serving
-    await backend.close()
+    watching.cancel()
+    await models.close()
     _LOG.info("stopped")
+
+
+def _models(settings: HttpShimSettings) -> ModelSource:
+    """Those of the catalog, read again on SIGHUP, or of the one tokenizer service."""
+    if not settings.catalog:
+        return OneBackend(settings.tokenizer)
+    catalog = Catalog(Path(settings.catalog))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, catalog.reload)
+    return catalog
+
+
+def _watch(keyring: Keyring | None) -> asyncio.Future[None]:
+    """Follows the keys file, if there is one."""
+    if keyring is None:
+        _LOG.warning("the API is open: there are no keys")
+        return asyncio.get_running_loop().create_future()
+    return asyncio.ensure_future(keyring.watch())
 
 
 def _bind(settings: HttpShimSettings) -> socket.socket:

@@ -6,53 +6,55 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.http_shim.backend import Backend
+from services.http_shim.access import AccessMiddleware
 from services.http_shim.completions import Completions
 from services.http_shim.errors import handlers
 from services.http_shim.exchange import ExchangeMiddleware
 from services.http_shim.gate import Gate
+from services.http_shim.keys import Keyring
 from services.http_shim.models import Models
+from services.http_shim.multi_completion import MultiCompletion
+from services.http_shim.openapi import openapi
 from services.http_shim.probes import Probes
+from services.http_shim.served import ModelSource
 from services.http_shim.tokens import Tokens
 from tokenwire.errors import unimplemented
 
 __all__ = ["create_app"]
 
 
-def create_app(backend: Backend, gate: Gate, max_body_bytes: int) -> Starlette:
-    """The shim in front of a tokenizer service."""
-    completions = Completions(backend, gate, max_body_bytes)
-    models = Models(backend)
-    tokens = Tokens(backend, max_body_bytes)
-    probes = Probes(backend, gate)
+def create_app(
+    models: ModelSource, gate: Gate, max_body_bytes: int, keyring: Keyring | None
+) -> Starlette:
+    """The shim in front of its models; without a keyring it asks nobody for a key."""
+    completions = Completions(models, gate, max_body_bytes)
+    multi_completion = MultiCompletion(models, gate, max_body_bytes)
+    lists = Models(models)
+    tokens = Tokens(models, max_body_bytes)
+    probes = Probes(models, gate)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/completion", multi_model_completion, methods=["POST"]),
-        Route("/v1/models", models.all),
-        Route("/v1/models/{model:path}", models.one),
+        Route("/v1/completion", multi_completion, methods=["POST"]),
+        Route("/v1/models", lists.all),
+        Route("/v1/models/{model:path}", lists.one),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokens.info),
+        Route("/openapi.json", openapi),
         Route("/health", probes.health),
         Route("/ready", probes.ready),
         Route("/metrics", probes.metrics),
     ]
     labels = {route.endpoint: route.path for route in reversed(routes)}  # the first path names it
-    return Starlette(
-        routes=routes,
-        middleware=[Middleware(ExchangeMiddleware, labels=labels)],
-        exception_handlers=handlers(),
-    )
+    middleware = [Middleware(ExchangeMiddleware, labels=labels)]
+    if keyring is not None:
+        middleware.append(Middleware(AccessMiddleware, keyring=keyring))
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers())
 
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions: not here yet."""
     unimplemented("POST /v1/chat/completions")
-
-
-async def multi_model_completion(request: Request) -> Response:
-    """POST /v1/completion: not here yet."""
-    unimplemented("POST /v1/completion")

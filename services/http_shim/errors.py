@@ -15,6 +15,7 @@ from tokenwire.errors import ServiceError
 __all__ = [
     "BodyTooLargeError",
     "ClientGoneError",
+    "ErrorBody",
     "error_body",
     "handlers",
     "http_status",
@@ -57,15 +58,19 @@ class BodyTooLargeError(Exception):
         super().__init__(f"The body is larger than {limit} bytes.")
 
 
-class _Error(Struct):
+class ErrorDetails(Struct):
+    """What failed, in OpenAI's words."""
+
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class _ErrorBody(Struct):
-    error: _Error
+class ErrorBody(Struct):
+    """The body of every error."""
+
+    error: ErrorDetails
 
 
 def http_status(code: grpc.StatusCode) -> int:
@@ -83,7 +88,7 @@ def error_body(error: ServiceError) -> bytes:
 def to_response(error: ServiceError) -> Response:
     """The whole answer, with Retry-After where a retry makes sense."""
     status = http_status(error.code)
-    headers = {}
+    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
     if status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_seconds or 1)))
     return _respond(status, error_body(error), headers)
@@ -125,7 +130,7 @@ async def _on_http(request: Request, error: HTTPException) -> Response:
 
 def _encode(status: int, message: str, param: str | None, code: str | None) -> bytes:
     kind = _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
-    return msgspec.json.encode(_ErrorBody(_Error(message, kind, param, code)))
+    return msgspec.json.encode(ErrorBody(ErrorDetails(message, kind, param, code)))
 
 
 def _respond(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:

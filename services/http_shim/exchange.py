@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.interceptor import sane_request_id
 from services.common.logging import request_id
 from services.http_shim.errors import ClientGoneError, internal_error
+from services.http_shim.limits import Account
 from services.http_shim.metrics import IN_FLIGHT, REQUESTS, SECONDS, TOKENS
 
 __all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
@@ -36,6 +37,7 @@ class Exchange:
     ignored: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    account: Account | None = None  # whose key it came with, where keys are needed
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -98,6 +100,8 @@ class ExchangeMiddleware:
         if exchange.prompt_tokens or exchange.completion_tokens:
             fields["prompt_tokens"] = exchange.prompt_tokens
             fields["completion_tokens"] = exchange.completion_tokens
+        if exchange.account is not None:
+            fields["key"] = exchange.account.id
         level = logging.DEBUG if route in _PROBES else logging.INFO
         _LOG.log(level, "%s %s", scope["method"], scope["path"], extra=fields)
 

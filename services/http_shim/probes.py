@@ -7,12 +7,12 @@ from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.http_shim.backend import Backend
 from services.http_shim.body import json_response
 from services.http_shim.gate import Gate
+from services.http_shim.served import ModelSource
 from tokenwire.errors import ServiceError
 
-__all__ = ["Probes"]
+__all__ = ["Probes", "State"]
 
 
 class State(Struct):
@@ -24,8 +24,8 @@ class State(Struct):
 class Probes:
     """GET /health, GET /ready, GET /metrics."""
 
-    def __init__(self, backend: Backend, gate: Gate) -> None:
-        self._backend = backend
+    def __init__(self, models: ModelSource, gate: Gate) -> None:
+        self._models = models
         self._gate = gate
 
     async def health(self, request: Request) -> Response:
@@ -34,7 +34,7 @@ class Probes:
 
     async def ready(self, request: Request) -> Response:
         """A completion would be served now."""
-        if self._gate.closed or not await self._backend.is_ready():
+        if self._gate.closed or not await self._models.is_ready():
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE,
                 "NOT_READY",

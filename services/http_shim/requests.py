@@ -24,6 +24,7 @@ __all__ = [
     "JsonSchemaGrammar",
     "LarkGrammar",
     "LlguidanceGrammar",
+    "MultiCompletionBody",
     "NamedToolChoice",
     "RegexGrammar",
     "ResponseFormat",
@@ -167,6 +168,20 @@ class CompletionBody(Struct):
     user: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+
+class MultiCompletionBody(Struct):
+    """The body of POST /v1/completion."""
+
+    model: str | list[str] | None = None
+    prompt: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    stop: list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stream: bool | None = None
 
 
 class TokenizeBody(Struct):

@@ -12,10 +12,16 @@ __all__ = ["HttpShimSettings", "check"]
 class HttpShimSettings:
     """Serves the OpenAI API over HTTP, in front of the tokenizer service."""
 
-    host: str = setting("127.0.0.1", "Address to listen on; beyond loopback only with --open.")
+    host: str = setting(
+        "127.0.0.1", "Address to listen on; beyond loopback only with --keys or --open."
+    )
     port: int = setting(8000, "Port of the HTTP server; 0 = any free one.")
-    open: bool = setting(False, "Let everyone in who reaches the port: there are no API keys.")
-    tokenizer: str = setting("127.0.0.1:50051", "host:port of the tokenizer service.")
+    open: bool = setting(False, "Without keys, let everyone in who reaches the port.")
+    keys: str = setting("", "File of API keys (`tokenwire keys`); empty = none are asked for.")
+    tokenizer: str = setting(
+        "127.0.0.1:50051", "host:port of the tokenizer service, where there is no --catalog."
+    )
+    catalog: str = setting("", "TOML file that names the models; read again on SIGHUP.")
     max_body_bytes: int = setting(8 * 1024 * 1024, "Largest request body, in bytes.")
     grace: float = setting(30.0, "Seconds that running requests get after SIGTERM.")
     log_level: str = setting(
@@ -29,9 +35,9 @@ def check(settings: HttpShimSettings) -> None:
         raise StartupError(f"--port must be between 0 and 65535, not {settings.port}.")
     if settings.max_body_bytes < 1:
         raise StartupError(f"--max-body-bytes must be positive, not {settings.max_body_bytes}.")
-    if not settings.open and not _is_loopback(settings.host):
+    if not settings.keys and not settings.open and not _is_loopback(settings.host):
         raise StartupError(
-            f"Without API keys, {settings.host} is served only with --open "
+            f"Without --keys, {settings.host} is served only with --open "
             "(anyone who reaches the port can use it)."
         )
 

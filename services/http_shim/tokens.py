@@ -1,6 +1,8 @@
 """Text to ids and back, and what the tokenizer is."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import msgspec
@@ -8,15 +10,16 @@ from msgspec import UNSET, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.http_shim.backend import Backend
+from services.http_shim.access import model_for
 from services.http_shim.body import json_response, read_json_body
 from services.http_shim.exchange import exchange_of
 from services.http_shim.requests import DetokenizeBody, TokenizeBody, parse
+from services.http_shim.served import ModelSource
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.tokenizer.v1 import tokenizer_pb2
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["Tokens"]
+__all__ = ["Detokenized", "Tokenized", "TokenizerInfo", "Tokens"]
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
@@ -62,8 +65,8 @@ class TokenizerInfo(Struct):
 class Tokens:
     """POST /tokenize, POST /detokenize, GET /tokenizer_info."""
 
-    def __init__(self, backend: Backend, max_body_bytes: int) -> None:
-        self._backend = backend
+    def __init__(self, models: ModelSource, max_body_bytes: int) -> None:
+        self._models = models
         self._max_body_bytes = max_body_bytes
 
     async def tokenize(self, request: Request) -> Response:
@@ -79,18 +82,17 @@ class Tokens:
             )
         if body.prompt is None:
             raise invalid("prompt", "prompt is required: a string.")
+        served = model_for(exchange_of(request.scope), self._models, body.model)
         asked = tokenizer_pb2.EncodeRequest(
-            model=body.model or "",
+            model=served.name_there,
             texts=[body.prompt],
             add_special_tokens=body.add_special_tokens,
             with_texts=bool(body.return_token_strs),
         )
-        try:
+        with _blaming("prompt"), served.connection.used() as backend:
             answer, tokenizer = await asyncio.gather(
-                self._backend.encode(asked), self._backend.tokenizer(asked.model)
+                backend.encode(asked), backend.tokenizer(asked.model)
             )
-        except ServiceError as error:
-            raise _blaming(error, "prompt") from None
         encoding = answer.encodings[0]
         return json_response(
             Tokenized(
@@ -107,31 +109,37 @@ class Tokens:
         body, exchange_of(request.scope).ignored = parse(_DETOKENIZE, encoded)
         if body.tokens is None:
             raise invalid("tokens", "tokens is required: a list of token ids.")
+        served = model_for(exchange_of(request.scope), self._models, body.model)
         asked = tokenizer_pb2.DecodeRequest(
-            model=body.model or "",
+            model=served.name_there,
             sequences=[types_pb2.TokenIds(ids=body.tokens)],
             skip_special_tokens=False,
         )
-        try:
-            answer = await self._backend.decode(asked)
-        except ServiceError as error:
-            raise _blaming(error, "tokens") from None
+        with _blaming("tokens"), served.connection.used() as backend:
+            answer = await backend.decode(asked)
         return json_response(Detokenized(answer.decodings[0].text))
 
     async def info(self, request: Request) -> Response:
         """What remote users of the tokenizer need to know."""
-        model = request.query_params.get("model", "")
-        return json_response(_info(await self._backend.tokenizer(model)))
+        name = request.query_params.get("model")
+        served = model_for(exchange_of(request.scope), self._models, name)
+        with served.connection.used() as backend:
+            tokenizer = await backend.tokenizer(served.name_there)
+        return json_response(_info(served.id or tokenizer.model, tokenizer))
 
 
-def _blaming(error: ServiceError, param: str) -> ServiceError:
+@contextmanager
+def _blaming(param: str) -> Iterator[None]:
     """Whatever field of the proto is to blame, the client knows it by this name."""
-    if error.field and error.field != "model":
-        error.field = param
-    return error
+    try:
+        yield
+    except ServiceError as error:
+        if error.field and error.field != "model":
+            error.field = param
+        raise
 
 
-def _info(tokenizer: tokenizer_pb2.GetTokenizerResponse) -> TokenizerInfo:
+def _info(model: str, tokenizer: tokenizer_pb2.GetTokenizerResponse) -> TokenizerInfo:
     bos = tokenizer.bos_token_id if tokenizer.HasField("bos_token_id") else None
     eos = tokenizer.eos_token_id if tokenizer.HasField("eos_token_id") else None
     pad = tokenizer.pad_token_id if tokenizer.HasField("pad_token_id") else None
@@ -139,7 +147,7 @@ def _info(tokenizer: tokenizer_pb2.GetTokenizerResponse) -> TokenizerInfo:
     texts = {token.id: token.text for token in tokenizer.special_tokens}
     named = {bos, eos, pad, unk}
     return TokenizerInfo(
-        model=tokenizer.model,
+        model=model,
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocabulary_size,
         model_max_length=tokenizer.context_length,

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
+
 from tests.stack import free_ports
 
 
@@ -36,6 +38,66 @@ def test_a_death_is_reported_and_takes_the_rest_along(tmp_path: Path) -> None:
     assert rest == ""
     assert "tokenwire: grammar ended with signal SIGKILL" in complaints
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_a_catalog_is_started_and_exchanged(tmp_path: Path, embedded_model: Path) -> None:
+    """SIGHUP brings models and takes them away, while a stream on one that goes runs on."""
+    http, first = map(str, free_ports(2))
+    catalog = tmp_path / "catalog.toml"
+
+    def write(name: str, threads: int) -> None:
+        catalog.write_text(
+            f'[[models]]\nid = "{name}"\npath = "{embedded_model}"\n'
+            f'engine_args = "--kv-memory 64MiB --threads {threads}"\n'
+            '[[models]]\nid = "soon"\nplaceholder = true\n'
+        )
+
+    write("old", 1)
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "tokenwire", "serve", "--port", http,
+            "--catalog", str(catalog), "--tokenizer-port", first, "--log-dir", str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    assert lines[0].startswith("Tokenwire serves"), process.communicate()
+    assert re.fullmatch(r"  old: tokenizer .*, engine .*, grammar .*\n", lines[1])
+    assert lines[2] == "  soon: nothing serves it\n"
+    old = _children(process.pid)
+    body = {"prompt": "x = ", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(base_url=f"http://127.0.0.1:{http}", timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        events = response.iter_lines()
+        next(events)
+        write("new", 2)
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline().startswith("  new: tokenizer ")
+        assert list(filter(None, events))[-1] == "data: [DONE]"
+        assert response.status_code == 200
+    assert process.stdout.readline() == "  soon: nothing serves it\n"
+    assert process.stderr.readline() == "tokenwire: old has stopped\n"
+    assert len(set(old) & set(_children(process.pid))) == 1, "the shim"
+
+    catalog.write_text("models = 5")
+    process.send_signal(signal.SIGHUP)
+    assert "The models from before stay." in process.stderr.readline()
+    answer = httpx.post(
+        f"http://127.0.0.1:{http}/v1/completions", json={"prompt": "x", "max_tokens": 1}
+    )
+    assert answer.json()["model"] == "new"
+    assert len(set(old) & set(_children(process.pid))) == 1, (
+        "of the old ones the shim alone is left"
+    )
+    process.send_signal(signal.SIGTERM)
+    rest, complaints = process.communicate(timeout=60)
+    assert (process.returncode, rest, complaints) == (0, "", "")
 
 
 def _children(parent: int) -> dict[int, str]:

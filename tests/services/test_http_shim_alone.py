@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -87,7 +88,7 @@ def test_only_json_is_taken(http: httpx.Client, content_type: str | None) -> Non
     assert "application/json" in str(error_of(response)["message"])
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/completion", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("body", [b"{", b"[]", b"1", b'{"model": 5}', b"{}"])
 def test_bad_bodies(http: httpx.Client, path: str, body: bytes) -> None:
     response = http.post(path, content=body, headers=_JSON)
@@ -103,7 +104,7 @@ def test_bad_bodies(http: httpx.Client, path: str, body: bytes) -> None:
         ("DELETE", "/health", 405),
         ("POST", "/v1/chat/completions", 501),
         ("POST", "/chat/completions", 501),
-        ("POST", "/v1/completion", 501),
+        ("GET", "/v1/completion", 405),
     ],
 )
 def test_routes_that_do_not_answer(http: httpx.Client, method: str, path: str, status: int) -> None:
@@ -147,6 +148,43 @@ def test_bad_settings_end_it_with_a_sentence(flags: list[str]) -> None:
     ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "flag", "said"),
+    [
+        (None, "--catalog", "can't be read"),
+        ("x = [", "--catalog", "is wrong"),
+        ('[[models]]\nid = "m"\npath = "here"', "--catalog", "only `tokenwire serve` starts"),
+        (None, "--keys", "can't be read"),
+        ("{", "--keys", "is wrong"),
+    ],
+)
+def test_files_that_can_not_be_used_end_it_with_a_sentence(
+    tmp_path: Path, content: str | None, flag: str, said: str
+) -> None:
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_text(content)
+    ended = subprocess.run(
+        command("--port", "0", flag, str(path)),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert said in ended.stderr
+
+
+def test_beyond_loopback_it_wants_keys_or_a_word() -> None:
+    refused = subprocess.run(
+        command("--host", "0.0.0.0"), capture_output=True, text=True, timeout=30, check=False
+    )
+    (sentence,) = refused.stderr.splitlines()
+    assert "--keys" in sentence
+    assert "--open" in sentence
 
 
 def test_sigterm_ends_it_cleanly(http: httpx.Client, process: "subprocess.Popen[str]") -> None:

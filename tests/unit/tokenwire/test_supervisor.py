@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenwire.supervisor import Layout, ServeError, plan
+from tokenwire.layout import Layout, ServeError, plan, plan_catalog
 
 
 @pytest.fixture
@@ -101,3 +101,70 @@ def test_a_service_that_can_not_start_says_why(checkpoint: Path, unused_ports: l
         "--engine-port", engine, "--grammar-port", grammar,
     )  # fmt: skip
     assert_refused(result, "tokenwire: ")
+
+
+def test_with_keys_only_http_leaves_the_machine(checkpoint: Path) -> None:
+    """gRPC asks nobody for a key."""
+    layout = Layout(host="0.0.0.0", model=checkpoint, keys=Path("keys.json"))
+    shim, *others = plan(layout)
+    assert "0.0.0.0" in shim.arguments
+    assert shim.arguments[shim.arguments.index("--keys") + 1] == str(Path("keys.json").absolute())
+    assert all("0.0.0.0" not in service.arguments for service in others)
+    opened = plan(dataclasses.replace(layout, open=True))
+    assert sum("0.0.0.0" in service.arguments for service in opened) == 3
+
+
+def catalog_of(checkpoint: Path, text: str) -> Layout:
+    path = checkpoint / "catalog.toml"
+    path.write_text(text)
+    return Layout(catalog=path, tokenizer_port=23100)
+
+
+ROW = """
+[[models]]
+id = "{name}"
+path = "."
+engine_args = "{arguments}"
+"""
+
+
+def test_each_checkpoint_of_a_catalog_has_services_of_its_own(checkpoint: Path) -> None:
+    layout = catalog_of(
+        checkpoint,
+        ROW.format(name="a", arguments="--threads 1")
+        + ROW.format(name="b", arguments="--threads 1")
+        + ROW.format(name="c", arguments="")
+        + '[models.variants.f]\ndtype = "float32"\n'
+        + '[[models]]\nid = "far"\ntarget = "h:1"\n'
+        + '[[models]]\nid = "soon"\nplaceholder = true\n',
+    )
+    plan = plan_catalog(layout)
+    a, b, c, variant, far, soon = plan.models
+    assert a.target == b.target, "the same checkpoint, served alike"
+    assert len({a.target, c.target, variant.target}) == 3
+    assert (far.target, soon.target) == ("h:1", None)
+    assert all(model.path is None for model in plan.models)
+    services = [service for each in plan.services.values() for service in each]
+    assert len({service.target for service in services}) == len(services) == 9
+    engines = [service.arguments for service in services if service.name == "engine"]
+    assert engines[0][-2:] == ("--threads", "1")
+    assert engines[2][engines[2].index("--dtype") + 1] == "float32"
+
+
+def test_what_stays_in_a_catalog_stays_where_it_is(checkpoint: Path) -> None:
+    old, new = ROW.format(name="old", arguments=""), ROW.format(name="new", arguments="--threads 1")
+    current = plan_catalog(catalog_of(checkpoint, old))
+    both = plan_catalog(catalog_of(checkpoint, new + old), current)
+    (old_services,) = current.services.values()
+    assert old_services in both.services.values()
+    assert len(both.services) == 2
+
+
+def test_a_bad_catalog_is_one_sentence(checkpoint: Path) -> None:
+    path = checkpoint / "catalog.toml"
+    assert_refused(serve("--catalog", str(path)), "can't be read")
+    path.write_text('[[models]]\nid = "m"\npath = "nowhere"')
+    assert_refused(serve("--catalog", str(path)), "nowhere does not exist")
+    path.write_text('[[models]]\nid = "m"\npath = "."\nengine_args = "\'"')
+    assert_refused(serve("--catalog", str(path)), "engine's arguments")
+    assert_refused(serve("--catalog", str(path), "--model", str(checkpoint)), "leave out --model")

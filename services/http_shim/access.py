@@ -1,0 +1,100 @@
+"""Who may do what: keys are asked for, requests and tokens counted."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.http_shim.errors import to_response
+from services.http_shim.exchange import Exchange, exchange_of
+from services.http_shim.keys import Keyring
+from services.http_shim.limits import estimated_tokens, lower_output
+from services.http_shim.served import ModelSource, ServedModel
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError
+
+__all__ = ["AccessMiddleware", "charged", "direct", "model_for"]
+
+_FREE = frozenset({"/health", "/ready", "/metrics"})
+
+
+class AccessMiddleware:
+    """Lets in who has a key, and tells them what they have left. Every POST is a request."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+        self._app = app
+        self._keyring = keyring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _FREE:
+            await self._app(scope, receive, send)
+            return
+        try:
+            account = self._keyring.account(Headers(scope=scope).get("authorization"))
+        except ServiceError as error:
+            await to_response(error)(scope, receive, send)
+            return
+        exchange_of(scope).account = account
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(account.headers(time.monotonic()))
+            await send(message)
+
+        try:
+            if scope["method"] == "POST":
+                account.count_request(time.monotonic())
+        except ServiceError as error:
+            await to_response(error)(scope, receive, send_on)
+            return
+        await self._app(scope, receive, send_on)
+
+
+def model_for(exchange: Exchange, models: ModelSource, name: str | None) -> ServedModel:
+    """The model of a name, if whoever asks may use it. Raises ServiceError."""
+    served = models.find(name)
+    if exchange.account is not None:
+        exchange.account.require_model(served.id or served.name_there or "default")
+    return served
+
+
+def direct(
+    exchange: Exchange,
+    models: ModelSource,
+    name: str | None,
+    request: completion_pb2.CompleteRequest,
+) -> ServedModel:
+    """The model that a completion goes to, under its limits and the key's. Raises ServiceError."""
+    served = model_for(exchange, models, name)
+    request.model = served.name_there
+    caps = [served.max_output_length]
+    if exchange.account is not None:
+        caps.append(exchange.account.tier.max_tokens)
+    lower_output(request.stopping, caps)
+    return served
+
+
+@contextmanager
+def charged(exchange: Exchange, *requests: completion_pb2.CompleteRequest) -> Iterator[None]:
+    """Around completions: reserves the tokens that they may use, and settles at the end.
+
+    What was refused costs nothing. Who leaves before anything is known of the usage pays what was
+    reserved. Raises RESOURCE_EXHAUSTED.
+    """
+    account = exchange.account
+    if account is None:
+        yield
+        return
+    tokens = sum(map(estimated_tokens, requests))
+    account.begin(tokens, time.monotonic())
+    is_refused = False
+    try:
+        yield
+    except ServiceError:
+        is_refused = True
+        raise
+    finally:
+        used = exchange.prompt_tokens + exchange.completion_tokens
+        account.end(tokens, used if used or is_refused else tokens, time.monotonic())

@@ -1,0 +1,75 @@
+"""Models in OpenAI's form."""
+
+from msgspec import Struct
+
+from tokenwire.catalog import CatalogModel
+from tokenwire.completion.v1 import completion_pb2
+
+__all__ = ["ModelCard", "ModelList", "catalog_card", "served_card"]
+
+
+class ModelCard(Struct):
+    """One model. null: not known, since its backend can't be asked now or there is none."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    aliases: list[str]
+    variants: list[str]
+    placeholder: bool
+    max_model_len: int | None
+    max_output_length: int | None
+    max_logprobs: int | None
+    infill: bool | None
+    grammar: bool | None
+    system_fingerprint: str | None
+
+
+class ModelList(Struct):
+    """All of them."""
+
+    object: str
+    data: list[ModelCard]
+
+
+def served_card(model: completion_pb2.Model) -> ModelCard:
+    """A model as its backend describes it."""
+    return ModelCard(
+        id=model.id,
+        object="model",
+        created=model.created,
+        owned_by="tokenwire",
+        aliases=list(model.aliases),
+        variants=[],
+        placeholder=False,
+        max_model_len=model.context_length,
+        max_output_length=model.max_output_length,
+        max_logprobs=model.max_logprobs,
+        infill=model.infill,
+        grammar=model.grammar,
+        system_fingerprint=model.system_fingerprint,
+    )
+
+
+def catalog_card(
+    row: CatalogModel, variants: list[str], model: completion_pb2.Model | None
+) -> ModelCard:
+    """A model as the catalog describes it, and its backend where it could be asked."""
+    lengths = [row.max_output_length, None if model is None else model.max_output_length]
+    known = [length for length in lengths if length is not None]
+    return ModelCard(
+        id=row.id,
+        object="model",
+        created=row.created or (0 if model is None else model.created),
+        owned_by=row.owned_by,
+        aliases=[name for name in row.names if name != row.full_name],
+        variants=variants,
+        placeholder=row.is_placeholder,
+        max_model_len=row.context if model is None else model.context_length,
+        max_output_length=min(known, default=None),
+        max_logprobs=None if model is None else model.max_logprobs,
+        infill=None if model is None else model.infill,
+        grammar=None if model is None else model.grammar,
+        system_fingerprint=None if model is None else model.system_fingerprint,
+    )

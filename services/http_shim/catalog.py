@@ -1,0 +1,125 @@
+"""The models of a catalog, which can be exchanged while requests run."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from services.http_shim.cards import ModelCard, catalog_card
+from services.http_shim.served import Connection, ServedModel, model_not_found
+from tokenwire.catalog import CatalogError, CatalogModel, read_catalog
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError, invalid
+
+__all__ = ["Catalog"]
+
+_LOG = logging.getLogger("catalog")
+_ASK_SECONDS = 2.0  # that a list of models waits for each backend
+
+
+class Catalog:
+    """Finds models by name. Make it on the event loop that uses it; raises CatalogError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connections: dict[str, Connection] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._replace(_read(path))
+
+    def reload(self) -> None:
+        """Read the file again. One that can't be used changes nothing."""
+        try:
+            self._replace(_read(self._path))
+        except CatalogError as error:
+            _LOG.error("%s The models from before stay.", error)
+        else:
+            _LOG.info("the catalog was read again", extra={"models": len(self._models)})
+
+    def _replace(self, models: Sequence[CatalogModel]) -> None:
+        """Serve these from now on. What runs on other backends ends in its own time."""
+        targets = {model.target for model in models if model.target is not None}
+        for target in self._connections.keys() - targets:
+            retiring = asyncio.ensure_future(self._connections.pop(target).retire())
+            self._retiring.add(retiring)
+            retiring.add_done_callback(self._retiring.discard)
+        for target in targets - self._connections.keys():
+            self._connections[target] = Connection(target)
+        self._models = tuple(models)
+        self._by_name = {name: model for model in models for name in model.names}
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of a name. Raises INVALID_ARGUMENT without a name and NOT_FOUND."""
+        row = self._only() if name in (None, "", "default") else self._row(name or "")
+        if row.target is None:
+            raise ServiceError(
+                grpc.StatusCode.NOT_FOUND,
+                "MODEL_NOT_FOUND",
+                f"The model {row.full_name} is listed, but nothing serves it here.",
+                field="model",
+            )
+        return ServedModel(row.id, "", self._connections[row.target], row.max_output_length)
+
+    async def require(self, names: Sequence[str]) -> None:
+        """`find` judges all names."""
+
+    async def cards(self) -> list[ModelCard]:
+        """All models; variants are named in their model's card."""
+        rows = [row for row in self._models if not row.variant]
+        return list(await asyncio.gather(*[self._card(row) for row in rows]))
+
+    async def card(self, name: str) -> ModelCard:
+        """The model, or variant, of a name."""
+        return await self._card(self._row(name))
+
+    async def is_ready(self) -> bool:
+        """Whether any backend would answer."""
+        connections = list(self._connections.values())
+        return any(await asyncio.gather(*[each.backend.is_ready() for each in connections]))
+
+    async def close(self) -> None:
+        """Cut what still runs."""
+        for retiring in self._retiring:
+            retiring.cancel()
+        for connection in self._connections.values():
+            await connection.backend.close()
+
+    def _row(self, name: str) -> CatalogModel:
+        row = self._by_name.get(name)
+        if row is None:
+            raise model_not_found(name)
+        return row
+
+    def _only(self) -> CatalogModel:
+        served = [row for row in self._models if not row.variant and not row.is_placeholder]
+        if len(served) != 1:
+            raise invalid("model", "model is required: GET /v1/models lists those there are.")
+        return served[0]
+
+    async def _card(self, row: CatalogModel) -> ModelCard:
+        variants = [each.full_name for each in self._models if each.variant and each.id == row.id]
+        return catalog_card(row, variants, await self._described(row))
+
+    async def _described(self, row: CatalogModel) -> completion_pb2.Model | None:
+        """What the backend says of the model, if it can be asked."""
+        if row.target is None:
+            return None
+        try:
+            async with asyncio.timeout(_ASK_SECONDS):
+                with self._connections[row.target].used() as backend:
+                    models = await backend.models()
+        except (ServiceError, TimeoutError):
+            return None
+        return models[0] if models else None
+
+
+def _read(path: Path) -> tuple[CatalogModel, ...]:
+    models = read_catalog(path)
+    for model in models:
+        if model.path is not None:
+            raise CatalogError(
+                f"The catalog {path} gives model {model.full_name} a path, which only "
+                "`tokenwire serve` starts; give it a target."
+            )
+    return models

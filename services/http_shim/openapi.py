@@ -1,0 +1,410 @@
+"""GET /openapi.json: what the routes take and give, from the types that parse and write it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.http_shim.cards import ModelCard, ModelList
+from services.http_shim.errors import ErrorBody
+from services.http_shim.multi_completion import MultiAnswer
+from services.http_shim.probes import State
+from services.http_shim.requests import (
+    CompletionBody,
+    DetokenizeBody,
+    MultiCompletionBody,
+    TokenizeBody,
+)
+from services.http_shim.responses import Choice, Usage
+from services.http_shim.tokens import Detokenized, Tokenized, TokenizerInfo
+
+__all__ = ["document", "openapi"]
+
+Json = dict[str, Any]
+
+
+class Completion(Struct):
+    """The answer of /v1/completions, and with one choice at most each chunk of its stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    method: str
+    path: str
+    name: str
+    summary: str
+    body: type[Struct] | None = None
+    required: Sequence[str] = ()
+    """Fields of the body"""
+    answer: type[Struct] | None = None
+    media: Sequence[str] = ("application/json",)
+    """Of the answer; what is not JSON is text"""
+    errors: Sequence[int] = ()
+    parameters: Sequence[Json] = ()
+    example: Json | None = None
+    """A body"""
+    counts_tokens: bool = False
+    needs_key: bool = True
+
+
+_ERRORS = {
+    400: "Wrong: `param` names the field.",
+    401: "No API key, or none that is known.",
+    403: "The API key is not for this model.",
+    404: "There is no such model, or nothing serves it.",
+    413: "The body is too large.",
+    429: "A limit of the API key, or of the server, is reached.",
+    501: "Not here yet.",
+    503: "The server is stopping, or the model can't be reached.",
+    504: "It took too long.",
+}
+_WORK = (400, 401, 403, 404, 413, 429, 501, 503, 504)
+_COMPLETION_EXAMPLE: Json = {
+    "model": "default",
+    "prompt": "def add(a, b):",
+    "max_tokens": 32,
+    "temperature": 0,
+}
+_OPERATIONS = (
+    *(
+        _Operation(
+            method="post",
+            path=path,
+            name=name,
+            summary="Complete prompts.",
+            body=CompletionBody,
+            required=("prompt",),
+            answer=Completion,
+            media=("application/json", "text/event-stream"),
+            errors=_WORK,
+            example=_COMPLETION_EXAMPLE,
+            counts_tokens=True,
+        )
+        for path, name in (
+            ("/v1/completions", "createCompletion"),
+            ("/completions", "createCompletionUnversioned"),
+        )
+    ),
+    *(
+        _Operation(
+            method="post", path=path, name=name, summary="Not here yet.", errors=(401, 429, 501)
+        )
+        for path, name in (
+            ("/v1/chat/completions", "createChatCompletion"),
+            ("/chat/completions", "createChatCompletionUnversioned"),
+        )
+    ),
+    _Operation(
+        method="post",
+        path="/v1/completion",
+        name="createMultiModelCompletion",
+        summary="Complete a prompt with one or many models at once.",
+        body=MultiCompletionBody,
+        required=("model", "prompt"),
+        answer=MultiAnswer,
+        errors=_WORK,
+        example={"model": ["default"], "prompt": "Once upon a time", "max_tokens": 50},
+        counts_tokens=True,
+    ),
+    _Operation(
+        method="get",
+        path="/v1/models",
+        name="listModels",
+        summary="List the models.",
+        answer=ModelList,
+        errors=(401, 503),
+    ),
+    _Operation(
+        method="get",
+        path="/v1/models/{model}",
+        name="retrieveModel",
+        summary="A model, by its id, an alias, or id:variant. Ids may contain slashes.",
+        answer=ModelCard,
+        errors=(401, 404, 503),
+        parameters=[
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ],
+    ),
+    _Operation(
+        method="post",
+        path="/tokenize",
+        name="tokenize",
+        summary="Text to token ids.",
+        body=TokenizeBody,
+        required=("prompt",),
+        answer=Tokenized,
+        errors=_WORK,
+        example={"prompt": "def add(a, b):", "return_token_strs": True},
+    ),
+    _Operation(
+        method="post",
+        path="/detokenize",
+        name="detokenize",
+        summary="Token ids to text.",
+        body=DetokenizeBody,
+        required=("tokens",),
+        answer=Detokenized,
+        errors=_WORK,
+        example={"tokens": [1, 2, 3]},
+    ),
+    _Operation(
+        method="get",
+        path="/tokenizer_info",
+        name="getTokenizerInfo",
+        summary="Special tokens, chat template, vocabulary size.",
+        answer=TokenizerInfo,
+        errors=(400, 401, 403, 404, 503),
+        parameters=[{"name": "model", "in": "query", "schema": {"type": "string"}}],
+    ),
+    _Operation(
+        method="get",
+        path="/openapi.json",
+        name="getOpenapi",
+        summary="This document.",
+        errors=(401,),
+    ),
+    _Operation(
+        method="get",
+        path="/health",
+        name="getHealth",
+        summary="The process lives.",
+        answer=State,
+        needs_key=False,
+    ),
+    _Operation(
+        method="get",
+        path="/ready",
+        name="getReady",
+        summary="A completion would be served now.",
+        answer=State,
+        errors=(503,),
+        needs_key=False,
+    ),
+    _Operation(
+        method="get",
+        path="/metrics",
+        name="getMetrics",
+        summary="Prometheus' text.",
+        media=("text/plain",),
+        needs_key=False,
+    ),
+)
+
+_TOKEN_LIMIT: Json = {"minimum": 0, "default": 16}
+_PENALTY: Json = {"minimum": -2, "maximum": 2, "default": 0}
+_FLAG: Json = {"default": False}
+_FIELDS: Mapping[str, tuple[str, Json]] = {
+    "model": ("Id, alias, or id:variant; absent or `default` = the only model.", {}),
+    "prompt": ("Text, several texts, token ids, or several lists of them.", {}),
+    "suffix": ("What follows the gap: only the middle is generated.", {}),
+    "max_tokens": ("Tokens of each choice at most; 0 only with echo.", _TOKEN_LIMIT),
+    "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 0}),
+    "min_tokens": ("Until then nothing ends a choice.", {"minimum": 0, "default": 0}),
+    "ignore_eos": ("The end-of-sequence token does not end a choice.", _FLAG),
+    "stop": ("Strings that end a choice; they are cut off.", {}),
+    "stop_token_ids": ("Token ids that end a choice.", {}),
+    "include_stop_str_in_output": ("Keep the stop string that ended a choice.", _FLAG),
+    "temperature": ("0 = greedy.", {"minimum": 0, "maximum": 2, "default": 1}),
+    "top_p": ("Nucleus mass.", {"minimum": 0, "maximum": 1, "default": 1}),
+    "top_k": ("Draw from so many; -1 and 0 = from all.", {"minimum": -1, "maximum": 128}),
+    "min_p": ("Least probability, relative to the most likely.", {"minimum": 0, "maximum": 1}),
+    "seed": ("The same seed gives the same text.", {}),
+    "frequency_penalty": ("By how often a token was generated.", _PENALTY),
+    "presence_penalty": ("By whether a token was generated.", _PENALTY),
+    "repetition_penalty": (
+        "Divides positive logits of tokens that occurred, multiplies negative ones.",
+        {"exclusiveMinimum": 0, "maximum": 2, "default": 1},
+    ),
+    "logit_bias": ("Added to the logits of token ids, -100 to 100.", {}),
+    "dry_multiplier": ("DRY; 0 = off.", {"minimum": 0, "default": 0}),
+    "dry_base": ("DRY's base.", {"default": 1.75}),
+    "dry_allowed_length": ("Repetitions of so many tokens cost nothing.", {"default": 2}),
+    "dry_sequence_breakers": ("Texts that end a repetition.", {}),
+    "mirostat_target": ("Mirostat 2: the perplexity to keep to.", {}),
+    "mirostat_lr": ("Mirostat's learning rate.", {}),
+    "n": ("Choices of each prompt; prompts x n is 128 at most.", {"minimum": 1, "maximum": 128}),
+    "best_of": ("Candidates of which the n best are returned.", {"minimum": 0, "maximum": 128}),
+    "echo": ("Put the prompt in front of each choice.", _FLAG),
+    "logprobs": (
+        "Candidates to show for each token; more than 5 only where the server allows them.",
+        {"minimum": 0, "maximum": 20},
+    ),
+    "truncate_sequence": ("Keep the end of a prompt that is over the context.", _FLAG),
+    "context_length_exceeded_behavior": (
+        "Where prompt and max_tokens exceed the context: lower max_tokens, or refuse.",
+        {"default": "truncate"},
+    ),
+    "response_format": ("Constrains the output to JSON.", {}),
+    "grammar": ("Constrains the output to a grammar.", {}),
+    "tools": ("Functions to call.", {}),
+    "tool_choice": ("Whether, and which.", {}),
+    "images": ("Data URLs, one for each `<image>` of the prompt.", {}),
+    "stream": ("Answer in server-sent events, `data: [DONE]` last.", _FLAG),
+    "stream_options": ("Where in the stream usage is told.", {}),
+    "user": ("A label for logs.", {}),
+    "return_token_ids": ("Show the ids of prompts and choices.", _FLAG),
+    "return_tokens_as_token_ids": ("`token_id:N` in place of token texts.", _FLAG),
+    "messages": ("Not here yet.", {}),
+    "add_special_tokens": ("Put the BOS in front, as prompts have it; default true.", {}),
+    "return_token_strs": ("Show the tokens' texts.", _FLAG),
+    "tokens": ("Token ids.", {}),
+}
+_HEADERS: Mapping[str, str] = {
+    "x-request-id": "Names the request in every log; the client's own, if it sent a sane one.",
+    "x-tokens-used": "Tokens of prompt and output that were used.",
+    "x-tokenwire-ignored": "Fields of the body that are not known and were ignored.",
+    "retry-after": "Seconds after which a retry makes sense.",
+    "x-ratelimit-limit-requests": "Requests that the API key has in a minute.",
+    "x-ratelimit-remaining-requests": "Requests that it has left.",
+    "x-ratelimit-reset-requests": "When it has all of them again: 20ms, 1.5s, 6m0s.",
+    "x-ratelimit-limit-tokens": "Tokens that the API key has in a minute.",
+    "x-ratelimit-remaining-tokens": "Tokens that it has left.",
+    "x-ratelimit-reset-tokens": "When it has all of them again.",
+}
+_RATE_HEADERS = [name for name in _HEADERS if name.startswith("x-ratelimit-")]
+
+
+def document() -> Json:
+    """The OpenAPI 3.1 document."""
+    types = [each.body for each in _OPERATIONS] + [each.answer for each in _OPERATIONS]
+    _, schemas = msgspec.json.schema_components(
+        [*dict.fromkeys(each for each in types if each is not None), ErrorBody],
+        ref_template="#/components/schemas/{name}",
+    )
+    bodies = {each.body: each.required for each in _OPERATIONS if each.body is not None}
+    for body, required in bodies.items():
+        _describe(schemas[body.__name__], required)
+    paths: dict[str, Json] = {}
+    for operation in _OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Tokenwire",
+            "version": version("tokenwire"),
+            "description": "Language models behind OpenAI's completions API.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "responses": {str(status): _error(status) for status in _ERRORS},
+            "headers": {
+                name: {"description": meaning, "schema": {"type": "string"}}
+                for name, meaning in _HEADERS.items()
+            },
+            "securitySchemes": {
+                "key": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "An API key; none is asked for where the server has no keys.",
+                }
+            },
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _operation(operation: _Operation) -> Json:
+    described: Json = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "responses": {
+            str(status): {"$ref": f"#/components/responses/{status}"} for status in operation.errors
+        },
+    }
+    if operation.parameters:
+        described["parameters"] = list(operation.parameters)
+    if operation.body is not None:
+        content: Json = {"schema": _reference(operation.body)}
+        if operation.example is not None:
+            content["example"] = operation.example
+        described["requestBody"] = {"required": True, "content": {"application/json": content}}
+    if operation.answer is not None or 501 not in operation.errors:
+        described["responses"]["200"] = _answer(operation)
+    if not operation.needs_key:
+        described["security"] = []
+    return described
+
+
+def _answer(operation: _Operation) -> Json:
+    headers = ["x-request-id"]
+    if operation.counts_tokens:
+        headers.append("x-tokens-used")
+    if operation.body is not None:
+        headers += ["x-tokenwire-ignored", *_RATE_HEADERS]
+    text = {"schema": {"type": "string"}}
+    json = {
+        "schema": {"type": "object"} if operation.answer is None else _reference(operation.answer)
+    }
+    return {
+        "description": operation.summary,
+        "headers": _header_references(headers),
+        "content": {media: json if media.endswith("json") else text for media in operation.media},
+    }
+
+
+def _error(status: int) -> Json:
+    headers = ["x-request-id", *(["retry-after"] if status in (429, 503) else [])]
+    error = {"message": _ERRORS[status], "type": "…", "param": None, "code": None}
+    return {
+        "description": _ERRORS[status],
+        "headers": _header_references(headers),
+        "content": {
+            "application/json": {"schema": _reference(ErrorBody), "example": {"error": error}}
+        },
+    }
+
+
+def _describe(schema: Json, required: Sequence[str]) -> None:
+    """Adds to a body's fields what types don't say: meaning, and the ranges that are checked later.
+
+    `null` means absent everywhere, so the types require nothing; what must be there is told here.
+    """
+    schema["required"] = list(required)
+    for name, field in schema["properties"].items():
+        meaning, constraints = _FIELDS[name]
+        field["description"] = meaning
+        for constraint, value in constraints.items():
+            _constrain(field, constraint, value)
+        if name in required:
+            del field["default"]
+            field["anyOf"].remove({"type": "null"})
+
+
+def _constrain(field: Json, constraint: str, value: float) -> None:
+    """Narrows what the type says."""
+    if constraint == "default":
+        field["default"] = value
+        return
+    numbers = next(each for each in field["anyOf"] if each.get("type") in ("integer", "number"))
+    narrower = max if constraint == "minimum" else min
+    numbers[constraint] = narrower(value, numbers.get(constraint, value))
+
+
+def _reference(of: type[Struct]) -> Json:
+    return {"$ref": f"#/components/schemas/{of.__name__}"}
+
+
+def _header_references(names: Sequence[str]) -> Json:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+
+
+_ENCODED = msgspec.json.encode(document())
+
+
+async def openapi(request: Request) -> Response:
+    """The same for everybody, so it is made once."""
+    return Response(_ENCODED, media_type="application/json")

@@ -1,0 +1,90 @@
+"""The shim as a process of its own, over backends that a test chooses."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tokenwire.channel import connect
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+
+__all__ = ["Shim", "running_sequences", "running_shim"]
+
+
+class Shim:
+    """A running shim and its log."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.url = ""
+        self._lines: list[dict[str, Any]] = []
+        self._changed = asyncio.Condition()
+
+    async def logged(self, message: str, count: int = 1) -> dict[str, Any]:
+        """The count-th line whose message holds the text, once it is there."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._found(message)) >= count)
+        return self._found(message)[count - 1]
+
+    async def answered(self, identity: str) -> dict[str, Any]:
+        """The line of the request with that x-request-id, once it was answered."""
+
+        def found() -> list[dict[str, Any]]:
+            return [line for line in self._lines if line.get("request_id") == identity]
+
+        async with self._changed:
+            await self._changed.wait_for(lambda: "status" in (found() or [{}])[-1])
+        return found()[-1]
+
+    def count(self, message: str) -> int:
+        """How many lines hold the text so far."""
+        return len(self._found(message))
+
+    def hang_up(self) -> None:
+        """SIGHUP."""
+        self.process.send_signal(signal.SIGHUP)
+
+    async def listen(self) -> None:
+        """Reads its log to the end."""
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            async with self._changed:
+                self._lines.append(json.loads(line))
+                self._changed.notify_all()
+
+    def _found(self, message: str) -> list[dict[str, Any]]:
+        return [line for line in self._lines if message in line["message"]]
+
+
+async def running_sequences(engine: str, wanted: Callable[[int], bool]) -> None:
+    """Until the engine at "host:port" runs so many sequences."""
+    async with connect(engine) as channel:
+        control = EngineControlServiceStub(channel)
+        watch = control.WatchLoad(engine_pb2.WatchLoadRequest(interval_seconds=0.05))
+        while not wanted((await watch.read()).load.running_sequences):
+            pass
+
+
+@asynccontextmanager
+async def running_shim(*flags: str) -> AsyncIterator[Shim]:
+    """`python -m services.http_shim` on a free port, from when it listens to its clean end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.http_shim", "--port", "0", *flags,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    shim = Shim(process)
+    listening = asyncio.ensure_future(shim.listen())
+    try:
+        async with asyncio.timeout(20):
+            shim.url = f"http://127.0.0.1:{(await shim.logged('listening on'))['port']}"
+        yield shim
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+        await listening
+    assert process.returncode == 0

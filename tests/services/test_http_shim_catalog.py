@@ -1,0 +1,345 @@
+"""Several models behind one shim: names, limits, changes under way, and all asked at once."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from services.http_shim.openapi import document
+from tests.services.shim import Shim, running_sequences, running_shim
+from tests.stack import Stack, free_ports, running_service
+
+PROMPT = "def add(a, b):\n    return a +"
+LONG = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+async def second_tokenizer(
+    stack: Stack, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[str]:
+    """A tokenizer service of another name, on the same engine."""
+    log = tmp_path_factory.mktemp("second") / "tokenizer.log"
+    async with running_service(
+        "tokenizer", "--model", str(stack.model), "--engine", stack.engine, "--model-id", "inner",
+        log=log,
+    ) as service:  # fmt: skip
+        yield service.target
+
+
+def written_catalog(folder: Path, stack: Stack, second_tokenizer: str) -> Path:
+    (nobody,) = free_ports(1)
+    path = folder / "catalog.toml"
+    path.write_text(f"""
+[[models]]
+id = "acme/one"
+aliases = ["one"]
+target = "{stack.tokenizer}"
+owned_by = "acme"
+created = 1700000000
+
+[models.variants.short]
+max_output_length = 3
+
+[[models]]
+id = "two"
+target = "{second_tokenizer}"
+max_output_length = 8
+
+[[models]]
+id = "away"
+target = "127.0.0.1:{nobody}"
+context = 4096
+
+[[models]]
+id = "soon"
+placeholder = true
+""")
+    return path
+
+
+@pytest.fixture(scope="module")
+async def shim(
+    stack: Stack, second_tokenizer: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Shim]:
+    """For tests that leave the catalog as it is."""
+    catalog = written_catalog(tmp_path_factory.mktemp("catalog"), stack, second_tokenizer)
+    async with running_shim("--catalog", str(catalog)) as running:
+        yield running
+
+
+@pytest.fixture
+def own_catalog(stack: Stack, second_tokenizer: str, tmp_path: Path) -> Path:
+    """For tests that change it."""
+    return written_catalog(tmp_path, stack, second_tokenizer)
+
+
+@pytest.fixture
+async def own_shim(own_catalog: Path) -> AsyncIterator[Shim]:
+    async with running_shim("--catalog", str(own_catalog)) as running:
+        yield running
+
+
+@pytest.fixture
+async def http(shim: Shim) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=shim.url, timeout=60) as client:
+        yield client
+
+
+async def complete(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
+    body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True} | fields
+    return await http.post("/v1/completions", json=body)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    assert "x-tokens-used" not in response.headers
+    return error
+
+
+def assert_documented(response: httpx.Response, name: str) -> None:
+    """The answer is as the OpenAPI document says."""
+    schema = document()
+    jsonschema.validate(response.json(), schema | {"$ref": f"#/components/schemas/{name}"})
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical", "tokens"),
+    [
+        ("acme/one", "acme/one", 12),
+        ("one", "acme/one", 12),
+        ("acme/one:short", "acme/one", 3),
+        ("one:short", "acme/one", 3),
+        ("two", "two", 8),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_names_lead_to_their_model(
+    http: httpx.AsyncClient, name: str, canonical: str, tokens: int, streams: bool
+) -> None:
+    response = await complete(http, model=name, max_tokens=12, stream=streams)
+    assert response.status_code == 200, response.text
+    if streams:
+        lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        assert {chunk["model"] for chunk in chunks} == {canonical}
+        answer = chunks[-1]
+    else:
+        answer = response.json()
+        assert_documented(response, "Completion")
+    assert answer["model"] == canonical
+    assert answer["usage"]["completion_tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"model": "nobody"}, 404, "model_not_found"),
+        ({"model": "inner"}, 404, "model_not_found"),
+        ({"model": "two:short"}, 404, "model_not_found"),
+        ({"model": "soon"}, 404, "model_not_found"),
+        ({"model": "away"}, 503, None),
+        ({}, 400, "invalid_field"),
+        ({"model": "default"}, 400, "invalid_field"),
+        ({"model": None}, 400, "invalid_field"),
+    ],
+)
+async def test_names_that_lead_nowhere(
+    http: httpx.AsyncClient, fields: dict[str, object], status: int, code: str | None
+) -> None:
+    for response in (
+        await complete(http, **fields),
+        await http.post("/tokenize", json={"prompt": "x"} | fields),
+        await http.post("/detokenize", json={"tokens": [1]} | fields),
+    ):
+        assert response.status_code == status, response.text
+        error = error_of(response)
+        if code is not None:
+            assert (error["code"], error["param"]) == (code, "model")
+
+
+async def test_the_list(http: httpx.AsyncClient) -> None:
+    response = await http.get("/v1/models")
+    assert_documented(response, "ModelList")
+    one, two, away, soon = response.json()["data"]
+    assert (one["id"], one["owned_by"], one["created"]) == ("acme/one", "acme", 1700000000)
+    assert (one["aliases"], one["variants"]) == (["one"], ["acme/one:short"])
+    assert one["max_model_len"] == two["max_model_len"] == one["max_output_length"]
+    assert two["max_output_length"] == 8
+    assert (away["max_model_len"], away["placeholder"], away["grammar"]) == (4096, False, None)
+    assert (soon["placeholder"], soon["max_model_len"]) == (True, None)
+    assert (await http.get("/v1/models/one")).json() == one
+    assert (await http.get("/v1/models/acme/one")).json() == one
+    assert (await http.get("/v1/models/acme/one:short")).json()["max_output_length"] == 3
+    assert (await http.get("/v1/models/soon")).json() == soon
+    assert error_of(await http.get("/v1/models/nobody"))["code"] == "model_not_found"
+
+
+async def test_tokens_of_each_model(http: httpx.AsyncClient) -> None:
+    asked = {"prompt": PROMPT, "model": "two"}
+    response = await http.post("/tokenize", json=asked)
+    assert_documented(response, "Tokenized")
+    back = await http.post(
+        "/detokenize", json={"tokens": response.json()["tokens"], "model": "one"}
+    )
+    assert back.json() == {"prompt": PROMPT}
+    info = await http.get("/tokenizer_info", params={"model": "one:short"})
+    assert_documented(info, "TokenizerInfo")
+    assert info.json()["model"] == "acme/one"
+
+
+async def test_one_away_leaves_the_rest_ready(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/ready")).status_code == 200
+
+
+async def test_a_catalog_of_one_needs_no_name(stack: Stack, tmp_path: Path) -> None:
+    path = tmp_path / "catalog.toml"
+    path.write_text(
+        f'[[models]]\nid = "a"\ntarget = "{stack.tokenizer}"\n'
+        "[models.variants.v]\nmax_output_length = 1\n"
+        '[[models]]\nid = "soon"\nplaceholder = true\n'
+    )
+    async with (
+        running_shim("--catalog", str(path)) as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
+    ):
+        for fields in ({}, {"model": "default"}):
+            assert (await complete(http, max_tokens=1, **fields)).json()["model"] == "a"
+
+
+async def test_a_stream_outlives_its_model(own_shim: Shim, own_catalog: Path, stack: Stack) -> None:
+    """A change of the catalog drops nobody."""
+    same = stack.tokenizer.replace("127.0.0.1", "localhost")
+    async with (
+        httpx.AsyncClient(base_url=own_shim.url, timeout=60) as http,
+        http.stream("POST", "/v1/completions", json=LONG | {"model": "one"}) as response,
+    ):
+        lines = response.aiter_lines()
+        first = json.loads((await anext(lines)).removeprefix("data: "))
+        assert first["choices"][0]["finish_reason"] is None
+        _write(own_catalog, f'[[models]]\nid = "new"\ntarget = "{same}"')
+        own_shim.hang_up()
+        await own_shim.logged("the catalog was read again")
+        assert (await complete(http, model="one")).status_code == 404
+        assert (await complete(http, max_tokens=2)).json()["model"] == "new"
+        rest = [line async for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 600
+
+
+async def test_a_broken_catalog_changes_nothing(own_shim: Shim, own_catalog: Path) -> None:
+    async with httpx.AsyncClient(base_url=own_shim.url, timeout=60) as http:
+        for number, text in enumerate(("x = [", '[[models]]\nid = "m"\npath = "here"'), 1):
+            _write(own_catalog, text)
+            own_shim.hang_up()
+            line = await own_shim.logged("The models from before stay.", number)
+            assert line["level"] == "error"
+            assert (await complete(http, model="one", max_tokens=1)).status_code == 200
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("names", "models", "tokens"),
+    [
+        ("two", ["two"], [8]),
+        (["one"], ["acme/one"], [12]),
+        (["two", "one", "one:short", "two"], ["two", "acme/one", "acme/one", "two"], [8, 12, 3, 8]),
+    ],
+)
+async def test_many_models_at_once(
+    http: httpx.AsyncClient, names: str | list[str], models: list[str], tokens: list[int]
+) -> None:
+    body = {"model": names, "prompt": "x = [1, 2, 3, 4, 5, 6, 7,", "max_tokens": 12,
+            "temperature": 0, "unheard_of": 1}  # fmt: skip
+    response = await http.post("/v1/completion", json=body)
+    assert response.status_code == 200, response.text
+    assert_documented(response, "MultiAnswer")
+    answer = response.json()
+    assert set(answer) == {"id", "object", "created", "choices", "usage"}
+    assert str(uuid.UUID(answer["id"])) == answer["id"]
+    assert datetime.fromisoformat(answer["created"]).tzinfo is not None
+    choices = answer["choices"]
+    assert [choice["model"] for choice in choices] == models
+    assert [choice["usage"]["completion_tokens"] for choice in choices] == tokens
+    usage = answer["usage"]
+    for choice in choices:
+        assert set(choice) == {"text", "created", "model", "finish_reason", "usage"}
+        assert isinstance(choice["created"], int)
+        assert choice["finish_reason"] == "length"
+        assert set(choice["usage"]) == set(usage)
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert usage[name] == sum(choice["usage"][name] for choice in choices)
+    assert usage["prediction_time_ms"] == max(
+        choice["usage"]["prediction_time_ms"] for choice in choices
+    )
+    assert response.headers["x-tokens-used"] == str(usage["total_tokens"])
+    assert response.headers["x-tokenwire-ignored"] == "unheard_of"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": ["one", "nobody"]}, 404, "model"),
+        ({"model": ["one", "soon"]}, 404, "model"),
+        ({"model": ["one", "away"]}, 503, None),
+        ({"model": []}, 400, "model"),
+        ({"model": None}, 400, "model"),
+        ({"model": 5}, 400, "model"),
+        ({"model": ["one", 5]}, 400, "model"),
+        ({"model": ["one"] * 129}, 400, "model"),
+        ({"stream": True}, 400, "stream"),
+        ({"prompt": None}, 400, "prompt"),
+        ({"prompt": ["x"]}, 400, "prompt"),
+        ({"temperature": 1.5}, 400, "temperature"),
+        ({"top_p": -1}, 400, "top_p"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"stop": "x"}, 400, "stop"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"presence_penalty": 3}, 400, "presence_penalty"),
+        ({"frequency_penalty": -3}, 400, "frequency_penalty"),
+        ({"prompt": "x " * 4000}, 400, "prompt"),
+    ],
+)
+async def test_many_models_refuse(
+    http: httpx.AsyncClient, fields: dict[str, object], status: int, param: str | None
+) -> None:
+    response = await http.post("/v1/completion", json={"model": "one", "prompt": "x"} | fields)
+    assert response.status_code == status, response.text
+    assert error_of(response)["param"] == param
+
+
+async def test_many_models_of_one_backend(stack: Stack) -> None:
+    """Without a catalog names are the backend's, and are known before any work."""
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
+        for names in (stack.model_id, [stack.model_id, "default"]):
+            response = await http.post("/v1/completion", json={"model": names, "prompt": "x"})
+            assert {choice["model"] for choice in response.json()["choices"]} == {stack.model_id}
+        body = {"model": ["default", "nobody"], "prompt": "x"}
+        response = await http.post("/v1/completion", json=body)
+        assert (response.status_code, error_of(response)["param"]) == (404, "model")
+
+
+async def test_a_client_that_leaves_all_models(
+    http: httpx.AsyncClient, shim: Shim, stack: Stack
+) -> None:
+    """Every one of them stops."""
+    await running_sequences(stack.engine, lambda count: count == 0)
+    body = {"model": ["one"] * 40, "prompt": PROMPT, "max_tokens": 1900}
+    asking = asyncio.ensure_future(
+        http.post("/v1/completion", json=body, headers={"x-request-id": "leaves"})
+    )
+    await running_sequences(stack.engine, lambda count: count > 1)
+    asking.cancel()
+    assert (await shim.answered("leaves"))["status"] == 499
+    await running_sequences(stack.engine, lambda count: count == 0)

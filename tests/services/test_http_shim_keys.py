@@ -1,0 +1,244 @@
+"""API keys over HTTP: who gets in, how much of it, and until when."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.services.shim import Shim, running_sequences, running_shim
+from tests.stack import Stack
+from tokenwire.keys import add_key, key_id, revoke_key
+
+PROMPT = "def add(a, b):\n    return a +"
+TIERS = {
+    "default": {},
+    "few": {"requests_per_minute": 2},
+    "short": {"max_tokens": 5},
+    "poor": {"tokens_per_minute": 60},
+    "single": {"concurrent_streams": 1},
+    "rich": {"tokens_per_minute": 900},
+    "elsewhere": {"models": ["other"]},
+}
+LONG = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "stream": True}
+
+
+def written_keys(folder: Path) -> Path:
+    path = folder / "keys.json"
+    path.write_text(json.dumps({"tiers": TIERS}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written_keys(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="module")
+async def shim(stack: Stack, keys: Path) -> AsyncIterator[Shim]:
+    catalog = keys.with_name("catalog.toml")
+    catalog.write_text(f'[[models]]\nid = "m"\ntarget = "{stack.tokenizer}"')
+    async with running_shim("--catalog", str(catalog), "--keys", str(keys)) as running:
+        yield running
+
+
+async def client_of(shim: Shim, keys: Path, tier: str) -> httpx.AsyncClient:
+    """A client with a key of its own."""
+    before = shim.count("keys were read again")
+    secret = add_key(keys, tier)
+    await shim.logged("keys were read again", before + 1)
+    return httpx.AsyncClient(
+        base_url=shim.url, timeout=60, headers={"authorization": f"Bearer {secret}"}
+    )
+
+
+async def complete(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
+    return await http.post("/v1/completions", json={"prompt": PROMPT, "ignore_eos": True} | fields)
+
+
+async def test_everything_but_probes_needs_a_key(shim: Shim) -> None:
+    async with httpx.AsyncClient(base_url=shim.url) as http:
+        for path in ("/health", "/ready", "/metrics"):
+            assert (await http.get(path)).status_code == 200
+        for method, path in (
+            ("POST", "/v1/completions"), ("POST", "/completions"), ("POST", "/v1/completion"),
+            ("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/tokenize"),
+            ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/openapi.json"),
+            ("GET", "/nowhere"),
+        ):  # fmt: skip
+            response = await http.request(method, path)
+            assert response.status_code == 401, path
+            assert response.json()["error"]["type"] == "authentication_error"
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["x-request-id"]
+
+
+async def test_the_sdk_understands(shim: Shim, keys: Path) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"{shim.url}/v1", api_key="tw-wrong", max_retries=0
+    ) as sdk:
+        with pytest.raises(openai.AuthenticationError):
+            await sdk.models.list()
+    async with await client_of(shim, keys, "default") as http:
+        key = http.headers["authorization"].removeprefix("Bearer ")
+    async with openai.AsyncOpenAI(base_url=f"{shim.url}/v1", api_key=key) as sdk:
+        answer = await sdk.completions.create(
+            model="m", prompt="x", max_tokens=1, extra_headers={"x-request-id": "whose"}
+        )
+    assert answer.model == "m"
+    assert (await shim.answered("whose"))["key"] == key_id(key)
+
+
+async def test_requests_per_minute(shim: Shim, keys: Path) -> None:
+    async with await client_of(shim, keys, "few") as http:
+        for left in ("1", "0"):
+            response = await complete(http, max_tokens=1)
+            assert response.status_code == 200
+            assert response.headers["x-ratelimit-limit-requests"] == "2"
+            assert response.headers["x-ratelimit-remaining-requests"] == left
+        response = await http.post("/tokenize", json={"prompt": "x"})
+        assert response.status_code == 429
+        assert 1 <= int(response.headers["retry-after"]) <= 30
+        assert response.headers["x-ratelimit-remaining-requests"] == "0"
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert (await http.get("/v1/models")).status_code == 200, "looking costs nothing"
+
+
+async def test_tokens_per_minute(shim: Shim, keys: Path) -> None:
+    async with await client_of(shim, keys, "poor") as http:
+        first = await complete(http, max_tokens=30)
+        assert first.status_code == 200
+        assert int(first.headers["x-ratelimit-remaining-tokens"]) < 30
+        refused = await complete(http, max_tokens=30)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await complete(http, max_tokens=1)).status_code == 200
+        many = await http.post(
+            "/v1/completion", json={"model": ["m"] * 9, "prompt": "x", "max_tokens": 5}
+        )
+        assert many.status_code == 429, "all its models count"
+
+
+async def charged(http: httpx.AsyncClient, since: float) -> tuple[int, float]:
+    """Tokens that a rich key was charged since that time: at least, and at most."""
+    response = await http.get("/v1/models")
+    used = 900 - int(response.headers["x-ratelimit-remaining-tokens"])
+    return used, used + (time.monotonic() - since) * 900 / 60
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_used_tokens_count(shim: Shim, keys: Path, streams: bool) -> None:
+    """Not those that were reserved."""
+    async with await client_of(shim, keys, "rich") as http:
+        free = await complete(http, max_tokens=8, temperature=0)
+        stop = free.json()["choices"][0]["text"][-3:]
+        asked = {"max_tokens": 600, "temperature": 0, "stream": streams}
+        assert (await complete(http, stop=stop, **asked)).status_code == 200
+        least, _ = await charged(http, 0)
+        assert least < 100
+        began = time.monotonic()
+        assert (await complete(http, **asked)).status_code == 200
+        _, most = await charged(http, began)
+        assert most >= 600
+
+
+async def test_who_leaves_pays_for_what_came(shim: Shim, keys: Path) -> None:
+    async with await client_of(shim, keys, "rich") as http:
+        began, named = time.monotonic(), {"x-request-id": "left-midway"}
+        async with http.stream("POST", "/v1/completions", json=LONG, headers=named) as response:
+            lines = response.aiter_lines()
+            for _ in range(300):  # every other line is empty
+                await anext(lines)
+        line = await shim.answered("left-midway")
+        assert line["status"] == 499
+        assert 100 < line["completion_tokens"] < 600
+        least, most = await charged(http, began)
+        assert least - 1 <= line["prompt_tokens"] + line["completion_tokens"] <= most
+
+
+async def test_who_leaves_unseen_pays_what_was_reserved(
+    stack: Stack, shim: Shim, keys: Path
+) -> None:
+    await running_sequences(stack.engine, lambda count: count == 0)
+    async with await client_of(shim, keys, "rich") as http:
+        body = LONG | {"stream": False}
+        began, named = time.monotonic(), {"x-request-id": "left-unseen"}
+        asking = asyncio.ensure_future(http.post("/v1/completions", json=body, headers=named))
+        await running_sequences(stack.engine, lambda count: count == 1)
+        asking.cancel()
+        assert (await shim.answered("left-unseen"))["status"] == 499
+        _, most = await charged(http, began)
+        assert most >= 600
+
+
+async def test_completions_at_a_time(shim: Shim, keys: Path) -> None:
+    async with await client_of(shim, keys, "single") as http:
+        named = {"x-request-id": "the-only-one"}
+        async with http.stream("POST", "/v1/completions", json=LONG, headers=named) as response:
+            await anext(response.aiter_lines())
+            refused = await complete(http, stream=True)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+        await shim.answered("the-only-one")
+        assert (await complete(http, max_tokens=1)).status_code == 200
+
+
+async def test_output_is_capped_by_the_tier(shim: Shim, keys: Path) -> None:
+    async with await client_of(shim, keys, "short") as http:
+        for fields in ({}, {"max_tokens": 100}, {"max_tokens": 100, "stop": ["@@"]}):
+            usage = (await complete(http, **fields)).json()["usage"]
+            assert usage["completion_tokens"] == 5
+        many = await http.post("/v1/completion", json={"model": "m", "prompt": "x = [1, 2, 3,"})
+        assert many.json()["usage"]["completion_tokens"] <= 5
+
+
+async def test_models_of_other_tiers(shim: Shim, keys: Path) -> None:
+    async with await client_of(shim, keys, "elsewhere") as http:
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/completion", {"prompt": "x", "model": "m"}),
+            ("/tokenize", {"prompt": "x"}),
+        ):
+            response = await http.post(path, json=body)
+            assert response.status_code == 403
+            assert response.json()["error"]["code"] == "model_not_allowed"
+
+
+async def test_revocation(shim: Shim, keys: Path) -> None:
+    """The key ends; what runs by it ends in its own time."""
+    async with (
+        await client_of(shim, keys, "default") as http,
+        http.stream("POST", "/v1/completions", json=LONG) as response,
+    ):
+        lines = response.aiter_lines()
+        await anext(lines)
+        before = shim.count("keys were read again")
+        revoke_key(keys, key_id(http.headers["authorization"].removeprefix("Bearer ")))
+        await shim.logged("keys were read again", before + 1)
+        refused = await http.get("/v1/models")
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "revoked_api_key"
+        assert [line async for line in lines if line][-1] == "data: [DONE]"
+
+
+async def test_with_keys_it_may_listen_everywhere(stack: Stack, keys: Path) -> None:
+    async with (
+        running_shim(
+            "--host", "0.0.0.0", "--keys", str(keys), "--tokenizer", stack.tokenizer
+        ) as shim,
+        httpx.AsyncClient(base_url=shim.url) as http,
+    ):
+        assert (await http.get("/v1/models")).status_code == 401
+
+
+async def test_a_broken_file_locks_nobody_out(shim: Shim, keys: Path) -> None:
+    """Last: it breaks the file that the other tests use."""
+    async with await client_of(shim, keys, "default") as http:
+        keys.write_text("{")  # noqa: ASYNC240
+        assert (await shim.logged("The keys from before stay."))["level"] == "error"
+        assert (await complete(http, max_tokens=1)).status_code == 200

@@ -1,0 +1,68 @@
+"""The OpenAPI document: valid, and about what is really there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from starlette.routing import Route
+
+from services.http_shim import requests
+from services.http_shim.app import create_app
+from services.http_shim.catalog import Catalog
+from services.http_shim.gate import Gate
+from services.http_shim.openapi import document, openapi
+
+DOCUMENT = document()
+
+
+def test_it_is_valid() -> None:
+    OpenAPIV31SpecValidator(DOCUMENT).validate()
+
+
+async def test_it_is_what_is_served() -> None:
+    response = await openapi(None)  # type: ignore[arg-type] - it looks at no request
+    assert json.loads(bytes(response.body)) == json.loads(json.dumps(DOCUMENT))
+
+
+async def test_it_has_every_route(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.toml"
+    path.write_text('[[models]]\nid = "m"\nplaceholder = true')
+    app = create_app(Catalog(path), Gate(), 1, None)
+    routes = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert routes == {(path, method) for path, item in DOCUMENT["paths"].items() for method in item}
+
+
+def bodies() -> list[tuple[str, Any]]:
+    contents = [
+        operation["requestBody"]["content"]["application/json"]
+        for item in DOCUMENT["paths"].values()
+        for operation in item.values()
+        if "requestBody" in operation
+    ]
+    return [
+        (content["schema"]["$ref"].rpartition("/")[2], content["example"]) for content in contents
+    ]
+
+
+@pytest.mark.parametrize(("name", "example"), bodies())
+def test_examples_are_taken(name: str, example: dict[str, object]) -> None:
+    decoder = msgspec.json.Decoder(getattr(requests, name))
+    _, ignored = requests.parse(decoder, json.dumps(example).encode())
+    assert ignored == []
+    assert set(DOCUMENT["components"]["schemas"][name]["required"]) <= set(example)
+
+
+def test_ranges_are_told() -> None:
+    fields = DOCUMENT["components"]["schemas"]["CompletionBody"]["properties"]
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+    assert fields["top_k"]["anyOf"][0] == {"type": "integer", "minimum": -1, "maximum": 128}
+    assert {"type": "null"} not in fields["prompt"]["anyOf"]
+    assert all(field["description"] for field in fields.values())
