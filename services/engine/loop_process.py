@@ -50,8 +50,12 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
         messages.send(LoopFailed(str(error)))
         os._exit(2)
     messages.send(LoopReady(description))
-    with suppress(ConnectionError, EOFError):
-        _run(loop, messages)
+    try:
+        with suppress(ConnectionError, EOFError):
+            _run(loop, messages)
+    except Exception:
+        _LOG.exception("a step failed; what runs is lost")
+        os._exit(1)
     os._exit(0)  # skips torch's slow teardown; nothing is left to save
 
 

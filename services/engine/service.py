@@ -339,6 +339,7 @@ class _EngineControl(engine_pb2_grpc.EngineControlServiceServicer):
             total_blocks=model.total_blocks,
             version=version("tokenwire"),
             weights_fingerprint=model.weights_fingerprint,
+            weights=settings.weights,
         )
 
     async def GetLoad(

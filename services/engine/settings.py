@@ -36,7 +36,7 @@ class EngineSettings(ServerSettings):
     max_waiting: int = setting(1024, "Sequences that may wait; more are refused.")
     max_step_tokens: int = setting(4096, "Prompt tokens of one step.")
     mixed_step_factor: float = setting(
-        1.8, "How many times as long as without prompts a step may take that also decodes."
+        1.7, "How many times as long as without prompts a step may take that also decodes."
     )
     speculate: str = setting(
         "off",

@@ -187,11 +187,13 @@ class _ClientSession:
             self._refuse(handle, "Chat")
         elif kind is None:
             raise invalid("commands", "A command must be one of those that are known.")
+        elif kind == "credit" and command.credit.tokens < 1:
+            raise invalid("commands.credit.tokens", "Credit must be at least 1 token.")
         elif (completion := self._by_handle.get(handle)) is not None:  # else it met its end
             if kind == "cancel":
                 completion.cancel()
             else:
-                completion.credit(max(1, command.credit.tokens))
+                completion.credit(command.credit.tokens)
 
     def _start(self, handle: int, start: completion_pb2.StartComplete) -> None:
         completion = self._completions.start(

@@ -244,6 +244,7 @@ async def test_the_model_describes_itself(channel: grpc.aio.Channel) -> None:
     assert (model.model, model.architecture) == ("tiny-llama", "LlamaForCausalLM")
     assert (model.context_length, model.vocabulary_size) == (CONTEXT, VOCABULARY)
     assert list(model.eos_token_ids) == [EOS]
+    assert (model.dtype, model.weights) == ("float32", "full")
     assert model.total_blocks * model.block_size >= CONTEXT
 
 

@@ -349,6 +349,15 @@ async def test_credit_bounds_what_is_sent(services: _Services) -> None:
     assert len(answer.ids[0]) == 64
 
 
+async def test_credit_of_nothing_is_a_mistake(services: _Services) -> None:
+    credit = completion.SessionCommand(handle=1, credit=completion.Credit())
+    call = services.completion.Session()
+    await call.write(completion.SessionRequest(commands=[credit]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert ServiceError.from_rpc_error(caught.value).field == "commands.credit.tokens"
+
+
 async def test_a_deadline_in_a_session_ends_the_request(services: _Services) -> None:
     context = completion.RequestContext(timeout_seconds=0.5)
     _, events = _start(services, _request("a", n=32, stopping=_endless()), context=context)
@@ -418,7 +427,7 @@ async def test_offsets_lead_from_tokens_to_text_and_bytes(services: _Services) -
 
 async def test_what_runs_survives_the_engine(embedded_model: Path, tmp_path: Path) -> None:
     """Killed and started again, the engine continues from prompt + generated ids: the client sees
-    the same text, each token once."""
+    the same text, each token once, whatever state its sampling is in."""
     _, port = free_ports(2)  # the first will be the tokenizer service's
     command = [
         *(sys.executable, "-m", "services.engine", "--port", str(port), "--dtype", "float32"),
@@ -438,8 +447,15 @@ async def test_what_runs_survives_the_engine(embedded_model: Path, tmp_path: Pat
             connect(service.target) as channel,
         ):
             stub = CompletionServiceStub(channel)
+            sampling = types.SamplingParams(
+                seed=1,
+                frequency_penalty=0.3,
+                repetition_penalty=1.1,
+                dry=types.DryParams(multiplier=0.8),
+                mirostat=types.MirostatParams(target_perplexity=8),
+            )
             request = _request(
-                "import", n=2, sampling=types.SamplingParams(seed=1), logprobs=0, echo=True,
+                "import", n=2, sampling=sampling, logprobs=0, echo=True,
                 stopping=_tokens(64, ignore_eos=True),
             )  # fmt: skip
             calm, stormy, killed = _Answer(), _Answer(), False
