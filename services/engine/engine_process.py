@@ -15,6 +15,8 @@ from services.engine.settings import EngineSettings
 __all__ = ["EngineProcess"]
 
 _HEADER = struct.Struct("<Q")
+_NICENESS = 5
+"""Of the thread that reads what the loop reports: it would interrupt the next step's beginning"""
 
 
 class EngineProcess:
@@ -43,6 +45,7 @@ class EngineProcess:
         )
         _set_thread_waiting()
         self._process.start()
+        os.nice(_NICENESS)
         theirs.close()
         reader, self._writer = await asyncio.open_connection(sock=ours)
         first = await _read(reader)

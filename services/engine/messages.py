@@ -307,8 +307,7 @@ class CacheFlushed:
 Output = Admitted | Refused | ScoredPrompt | Token | Finished | RequestDone | CacheFlushed
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSnapshot:
+class LoadSnapshot(NamedTuple):
     """How busy the loop is."""
 
     running: int = 0
@@ -322,8 +321,7 @@ class LoadSnapshot:
     """Since the start"""
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one step brought, in order."""
 
     outputs: Sequence[Output]

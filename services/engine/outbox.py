@@ -11,6 +11,10 @@ from tokenwire.types.v1.types_pb2 import TokenColumns
 
 __all__ = ["Event", "Outbox", "add_scores"]
 
+_PACE_SECONDS = 0.005
+"""Least time between messages that only continue sequences. Where steps are shorter, the tokens of
+several go together: each message costs CPU time in every service up to the client"""
+
 
 class Event(Protocol):
     """SessionEvent or GenerateResponse: both name their events alike."""
@@ -24,20 +28,26 @@ E = TypeVar("E", bound=Event)
 
 
 class Outbox(Generic[E]):
-    """Events in order, bounded by what sequences may generate."""
+    """Events in order, bounded by what sequences may generate.
+
+    A token that only continues a sequence may wait a little for the next step's; whatever else
+    comes takes it along.
+    """
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._events: list[E] = []
         self._deltas: dict[tuple[int, int], OutputDelta] = {}
         self._wake = asyncio.Event()
+        self._taken_at = 0.0  # in the loop's time
+        self._pause: asyncio.TimerHandle | None = None
+        """Ends the wait of tokens for a further step, if none comes"""
         self.untaken_since: float | None = None
         """time.monotonic() of the oldest event that the client has not taken"""
 
     def put(self, event: E) -> None:
         """Add an event."""
-        self._events.append(event)
-        if self.untaken_since is None:
-            self.untaken_since = time.monotonic()
+        self._append(event)
         self._wake.set()
 
     def put_token(self, handle: int, token: Token, make: Callable[[], E]) -> None:
@@ -49,20 +59,29 @@ class Outbox(Generic[E]):
             delta.sequence = token.sequence
             delta.position = token.position
             self._deltas[handle, token.sequence] = delta
-            self.put(event)
+            self._append(event)
         delta.tokens.ids.append(token.id)
         if token.score is not None:
             add_scores(delta.tokens, [token.score])
         if token.mirostat_mu is not None:
             delta.mirostat_mu = token.mirostat_mu
+        if token.position == 0 or self._loop.time() - self._taken_at >= _PACE_SECONDS:
+            self._wake.set()
+        elif self._pause is None:
+            self._pause = self._loop.call_later(_PACE_SECONDS, self._wake.set)
 
     async def take(self, timeout: float) -> list[E]:
         """All events, once there are any; none after `timeout` seconds of silence."""
         try:
-            await asyncio.wait_for(self._wake.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._wake.wait()
         except TimeoutError:
             return []
         self._wake.clear()
+        self._taken_at = self._loop.time()
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
         events, self._events = self._events, []
         self._deltas.clear()
         return events
@@ -85,6 +104,11 @@ class Outbox(Generic[E]):
     def taken(self) -> None:
         """The client's stream took what `take` returned."""
         self.untaken_since = time.monotonic() if self._events else None
+
+    def _append(self, event: E) -> None:
+        self._events.append(event)
+        if self.untaken_since is None:
+            self.untaken_since = time.monotonic()
 
 
 def add_scores(columns: TokenColumns, scores: Sequence[Score]) -> None:
