@@ -57,32 +57,28 @@ bool decodes(const tw_attention &a, int64_t sequence) {
 
 class Attention {
  public:
-  explicit Attention(const tw_attention &a) : a_(a), head_size_(a.block_size * a.head_dim) {}
+  explicit Attention(const tw_attention &a) : a_(a), head_size_(a.block_size * a.head_dim) {
+    while (decodes_ < a.sequences && decodes(a, decodes_)) decodes_++;
+  }
 
   // Puts one token's keys and values where the tiles want them. Where 32 tokens of a prompt fill
-  // whole tiles, the first of them does it for all.
+  // whole tiles, the first of them does it for all; attend() writes what only one unit reads.
   void write(int64_t token) const {
+    if (token < decodes_ && is_private(token)) return;
     int64_t first = token - a_.slots[token] % kTileInner;
     bool together = first >= 0 && first + kTileInner <= a_.tokens &&
                     a_.slots[first] % kTileInner == 0 &&
                     a_.slots[first + kTileInner - 1] == a_.slots[first] + kTileInner - 1;
-    for (int64_t h = 0; h < a_.num_kv_heads; h++) {
-      int64_t from = token * a_.row_stride + h * a_.head_dim;
-      auto key = static_cast<const uint16_t *>(a_.keys) + from;
-      auto value = static_cast<const uint16_t *>(a_.values) + from;
-      int64_t slot = a_.slots[token];
-      int64_t to = (slot / a_.block_size * a_.num_kv_heads + h) * head_size_ +
-                   slot % a_.block_size / kTileInner * kTileInner * a_.head_dim;
-      auto keys = static_cast<uint16_t *>(a_.key_cache) + to;
-      auto values = static_cast<uint16_t *>(a_.value_cache) + to;
-      if (!together)
-        write_one(slot % kTileInner, key, value, keys, values);
-      else if (token == first)
-        write_all(key, value, keys, values);
-    }
+    if (together && token != first) return;
+    for (int64_t h = 0; h < a_.num_kv_heads; h++) write(token, h, together);
   }
 
   void attend(const Unit &unit, Scratch &s) const {
+    // Written here, the cache lines are fetched once. Where a group has several units, each writes
+    // the same before it reads.
+    if (unit.sequence < decodes_ && unit.last_key == a_.context_lengths[unit.sequence] &&
+        is_private(unit.sequence))
+      write(unit.sequence, unit.kv_head, false);
     load_queries(unit, s);
     for (int64_t r = 0; r < unit.num_rows; r++) {
       s.base[r] = kLowest;
@@ -128,6 +124,27 @@ class Attention {
   }
 
  private:
+  // Whether no other sequence reads what a decode adds in this step: once its block is full, the
+  // scheduler may have given it to others too.
+  bool is_private(int64_t token) const {
+    return a_.slots[token] % a_.block_size != a_.block_size - 1;
+  }
+
+  // One head of a token, or of the 32 tokens from it on.
+  void write(int64_t token, int64_t head, bool together) const {
+    int64_t from = token * a_.row_stride + head * a_.head_dim, slot = a_.slots[token];
+    auto key = static_cast<const uint16_t *>(a_.keys) + from;
+    auto value = static_cast<const uint16_t *>(a_.values) + from;
+    int64_t to = (slot / a_.block_size * a_.num_kv_heads + head) * head_size_ +
+                 slot % a_.block_size / kTileInner * kTileInner * a_.head_dim;
+    auto keys = static_cast<uint16_t *>(a_.key_cache) + to;
+    auto values = static_cast<uint16_t *>(a_.value_cache) + to;
+    if (together)
+      write_all(key, value, keys, values);
+    else
+      write_one(slot % kTileInner, key, value, keys, values);
+  }
+
   // Writes the token at `offset` of 32.
   void write_one(int64_t offset, const uint16_t *key, const uint16_t *value, uint16_t *keys,
                  uint16_t *values) const {
@@ -370,6 +387,7 @@ class Attention {
 
   const tw_attention &a_;
   int64_t head_size_;
+  int64_t decodes_ = 0;  // sequences before the first chunk: as many tokens
 };
 
 thread_local Buffer unit_buffer;
