@@ -198,9 +198,7 @@ class _Session:
                 for command in request.commands:
                     self._carry_out(command)
         except ServiceError as error:
-            self.error = error
-            self.ended = True
-            self.outbox.wake()
+            self._fail(error)
             return
         while self._handles or self._starting:
             await self._frontend.changed_since(self._frontend.version)
@@ -219,15 +217,28 @@ class _Session:
         """A request had its terminal event."""
         self._handles.pop(client_handle, None)
 
+    def _fail(self, error: ServiceError) -> None:
+        self.error = error
+        self.ended = True
+        self.outbox.wake()
+
+    def _carry_out_later(self, command: SessionCommand) -> None:
+        """What a request was told while it was starting."""
+        try:
+            self._carry_out(command)
+        except ServiceError as error:
+            self._fail(error)
+
     def _carry_out(self, command: SessionCommand) -> None:
         match command.WhichOneof("command"):
             case "start":
                 self._start(command)
+            case "cancel" | "credit" if (task := self._starting.get(command.handle)) is not None:
+                is_cancelled = command.HasField("cancel") and not command.cancel.sequences
+                if not (is_cancelled and task.cancel()):
+                    task.add_done_callback(lambda _: self._carry_out_later(command))
             case "cancel":
-                starting = self._starting.get(command.handle)
-                if starting is not None:
-                    starting.cancel()
-                elif command.handle in self._handles:
+                if command.handle in self._handles:
                     self._frontend.cancel(self._handles[command.handle], command.cancel.sequences)
             case "credit":
                 if command.credit.tokens < 1:
@@ -251,6 +262,15 @@ class _Session:
         credit = start.credit if start.HasField("credit") else None
         task = asyncio.ensure_future(self._submit(handle, start.request, caller, credit))
         self._starting[handle] = task
+        # not in the task itself: one that is cancelled before its first step never runs
+        task.add_done_callback(lambda task: self._started(handle, task))
+
+    def _started(self, handle: int, task: asyncio.Task[None]) -> None:
+        del self._starting[handle]
+        if task.cancelled():
+            _SessionSink(self, handle).on_error(
+                ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "Cancelled by the client.")
+            )
 
     async def _submit(
         self, handle: int, request: GenerateRequest, caller: Caller, credit: int | None
@@ -267,13 +287,7 @@ class _Session:
         except ServiceError as error:
             _LOG.info("refused", extra={"reason": error.reason, "error": error.message})
             sink.on_error(error)
-        except asyncio.CancelledError:
-            sink.on_error(
-                ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "Cancelled by the client.")
-            )
-        finally:
-            del self._starting[handle]
-            _LOG.debug("submitted in %.4f s", time.monotonic() - began)
+        _LOG.debug("submitted in %.4f s", time.monotonic() - began)
 
 
 class _SessionSink:

@@ -106,6 +106,11 @@ def _refuse_contradictions(body: CompletionBody) -> None:
         raise invalid("best_of", "best_of can't be streamed: leave out best_of or stream.")
     if body.grammar is not None and body.response_format is not None:
         raise invalid("grammar", "grammar and response_format exclude each other.")
+    if body.dry_sequence_breakers == []:
+        raise invalid(
+            "dry_sequence_breakers",
+            "dry_sequence_breakers must not be empty: leave it out for the usual ones.",
+        )
     if None not in (body.max_tokens, body.max_completion_tokens) and (
         body.max_tokens != body.max_completion_tokens
     ):

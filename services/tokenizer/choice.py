@@ -69,6 +69,7 @@ class Choice:
         self._echo: Echo | None = None
         self._awaits_echo = echo_length is not None
         self._base = echo_length or 0  # code points in front of the generated text
+        self._logprobs: list[float] = []  # of all that was received, for best_of
         self._text = ""  # ready to be sent, as are the columns
         self._columns = Columns()
         # held back, when tokens are tracked; offsets in code points of the generated text
@@ -90,6 +91,11 @@ class Choice:
             return False
         return bool(self._columns.ids or self._text or self._echo or self.outcome)
 
+    @property
+    def kept_logprobs(self) -> Sequence[float]:
+        """Of the tokens that the answer keeps, with best_of, once the choice has ended."""
+        return self._logprobs[: self.sent + len(self._columns.ids)]
+
     def put_echo(self, echo: Echo) -> None:
         """The prompt, which is written first."""
         self._echo = echo
@@ -106,6 +112,8 @@ class Choice:
                 grpc.StatusCode.INTERNAL, "TOKENS_LOST", "Tokens of the engine were lost."
             )
         ids: Sequence[int] = tokens.ids[skip:] if skip else tokens.ids
+        if self._plan.ranked:
+            self._logprobs.extend(tokens.logprobs[skip:])
         if self._tracked:
             scores = read_scores(tokens)[skip:] if self._plan.scored else None
             self._add_tracked(ids, scores)

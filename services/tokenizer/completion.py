@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.tokenizer.best_of import rank
 from services.tokenizer.choice import Choice, Echo
 from services.tokenizer.columns import Columns, Score, read_scores
 from services.tokenizer.detokenizer import Detokenizer
@@ -118,8 +119,11 @@ class Completion:
         self._choices: list[Choice] = []
         self._touched: dict[int, Choice] = {}
         self._next_whole = 0
+        self._winners: list[Choice] = []  # of best_of, in the order of the answer
         self._last_token_at: list[float] = []
         self._scores: list[list[Score]] = []
+        self._mirostat_mu: dict[int, float] = {}
+        """By choice, what the engine needs besides the ids to go on"""
         self._admitted: engine_pb2.Accepted | None = None
         self._admission_written = False
         self._usage: types_pb2.Usage | None = None
@@ -156,6 +160,8 @@ class Completion:
                 self._submit(self._encode(request))
         except ServiceError as error:
             self._fail(error)
+        except Exception:
+            self._fail_unexpectedly()
 
     def credit(self, tokens: int) -> None:
         """The client takes so many more tokens of each choice."""
@@ -211,13 +217,25 @@ class Completion:
         """The next that has something to write. Whole ones go in the order of index."""
         if not plan.whole:
             return self._touched.pop(next(iter(self._touched))) if self._touched else None
-        if self._next_whole == len(self._choices):
+        choices = self._settle_winners(plan) if plan.choice.ranked else self._choices
+        if self._next_whole == len(choices):
             return None
-        choice = self._choices[self._next_whole]
+        choice = choices[self._next_whole]
         if choice.outcome is None or not choice.has_output:
             return None
         self._next_whole += 1
         return choice
+
+    def _settle_winners(self, plan: CompletePlan) -> list[Choice]:
+        """With best_of, the choices to answer, of the prompts whose candidates all ended."""
+        draws = plan.engine_request.n
+        while candidates := self._choices[len(self._winners) // plan.n * draws :][:draws]:
+            if any(choice.outcome is None for choice in candidates):
+                break
+            for place in rank([choice.kept_logprobs for choice in candidates])[: plan.n]:
+                candidates[place].index = len(self._winners)
+                self._winners.append(candidates[place])
+        return self._winners
 
     # what the engine tells
 
@@ -228,18 +246,14 @@ class Completion:
         except ServiceError as error:
             self._leave_engine()
             self._fail(error)
-        except Exception:  # one request's failure must not end the Session
-            _LOG.exception("unexpected failure", extra={"request_id": self._context.request_id})
-            self._leave_engine()
-            self._fail(
-                ServiceError(
-                    grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log."
-                )
-            )
+        except Exception:
+            self._fail_unexpectedly()
 
     def on_error(self, error: ServiceError) -> None:
         """The engine refused or failed the request, or was lost."""
         self._handle = None
+        if self._plan is not None and self._plan.calls_tool and error.field.startswith("grammar"):
+            error.field = "tools"
         if error.reason == "SESSION_LOST" and not self._resubmitted and self._plan is not None:
             self._resubmitted = True
             self._task = asyncio.ensure_future(self._resubmit(self._plan, error))
@@ -270,6 +284,8 @@ class Completion:
             return
         before = len(choice.received)
         choice.add(delta.position, delta.tokens)
+        if delta.HasField("mirostat_mu"):
+            self._mirostat_mu[sequence] = delta.mirostat_mu
         tokens = len(choice.received) - before
         METRICS.completion_tokens.inc(tokens)
         self._observe(sequence, tokens)
@@ -329,7 +345,8 @@ class Completion:
         else:
             columns.ids.extend(prompt.ids)
         echo = Echo("".join(prompt.texts), columns)
-        for choice in self._choices[index * plan.n : (index + 1) * plan.n]:
+        draws = plan.engine_request.n
+        for choice in self._choices[index * draws : (index + 1) * draws]:
             choice.put_echo(echo)
             self._touch(choice)
 
@@ -358,16 +375,19 @@ class Completion:
             self._submit(await asyncio.to_thread(self._encode, request))
         except ServiceError as error:
             self._fail(error)
+        except Exception:
+            self._fail_unexpectedly()
 
     def _submit(self, plan: CompletePlan) -> None:
         table = self._owner.vocabulary.table
         self._plan = plan
         self._scores = [[] for _ in plan.prompts]
-        for index, prompt in enumerate(plan.prompts):
+        for prompt in plan.prompts:
             length = sum(map(len, prompt.texts)) if plan.echo else None
-            for choice in range(index * plan.n, (index + 1) * plan.n):
+            for _ in range(plan.engine_request.n):
                 detokenizer = Detokenizer(table, prompt.ids, begins_text=not prompt.is_infill)
-                self._choices.append(Choice(choice, plan.choice, detokenizer, length))
+                choice = Choice(len(self._choices), plan.choice, detokenizer, length)
+                self._choices.append(choice)
         self._last_token_at = [0.0] * len(self._choices)
         if self._windowed and not plan.whole and plan.engine_request.stopping.max_tokens > _WINDOW:
             self._granted = _WINDOW
@@ -413,11 +433,13 @@ class Completion:
                 )
             request = engine_pb2.GenerateRequest()
             request.CopyFrom(plan.engine_request)
-            unfinished = [choice for choice in self._choices if choice.outcome is None]
-            for choice in unfinished:
-                if choice.received:
-                    generated = types_pb2.TokenIds(ids=choice.received)
-                    request.resume.add(sequence=choice.index, generated=generated)
+            for sequence, choice in enumerate(self._choices):
+                if choice.outcome is None and choice.received:
+                    request.resume.add(
+                        sequence=sequence,
+                        generated=types_pb2.TokenIds(ids=choice.received),
+                        mirostat_mu=self._mirostat_mu.get(sequence),
+                    )
             can_resume = engine_pb2.CAPABILITY_RESUME in self._owner.link.limits.capabilities
             if request.resume and not can_resume:
                 raise error
@@ -427,7 +449,11 @@ class Completion:
             ):
                 request.ClearField("prompt_logprobs")
             self._open(plan, request)
-            done = [choice.index for choice in self._choices if choice.outcome is not None]
+            done = [
+                sequence
+                for sequence, choice in enumerate(self._choices)
+                if choice.outcome is not None
+            ]
             if done:
                 self._send(cancel=engine_pb2.SessionCancel(sequences=done))
         except ServiceError as failure:
@@ -463,6 +489,14 @@ class Completion:
         self.error = error
         self._outbox.mark(self)
         self._end(error.code.name.lower())
+
+    def _fail_unexpectedly(self) -> None:
+        """A defect of ours: one request's failure must not end the Session."""
+        _LOG.exception("unexpected failure", extra={"request_id": self._context.request_id})
+        self._leave_engine()
+        self._fail(
+            ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log.")
+        )
 
     def _end(self, outcome: str) -> None:
         self._ended = True

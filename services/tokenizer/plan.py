@@ -9,6 +9,7 @@ from services.tokenizer.infill import InfillTemplate
 from services.tokenizer.limits import Limits
 from services.tokenizer.prompt import EncodedPrompt, PromptPolicy, encode_prompt
 from services.tokenizer.stops import StopAutomaton, compile_stops
+from services.tokenizer.tools import call_grammar
 from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.engine.v1 import engine_pb2
@@ -31,6 +32,9 @@ class ChoicePlan:
     """Ids that end a choice and add no text."""
     min_tokens: int
     scored: bool
+    """Whether the client is shown logprobs."""
+    ranked: bool
+    """Whether best_of needs them."""
     suffix: str
     """Appended when the choice is complete."""
 
@@ -42,7 +46,10 @@ class CompletePlan:
     engine_request: engine_pb2.GenerateRequest
     prompts: Sequence[EncodedPrompt]
     n: int
+    """Choices per prompt that are answered, of engine_request.n that are drawn."""
     choice: ChoicePlan
+    calls_tool: bool
+    """Whether the grammar is that of a tool's call."""
     echo: bool
     whole: bool
     limits: Limits
@@ -82,9 +89,11 @@ def plan_complete(
     if infill is not None and suffix is not None and not stopping.ignore_eos:
         stop_ids.update(infill.stop_ids)
     n = request.n if request.HasField("n") else 1
+    ranked = request.best_of > 1
+    calls = call_grammar(request.tools, request.tool_choice)
     engine_request = engine_pb2.GenerateRequest(
         prompts=[types_pb2.TokenIds(ids=prompt.ids) for prompt in prompts],
-        n=n,
+        n=max(n, request.best_of),
         sampling=_sampling(request, vocabulary),
         stopping=types_pb2.StoppingParams(
             max_tokens=policy.max_tokens,
@@ -95,6 +104,10 @@ def plan_complete(
     )
     if request.HasField("grammar"):
         engine_request.grammar.CopyFrom(request.grammar)
+    elif calls is not None:
+        engine_request.grammar.CopyFrom(calls)
+    if ranked:
+        engine_request.logprobs = 0
     if request.HasField("logprobs"):
         engine_request.logprobs = request.logprobs
         if request.echo:
@@ -105,10 +118,13 @@ def plan_complete(
         enders=stop_ids if stopping.ignore_eos else stop_ids.union(limits.eos_ids),
         min_tokens=stopping.min_tokens,
         scored=request.HasField("logprobs"),
+        ranked=ranked,
         suffix=suffix if suffix is not None and infill is None else "",
     )
     whole = request.delivery == completion_pb2.DELIVERY_WHOLE
-    return CompletePlan(engine_request, prompts, n, choice, request.echo, whole, limits)
+    return CompletePlan(
+        engine_request, prompts, n, choice, calls is not None, request.echo, whole, limits
+    )
 
 
 def _sampling(
@@ -128,5 +144,6 @@ def _sampling(
         sampling.ClearField("dry")
     elif request.dry_sequence_breakers or not sampling.dry.breaker_ids:
         breakers = tuple(request.dry_sequence_breakers) or _DRY_BREAKERS
-        sampling.dry.breaker_ids[:] = vocabulary.ids_containing(breakers)
+        ids = {*sampling.dry.breaker_ids, *vocabulary.ids_containing(breakers)}
+        sampling.dry.breaker_ids[:] = sorted(ids)
     return sampling

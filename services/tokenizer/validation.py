@@ -10,6 +10,7 @@ import grpc
 
 from services.tokenizer.infill import InfillTemplate
 from services.tokenizer.limits import Limits
+from services.tokenizer.tools import call_grammar, check_tools
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError, invalid
@@ -20,6 +21,8 @@ __all__ = ["check_complete", "check_ids", "check_model"]
 _MAX_SEQUENCES = 128
 _MAX_STOP_LENGTH = 1_000  # code points; bounds the automaton that a request can ask for
 _MAX_TOP_K = 128
+_MAX_BREAKERS = 32
+_MAX_BREAKER_LENGTH = 64  # code points; the whole vocabulary is searched for each
 _Penalty = Literal["frequency_penalty", "presence_penalty", "repetition_penalty"]
 _Scalar = _Penalty | Literal["temperature", "top_p", "min_p"]
 _PENALTIES: Mapping[_Penalty, float] = {
@@ -70,13 +73,7 @@ def check_complete(
         raise invalid("context_overflow", "context_overflow is none of the known values.")
     if request.delivery not in completion_pb2.Delivery.values():
         raise invalid("delivery", "delivery is none of the known values.")
-    if request.tools:
-        raise _not_implemented("tools")
-    if request.tool_choice.name or request.tool_choice.mode not in (
-        completion_pb2.TOOL_MODE_UNSPECIFIED,
-        completion_pb2.TOOL_MODE_NONE,
-    ):
-        raise invalid("tool_choice", "tool_choice needs tools.")
+    _check_tools(request, limits)
     if request.images:
         raise invalid("images", f"{limits.model} is a text-only model: it takes no images.")
 
@@ -104,12 +101,14 @@ def _check_counts(request: completion_pb2.CompleteRequest, limits: Limits) -> No
         if request.delivery != completion_pb2.DELIVERY_WHOLE:
             raise invalid("best_of", "best_of needs DELIVERY_WHOLE: it can't be streamed.")
         if request.best_of > 1:
-            raise _not_implemented("best_of")
+            _require(limits, engine_pb2.CAPABILITY_LOGPROBS, "best_of")
     most = min(_MAX_SEQUENCES, limits.max_sequences)
-    if len(request.prompts) * n > most:
+    draws = max(n, request.best_of)
+    if len(request.prompts) * draws > most:
+        name = "best_of" if request.best_of > n else "n"
         raise invalid(
-            "n" if len(request.prompts) <= most else "prompts",
-            f"{len(request.prompts)} prompts with n = {n} are more than {most} choices.",
+            name if len(request.prompts) <= most else "prompts",
+            f"{len(request.prompts)} prompts with {name} = {draws} are more than {most} choices.",
         )
 
 
@@ -197,9 +196,14 @@ def _check_dry(request: completion_pb2.CompleteRequest, limits: Limits) -> None:
     dry = request.sampling.dry
     if request.dry_sequence_breakers and not request.sampling.HasField("dry"):
         raise invalid("dry_sequence_breakers", "dry_sequence_breakers need sampling.dry.")
+    if len(request.dry_sequence_breakers) > _MAX_BREAKERS:
+        raise invalid("dry_sequence_breakers", f"At most {_MAX_BREAKERS} breakers are taken.")
     for index, breaker in enumerate(request.dry_sequence_breakers):
-        if not breaker:
-            raise invalid(f"dry_sequence_breakers[{index}]", "A breaker must not be empty.")
+        if not 1 <= len(breaker) <= _MAX_BREAKER_LENGTH:
+            raise invalid(
+                f"dry_sequence_breakers[{index}]",
+                f"A breaker must have 1 to {_MAX_BREAKER_LENGTH} characters.",
+            )
     if not 0 <= dry.multiplier < float("inf"):
         raise invalid("sampling.dry.multiplier", "multiplier must not be negative.")
     if dry.HasField("base") and not 1 <= dry.base < float("inf"):
@@ -229,6 +233,15 @@ def _check_mirostat(sampling: types_pb2.SamplingParams) -> None:
     for name, clash in clashes.items():
         if clash:
             raise invalid(f"sampling.{name}", f"mirostat takes the place of {name}: give one.")
+
+
+def _check_tools(request: completion_pb2.CompleteRequest, limits: Limits) -> None:
+    check_tools(request.tools, request.tool_choice)
+    if call_grammar(request.tools, request.tool_choice) is None:
+        return
+    if request.HasField("grammar"):
+        raise invalid("grammar", "The call of a tool is constrained already: leave out grammar.")
+    _require(limits, engine_pb2.CAPABILITY_GRAMMAR, "tools")
 
 
 def _check_grammar(grammar: types_pb2.GrammarSpec, limits: Limits) -> None:

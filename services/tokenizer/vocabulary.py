@@ -141,11 +141,11 @@ class Vocabulary:
     # there is one vocabulary for the life of the process
     @lru_cache(maxsize=64)  # noqa: B019
     def ids_containing(self, strings: tuple[str, ...]) -> tuple[int, ...]:
-        """The ids whose text contains one of the strings."""
+        """The ids that the model knows whose text contains one of the strings."""
         wanted = [string.encode() for string in strings]
         return tuple(
             index
-            for index, piece in enumerate(self.table.pieces)
+            for index, piece in enumerate(self.table.pieces[: self.model_vocabulary_size or None])
             if piece and any(string in piece for string in wanted)
         )
 

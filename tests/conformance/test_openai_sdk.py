@@ -170,27 +170,6 @@ def test_suffix_fills_the_middle(client: OpenAI) -> None:
     assert not answer.choices[0].text.endswith("return total / len(values)\n")
 
 
-@pytest.mark.parametrize(
-    "later",
-    [
-        {"best_of": 2},
-        {"frequency_penalty": 0.5},
-        {"presence_penalty": 0.5},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": {"5": 1}},
-        {"dry_multiplier": 0.8},
-        {"mirostat_target": 3},
-    ],
-    ids=lambda later: next(iter(later)),
-)
-def test_what_is_not_there_yet_is_refused(client: OpenAI, later: dict[str, object]) -> None:
-    """A field that is taken and ignored would be a wrong answer."""
-    with pytest.raises(openai.InternalServerError) as refused:
-        client.completions.create(model="default", prompt="x", max_tokens=1, extra_body=later)
-    assert refused.value.status_code == 501
-    assert refused.value.param == next(iter(later))
-
-
 def test_further_sampling_fields_are_taken(client: OpenAI) -> None:
     """top_k 1 is greedy whatever the temperature; min_p 1 and top_p 0 too."""
     asked = {"model": "default", "prompt": PROMPT, "max_tokens": 12}
@@ -198,6 +177,65 @@ def test_further_sampling_fields_are_taken(client: OpenAI) -> None:
     for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 0}):
         extra = client.completions.create(**asked, temperature=1.5, extra_body=narrow)
         assert extra.choices[0].text == greedy
+
+
+REPEATING = "one two three four\none two three four\none two three four\none two"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"frequency_penalty": 2},
+        {"presence_penalty": 2},
+        {"extra_body": {"repetition_penalty": 2}},
+        {"extra_body": {"dry_multiplier": 5, "dry_sequence_breakers": ["#"]}},
+    ],
+    ids=str,
+)
+def test_penalties_keep_the_model_from_repeating(client: OpenAI, asked: dict[str, object]) -> None:
+    extra = {"ignore_eos": True, "return_token_ids": True, **asked.pop("extra_body", {})}
+
+    def distinct(**fields: object) -> int:
+        answer = client.completions.create(
+            model="default", prompt=REPEATING, max_tokens=48, temperature=0, **fields
+        )
+        return len(set(answer.choices[0].model_extra["token_ids"]))
+
+    free = distinct(extra_body={"ignore_eos": True, "return_token_ids": True})
+    assert distinct(extra_body=extra, **asked) > free
+
+
+def test_logit_bias_forces_and_forbids(client: OpenAI) -> None:
+    def ids(logit_bias: dict[str, int]) -> list[int]:
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        answer = client.completions.create(
+            model="default",
+            prompt=PROMPT,
+            max_tokens=6,
+            temperature=0,
+            logit_bias=logit_bias,
+            extra_body=extra,
+        )
+        return answer.choices[0].model_extra["token_ids"]
+
+    assert ids({"300": 100}) == [300] * 6
+    free = ids({})
+    assert not set(free) & set(ids({str(token): -100 for token in free}))
+
+
+def test_mirostat_is_taken(client: OpenAI) -> None:
+    """A perplexity of 1 leaves the likeliest tokens alone, and the same seed gives the same."""
+
+    def text(**fields: object) -> str:
+        answer = client.completions.create(
+            model="default", prompt=PROMPT, max_tokens=24, seed=3, **fields
+        )
+        return answer.choices[0].text
+
+    assert text(extra_body={"mirostat_target": 1}) == text(temperature=0)
+    free = text(extra_body={"mirostat_target": 50, "mirostat_lr": 0.2})
+    assert free == text(extra_body={"mirostat_target": 50, "mirostat_lr": 0.2})
+    assert free != text(temperature=0)
 
 
 def test_stopping_fields_are_taken(client: OpenAI) -> None:

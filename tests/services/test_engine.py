@@ -467,6 +467,26 @@ async def test_cancelling_ends_each_sequence_once(channel: grpc.aio.Channel) -> 
     session.call.cancel()
 
 
+async def test_commands_reach_a_request_that_is_still_starting(channel: grpc.aio.Channel) -> None:
+    """Sent right behind the start, as when a lost engine is to go on with some of a request."""
+    request = make_request([1, 2], n=3, max_tokens=20)
+    session = SessionClient(channel)
+    await session.send(
+        start(1, request, credit=1),
+        SessionCommand(handle=1, cancel=SessionCancel(sequences=[1])),
+        SessionCommand(handle=1, credit=SessionCredit(tokens=50)),
+        start(2, request),
+        SessionCommand(handle=2, cancel=SessionCancel()),
+    )
+    await session.until("completed", 1)
+    finished = {e.finished.sequence: e.finished for e in session.of(1) if e.HasField("finished")}
+    assert finished[1].reason == FinishReason.FINISH_REASON_CANCELLED
+    assert [finished[sequence].completion_tokens for sequence in (0, 2)] == [20, 20]
+    [cancelled] = [event.error for event in session.of(2)]
+    assert ServiceError.from_status(cancelled).reason == "CANCELLED"
+    session.call.cancel()
+
+
 async def test_credit_holds_a_sequence_back_and_lets_it_go_on(channel: grpc.aio.Channel) -> None:
     alone = ids_of(await generate(channel, make_request([4, 5], max_tokens=20)))
     session = SessionClient(channel)

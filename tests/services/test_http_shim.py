@@ -191,6 +191,17 @@ async def test_constrained_output_is_json(http: httpx.AsyncClient) -> None:
         ({"stop": ""}, 400, "stop", None),
         ({"stop": ["a"] * 17}, 400, "stop", None),
         ({"logit_bias": {"999999": 1}}, 400, "logit_bias", None),
+        ({"logit_bias": {"5": 100.5}}, 400, "logit_bias", None),
+        ({"frequency_penalty": -2.1}, 400, "frequency_penalty", None),
+        ({"presence_penalty": 2.1}, 400, "presence_penalty", None),
+        ({"repetition_penalty": 1e-300}, 400, "repetition_penalty", None),
+        ({"dry_multiplier": -1}, 400, "dry_multiplier", None),
+        ({"dry_multiplier": 1, "dry_base": 1e300}, 400, "dry_base", None),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": []}, 400, "dry_sequence_breakers", None),
+        ({"mirostat_target": 1e-300}, 400, "mirostat_target", None),
+        ({"mirostat_lr": 1e300}, 400, "mirostat_lr", None),
+        ({"mirostat_target": 2, "top_k": 5}, 400, "top_k", None),
+        ({"mirostat_target": 2, "temperature": 0}, 400, "temperature", None),
         ({"stop_token_ids": [10**6]}, 400, "stop_token_ids", None),
         ({"model": "gpt-4"}, 404, "model", "model_not_found"),
         ({"prompt": [5] * 4000}, 400, "prompt", "context_length_exceeded"),
@@ -205,11 +216,19 @@ async def test_constrained_output_is_json(http: httpx.AsyncClient) -> None:
             400, "response_format", "invalid_grammar",
         ),
         ({"images": ["data:,"]}, 400, "images", None),
-        ({"best_of": 2}, 501, "best_of", "not_implemented"),
-        ({"mirostat_target": 2}, 501, "mirostat_target", "not_implemented"),
+        ({"best_of": 2, "n": 3}, 400, "best_of", "invalid_field"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
-            501, "tools", "not_implemented",
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            400, "tools", "invalid_field",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+                ],
+                "tool_choice": "required",
+            },
+            400, "tools", "invalid_grammar",
         ),
     ],
 )  # fmt: skip
@@ -223,8 +242,6 @@ async def test_refusals(
     streams: bool,
 ) -> None:
     """Refused before the 200, streamed or not, with the field to blame."""
-    if streams and "best_of" in fields:
-        status, code = 400, "invalid_field"
     body = {"prompt": "x", "stream": streams} | fields
     response = await http.post("/v1/completions", json=body)
     assert response.status_code == status, response.text

@@ -162,6 +162,7 @@ def test_schemas_keep_their_order(fields: dict[str, object]) -> None:
             {"grammar": {"type": "regex", "value": "a"}, "response_format": {"type": "text"}},
             "grammar",
         ),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": []}, "dry_sequence_breakers"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),

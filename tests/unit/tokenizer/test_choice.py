@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -81,6 +81,7 @@ def _plan(
         enders=frozenset({_EOS}),
         min_tokens=min_tokens,
         scored=scored,
+        ranked=False,
         suffix="",
     )
 
@@ -234,6 +235,19 @@ def test_an_echo_comes_first_and_shifts_offsets() -> None:
     assert not math.isnan(generated.delta.tokens.logprobs[0])
 
 
+@given(_cases())
+def test_best_of_ranks_by_the_tokens_that_are_kept(
+    case: tuple[list[int], list[int], list[str], bool, int],
+) -> None:
+    """The end included, and nothing that a stop string cut, whether or not the client sees any."""
+    ids, cuts, stops, include, min_tokens = case
+    plan = replace(_plan(stops, include=include, min_tokens=min_tokens), ranked=True)
+    choice = Choice(0, plan, Detokenizer(_TABLE), None)
+    _run(choice, ids, cuts, scored=True)
+    kept = len(_reference(ids, plan, stops).ids)
+    assert list(choice.kept_logprobs) == [-float(place) for place in range(kept)]
+
+
 def test_an_appended_suffix_is_the_last_delta_and_has_no_tokens() -> None:
     plan = ChoicePlan(
         stops=compile_stops(("b",)),
@@ -241,6 +255,7 @@ def test_an_appended_suffix_is_the_last_delta_and_has_no_tokens() -> None:
         enders=frozenset(),
         min_tokens=0,
         scored=False,
+        ranked=False,
         suffix="ab!",
     )
     choice = Choice(0, plan, Detokenizer(_TABLE), None)

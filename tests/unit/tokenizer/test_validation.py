@@ -19,6 +19,7 @@ _BASIC = (
 )
 _INFILL = InfillTemplate("x", InfillOrder.PREFIX_SUFFIX_MIDDLE, 1, 2, 3, None, ())
 _TEXT = completion.Prompt(text="a")
+_TOOL = completion.Tool(name="f")
 
 
 def _limits(*, all_capabilities: bool) -> Limits:
@@ -56,6 +57,7 @@ _INVALID: list[tuple[str, dict[str, object]]] = [
     ("prompts", {"prompts": [_TEXT] * 129}),
     ("best_of", {"n": 2, "best_of": 1, "delivery": completion.DELIVERY_WHOLE}),
     ("best_of", {"best_of": 2}),
+    ("best_of", {"prompts": [_TEXT] * 2, "best_of": 65, "delivery": completion.DELIVERY_WHOLE}),
     ("logprobs", {"logprobs": 6}),
     ("stopping.max_tokens", {"stopping": types.StoppingParams(max_tokens=0)}),
     ("stopping.min_tokens", {"stopping": types.StoppingParams(min_tokens=17)}),
@@ -65,9 +67,34 @@ _INVALID: list[tuple[str, dict[str, object]]] = [
     ("stop[0]", {"stop": ["a" * 1_001]}),
     ("images", {"images": ["data:,"]}),
     ("tool_choice", {"tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_REQUIRED)}),
+    ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(name="g")}),
+    ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(mode=9)}),
+    ("tools[1].name", {"tools": [_TOOL, _TOOL]}),
+    (
+        "grammar",
+        {
+            "tools": [_TOOL],
+            "tool_choice": completion.ToolChoice(name="f"),
+            "grammar": types.GrammarSpec(regex="a"),
+        },
+    ),
     ("context_overflow", {"context_overflow": 9}),
     ("delivery", {"delivery": 9}),
     ("dry_sequence_breakers", {"dry_sequence_breakers": ["\n"]}),
+    *(
+        (
+            field,
+            {
+                "sampling": types.SamplingParams(dry=types.DryParams(multiplier=1)),
+                "dry_sequence_breakers": breakers,
+            },
+        )
+        for field, breakers in (
+            ("dry_sequence_breakers", ["a"] * 33),
+            ("dry_sequence_breakers[1]", ["a", ""]),
+            ("dry_sequence_breakers[0]", ["a" * 65]),
+        )
+    ),
     ("grammar", {"grammar": types.GrammarSpec()}),
     ("grammar.regex", {"grammar": types.GrammarSpec(regex="")}),
     ("grammar.choice.choices", {"grammar": types.GrammarSpec(choice=types.ChoiceList())}),
@@ -116,8 +143,7 @@ def test_a_wrong_field_is_named(field: str, fields: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("best_of", {"best_of": 2, "delivery": completion.DELIVERY_WHOLE}),
-        ("tools", {"tools": [completion.Tool(name="f")]}),
+        ("tools", {"tools": [completion.Tool(name="f", strict=True)]}),
         ("grammar", {"grammar": types.GrammarSpec(regex="a")}),
         ("sampling.frequency_penalty", {"sampling": types.SamplingParams(frequency_penalty=1)}),
         ("sampling.logit_bias", {"sampling": types.SamplingParams(logit_bias={1: 1})}),
@@ -137,6 +163,12 @@ def test_what_the_engine_does_not_implement_is_refused(
     "fields",
     [
         {"model": "m", "best_of": 1, "delivery": completion.DELIVERY_WHOLE},
+        {"n": 2, "best_of": 128, "delivery": completion.DELIVERY_WHOLE},
+        {"tools": [_TOOL], "tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_AUTO)},
+        {
+            "tools": [completion.Tool(name="f", strict=True)],
+            "tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_NONE),
+        },
         {"model": "default", "echo": True, "stopping": types.StoppingParams(max_tokens=0)},
         {"sampling": types.SamplingParams(frequency_penalty=0, repetition_penalty=1)},
         {"sampling": types.SamplingParams(temperature=2, top_p=0, top_k=128, min_p=1)},

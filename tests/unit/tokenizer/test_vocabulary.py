@@ -38,6 +38,15 @@ def test_tokens_that_spell_text_stay_in_a_users_part(steered: Vocabulary) -> Non
     assert ids == [steered.ids["<h1>"], steered.ids["\n\n\n"]]
 
 
+def test_breakers_are_the_tokens_that_contain_them(steered: Vocabulary) -> None:
+    """By their text: a newline is one byte of many tokens, and no control token spells any."""
+    texts = {token: "".join(steered.decode([token])) for token in steered.ids.values()}
+    expected = [token for token, text in sorted(texts.items()) if "\n" in text or "h1" in text]
+    assert list(steered.ids_containing(("\n", "h1"))) == expected
+    assert steered.ids["\n\n\n"] in expected
+    assert steered.ids_containing(("<|im_start|>",)) == ()
+
+
 @pytest.mark.parametrize(("adds", "expected"), [(True, 1), (False, 0), (None, 0)])
 def test_the_configuration_decides_about_the_bos(
     adds: bool | None, expected: int, tmp_path: Path

@@ -1,0 +1,116 @@
+"""Tools: the JSON of a call, as a schema that the output is constrained to."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import invalid
+from tokenwire.types.v1 import types_pb2
+
+__all__ = ["call_grammar", "check_tools"]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MAX_TOOLS = 128
+_MAX_DEPTH = 100  # levels of a schema; the grammar service takes few more
+_NO_ARGUMENTS = '{"properties":{},"additionalProperties":false}'
+_LITERAL = frozenset({"const", "default", "enum", "examples"})  # keywords that hold no schemas
+_NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})  # schemas by name
+
+
+def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.ToolChoice) -> None:
+    """Raises INVALID_ARGUMENT for what is no tool, and for a choice that names none of them."""
+    if len(tools) > _MAX_TOOLS:
+        raise invalid("tools", f"At most {_MAX_TOOLS} tools are taken.")
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        field = f"tools[{index}]"
+        if not _NAME.fullmatch(tool.name):
+            raise invalid(f"{field}.name", "A tool's name has 1 to 64 of A-Z, a-z, 0-9, _ and -.")
+        if tool.name in names:
+            raise invalid(f"{field}.name", f"There are two tools named {tool.name}.")
+        names.add(tool.name)
+        _arguments(tool, field)
+    kind = choice.WhichOneof("choice")
+    if kind == "name" and choice.name not in names:
+        raise invalid("tool_choice", f"tool_choice names {choice.name!r}, which is none of tools.")
+    if kind == "mode" and choice.mode not in completion_pb2.ToolMode.values():
+        raise invalid("tool_choice", "tool_choice is none of the known modes.")
+    if not tools and choice.mode in (
+        completion_pb2.TOOL_MODE_AUTO,
+        completion_pb2.TOOL_MODE_REQUIRED,
+    ):
+        raise invalid("tool_choice", "tool_choice needs tools.")
+
+
+def call_grammar(
+    tools: Sequence[completion_pb2.Tool], choice: completion_pb2.ToolChoice
+) -> types_pb2.GrammarSpec | None:
+    """What constrains the output to one call, {"name": …, "arguments": {…}}; None for free text.
+
+    There is a call where the choice forces one, or a tool is strict and the choice is not "none":
+    text alone can't tell a call that the model decided on from one that it only writes about.
+    The tools and the choice were checked.
+    """
+    if choice.WhichOneof("choice") == "name":
+        tools = [tool for tool in tools if tool.name == choice.name]
+    elif choice.mode == completion_pb2.TOOL_MODE_NONE or not (
+        choice.mode == completion_pb2.TOOL_MODE_REQUIRED or any(tool.strict for tool in tools)
+    ):
+        return None
+    schema = {
+        "anyOf": [_call(tool.name) for tool in tools],
+        "$defs": {
+            tool.name: _moved(_arguments(tool, f"tools[{index}]"), f"#/$defs/{tool.name}")
+            for index, tool in enumerate(tools)
+        },
+    }
+    return types_pb2.GrammarSpec(json_schema=json.dumps(schema))
+
+
+def _call(name: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _arguments(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
+    """The schema of the arguments, which are an object in any case."""
+    field = f"{field}.parameters_json"
+    try:
+        schema = json.loads(tool.parameters_json or _NO_ARGUMENTS, parse_constant=_refuse_constant)
+        _moved(schema, "#")  # not too deep for that
+    except RecursionError:
+        raise invalid(field, f"The parameters of {tool.name} are nested too deeply.") from None
+    except ValueError as error:
+        raise invalid(field, f"The parameters of {tool.name} are not JSON: {error}.") from None
+    if not isinstance(schema, dict) or schema.setdefault("type", "object") != "object":
+        raise invalid(field, f"The parameters of {tool.name} must be a schema of an object.")
+    return {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
+
+
+def _moved(schema: Any, place: str, depth: int = 0) -> Any:
+    """The schema, with references that still hold where it is put into another one."""
+    if depth > _MAX_DEPTH:
+        raise RecursionError
+    if isinstance(schema, list):
+        return [_moved(part, place, depth + 1) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            moved[key] = {name: _moved(part, place, depth + 1) for name, part in value.items()}
+        elif key == "$ref" and (value == "#" or str(value).startswith("#/")):
+            moved[key] = place + value[1:]
+        else:
+            moved[key] = _moved(value, "#" if key in _LITERAL else place, depth + 1)
+    return moved
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,23 @@
+// Reads calls by name from stdin, makes each, and writes by name what came back.
+import { text } from "node:stream/consumers";
+import OpenAI from "openai";
+
+const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });
+
+async function call(fields) {
+  try {
+    const answer = await client.completions.create(fields);
+    if (!fields.stream) return answer;
+    const chunks = [];
+    for await (const chunk of answer) chunks.push(chunk);
+    return { chunks };
+  } catch (error) {
+    return { error: { class: error.constructor.name, status: error.status, param: error.param } };
+  }
+}
+
+const answers = {};
+for (const [name, fields] of Object.entries(JSON.parse(await text(process.stdin)))) {
+  answers[name] = await call(fields);
+}
+console.log(JSON.stringify(answers));

@@ -1,0 +1,339 @@
+"""Whatever is asked for, right or wrong, is answered or refused, and a neighbour never notices.
+
+Every field is drawn, mostly from values that make sense, so that many requests reach the
+engine with many fields at once, while a greedy request runs beside them.
+"""
+
+import asyncio
+import json
+import math
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import httpx
+import pytest
+import pytest_asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.http_shim.requests import CompletionBody
+from tests.stack import Stack
+from tokenwire.channel import connect
+from tokenwire.completion.v1 import completion_pb2 as completion
+from tokenwire.errors import ServiceError
+from tokenwire.session import CompletionSession, completion_session
+from tokenwire.types.v1 import types_pb2 as types
+
+Values: TypeAlias = st.SearchStrategy[Any]
+
+EXAMPLES = 200
+HANG_SECONDS = 60
+JSON = {"content-type": "application/json"}
+TIE = 1e-3  # nats between the two best, under which rounding may decide
+JUNK: Values = st.sampled_from(
+    [None, True, -1, 0, 0.5, 1e300, 2**31, 2**32, 2**64, 10**400, "", "x", "\ud800", [], [[]], {},
+     [None], {"type": "x"}, {"a": {}}]
+)  # fmt: skip
+TEXT = st.text(max_size=8) | st.sampled_from(
+    ["def f(", "\n", "é😀", "\0", "<|endoftext|>", "<|fim_middle|>", "<image>", "x " * 5_000]
+)
+IDS = st.lists(st.integers(0, 2_000), min_size=1, max_size=6)
+STRINGS = st.sampled_from(["\n", "e", " ", "ab", "def", "😀", "\0"])
+BOOLEAN = st.booleans()
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/A"}, "default": {"type": "integer"}},
+    "required": ["a"],
+    "$defs": {"A": {"enum": ["x", 1, None]}},
+}
+SCHEMAS = st.sampled_from(
+    [SCHEMA, {}, {"type": "string", "maxLength": 4}, {"not": {}}, {"type": 5}]
+)
+REGEXES = st.sampled_from(["[a-c]{2,6}", "(yes|no)", ".*", "(a|b)*c", "(", "a{100000}", "\\bx", ""])
+LLGUIDANCE: Values = st.sampled_from([{"grammars": []}, {}, ""])
+TOOLS = st.lists(
+    st.builds(
+        lambda name, parameters, strict: {
+            "type": "function",
+            "function": {"name": name, "parameters": parameters, "strict": strict},
+        },
+        st.sampled_from(["f", "g", "a b", "h-1"]), SCHEMAS, BOOLEAN,
+    ),
+    max_size=3,
+)  # fmt: skip
+
+FIELDS: dict[str, Values] = {
+    "model": st.sampled_from(["default", "", "other", "tokenwire-code-6m"]),
+    "prompt": st.one_of(TEXT, st.lists(TEXT, max_size=3), IDS, st.lists(IDS, max_size=3)),
+    "suffix": TEXT,
+    "max_tokens": st.sampled_from([0, 1, 4, 12]),
+    "max_completion_tokens": st.sampled_from([0, 1, 4, 12]),
+    "min_tokens": st.integers(0, 14),
+    "ignore_eos": BOOLEAN,
+    "stop": STRINGS | st.lists(STRINGS, max_size=3) | st.just(["x"] * 17),
+    "stop_token_ids": IDS,
+    "include_stop_str_in_output": BOOLEAN,
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1),
+    "top_k": st.integers(-1, 129),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "frequency_penalty": st.floats(-2, 2),
+    "presence_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0, 2),
+    "logit_bias": st.dictionaries(st.integers(0, 2_000).map(str), st.floats(-100, 100), max_size=3)
+    | st.sampled_from([{"9999999": 1}, {"-1": 1}, {"x": 1}, {"5": 101}]),
+    "dry_multiplier": st.floats(0, 1e30),
+    "dry_base": st.floats(1, 1e30),
+    "dry_allowed_length": st.integers(0, 2**32 - 1),
+    "dry_sequence_breakers": st.lists(STRINGS, max_size=2),
+    "mirostat_target": st.floats(0, 1e3),
+    "mirostat_lr": st.floats(0, 10),
+    "n": st.sampled_from([0, 1, 2, 5, 129]),
+    "best_of": st.sampled_from([0, 1, 2, 5, 129]),
+    "echo": BOOLEAN,
+    "logprobs": st.integers(0, 6),
+    "truncate_sequence": BOOLEAN,
+    "context_length_exceeded_behavior": st.sampled_from(["truncate", "error"]),
+    "response_format": st.one_of(
+        st.just({"type": "text"}),
+        st.builds(lambda schema: {"type": "json_object", "schema": schema}, SCHEMAS),
+        st.builds(lambda s: {"type": "json_schema", "json_schema": {"schema": s}}, SCHEMAS),
+    ),
+    "grammar": st.one_of(
+        st.builds(lambda value: {"type": "regex", "value": value}, REGEXES),
+        st.builds(lambda value: {"type": "json_schema", "value": value}, SCHEMAS),
+        st.sampled_from([{"type": "lark", "value": v} for v in ('start: "a"+', "start: b", "?")]),
+        st.builds(lambda value: {"type": "llguidance", "value": value}, LLGUIDANCE),
+    ),
+    "tools": TOOLS,
+    "tool_choice": st.sampled_from(
+        ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}]
+    ),
+    "images": st.lists(st.just("data:image/png;base64,AA=="), max_size=1),
+    "stream": BOOLEAN,
+    "stream_options": st.fixed_dictionaries(
+        {}, optional={"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN}
+    ),
+    "user": TEXT,
+    "return_token_ids": BOOLEAN,
+    "return_tokens_as_token_ids": BOOLEAN,
+}  # fmt: skip
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> dict[str, Any]:
+    """A prompt and up to ten more fields, one of which may be junk."""
+    names = draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=10, unique=True))
+    body = {"prompt": "x = ", "max_tokens": 8} | {name: draw(FIELDS[name]) for name in names}
+    if draw(st.integers(0, 3)) == 0:
+        name = draw(st.sampled_from(sorted({*FIELDS, "no_such_field"} - {"max_tokens"})))
+        body[name] = draw(JUNK)
+    return body
+
+
+def test_every_field_is_drawn() -> None:
+    assert set(FIELDS) == set(CompletionBody.__struct_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A greedy request whose answer is known."""
+
+    http: httpx.AsyncClient
+    body: dict[str, Any]
+    text: str
+
+    async def is_unaffected(self) -> None:
+        response = await self.http.post("/v1/completions", json=self.body)
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["text"] == self.text
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def neighbour(stack: Stack) -> AsyncIterator[Neighbour]:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=HANG_SECONDS) as http:
+        body = {"prompt": "class Stack:\n    def push(", "temperature": 0, "max_tokens": 24}
+        response = await http.post("/v1/completions", json=body | {"logprobs": 2})
+        certain = 0
+        for top in response.json()["choices"][0]["logprobs"]["top_logprobs"]:
+            scores = sorted(top.values(), reverse=True)
+            if len(scores) > 1 and scores[0] - scores[1] < TIE:
+                break
+            certain += 1
+        body["max_tokens"] = max(1, certain)
+        response = await http.post("/v1/completions", json=body)
+        yield Neighbour(http, body, response.json()["choices"][0]["text"])
+
+
+def check_http(response: httpx.Response) -> None:
+    if response.status_code != 200:
+        assert 400 <= response.status_code < 500, response.text
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        ends = [c["finish_reason"] for e in events for c in json.loads(e)["choices"]]
+        assert any(ends)
+    else:
+        assert all(choice["finish_reason"] for choice in response.json()["choices"])
+
+
+@pytest.fixture(scope="module")
+def answered() -> Counter[str]:
+    """How many requests were not refused."""
+    return Counter()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(body=bodies())
+async def test_any_body(neighbour: Neighbour, answered: Counter[str], body: dict[str, Any]) -> None:
+    content = json.dumps(body).encode()  # httpx's own would refuse half of a surrogate pair
+    async with asyncio.timeout(HANG_SECONDS):
+        response, _ = await asyncio.gather(
+            neighbour.http.post("/v1/completions", content=content, headers=JSON),
+            neighbour.is_unaffected(),
+        )
+    check_http(response)
+    answered["body"] += response.status_code == 200
+
+
+# The same for clients of gRPC, on one Session, which no request may break.
+
+SMALL = st.floats(0, 1, width=32)
+FLOAT = st.floats(-3, 3, width=32) | st.sampled_from([math.nan, math.inf, -math.inf])
+COUNT = st.sampled_from([0, 1, 2, 5, 129, 2**32 - 1])
+FEW = st.sampled_from([1, 4, 12])
+LETTERS = st.text(max_size=6)
+WORDS = st.lists(st.text(min_size=1, max_size=3), max_size=2)
+ENUM = st.integers(-1, 5)
+PROMPT = st.one_of(
+    st.builds(lambda text: completion.Prompt(text=text), LETTERS),
+    st.builds(lambda ids: completion.Prompt(token_ids=types.TokenIds(ids=ids)), IDS),
+)
+
+
+def optional(**fields: Values) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+SENSE: dict[str, Values] = {
+    "model": st.just("default"),
+    "prompts": st.lists(PROMPT, min_size=1, max_size=3),
+    "suffix": LETTERS,
+    "sampling": optional(
+        temperature=SMALL, top_p=SMALL, top_k=FEW, min_p=SMALL, seed=st.integers(-9, 9),
+        frequency_penalty=SMALL, presence_penalty=SMALL, logit_bias=st.just({5: 1.5}),
+        dry=optional(multiplier=SMALL, allowed_length=COUNT),
+    ),
+    "stopping": optional(max_tokens=FEW, min_tokens=st.just(1), ignore_eos=BOOLEAN),
+    "stop": WORDS,
+    "include_stop_string": BOOLEAN,
+    "n": FEW,
+    "best_of": st.just(12),
+    "echo": BOOLEAN,
+    "logprobs": st.integers(0, 5),
+    "grammar": optional(regex=REGEXES) | optional(lark=LETTERS) | optional(json_schema=LETTERS),
+    "context_overflow": st.integers(0, 2),
+    "truncate_prompt": BOOLEAN,
+    "delivery": st.integers(0, 2),
+    "tools": st.just([{"name": "f", "strict": True}]),
+    "tool_choice": optional(mode=ENUM) | optional(name=st.just("f")),
+    "user": LETTERS,
+}  # fmt: skip
+NONSENSE: dict[str, Values] = {
+    "model": LETTERS,
+    "prompts": st.sampled_from([[], [{}], [{"token_ids": {}}], [{"token_ids": {"ids": [2**31]}}]]),
+    "sampling": optional(
+        temperature=FLOAT, top_p=FLOAT, top_k=COUNT, min_p=FLOAT, repetition_penalty=FLOAT,
+        frequency_penalty=FLOAT, logit_bias=st.dictionaries(COUNT, FLOAT, max_size=2),
+        dry=optional(multiplier=FLOAT, base=FLOAT, breaker_ids=st.lists(COUNT, max_size=1)),
+        mirostat=optional(target_perplexity=FLOAT, learning_rate=FLOAT),
+    ),
+    "stopping": optional(max_tokens=st.just(0), min_tokens=COUNT, stop_token_ids=st.lists(COUNT)),
+    "stop": st.lists(LETTERS, max_size=20),
+    "n": COUNT,
+    "best_of": COUNT,
+    "logprobs": COUNT,
+    "grammar": st.just({}),
+    "context_overflow": ENUM,
+    "delivery": ENUM,
+    "tools": st.lists(optional(name=LETTERS, parameters_json=LETTERS), max_size=2),
+    "images": st.lists(LETTERS, max_size=1),
+    "dry_sequence_breakers": WORDS,
+}  # fmt: skip
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> completion.CompleteRequest:
+    """A prompt and up to eight more fields, one of which may be nonsense."""
+    names = draw(st.lists(st.sampled_from(sorted(SENSE)), max_size=8, unique=True))
+    fields = {"prompts": [{"text": "x = "}]} | {name: draw(SENSE[name]) for name in names}
+    if draw(st.integers(0, 3)) == 0:
+        name = draw(st.sampled_from(sorted(NONSENSE)))
+        fields[name] = draw(NONSENSE[name])
+    return completion.CompleteRequest(**fields)
+
+
+def test_every_field_of_the_message_is_drawn() -> None:
+    names = {field.name for field in completion.CompleteRequest.DESCRIPTOR.fields}
+    assert {*SENSE, *NONSENSE} == names
+
+
+class Events:
+    """Listens to one request: exactly one event is its last."""
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()
+        self.ended: asyncio.Future[ServiceError | None] = asyncio.get_running_loop().create_future()
+
+    def on_event(self, event: completion.SessionEvent) -> None:
+        assert not self.ended.done()
+        kind = event.complete.WhichOneof("event")
+        if kind == "delta":
+            self.open.add(event.complete.delta.index)
+        elif kind == "finished":
+            self.open.discard(event.complete.finished.index)
+        elif kind == "completed":
+            self.ended.set_result(None)
+
+    def on_error(self, error: ServiceError) -> None:
+        self.ended.set_result(error)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def session(stack: Stack) -> AsyncIterator[CompletionSession]:
+    async with connect(stack.tokenizer) as channel:
+        session = completion_session(channel)
+        yield session
+        await session.close()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(request=messages())
+async def test_any_message(
+    neighbour: Neighbour,
+    session: CompletionSession,
+    answered: Counter[str],
+    request: completion.CompleteRequest,
+) -> None:
+    events = Events()
+    start = completion.StartComplete(request=request)
+    handle = session.open(events)
+    session.send(completion.SessionCommand(handle=handle, start_complete=start))
+    async with asyncio.timeout(HANG_SECONDS):
+        error, _ = await asyncio.gather(events.ended, neighbour.is_unaffected())
+    if error is None:
+        assert not events.open
+        answered["message"] += 1
+    else:
+        codes = {"INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION"}
+        assert error.code.name in codes, error
+        assert error.reason
+
+
+def test_many_were_no_refusals(answered: Counter[str]) -> None:
+    """Or the tests above would say little."""
+    assert min(answered["body"], answered["message"]) > EXAMPLES / 5

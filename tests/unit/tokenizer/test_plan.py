@@ -1,0 +1,79 @@
+"""What the engine is asked for in place of what a client wrote as text."""
+
+from pathlib import Path
+
+import pytest
+
+from services.tokenizer.infill import InfillOrder, InfillTemplate
+from services.tokenizer.limits import Limits
+from services.tokenizer.plan import plan_complete
+from services.tokenizer.vocabulary import Vocabulary
+from tests.unit.tokenizer.checkpoints import byte_level, write_checkpoint
+from tokenwire.completion.v1 import completion_pb2 as completion
+from tokenwire.types.v1 import types_pb2 as types
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    return Vocabulary(write_checkpoint(tmp_path_factory.mktemp("plain"), byte_level()))
+
+
+def breaker_ids(vocabulary: Vocabulary, ids: list[int], breakers: list[str]) -> list[int]:
+    request = completion.CompleteRequest(
+        prompts=[completion.Prompt(text="a")],
+        sampling=types.SamplingParams(dry=types.DryParams(multiplier=1, breaker_ids=ids)),
+        dry_sequence_breakers=breakers,
+    )
+    limits = Limits("m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 128, 16, True)
+    plan = plan_complete(request, vocabulary, None, limits)
+    return list(plan.engine_request.sampling.dry.breaker_ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "breakers", "expected"),
+    [
+        ([], [], {"\n", ":", '"', "*"}),
+        ([], ["z"], {"z"}),
+        ([5], [], set()),
+        ([5], ["z"], {"z"}),
+    ],
+)
+def test_breakers_become_ids_beside_those_that_were_given(
+    vocabulary: Vocabulary, ids: list[int], breakers: list[str], expected: set[str]
+) -> None:
+    """Without either, those of llama.cpp."""
+    containing = {
+        token
+        for token in range(vocabulary.size)
+        if any(breaker in vocabulary.decode([token])[0] for breaker in expected)
+    }
+    assert breaker_ids(vocabulary, ids, breakers) == sorted({*ids, *containing})
+    assert bool(containing) == bool(expected)
+
+
+def test_breakers_are_ids_that_the_model_knows(tmp_path: Path) -> None:
+    """Some tokenizers have more tokens than the model has logits: the engine would refuse those."""
+    write_checkpoint(tmp_path, byte_level(plain=("\n\n\n",)))
+    (tmp_path / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 64}')
+    vocabulary = Vocabulary(tmp_path)
+    assert vocabulary.ids["\n\n\n"] >= 100
+    assert 0 < max(vocabulary.ids_containing(("\n", "a"))) < 100
+
+
+@pytest.mark.parametrize(
+    ("suffix", "ignore_eos", "stop_ids"),
+    [("b", False, [5, 7, 9]), ("b", True, [7]), (None, False, [7])],
+)
+def test_a_middle_ends_where_the_model_turns_to_another_file(
+    vocabulary: Vocabulary, suffix: str | None, ignore_eos: bool, stop_ids: list[int]
+) -> None:
+    """Models that were trained to fill gaps in repositories go on with the next file otherwise."""
+    request = completion.CompleteRequest(
+        prompts=[completion.Prompt(text="a")],
+        suffix=suffix,
+        stopping=types.StoppingParams(stop_token_ids=[7], ignore_eos=ignore_eos),
+    )
+    limits = Limits("m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 128, 16, True)
+    infill = InfillTemplate("x", InfillOrder.PREFIX_SUFFIX_MIDDLE, 1, 2, 3, None, (5, 9))
+    plan = plan_complete(request, vocabulary, infill, limits)
+    assert list(plan.engine_request.stopping.stop_token_ids) == stop_ids
