@@ -57,7 +57,6 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
           }
           auto finish = [&](int64_t at) {
             int64_t from = at * rows_a_step, to = from + rows_a_step;
-            if (last) fetch_out(a, row + from, row + smaller(to, count), panel);
             for (int64_t i = from; i < smaller(to, finished.count); i++)
               finish_row(a, finished.products + i * kPair, finished.row + i, finished.panel);
           };
