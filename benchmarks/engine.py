@@ -81,8 +81,9 @@ class Engine:
         self._loop = StepLoop(
             Scheduler(limits, self._pool),
             ModelRunner(decoder, cache),
-            LoopLimits(decoder.spec.context_length, frozenset(), settings.max_waiting),
+            LoopLimits(frozenset(), settings.max_waiting),
         )
+        self._context_length = decoder.spec.context_length
         self._ids = range(decoder.spec.vocab_size // 16, 15 * decoder.spec.vocab_size // 16)
         self._random = random.Random(0)
         self._handles = 0
@@ -175,7 +176,7 @@ class Engine:
             prompts=[prompt],
             n=1,
             sampling=SamplingSettings(temperature, top_p=1.0, top_k=0, min_p=0.0, seed=0),
-            stopping=StoppingSettings(output, 0, True, frozenset()),
+            stopping=StoppingSettings(output, 0, True, self._context_length, frozenset()),
             logprobs=None,
             prompt_logprobs=None,
             resume=(),

@@ -46,7 +46,7 @@ class CatalogModel:
     """A model, or a variant of one: what can be asked for by name."""
 
     id: str
-    """Canonical id, which answers bear; a variant has its model's"""
+    """Canonical id; a variant has its model's"""
     variant: str = ""
     names: tuple[str, ...] = ()
     """All that it answers to"""
@@ -59,7 +59,7 @@ class CatalogModel:
     max_output_length: int | None = None
     """Tokens that a choice may have; None = as many as the backend allows"""
     context: int | None = None
-    """Tokens; for the list of models, where no backend can be asked"""
+    """Tokens of prompt and output together; None = as many as the backend allows"""
     owned_by: str = "tokenwire"
     created: int = 0
     """Unix seconds; 0 = ask the backend"""
@@ -71,7 +71,7 @@ class CatalogModel:
 
     @property
     def full_name(self) -> str:
-        """The id, or id:variant."""
+        """The id, or id:variant, which answers bear."""
         return f"{self.id}:{self.variant}" if self.variant else self.id
 
 

@@ -5,6 +5,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -182,18 +183,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tokenwire", description="A language-model server and its client.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=version("tokenwire"))
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def add(name: str, command: Command, meaning: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(
-            name,
-            help=meaning,
-            description=meaning,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-            allow_abbrev=False,
-        )
-        sub.set_defaults(command=command)
-        return sub
+    add = partial(_add, parser.add_subparsers(metavar="COMMAND", required=True))
 
     _add_serve(add("serve", _serve, "Start the services and keep them until Ctrl-C."))
 
@@ -227,27 +217,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    command: Command,
+    meaning: str,
+) -> argparse.ArgumentParser:
+    sub = commands.add_parser(
+        name,
+        help=meaning,
+        description=meaning,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    sub.set_defaults(command=command)
+    return sub
+
+
 def _add_keys(keys: argparse.ArgumentParser) -> None:
-    actions = keys.add_subparsers(metavar="ACTION", required=True)
-
-    def add(name: str, command: Command, meaning: str) -> argparse.ArgumentParser:
-        sub = actions.add_parser(
-            name,
-            help=meaning,
-            description=meaning,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-            allow_abbrev=False,
-        )
-        sub.set_defaults(command=command)
-        sub.add_argument("--file", type=Path, default=Path("keys.json"), help="The keys file.")
-        return sub
-
+    add = partial(_add, keys.add_subparsers(metavar="ACTION", required=True))
     new = add("add", _add_key, "Make a key and print it, this once; a missing file is made too.")
     new.add_argument("--tier", default="default", help="One of the file's tiers.")
     new.add_argument("--name", default="", help="Whose it is, for the list.")
-    add("list", _list_keys, "Print id, tier, day, state and name of each key.")
+    listing = add("list", _list_keys, "Print id, tier, day, state and name of each key.")
     revoke = add("revoke", _revoke_key, "End a key; servers notice within a second.")
     revoke.add_argument("key", help="Its id, or the key itself.")
+    for sub in (new, listing, revoke):
+        sub.add_argument("--file", type=Path, default=Path("keys.json"), help="The keys file.")
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tokenwire.catalog import CatalogError, CatalogModel, read_catalog
+from tokenwire.exposure import why_closed
 
 __all__ = [
     "CatalogPlan",
@@ -128,11 +129,14 @@ def plan_catalog(layout: Layout, current: CatalogPlan | None = None) -> CatalogP
 
 
 def shim_of_catalog(layout: Layout, resolved: Path) -> Service:
-    """The shim of a catalog that has all targets."""
+    """The shim of a catalog that has all targets. Raises ServeError."""
     return _shim(layout, "--catalog", str(resolved))
 
 
 def _shim(layout: Layout, *models: str) -> Service:
+    closed = why_closed(layout.host, has_keys=layout.keys is not None, is_open=layout.open)
+    if closed is not None:
+        raise ServeError(closed)
     listen = ("--host", layout.host, "--port", str(layout.port))
     keys = () if layout.keys is None else ("--keys", str(layout.keys.absolute()))
     beyond = ("--open",) if layout.open else ()

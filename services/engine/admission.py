@@ -78,7 +78,7 @@ class Admission:
             raise invalid("n", f"n must be between 1 and {MAX_SEQUENCES}, not {n}.")
         stopping = self._stopping(request.stopping)
         return CheckedRequest(
-            prompts=self._prompts(request.prompts, n, stopping.max_tokens),
+            prompts=self._prompts(request.prompts, n, stopping),
             n=n,
             sampling=self._sampling(request.sampling),
             stopping=stopping,
@@ -89,14 +89,14 @@ class Admission:
         )
 
     def _prompts(
-        self, prompts: Sequence[TokenIds], n: int, max_tokens: int
+        self, prompts: Sequence[TokenIds], n: int, stopping: StoppingSettings
     ) -> Sequence[Sequence[int]]:
         if not prompts:
             raise invalid("prompts", "At least one prompt is needed.")
         if len(prompts) * n > MAX_SEQUENCES:
             message = f"prompts x n must be at most {MAX_SEQUENCES}, not {len(prompts) * n}."
             raise invalid("n" if n > 1 else "prompts", message)
-        most = self.model.context_length - min(max_tokens, 1)
+        most = stopping.context_length - min(stopping.max_tokens, 1)
         for i, prompt in enumerate(prompts):
             if not prompt.ids:
                 raise invalid(f"prompts[{i}].ids", "A prompt needs at least one id.")
@@ -105,7 +105,7 @@ class Admission:
                     grpc.StatusCode.OUT_OF_RANGE,
                     "CONTEXT_LENGTH_EXCEEDED",
                     f"Prompt {i} has {len(prompt.ids)} tokens; the context is "
-                    f"{self.model.context_length} tokens, prompt and output together.",
+                    f"{stopping.context_length} tokens, prompt and output together.",
                     field=f"prompts[{i}].ids",
                 )
             self._check_ids(prompt.ids, f"prompts[{i}].ids")
@@ -128,7 +128,14 @@ class Admission:
             raise invalid("stopping.stop_token_ids", f"At most {_MAX_STOP_TOKENS} ids.")
         self._check_ids(params.stop_token_ids, "stopping.stop_token_ids")
         stop_token_ids = frozenset(params.stop_token_ids)
-        return StoppingSettings(max_tokens, params.min_tokens, params.ignore_eos, stop_token_ids)
+        context_length = self.model.context_length
+        if params.HasField("context_length"):
+            if not params.context_length:
+                raise invalid("stopping.context_length", "context_length must be at least 1.")
+            context_length = min(context_length, params.context_length)
+        return StoppingSettings(
+            max_tokens, params.min_tokens, params.ignore_eos, context_length, stop_token_ids
+        )
 
     def _sampling(self, params: SamplingParams) -> SamplingSettings:
         temperature = _number(params, "temperature", 1.0, lambda v: 0 <= v <= 2, "between 0 and 2")

@@ -49,9 +49,9 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     except (CheckpointError, StartupError) as error:
         messages.send(LoopFailed(str(error)))
         os._exit(2)
-    messages.send(LoopReady(description))
     try:
         with suppress(ConnectionError, EOFError):
+            messages.send(LoopReady(description))
             _run(loop, messages)
     except Exception:
         _LOG.exception("a step failed; what runs is lost")
@@ -112,7 +112,6 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
         BlockPool(num_blocks),
     )
     limits = LoopLimits(
-        context_length=spec.context_length,
         eos_token_ids=frozenset(spec.eos_token_ids),
         max_waiting=settings.max_waiting,
     )

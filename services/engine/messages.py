@@ -111,6 +111,8 @@ class StoppingSettings:
     max_tokens: int
     min_tokens: int
     ignore_eos: bool
+    context_length: int
+    """Tokens of prompt and output together, at most"""
     stop_token_ids: frozenset[int]
 
 

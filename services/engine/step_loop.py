@@ -45,7 +45,6 @@ _SCORED_ROWS = 256
 class LoopLimits:
     """What requests may ask of this model."""
 
-    context_length: int
     eos_token_ids: frozenset[int]
     max_waiting: int
     """Sequences that may wait"""
@@ -167,7 +166,7 @@ class StepLoop:
     # Commands.
 
     def _add(self, command: AddRequest) -> None:
-        room = [self._limits.context_length - len(prompt) for prompt in command.prompts]
+        room = [command.stopping.context_length - len(prompt) for prompt in command.prompts]
         max_tokens = [min(command.stopping.max_tokens, r) for r in room]
         refused = self._refusal(command, max_tokens)
         if refused is not None:

@@ -56,7 +56,7 @@ def model_for(exchange: Exchange, models: ModelSource, name: str | None) -> Serv
     """The model of a name, if whoever asks may use it. Raises ServiceError."""
     served = models.find(name)
     if exchange.account is not None:
-        exchange.account.require_model(served.id or served.name_there or "default")
+        exchange.account.require_model(served.base or served.name_there or "default")
     return served
 
 
@@ -73,6 +73,8 @@ def direct(
     if exchange.account is not None:
         caps.append(exchange.account.tier.max_tokens)
     lower_output(request.stopping, caps)
+    if served.context is not None:
+        request.stopping.context_length = served.context
     return served
 
 

@@ -56,20 +56,25 @@ def catalog_card(
     row: CatalogModel, variants: list[str], model: completion_pb2.Model | None
 ) -> ModelCard:
     """A model as the catalog describes it, and its backend where it could be asked."""
-    lengths = [row.max_output_length, None if model is None else model.max_output_length]
-    known = [length for length in lengths if length is not None]
+    context = _least(row.context, None if model is None else model.context_length)
+    output = _least(row.max_output_length, None if model is None else model.max_output_length)
     return ModelCard(
-        id=row.id,
+        id=row.full_name,
         object="model",
         created=row.created or (0 if model is None else model.created),
         owned_by=row.owned_by,
         aliases=[name for name in row.names if name != row.full_name],
         variants=variants,
         placeholder=row.is_placeholder,
-        max_model_len=row.context if model is None else model.context_length,
-        max_output_length=min(known, default=None),
+        max_model_len=context,
+        max_output_length=_least(output, context),
         max_logprobs=None if model is None else model.max_logprobs,
         infill=None if model is None else model.infill,
         grammar=None if model is None else model.grammar,
         system_fingerprint=None if model is None else model.system_fingerprint,
     )
+
+
+def _least(*lengths: int | None) -> int | None:
+    """Of those that are known."""
+    return min((length for length in lengths if length is not None), default=None)

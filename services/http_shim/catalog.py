@@ -59,7 +59,14 @@ class Catalog:
                 f"The model {row.full_name} is listed, but nothing serves it here.",
                 field="model",
             )
-        return ServedModel(row.id, "", self._connections[row.target], row.max_output_length)
+        return ServedModel(
+            id=row.full_name,
+            name_there="",
+            connection=self._connections[row.target],
+            max_output_length=row.max_output_length,
+            context=row.context,
+            base=row.id,
+        )
 
     async def require(self, names: Sequence[str]) -> None:
         """`find` judges all names."""
@@ -98,7 +105,8 @@ class Catalog:
         return served[0]
 
     async def _card(self, row: CatalogModel) -> ModelCard:
-        variants = [each.full_name for each in self._models if each.variant and each.id == row.id]
+        related = [] if row.variant else [each for each in self._models if each.id == row.id]
+        variants = [each.full_name for each in related if each.variant]
         return catalog_card(row, variants, await self._described(row))
 
     async def _described(self, row: CatalogModel) -> completion_pb2.Model | None:

@@ -47,11 +47,15 @@ class ServedModel:
     """A model that can be asked."""
 
     id: str
-    """Canonical id, which answers bear; "" = as the backend calls it"""
+    """Canonical id, or id:variant, which answers bear; "" = as the backend calls it"""
     name_there: str
     """What the backend knows it by; "" = its only model"""
     connection: Connection
     max_output_length: int | None = None
+    context: int | None = None
+    """Tokens of prompt and output together, if fewer than the backend's"""
+    base: str = ""
+    """Id of the model that it is, or is a variant of, which keys are for; "" = as `name_there`"""
 
 
 class ModelSource(Protocol):

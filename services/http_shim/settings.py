@@ -1,9 +1,9 @@
 """What the shim can be told."""
 
 import dataclasses
-import ipaddress
 
 from services.common.settings import StartupError, setting
+from tokenwire.exposure import why_closed
 
 __all__ = ["HttpShimSettings", "check"]
 
@@ -35,17 +35,6 @@ def check(settings: HttpShimSettings) -> None:
         raise StartupError(f"--port must be between 0 and 65535, not {settings.port}.")
     if settings.max_body_bytes < 1:
         raise StartupError(f"--max-body-bytes must be positive, not {settings.max_body_bytes}.")
-    if not settings.keys and not settings.open and not _is_loopback(settings.host):
-        raise StartupError(
-            f"Without --keys, {settings.host} is served only with --open "
-            "(anyone who reaches the port can use it)."
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    closed = why_closed(settings.host, has_keys=bool(settings.keys), is_open=settings.open)
+    if closed is not None:
+        raise StartupError(closed)

@@ -73,7 +73,7 @@ def plan_complete(
     stopping = request.stopping
     suffix = request.suffix if request.HasField("suffix") else None
     policy = PromptPolicy(
-        context_length=limits.context_length,
+        context_length=_context_length(stopping, limits),
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
         truncate=request.truncate_prompt,
         refuse_overflow=request.context_overflow == completion_pb2.CONTEXT_OVERFLOW_ERROR,
@@ -100,6 +100,7 @@ def plan_complete(
             min_tokens=stopping.min_tokens,
             ignore_eos=stopping.ignore_eos,
             stop_token_ids=sorted(stop_ids),
+            context_length=policy.context_length,
         ),
     )
     if request.HasField("grammar"):
@@ -125,6 +126,12 @@ def plan_complete(
     return CompletePlan(
         engine_request, prompts, n, choice, calls is not None, request.echo, whole, limits
     )
+
+
+def _context_length(stopping: types_pb2.StoppingParams, limits: Limits) -> int:
+    if stopping.HasField("context_length"):
+        return min(stopping.context_length, limits.context_length)
+    return limits.context_length
 
 
 def _sampling(

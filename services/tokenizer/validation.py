@@ -129,6 +129,8 @@ def _check_stopping(request: completion_pb2.CompleteRequest, limits: Limits) -> 
         raise invalid("stopping.max_tokens", "max_tokens 0 needs echo: nothing would be returned.")
     if stopping.min_tokens > _max_tokens(stopping):
         raise invalid("stopping.min_tokens", "min_tokens must not be more than max_tokens.")
+    if stopping.HasField("context_length") and not stopping.context_length:
+        raise invalid("stopping.context_length", "context_length must be at least 1.")
     for index, token in enumerate(stopping.stop_token_ids):
         if token >= limits.vocabulary_size:
             raise invalid(

@@ -65,8 +65,9 @@ async def running_sequences(engine: str, wanted: Callable[[int], bool]) -> None:
     async with connect(engine) as channel:
         control = EngineControlServiceStub(channel)
         watch = control.WatchLoad(engine_pb2.WatchLoadRequest(interval_seconds=0.05))
-        while not wanted((await watch.read()).load.running_sequences):
-            pass
+        async for answer in watch:
+            if wanted(answer.load.running_sequences):
+                return
 
 
 @asynccontextmanager

@@ -47,6 +47,9 @@ created = 1700000000
 [models.variants.short]
 max_output_length = 3
 
+[models.variants.narrow]
+context = 24
+
 [[models]]
 id = "two"
 target = "{second_tokenizer}"
@@ -97,6 +100,11 @@ async def complete(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
     return await http.post("/v1/completions", json=body)
 
 
+def token_ids_of(response: httpx.Response) -> list[list[int]]:
+    assert response.status_code == 200, response.text
+    return [choice["token_ids"] for choice in response.json()["choices"]]
+
+
 def error_of(response: httpx.Response) -> dict[str, Any]:
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -116,8 +124,8 @@ def assert_documented(response: httpx.Response, name: str) -> None:
     [
         ("acme/one", "acme/one", 12),
         ("one", "acme/one", 12),
-        ("acme/one:short", "acme/one", 3),
-        ("one:short", "acme/one", 3),
+        ("acme/one:short", "acme/one:short", 3),
+        ("one:short", "acme/one:short", 3),
         ("two", "two", 8),
     ],
 )
@@ -171,16 +179,37 @@ async def test_the_list(http: httpx.AsyncClient) -> None:
     assert_documented(response, "ModelList")
     one, two, away, soon = response.json()["data"]
     assert (one["id"], one["owned_by"], one["created"]) == ("acme/one", "acme", 1700000000)
-    assert (one["aliases"], one["variants"]) == (["one"], ["acme/one:short"])
+    assert (one["aliases"], one["variants"]) == (["one"], ["acme/one:short", "acme/one:narrow"])
     assert one["max_model_len"] == two["max_model_len"] == one["max_output_length"]
     assert two["max_output_length"] == 8
     assert (away["max_model_len"], away["placeholder"], away["grammar"]) == (4096, False, None)
     assert (soon["placeholder"], soon["max_model_len"]) == (True, None)
     assert (await http.get("/v1/models/one")).json() == one
     assert (await http.get("/v1/models/acme/one")).json() == one
-    assert (await http.get("/v1/models/acme/one:short")).json()["max_output_length"] == 3
+    short = (await http.get("/v1/models/one:short")).json()
+    assert short == (await http.get("/v1/models/acme/one:short")).json()
+    assert (short["id"], short["aliases"], short["variants"]) == (
+        "acme/one:short",
+        ["one:short"],
+        [],
+    )
+    assert short["max_output_length"] == 3
     assert (await http.get("/v1/models/soon")).json() == soon
     assert error_of(await http.get("/v1/models/nobody"))["code"] == "model_not_found"
+
+
+async def test_a_row_may_narrow_the_context(http: httpx.AsyncClient) -> None:
+    card = (await http.get("/v1/models/one:narrow")).json()
+    assert (card["max_model_len"], card["max_output_length"]) == (24, 24)
+    fitting = await complete(
+        http, model="one:narrow", prompt=[[5] * 10, [5] * 20], max_tokens=100,
+        return_token_ids=True)  # fmt: skip
+    assert [len(ids) for ids in token_ids_of(fitting)] == [14, 4]
+    too_much = {"context_length_exceeded_behavior": "error", "max_tokens": 20}
+    for fields in ({"prompt": [5] * 25}, {"prompt": [5] * 10} | too_much):
+        refused = await complete(http, model="one:narrow", **fields)
+        assert refused.status_code == 400
+        assert error_of(refused)["code"] == "context_length_exceeded"
 
 
 async def test_tokens_of_each_model(http: httpx.AsyncClient) -> None:
@@ -193,7 +222,7 @@ async def test_tokens_of_each_model(http: httpx.AsyncClient) -> None:
     assert back.json() == {"prompt": PROMPT}
     info = await http.get("/tokenizer_info", params={"model": "one:short"})
     assert_documented(info, "TokenizerInfo")
-    assert info.json()["model"] == "acme/one"
+    assert info.json()["model"] == "acme/one:short"
 
 
 async def test_one_away_leaves_the_rest_ready(http: httpx.AsyncClient) -> None:
@@ -254,7 +283,11 @@ def _write(path: Path, text: str) -> None:
     [
         ("two", ["two"], [8]),
         (["one"], ["acme/one"], [12]),
-        (["two", "one", "one:short", "two"], ["two", "acme/one", "acme/one", "two"], [8, 12, 3, 8]),
+        (
+            ["two", "one", "one:short", "two"],
+            ["two", "acme/one", "acme/one:short", "two"],
+            [8, 12, 3, 8],
+        ),
     ],
 )
 async def test_many_models_at_once(

@@ -98,7 +98,7 @@ def make_loop(
     return StepLoop(
         Scheduler(limits, BlockPool(blocks)),
         ModelRunner(decoder, decoder.allocate_cache(blocks, BLOCK)),
-        LoopLimits(CONTEXT, frozenset({EOS}), waiting),
+        LoopLimits(frozenset({EOS}), waiting),
         lambda: next(clock),
     )
 
@@ -128,7 +128,7 @@ def make_request(
         prompts=prompts,
         n=n,
         sampling=sampling or SamplingSettings(temperature, 1.0, 0, 0.0, seed),
-        stopping=StoppingSettings(max_tokens, min_tokens, ignore_eos, stop),
+        stopping=StoppingSettings(max_tokens, min_tokens, ignore_eos, CONTEXT, stop),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         resume=resume,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenwire.layout import Layout, ServeError, plan, plan_catalog
+from tokenwire.layout import Layout, ServeError, plan, plan_catalog, shim_of_catalog
 
 
 @pytest.fixture
@@ -58,11 +58,15 @@ def test_a_bad_port_is_one_sentence(checkpoint: Path) -> None:
 
 
 def test_an_unknown_host_is_one_sentence(checkpoint: Path) -> None:
-    assert_refused(serve("--model", str(checkpoint), "--host", "no.such.invalid"), "not known")
+    assert_refused(
+        serve("--model", str(checkpoint), "--host", "no.such.invalid", "--open"), "not known"
+    )
 
 
 def test_each_service_is_told_where_the_next_one_is(checkpoint: Path) -> None:
-    layout = Layout(host="0.0.0.0", port=1, model=checkpoint, engine_args="--kv-memory '1 GiB'")
+    layout = Layout(
+        host="0.0.0.0", port=1, model=checkpoint, engine_args="--kv-memory '1 GiB'", open=True
+    )
     shim, tokenizer, engine, grammar = plan(layout)
     assert [service.name for service in (shim, tokenizer, engine, grammar)] == [
         "http_shim",
@@ -85,6 +89,15 @@ def test_the_server_is_opened_only_when_asked(checkpoint: Path) -> None:
     layout = Layout(model=checkpoint)
     assert "--open" not in plan(layout)[0].arguments
     assert "--open" in plan(dataclasses.replace(layout, open=True))[0].arguments
+
+
+def test_beyond_loopback_nothing_starts_without_keys_or_a_word(checkpoint: Path) -> None:
+    """Not the shim alone: gRPC would be open to everybody until the shim has said no."""
+    layout = Layout(host="0.0.0.0", model=checkpoint)
+    with pytest.raises(ServeError, match="--open"):
+        plan(layout)
+    with pytest.raises(ServeError, match="--open"):
+        shim_of_catalog(layout, checkpoint)
 
 
 def test_unreadable_engine_arguments_are_refused(checkpoint: Path) -> None:

@@ -99,14 +99,6 @@ inline void finish_row(const tw_linear &a, const float *product, int64_t row, in
   _mm256_mask_storeu_epi16(out + kTileRows, second, to_bfloat16(high));
 }
 
-// Fetches what finish_row is going to write to some rows, where that is scattered.
-inline void fetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
-  if (a.epilogue == TW_GATE) return;
-  int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.outputs * size;
-  const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
-  for (; row < end; row++) _mm_prefetch(out + row * stride, _MM_HINT_T1);
-}
-
 // Rows start to end - 1 and panels first to last - 1, which one item of a loop multiplies.
 struct Share {
   int64_t start, end;
