@@ -22,6 +22,8 @@ constexpr int64_t kMostHeadDim = 256;
 // does not depend on the machine or on what else is in the batch. Only decodes are cut: a prompt
 // chunk has rows enough to share.
 constexpr int64_t kPart = 512;
+constexpr int64_t kTogether = 16;  // decodes' units in one item of a loop, at most
+constexpr int64_t kShares = 4;     // of a thread, at least
 constexpr int64_t kTokens = 8;    // written by one item of a loop
 constexpr float kLowest = -1e30f;  // finite: a difference of two is no NaN
 // Weights may add up to this before their base is raised, which is seldom then.
@@ -41,6 +43,32 @@ struct Unit {
   int64_t parts;   // of the first part, how many there are; of the others 0
 };
 
+// Fetches keys and values a little at a time, while others are worked on. Blocks lie in pages of
+// their own, within which the core fetches ahead by itself: so it goes along all of them at once.
+class Fetch {
+ public:
+  void add(const uint16_t *block) { blocks_[num_blocks_++] = block; }
+
+  // To be asked for `lines` of each block in so many calls of `some`.
+  void begin(int64_t lines, int64_t calls) {
+    left_ = num_blocks_ ? lines : 0;
+    share_ = divide_up(left_, larger(calls, 1));
+  }
+
+  void some() {
+    int64_t end = line_ + smaller(share_, left_);
+    left_ -= end - line_;
+    for (; line_ < end; line_++)
+      for (int64_t b = 0; b < num_blocks_; b++)
+        _mm_prefetch(reinterpret_cast<const char *>(blocks_[b] + line_ * kTileInner), _MM_HINT_T1);
+  }
+
+ private:
+  const uint16_t *blocks_[2 * kMostKeys / kTileInner];
+  int64_t num_blocks_ = 0;
+  int64_t line_ = 0, left_ = 0, share_ = 0;
+};
+
 struct alignas(64) Scratch {
   float scores[kMostRows * kScoreStride];
   float state[kMostRows * kMostHeadDim];  // weighted values, not yet divided
@@ -51,15 +79,18 @@ struct alignas(64) Scratch {
   float totals[kMostRows * kLanes];  // of the weights, a sum for each lane
 };
 
-bool decodes(const tw_attention &a, int64_t sequence) {
+bool is_decode(const tw_attention &a, int64_t sequence) {
   return a.query_starts[sequence + 1] - a.query_starts[sequence] == 1;
 }
 
 class Attention {
  public:
   explicit Attention(const tw_attention &a) : a_(a), head_size_(a.block_size * a.head_dim) {
-    while (decodes_ < a.sequences && decodes(a, decodes_)) decodes_++;
+    while (decodes_ < a.sequences && is_decode(a, decodes_)) decodes_++;
   }
+
+  // Sequences that decode and stand in front.
+  int64_t decodes() const { return decodes_; }
 
   // Puts one token's keys and values where the tiles want them. Where 32 tokens of a prompt fill
   // whole tiles, the first of them does it for all; attend() writes what only one unit reads.
@@ -73,7 +104,8 @@ class Attention {
     for (int64_t h = 0; h < a_.num_kv_heads; h++) write(token, h, together);
   }
 
-  void attend(const Unit &unit, Scratch &s) const {
+  // `next` is the unit that the same thread goes on with, or null.
+  void attend(const Unit &unit, const Unit *next, Scratch &s) const {
     // Written here, the cache lines are fetched once. Where a group has several units, each writes
     // the same before it reads.
     if (unit.sequence < decodes_ && unit.last_key == a_.context_lengths[unit.sequence] &&
@@ -84,13 +116,18 @@ class Attention {
       s.base[r] = kLowest;
       _mm512_store_ps(s.totals + r * kLanes, _mm512_setzero_ps());
     }
-    memset(s.state, 0, sizeof(float) * static_cast<size_t>(kMostRows * a_.head_dim));
-    int64_t most = decodes(a_, unit.sequence) ? kMostKeys : kChunkKeys;
+    memset(s.state, 0, sizeof(float) * static_cast<size_t>(unit.num_rows * a_.head_dim));
+    int64_t most = is_decode(a_, unit.sequence) ? kMostKeys : kChunkKeys;
     for (int64_t key = unit.first_key; key < unit.last_key; key += most) {
       int64_t count = smaller(most, unit.last_key - key);
-      score(unit, key, count, s);
-      for (int64_t r = 0; r < unit.num_rows; r++) weigh(unit, r, key, count, s);
-      gather(unit, key, count, s);
+      Fetch fetch;
+      if (most == kMostKeys) plan_fetch(unit, next, key + most, count, fetch);
+      score(unit, key, count, fetch, s);
+      for (int64_t r = 0; r < unit.num_rows; r++) {
+        weigh(unit, r, key, count, s);
+        fetch.some();
+      }
+      gather(unit, key, count, fetch, s);
     }
     if (unit.partial)
       keep(unit, s);
@@ -187,6 +224,22 @@ class Attention {
            key % a_.block_size * a_.head_dim;
   }
 
+  // What follows `count` keys: the unit's keys from `key` on, or the next unit's.
+  void plan_fetch(const Unit &unit, const Unit *next, int64_t key, int64_t count,
+                  Fetch &fetch) const {
+    const Unit *from = key < unit.last_key ? &unit : next;
+    if (!from) return;
+    if (from == next) key = next->first_key;
+    int64_t end = smaller(key + kMostKeys, from->last_key);
+    for (; key < end; key += kTileInner) {
+      int64_t at = tiles_at(*from, key);
+      fetch.add(static_cast<const uint16_t *>(a_.key_cache) + at);
+      fetch.add(static_cast<const uint16_t *>(a_.value_cache) + at);
+    }
+    int64_t steps = divide_up(count, kTileInner);
+    fetch.begin(a_.head_dim, unit.num_rows + steps + steps * (a_.head_dim / kPair));
+  }
+
   int64_t position(const Unit &unit, int64_t row) const {
     int64_t length = a_.query_starts[unit.sequence + 1] - a_.query_starts[unit.sequence];
     return a_.context_lengths[unit.sequence] - length + (unit.first_row + row) / a_.group;
@@ -203,9 +256,10 @@ class Attention {
   }
 
   // scores [rows, keys] = queries @ keys.T
-  void score(const Unit &unit, int64_t key, int64_t count, Scratch &s) const {
+  void score(const Unit &unit, int64_t key, int64_t count, Fetch &fetch, Scratch &s) const {
     bool two = unit.num_rows > kTileRows;
     for (int64_t k = 0; k < count; k += kTileInner) {
+      fetch.some();
       const uint16_t *keys = static_cast<const uint16_t *>(a_.key_cache) + tiles_at(unit, key + k);
       _tile_zero(0);
       _tile_zero(1);
@@ -310,7 +364,7 @@ class Attention {
   }
 
   // state [rows, head_dim] += weights @ values
-  void gather(const Unit &unit, int64_t key, int64_t count, Scratch &s) const {
+  void gather(const Unit &unit, int64_t key, int64_t count, Fetch &fetch, Scratch &s) const {
     bool two = unit.num_rows > kTileRows;
     const uint16_t *tiles[kMostKeys / kTileInner];
     for (int64_t k = 0; k < count; k += kTileInner) {
@@ -330,6 +384,7 @@ class Attention {
         _tile_loadd(3, lower + kTileRows, stride);
       }
       for (int64_t k = 0; k < count; k += kTileInner) {
+        fetch.some();
         const uint16_t *values = tiles[k / kTileInner] + i * kTileInner;
         _tile_loadd(6, values, 64);
         _tile_loadd(7, values + kTile, 64);
@@ -395,18 +450,18 @@ thread_local Buffer partial_buffer;
 
 struct Plan {
   const Unit *units;
-  int64_t num_units;
+  int64_t num_units, num_decodes;
   bool is_cut;  // some unit is a part of one
 };
 
 // Parts that a sequence's context is cut into.
 int64_t count_parts(const tw_attention &a, int64_t sequence) {
-  return decodes(a, sequence) ? divide_up(a.context_lengths[sequence], kPart) : 1;
+  return is_decode(a, sequence) ? divide_up(a.context_lengths[sequence], kPart) : 1;
 }
 
 // Lists the step's units. A chunk's last rows see most keys and come
 // first, so that no thread is left with a long unit at the end.
-Plan plan(const tw_attention &a, int64_t part_size) {
+Plan plan(const tw_attention &a, int64_t leading, int64_t part_size) {
   int64_t num_units = 0, num_parts = 0;
   for (int64_t s = 0; s < a.sequences; s++) {
     int64_t rows = (a.query_starts[s + 1] - a.query_starts[s]) * a.group, parts = count_parts(a, s);
@@ -419,6 +474,7 @@ Plan plan(const tw_attention &a, int64_t part_size) {
   auto partial = static_cast<float *>(
       partial_buffer.reserve(num_parts * part_size * static_cast<int64_t>(sizeof(float))));
   Unit *unit = units;
+  int64_t num_decodes = 0;
   for (int64_t s = 0; s < a.sequences; s++) {
     int64_t length = a.query_starts[s + 1] - a.query_starts[s], rows = length * a.group;
     int64_t context = a.context_lengths[s], parts = count_parts(a, s);
@@ -435,8 +491,9 @@ Plan plan(const tw_attention &a, int64_t part_size) {
           if (parts > 1) partial += part_size;
         }
       }
+    if (s < leading) num_decodes = unit - units;
   }
-  return {units, num_units, num_parts > 0};
+  return {units, num_units, num_decodes, num_parts > 0};
 }
 
 }  // namespace
@@ -445,15 +502,25 @@ void tw_amx_attend(const tw_attention *attention) {
   const tw_attention &a = *attention;
   Attention kernel(a);
   int64_t part_size = smaller(kMostRows, a.group) * (a.head_dim + 2);
-  const Plan work = plan(a, part_size);
+  const Plan work = plan(a, kernel.decodes(), part_size);
   parallel_for(divide_up(a.tokens, kTokens), [&](int64_t item) {
     int64_t end = smaller((item + 1) * kTokens, a.tokens);
     for (int64_t token = item * kTokens; token < end; token++) kernel.write(token);
   });
-  parallel_for(work.num_units, [&](int64_t i) {
+  // Decodes come several to an item, so that a thread knows what it goes on with.
+  int64_t together = smaller(larger(work.num_decodes / (kShares * num_threads()), 1), kTogether);
+  int64_t groups = divide_up(work.num_decodes, together);
+  parallel_for(groups + work.num_units - work.num_decodes, [&](int64_t item) {
+    bool decodes = item < groups;
+    int64_t first = decodes ? item * together : work.num_decodes + item - groups;
+    int64_t last = decodes ? smaller(first + together, work.num_decodes) : first + 1;
     Scratch scratch;
-    configure_tiles(work.units[i].num_rows);
-    kernel.attend(work.units[i], scratch);
+    int64_t configured = 0;
+    for (int64_t i = first; i < last; i++) {
+      int64_t rows = work.units[i].num_rows;
+      if (rows != configured) configure_tiles(configured = rows);
+      kernel.attend(work.units[i], i + 1 < last ? work.units + i + 1 : nullptr, scratch);
+    }
     _tile_release();
   });
   if (work.is_cut)

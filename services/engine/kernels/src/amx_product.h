@@ -112,6 +112,13 @@ struct Finished {
   int64_t panel;
 };
 
+inline void zero_products() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
 inline void load_products(const float *upper) {
   const float *lower = upper + kTileRows * kPair;
   _tile_loadd(0, upper, kPair * 4);
