@@ -8,12 +8,12 @@ from torch import Tensor
 from services.engine.attention.interface import AttentionBackend, KVCache
 from services.engine.attention.torch_backend import TorchAttention
 from services.engine.batch import StepBatch
-from services.engine.kernels.amx import TILE
+from services.engine.kernels.amx import TILE, to_tiles
 from services.engine.kernels.library import DTYPES, AttentionCall, Native
 from services.engine.kernels.memory import allocate
 from services.engine.model.spec import ModelSpec
 
-__all__ = ["AmxAttention", "NativeAttention"]
+__all__ = ["AmxAttention", "NativeAttention", "TiledAttention"]
 
 
 class NativeAttention(TorchAttention):
@@ -74,6 +74,31 @@ class AmxAttention(AttentionBackend):
     ) -> None:
         call = _call(self._spec, layer, queries, keys, values, batch, cache, out)
         self._native.amx_attend(byref(call))
+
+
+class TiledAttention(AttentionBackend):
+    """Another backend's attention where AMX computes the products: its output in tiles."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+
+    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
+        return self._backend.allocate(num_blocks, block_size)
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: StepBatch,
+        cache: KVCache,
+        out: Tensor,
+    ) -> None:
+        rows = torch.empty(out.shape, dtype=out.dtype)
+        self._backend.attend(layer, queries, keys, values, batch, cache, rows)
+        tiles = to_tiles(rows)
+        out.as_strided(tiles.shape, tiles.stride()).copy_(tiles)  # `out` ends in the last tile
 
 
 def _call(

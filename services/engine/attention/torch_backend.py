@@ -10,15 +10,27 @@ from services.engine.model.spec import ModelSpec
 
 __all__ = ["TorchAttention"]
 
+_PIECE = 256
+"""Query rows whose logits are written out at once"""
+
 
 class TorchAttention(AttentionBackend):
     """Gathers each sequence's blocks and calls torch's scaled_dot_product_attention.
 
+    Where the softmax is not the plain one, it is written out, in float32.
+
     Layout of a layer's keys and of its values: [blocks, kv_heads, block_size, head_dim].
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        sinks: tuple[Tensor, ...] | None = None,
+    ) -> None:
         self._spec = spec
+        self._sinks = sinks
         self._dtype = dtype
         self._device = device
 
@@ -82,13 +94,13 @@ class TorchAttention(AttentionBackend):
         keys = _gather(cache.keys[layer], tables).masked_fill_(stale, 0)
         values = _gather(cache.values[layer], tables).masked_fill_(stale, 0)
         grouped = queries[:count].reshape(count, spec.num_kv_heads, -1, spec.head_dim)
-        attended = scaled_dot_product_attention(
-            grouped,
-            keys,
-            values,
-            attn_mask=visible[:, None, None, :],
-            scale=spec.attention_scale,
-        )
+        mask = visible[:, None, None, :]
+        if spec.has_plain_attention:
+            attended = scaled_dot_product_attention(
+                grouped, keys, values, attn_mask=mask, scale=spec.attention_scale
+            )
+        else:
+            attended = self._written_out(layer, grouped, keys, values, mask)
         out[:count] = attended.reshape(count, spec.num_heads, spec.head_dim)
 
     def _prefill(
@@ -104,24 +116,69 @@ class TorchAttention(AttentionBackend):
             chunk = queries[None, start : start + length].transpose(1, 2)
             keys = _gather(cache.keys[layer], table)[:, :, :context]
             values = _gather(cache.values[layer], table)[:, :, :context]
-            mask = self._mask(layer, length, context)
-            attended = scaled_dot_product_attention(
-                chunk,
-                keys,
-                values,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=spec.attention_scale,
-                enable_gqa=spec.num_heads != spec.num_kv_heads,
-            )
+            attend = self._sdpa if spec.has_plain_attention else self._pieces
+            attended = attend(layer, chunk, keys, values)
             out[start : start + length] = attended[0].transpose(0, 1)
             start += length
+
+    def _sdpa(self, layer: int, chunk: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        mask = self._mask(layer, chunk.shape[2], keys.shape[2])
+        return scaled_dot_product_attention(
+            chunk,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self._spec.attention_scale,
+            enable_gqa=self._spec.num_heads != self._spec.num_kv_heads,
+        )
+
+    def _pieces(self, layer: int, chunk: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The same with the softmax written out, some rows at a time to bound its memory."""
+        spec, (length, context) = self._spec, (chunk.shape[2], keys.shape[2])
+        pieces = []
+        for first in range(0, length, _PIECE):
+            piece = chunk[:, :, first : first + _PIECE]
+            rows = piece.shape[2]
+            end = context - length + first + rows  # what lies behind is not seen
+            mask = self._visible(layer, rows, end).repeat(spec.num_heads // spec.num_kv_heads, 1)
+            grouped = piece.reshape(1, spec.num_kv_heads, -1, spec.head_dim)
+            seen = (keys[:, :, :end], values[:, :, :end])
+            attended = self._written_out(layer, grouped, *seen, mask)
+            pieces.append(attended.view(1, spec.num_heads, rows, spec.head_dim))
+        return torch.cat(pieces, dim=2)
+
+    def _written_out(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Softmax with its logits capped, or with a sink beside them.
+
+        queries: [n, kv_heads, rows, head_dim], a row for each query of each head of the group.
+        """
+        spec = self._spec
+        scores = queries.float() @ keys.float().transpose(2, 3) * spec.attention_scale
+        if cap := spec.attention_cap:
+            scores = (scores / cap).tanh() * cap
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if self._sinks is None:
+            return (scores.softmax(dim=3) @ values.float()).to(queries.dtype)
+        group = spec.num_heads // spec.num_kv_heads
+        sinks = self._sinks[layer].view(spec.num_kv_heads, group)
+        sinks = sinks.repeat_interleave(scores.shape[2] // group, dim=1)
+        column = sinks[None, :, :, None].expand(len(scores), -1, -1, 1)
+        weights = torch.cat((scores, column), dim=3).softmax(dim=3)[..., :-1]
+        return (weights @ values.float()).to(queries.dtype)
 
     def _mask(self, layer: int, length: int, context: int) -> Tensor | None:
         """bool [length, context], or None where torch's own causal mask is the right one."""
         window = self._spec.windows[layer]
         if length == context and (not window or context <= window):
             return None
+        return self._visible(layer, length, context)
+
+    def _visible(self, layer: int, length: int, context: int) -> Tensor:
+        """What the last `length` tokens see of `context`: bool [length, context]."""
+        window = self._spec.windows[layer]
         rows = torch.arange(context - length, context, device=self._device)[:, None]
         columns = torch.arange(context, device=self._device)
         visible = columns <= rows

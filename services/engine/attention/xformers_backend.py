@@ -45,7 +45,7 @@ class XformersAttention(TorchAttention):
         self, layer: int, queries: Tensor, batch: StepBatch, cache: KVCache, out: Tensor
     ) -> None:
         spec, count = self._spec, batch.num_decodes
-        if spec.windows[layer]:
+        if spec.windows[layer] or not spec.has_plain_attention:
             super()._decode(layer, queries, batch, cache, out)
             return
         group = spec.num_heads // spec.num_kv_heads

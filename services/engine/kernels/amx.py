@@ -16,13 +16,15 @@ _MOST_HEAD_DIM = 256
 
 
 def runs_on_amx(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether AMX computes a model's products and attention: both or neither.
+    """Whether AMX computes a model's products and, if it can, attention.
 
     Between them activations are kept in tiles (src/kernels.h), which only they understand.
     """
     if native is None or native.instruction_set() != InstructionSet.AMX:
         return False
-    widths = (spec.hidden_size, spec.intermediate_size, spec.head_dim)
+    widths = [spec.hidden_size, spec.intermediate_size, spec.head_dim]
+    if spec.experts is not None:
+        widths.append(spec.experts.width)
     fits = all(width % TILE == 0 for width in widths) and spec.head_dim <= _MOST_HEAD_DIM
     return device.type == "cpu" and dtype == torch.bfloat16 and fits
 

@@ -1,8 +1,10 @@
 """A directory in the Hugging Face format: its files, and its tensors by name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from types import TracebackType
 
@@ -12,34 +14,43 @@ from torch import Tensor
 from services.engine.model.config import Config
 from services.engine.model.errors import CheckpointError
 
-__all__ = ["Checkpoint", "StoredTensor"]
+__all__ = ["Checkpoint", "Stored"]
 
-_DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-"""The dtypes a weight may be stored in, by their names in safetensors files"""
+_FLOATING = {"F32": 4, "BF16": 2, "F16": 2}
+"""Bytes of the dtypes a weight may be stored in, by their names in safetensors files"""
+_PACKED = {"U8": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies, known from its file's header alone."""
+class Stored:
+    """A tensor that a checkpoint is to hold."""
+
+    name: str
+    shape: tuple[int, ...]
+    packed: bool = False
+    """Bytes that stand for something else, rather than floating numbers"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A tensor that it holds, known from its file's header alone."""
 
     file: Path
     shape: tuple[int, ...]
-    num_bytes: int
+    dtype: str
 
 
 class Checkpoint:
     """The open safetensors files of a checkpoint. Tensors are views of the mapped files.
 
-    Use it as a context manager. Raises CheckpointError when a file is missing, truncated or holds
-    a dtype that is not a plain floating one.
+    Use it as a context manager. Raises CheckpointError when a file is missing or truncated.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stack = ExitStack()
         self._open: dict[Path, safe_open] = {}
-        self.tensors: dict[str, StoredTensor] = {}
-        """By name, all that the files hold"""
+        self._found: dict[str, _Found] = {}
 
     @staticmethod
     def config(directory: Path) -> Config:
@@ -64,31 +75,49 @@ class Checkpoint:
         self._open.clear()
         self._stack.close()
 
-    def require(self, wanted: Mapping[str, tuple[int, ...]], ignored: frozenset[str]) -> None:
-        """Raises CheckpointError unless the files hold exactly `wanted`, names to shapes.
+    def holds(self, name: str) -> bool:
+        return name in self._found
 
-        Tensors in `ignored` may be there or not.
+    def require(self, wanted: Iterable[Stored], ignored: Iterable[str]) -> int:
+        """Raises CheckpointError unless the files hold exactly `wanted`. Returns the bytes of it.
+
+        Tensors whose names match a pattern of `ignored` may be there or not.
         """
-        for name, shape in wanted.items():
-            stored = self.tensors.get(name)
-            if stored is None:
-                raise CheckpointError(f"{self._directory}: no file holds the tensor {name}.")
-            if stored.shape != shape:
+        names, num_bytes = set(), 0
+        for stored in wanted:
+            names.add(stored.name)
+            num_bytes += self._check(stored)
+        for name, found in self._found.items():
+            if name not in names and not any(fnmatchcase(name, pattern) for pattern in ignored):
                 raise CheckpointError(
-                    f"{stored.file}: the tensor {name} has the shape {list(stored.shape)}, "
-                    f"but config.json asks for {list(shape)}."
-                )
-        for name, stored in self.tensors.items():
-            if name not in wanted and name not in ignored:
-                raise CheckpointError(
-                    f"{stored.file}: the tensor {name} is not part of the model that "
+                    f"{found.file}: the tensor {name} is not part of the model that "
                     "config.json describes."
                 )
+        return num_bytes
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, stored: Stored) -> Tensor:
         """A view of the file; reading it is what reads the disk."""
-        tensor: Tensor = self._open[self.tensors[name].file].get_tensor(name)  # type: ignore[no-untyped-call]
+        file = self._found[stored.name].file
+        tensor: Tensor = self._open[file].get_tensor(stored.name)  # type: ignore[no-untyped-call]
         return tensor
+
+    def _check(self, stored: Stored) -> int:
+        """The tensor's size in bytes."""
+        found = self._found.get(stored.name)
+        if found is None:
+            raise CheckpointError(f"{self._directory}: no file holds the tensor {stored.name}.")
+        if found.shape != stored.shape:
+            raise CheckpointError(
+                f"{found.file}: the tensor {stored.name} has the shape {list(found.shape)}, "
+                f"but config.json asks for {list(stored.shape)}."
+            )
+        sizes = _PACKED if stored.packed else _FLOATING
+        if found.dtype not in sizes:
+            raise CheckpointError(
+                f"{found.file}: the tensor {stored.name} is stored as {found.dtype}, which is not "
+                f"supported; these are: {', '.join(sizes)}."
+            )
+        return prod(found.shape) * sizes[found.dtype]
 
     def _files(self) -> list[Path]:
         index = self._directory / "model.safetensors.index.json"
@@ -107,16 +136,7 @@ class Checkpoint:
             opened = self._stack.enter_context(safe_open(file, framework="pt"))
             for name in opened.keys():  # noqa: SIM118  (it is not a mapping)
                 part = opened.get_slice(name)
-                dtype, shape = part.get_dtype(), tuple(part.get_shape())
-                if dtype not in _DTYPE_BYTES:
-                    raise CheckpointError(
-                        f"{file}: the tensor {name} is stored as {dtype}, which is not supported; "
-                        f"these are: {', '.join(_DTYPE_BYTES)}."
-                    )
-                size = _DTYPE_BYTES[dtype]
-                for extent in shape:
-                    size *= extent
-                self.tensors[name] = StoredTensor(file, shape, size)
+                self._found[name] = _Found(file, tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None
         self._open[file] = opened

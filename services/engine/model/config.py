@@ -1,7 +1,9 @@
 """Typed reading of a checkpoint's JSON files, with errors that name the file and the key."""
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,6 +22,8 @@ class Config:
     file: str
     """Named in every error"""
     values: JsonObject
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """What the file calls some keys: GPT-2 says n_embd for hidden_size"""
 
     @staticmethod
     def read(path: Path) -> "Config":
@@ -35,7 +39,11 @@ class Config:
         return Config(str(path), values)
 
     def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
+        return self._find(key) is not None
+
+    def called(self, key: str) -> str:
+        """What the file calls a key, for errors."""
+        return self.keys.get(key, key)
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)
@@ -54,6 +62,12 @@ class Config:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, "a number")
         return float(value)
+
+    def positive_number(self, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if not 0 < value < math.inf:
+            raise self._wrong(key, "a positive number")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
@@ -74,9 +88,21 @@ class Config:
             raise self._wrong(key, "a list of strings")
         return tuple(texts)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        value = self._value(key, None)
+        items = value if isinstance(value, list) else []
+        numbers = [
+            float(item)
+            for item in items
+            if isinstance(item, int | float) and not isinstance(item, bool)
+        ]
+        if not isinstance(value, list) or len(numbers) != len(items):
+            raise self._wrong(key, "a list of numbers")
+        return tuple(numbers)
+
     def ids(self, key: str) -> tuple[int, ...]:
         """Token ids given as one integer, as a list of them, or not at all."""
-        value = self.values.get(key)
+        value = self._find(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         ids = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
         if len(ids) != len(items):
@@ -85,7 +111,7 @@ class Config:
 
     def section(self, key: str) -> "Config":
         """The object under `key`, empty when it is absent."""
-        value = self.values.get(key)
+        value = self._find(key)
         if value is None:
             return Config(self.file, {})
         if not isinstance(value, dict):
@@ -93,13 +119,18 @@ class Config:
         return Config(self.file, value)
 
     def _value(self, key: str, default: Json) -> Json:
-        value = self.values.get(key)
+        value = self._find(key)
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self.file} lacks {key}.")
+            raise CheckpointError(f"{self.file} lacks {self.called(key)}.")
         return value
 
+    def _find(self, key: str) -> Json:
+        return self.values.get(self.called(key))
+
     def _wrong(self, key: str, wanted: str) -> CheckpointError:
-        value = json.dumps(self.values.get(key))
-        return CheckpointError(f"{self.file}: {key} must be {wanted}, not {value[:80]}.")
+        value = json.dumps(self._find(key))
+        return CheckpointError(
+            f"{self.file}: {self.called(key)} must be {wanted}, not {value[:80]}."
+        )

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from services.engine.attention import DEFAULT_BLOCK_SIZE, AttentionBackend, KVCache
 from services.engine.batch import StepBatch
-from services.engine.model.operators import Gate, Operators, Projection
-from services.engine.model.rotary import Rotary
+from services.engine.model.feed_forward import FeedForward
+from services.engine.model.operators import Operators, Projection
+from services.engine.model.rotary import Rotary, Rotation
 from services.engine.model.spec import ModelSpec
 
 __all__ = ["Decoder", "DecoderLayer", "DecoderWeights"]
@@ -16,16 +17,15 @@ __all__ = ["Decoder", "DecoderLayer", "DecoderWeights"]
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's weights; norms are [width] in the model's dtype."""
+    """One layer's weights; norms are [width] in the model's dtype, or there is none."""
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: Projection
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: Projection
-    feed_forward_norm: Tensor
-    gate: Gate
-    down: Projection
+    feed_forward_norm: Tensor | None
+    feed_forward: FeedForward
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,14 @@ class DecoderWeights:
 
     embedding: Tensor
     """[vocab_size, hidden_size]"""
+    positions: Tensor | None
+    """[context_length, hidden_size], added to the embedding"""
     layers: tuple[DecoderLayer, ...]
     final_norm: Tensor
     output: Projection
     """hidden_size → vocab_size"""
     num_bytes: int
-    """What a decode step reads of them: everything but an untied embedding"""
+    """What a step reads of them at most: everything but the embeddings"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class _Activations:
     normed: Tensor
     qkv: Tensor
     attended: Tensor
-    gated: Tensor
+    inner: Tensor
 
     def first(self, tokens: int) -> "_Activations":
         return _Activations(
@@ -58,7 +60,7 @@ class _Activations:
             self.normed[:tokens],
             self.qkv[:tokens],
             self.attended[:tokens],
-            self.gated[:tokens],
+            self.inner[:tokens],
         )
 
 
@@ -79,12 +81,16 @@ class Decoder:
         self._weights = weights
         self._operators = operators
         self._attention = attention
-        self._rotary = Rotary(spec.rotary, self.device)
+        different = list(dict.fromkeys(filter(None, spec.rotaries)))
+        self._rotaries = [Rotary(rotary, spec.head_dim, self.device) for rotary in different]
+        self._rotary_of_layer = [
+            None if rotary is None else different.index(rotary) for rotary in spec.rotaries
+        ]
         self._activations = self._allocate(64)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads."""
+        """Bytes of weights that a step reads at most."""
         return self._weights.num_bytes
 
     def allocate_cache(self, num_blocks: int, block_size: int = DEFAULT_BLOCK_SIZE) -> KVCache:
@@ -103,19 +109,19 @@ class Decoder:
         heads = at.qkv.view(tokens, -1, spec.head_dim)
         rotated, values = heads.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
         queries, keys = rotated.tensor_split((spec.num_heads,), dim=1)
-        rotation = self._rotary.at(batch.positions)
-        torch.index_select(self._weights.embedding, 0, batch.token_ids, out=at.hidden)
+        self._embed(batch, at.hidden)
+        rotations = self._rotations(batch.positions)
         for index, layer in enumerate(self._weights.layers):
-            operators.rms_norm(at.hidden, layer.attention_norm, epsilon, at.normed)
+            self._norm(at.hidden, layer.attention_norm, at.normed)
             layer.qkv.into(at.normed, at.qkv)
-            operators.rotate(
-                rotated, spec.num_heads, rotation, layer.query_norm, layer.key_norm, epsilon
-            )
+            if (rotation := rotations[index]) is not None:
+                operators.rotate(
+                    rotated, spec.num_heads, rotation, layer.query_norm, layer.key_norm, epsilon
+                )
             self._attention.attend(index, queries, keys, values, batch, cache, at.attended)
             layer.output.add_to(at.attended, at.hidden)
-            operators.rms_norm(at.hidden, layer.feed_forward_norm, epsilon, at.normed)
-            layer.gate.into(at.normed, at.gated)
-            layer.down.add_to(at.gated, at.hidden)
+            self._norm(at.hidden, layer.feed_forward_norm, at.normed)
+            layer.feed_forward.add_to(at.normed, at.hidden, at.inner)
         return at.hidden
 
     @torch.inference_mode()
@@ -123,11 +129,32 @@ class Decoder:
         """float32 [rows, vocab_size] of the given rows of `forward`'s result."""
         hidden = hidden.contiguous()
         normed = self._buffers(hidden.shape[0]).normed
-        epsilon = self.spec.norm_epsilon
-        self._operators.rms_norm(hidden, self._weights.final_norm, epsilon, normed)
+        self._norm(hidden, self._weights.final_norm, normed)
         logits = torch.empty((hidden.shape[0], self.spec.vocab_size), device=self.device)
         self._weights.output.into(normed, logits)
+        if self.spec.logit_scale != 1:
+            logits *= self.spec.logit_scale
+        if cap := self.spec.logit_cap:
+            logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+    def _embed(self, batch: StepBatch, hidden: Tensor) -> None:
+        torch.index_select(self._weights.embedding, 0, batch.token_ids, out=hidden)
+        if self.spec.embedding_scale != 1:
+            hidden *= self.spec.embedding_scale
+        if self._weights.positions is not None:
+            hidden += self._weights.positions[batch.positions]
+
+    def _rotations(self, positions: Tensor) -> list[Rotation | None]:
+        """One for each layer; layers that rotate alike share it."""
+        made = [rotary.at(positions) for rotary in self._rotaries]
+        return [None if index is None else made[index] for index in self._rotary_of_layer]
+
+    def _norm(self, rows: Tensor, weight: Tensor | None, out: Tensor) -> None:
+        if weight is None:
+            self._operators.arrange(rows, out)
+        else:
+            self._operators.rms_norm(rows, weight, self.spec.norm_epsilon, out)
 
     def _buffers(self, tokens: int) -> _Activations:
         if tokens > self._activations.hidden.shape[0]:
@@ -141,5 +168,5 @@ class Decoder:
             normed=empty(tokens, spec.hidden_size),
             qkv=empty(tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim),
             attended=empty(tokens, spec.num_heads * spec.head_dim),
-            gated=empty(tokens, spec.intermediate_size),
+            inner=empty(tokens, spec.intermediate_size),
         )

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from services.engine.kernels.library import DTYPES
 from services.engine.model.native_operators import AmxOperators, Packed
+from services.engine.model.operators import Projection
 
 __all__ = ["Int8Operators"]
 
@@ -18,6 +19,9 @@ class Int8Operators(AmxOperators):
 
     def weight_bytes(self, outputs: int, inputs: int) -> int:
         return outputs * (inputs + torch.float32.itemsize)
+
+    def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        return self.packed_projection(super().pack((weight,)), weight.shape, bias)
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         outputs, inputs = weights[0].shape

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.kernels.amx import TILE
+from services.engine.kernels.amx import TILE, to_tiles
 from services.engine.kernels.library import DTYPES, Epilogue, LinearCall, Native, RotationCall
 from services.engine.kernels.memory import Arena, allocate
+from services.engine.model.activation import SWIGLU, Activation
 from services.engine.model.operators import Gate, Operators, Projection
 from services.engine.model.rotary import Rotation
-from services.engine.model.torch_operators import TorchOperators
+from services.engine.model.torch_operators import TorchGate, TorchOperators, join, normalize
 
 __all__ = ["AmxOperators", "NativeOperators", "Packed"]
 
@@ -31,6 +32,9 @@ class NativeOperators(Operators):
     def empty(self, rows: int, width: int) -> Tensor:
         return allocate((rows, width), self._dtype)
 
+    def temporary(self, rows: int, width: int) -> Tensor:
+        return torch.empty((rows, width), dtype=self._dtype)
+
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return self._torch.projection(weight, bias)
 
@@ -38,13 +42,32 @@ class NativeOperators(Operators):
         return self._torch.weight_bytes(outputs, inputs)
 
     def gate(
-        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
     ) -> Gate:
-        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        both = self._torch.projection(torch.cat((gate, up)), bias)
-        return _NativeGate(self._native, both, self._code)
+        if not activation.is_swiglu:
+            return self._torch.gate(gate, up, gate_bias, up_bias, activation)
+        product = self._torch.projection(*join(gate, up, gate_bias, up_bias))
+        return _NativeGate(self._native, product, self._code)
+
+    def arrange(self, rows: Tensor, out: Tensor) -> None:
+        out.copy_(rows)
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        self._norm_rows(rows, weight, epsilon, out)
+
+    def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        self._norm_rows(rows, weight, epsilon, rows)
+        out += rows
+
+    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
+        return rows.index_select(0, index)
+
+    def _norm_rows(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         self._native.rms_norm(
             self._code,
             rows.data_ptr(),
@@ -65,6 +88,10 @@ class NativeOperators(Operators):
         epsilon: float,
     ) -> None:
         tokens, num_heads, head_dim = heads.shape
+        if query_norm is not None and key_norm is not None and len(query_norm) > head_dim:
+            normalize(heads[:, :num_queries], query_norm, epsilon)
+            normalize(heads[:, num_queries:], key_norm, epsilon)
+            query_norm = key_norm = None
         call = RotationCall(
             heads.data_ptr(),
             heads.stride(0),
@@ -121,6 +148,20 @@ class AmxOperators(NativeOperators):
     def empty(self, rows: int, width: int) -> Tensor:
         return super().empty(_round_up(rows, TILE), width)[:rows]
 
+    def temporary(self, rows: int, width: int) -> Tensor:
+        return super().temporary(_round_up(rows, TILE), width)[:rows]
+
+    def arrange(self, rows: Tensor, out: Tensor) -> None:
+        _whole_tiles(out).copy_(to_tiles(rows))
+
+    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
+        gathered = self.temporary(len(index), rows.shape[1])
+        place = torch.arange(len(index))
+        # [rows / 32, width / 32, 32, 32]: a row is the same line of each block beside it
+        sources, targets = (_blocks(_whole_tiles(tensor)) for tensor in (rows, gathered))
+        targets[place // TILE, :, place % TILE] = sources[index // TILE, :, index % TILE]
+        return gathered
+
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         self.native.amx_rms_norm(
             rows.data_ptr(),
@@ -132,8 +173,13 @@ class AmxOperators(NativeOperators):
         )
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        outputs, inputs = weight.shape
-        packed = self.pack((weight,))
+        return self.packed_projection(self.pack((weight,)), weight.shape, bias)
+
+    def packed_projection(
+        self, packed: Packed, shape: tuple[int, ...], bias: Tensor | None
+    ) -> Projection:
+        """Of a packed weight [outputs, inputs]."""
+        outputs, inputs = shape
         padded = None
         if bias is not None:
             padded = torch.zeros(_round_up(outputs, 2 * _TILE_OUTPUTS), dtype=torch.float32)
@@ -141,8 +187,16 @@ class AmxOperators(NativeOperators):
         return _AmxProjection(self.native, _PackedWeight(packed, padded, inputs, outputs))
 
     def gate(
-        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
     ) -> Gate:
+        if up is None or not activation.is_swiglu:
+            product = self.projection(*join(gate, up, gate_bias, up_bias))
+            return TorchGate(product, 1 if up is None else 2, activation, self)
         outputs, inputs = gate.shape
         packed = self.pack((gate, up))
         interleaved = None
@@ -224,3 +278,13 @@ class _AmxGate(Gate):
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def _whole_tiles(rows: Tensor) -> Tensor:
+    """What `empty` and `temporary` have allocated for `rows`: whole blocks of them."""
+    count, width = rows.shape
+    return rows.as_strided((_round_up(count, TILE), width), (width, 1))
+
+
+def _blocks(tiles: Tensor) -> Tensor:
+    return tiles.view(-1, tiles.shape[1] // TILE, TILE, TILE)

@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from services.engine.model.activation import SWIGLU, Activation
 from services.engine.model.rotary import Rotation
 
-__all__ = ["Gate", "Operators", "Projection"]
+__all__ = ["Gate", "NormedProjection", "Operators", "Projection"]
 
 
 class Projection(ABC):
@@ -25,11 +26,14 @@ class Projection(ABC):
 
 
 class Gate(ABC):
-    """The first half of a SwiGLU feed-forward layer (https://arxiv.org/abs/2002.05202)."""
+    """The first half of a feed-forward layer: one or two products and what is applied to them."""
 
     @abstractmethod
     def into(self, rows: Tensor, out: Tensor) -> None:
-        """out [n, outputs] = silu(rows @ gate.T) * (rows @ up.T), biases added before each"""
+        """out [n, outputs] = activation(rows @ gate.T) * (rows @ up.T), biases added before each
+
+        Without `up`, there is no second factor.
+        """
 
 
 class Operators(ABC):
@@ -40,22 +44,47 @@ class Operators(ABC):
         """An uninitialised contiguous activation [rows, width] in the model's dtype."""
 
     @abstractmethod
+    def temporary(self, rows: int, width: int) -> Tensor:
+        """The same for one that is soon dropped: cheap to get, slower to use."""
+
+    @abstractmethod
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         """`weight`: [outputs, inputs], of any floating dtype; it is copied."""
 
+    def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        """One that decides something, and whose weight is never rounded to int8."""
+        return self.projection(weight, bias)
+
     @abstractmethod
     def gate(
-        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
     ) -> Gate:
-        """`gate`, `up`: [outputs, inputs] each; they are copied."""
+        """`gate`, `up`: [outputs, inputs] each; they are copied. `up` where `activation` gates."""
 
     @abstractmethod
     def weight_bytes(self, outputs: int, inputs: int) -> int:
         """What a product reads of a weight [outputs, inputs]."""
 
     @abstractmethod
+    def arrange(self, rows: Tensor, out: Tensor) -> None:
+        """out = rows, in the layout that products read; both [n, width]."""
+
+    @abstractmethod
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """RMSNorm (https://arxiv.org/abs/1910.07467) of each row; rows, out [n, width]."""
+        """RMSNorm (https://arxiv.org/abs/1910.07467) of each row, in the layout of products."""
+
+    @abstractmethod
+    def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        """out += the RMSNorm of each row of a product, which may be written."""
+
+    @abstractmethod
+    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Some rows of what a product reads, in a temporary. `index`: int64 [n]."""
 
     @abstractmethod
     def rotate(
@@ -67,8 +96,29 @@ class Operators(ABC):
         key_norm: Tensor | None,
         epsilon: float,
     ) -> None:
-        """Rotates queries and keys in place, after an RMSNorm over each head where one is given.
+        """Rotates queries and keys in place, after an RMSNorm of each where one is given.
 
         heads: [tokens, heads, head_dim], the first `num_queries` of them queries, the others keys;
-        its first dimension may have gaps. Norms: [head_dim].
+        its first dimension may have gaps. Norms: [head_dim] over each head, or over all heads of a
+        token together, as wide as these are.
         """
+
+
+class NormedProjection(Projection):
+    """A projection with an RMSNorm of what it makes."""
+
+    def __init__(
+        self, projection: Projection, norm: Tensor, epsilon: float, operators: Operators
+    ) -> None:
+        self._projection = projection
+        self._norm = norm
+        self._epsilon = epsilon
+        self._operators = operators
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self.add_to(rows, out.zero_())
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        product = self._operators.temporary(*out.shape)
+        self._projection.into(rows, product)
+        self._operators.add_rms_norm(product, self._norm, self._epsilon, out)

@@ -2,12 +2,13 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
+from services.engine.model.activation import SWIGLU, Activation
 from services.engine.model.operators import Gate, Operators, Projection
 from services.engine.model.rotary import Rotation
 
-__all__ = ["TorchOperators"]
+__all__ = ["TorchGate", "TorchOperators", "join", "normalize"]
 
 
 class TorchOperators(Operators):
@@ -22,6 +23,9 @@ class TorchOperators(Operators):
     def empty(self, rows: int, width: int) -> Tensor:
         return torch.empty((rows, width), dtype=self._dtype, device=self._device)
 
+    def temporary(self, rows: int, width: int) -> Tensor:
+        return self.empty(rows, width)
+
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         own_bias = None if bias is None else self._own(bias)
         if self._prepacks:
@@ -29,16 +33,30 @@ class TorchOperators(Operators):
         return _TorchProjection(self._own(weight), own_bias)
 
     def gate(
-        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
     ) -> Gate:
-        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        return _TorchGate(self.projection(torch.cat((gate, up)), bias), self)
+        product = self.projection(*join(gate, up, gate_bias, up_bias))
+        return TorchGate(product, 1 if up is None else 2, activation, self)
 
     def weight_bytes(self, outputs: int, inputs: int) -> int:
         return outputs * inputs * self._dtype.itemsize
 
+    def arrange(self, rows: Tensor, out: Tensor) -> None:
+        out.copy_(rows)
+
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        out.copy_(_rms_norm(rows, weight, epsilon))
+        out.copy_(rms_norm(rows, weight, epsilon))
+
+    def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        out += rms_norm(rows, weight, epsilon)
+
+    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
+        return rows.index_select(0, index)
 
     def rotate(
         self,
@@ -53,7 +71,9 @@ class TorchOperators(Operators):
             (heads[:, :num_queries], query_norm),
             (heads[:, num_queries:], key_norm),
         ):
-            exact = (part if norm is None else _rms_norm(part, norm, epsilon)).float()
+            if norm is not None:
+                normalize(part, norm, epsilon)
+            exact = part.float()
             low, high = exact.chunk(2, dim=-1)
             cosines, sines = rotation.cosines[:, None], rotation.sines[:, None]
             turned = (low * cosines - high * sines, high * cosines + low * sines)
@@ -103,19 +123,40 @@ class _PrepackedProjection(Projection):
         return product
 
 
-class _TorchGate(Gate):
-    def __init__(self, both: Projection, operators: TorchOperators) -> None:
-        self._both = both
+class TorchGate(Gate):
+    """Any activation, of a product that has the columns of one or two layers."""
+
+    def __init__(
+        self, product: Projection, layers: int, activation: Activation, operators: Operators
+    ) -> None:
+        self._product = product
+        self._layers = layers
+        self._activation = activation
         self._operators = operators
 
     def into(self, rows: Tensor, out: Tensor) -> None:
-        both = self._operators.empty(rows.shape[0], 2 * out.shape[1])
-        self._both.into(rows, both)
-        gate, up = both.chunk(2, dim=1)
-        torch.mul(silu(gate), up, out=out)
+        product = self._operators.temporary(rows.shape[0], self._layers * out.shape[1])
+        self._product.into(rows, product)
+        self._operators.arrange(self._activation.of(product), out)
 
 
-def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def join(
+    gate: Tensor, up: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one linear layer that is both."""
+    if up is None:
+        return gate, gate_bias
+    bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+    return torch.cat((gate, up)), bias
+
+
+def normalize(heads: Tensor, norm: Tensor, epsilon: float) -> None:
+    """RMSNorm of heads [tokens, heads, head_dim] in place, over each or over all of a token."""
+    rows = heads if norm.shape[0] == heads.shape[2] else heads.flatten(1)
+    heads.copy_(rms_norm(rows, norm, epsilon).view(heads.shape))
+
+
+def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     exact = rows.float()
     scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + epsilon)
     return (exact * scale).to(rows.dtype) * weight

@@ -6,12 +6,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -30,7 +42,11 @@ _SHAPE = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
+_WIDE = _SHAPE | {"head_dim": 32}  # which AMX takes
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -47,6 +63,13 @@ _YARN = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+    "partial_rotary_factor": 0.75,
+}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_SHAPE),
@@ -64,6 +87,103 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2, some windows": Qwen2Config(
         **_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
+    "gemma2": Gemma2Config(**_WIDE, query_pre_attn_scalar=24, sliding_window=9),
+    "gemma2, no caps": Gemma2Config(
+        **_WIDE,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        layer_types=["full_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma3": Gemma3TextConfig(
+        **_WIDE | {"tie_word_embeddings": True},
+        query_pre_attn_scalar=24,
+        sliding_window=9,
+        sliding_window_pattern=2,
+        final_logit_softcapping=20.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "gemma3, with images": Gemma3Config(
+        text_config=Gemma3TextConfig(**_WIDE | {"tie_word_embeddings": True}, sliding_window=9),
+        vision_config={
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=1,
+        image_token_index=90,
+        boi_token_index=91,
+        eoi_token_index=92,
+        eos_token_id=[1, 7],
+        architectures=["Gemma3ForConditionalGeneration"],
+    ),
+    "phi3": Phi3Config(**_SHAPE, sliding_window=30),
+    "phi3, long": Phi3Config(
+        **_SHAPE, original_max_position_embeddings=32, rope_parameters=_LONGROPE
+    ),
+    "phi3, short": Phi3Config(
+        **_SHAPE, original_max_position_embeddings=256, rope_parameters=_LONGROPE
+    ),
+    "olmo2": Olmo2Config(**_SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "granite": GraniteConfig(
+        **_SHAPE,
+        attention_bias=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=5.0,
+    ),
+    "smollm3": SmolLM3Config(**_SHAPE, no_rope_layer_interval=2),
+    "smollm3, windows": SmolLM3Config(
+        **_SHAPE, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=9
+    ),
+    "starcoder2": Starcoder2Config(
+        **_SHAPE
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        sliding_window=30,
+    ),
+    "starcoder2, no biases": Starcoder2Config(**_SHAPE, use_bias=False),
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=64,
+        n_head=2,
+        n_layer=3,
+        n_positions=256,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "mixtral": MixtralConfig(
+        **_WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=30
+    ),
+    "qwen3 moe": Qwen3MoeConfig(
+        **_WIDE,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+    ),
+    "qwen3 moe, normalized": Qwen3MoeConfig(
+        **_WIDE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+    ),
+    "gpt-oss": GptOssConfig(
+        **_WIDE,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=9,
+        rope_parameters=_YARN | {"truncate": False},
+        swiglu_limit=0.8,
+    ),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
     "qwen3, tied": Qwen3Config(**_SHAPE | {"tie_word_embeddings": True}, head_dim=32),
 }
@@ -75,10 +195,11 @@ def make_checkpoint(
     """Saves a random model, its norms and biases random too; returns it as the reference."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    stored_less_one = isinstance(config, Gemma2Config | Gemma3TextConfig | Gemma3Config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).sub_(1 if stored_less_one else 0)
     model.eval().save_pretrained(directory, max_shard_size=shard)
     return model
 
@@ -108,6 +229,13 @@ class Driver:
         self._done = [0] * len(sequences)
         self.logits = [torch.empty(0, decoder.spec.vocab_size) for _ in sequences]
         """What was computed so far, [tokens, vocabulary] for each sequence"""
+
+    def share(self, sequence: int, other: int, tokens: int) -> None:
+        """Let a sequence begin with blocks of another that has the same first tokens."""
+        blocks = tokens // self._size
+        self._tables[sequence, :blocks] = self._tables[other, :blocks]
+        self._done[sequence] = blocks * self._size
+        self.logits[sequence] = self.logits[other][: self._done[sequence]]
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> None:
         """Runs one batch of (sequence, number of its next tokens), decodes first."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.engine.attention import torch_backend
 from services.engine.attention.interface import AttentionBackend, KVCache
 from services.engine.attention.native_backend import AmxAttention, NativeAttention
 from services.engine.attention.torch_backend import TorchAttention
@@ -18,7 +19,8 @@ from services.engine.kernels.library import (
     limit_instruction_set,
     native,
 )
-from services.engine.model.loader import load_spec
+from services.engine.model.families import FAMILIES
+from services.engine.model.loader import load_model, load_spec
 from services.engine.model.spec import ModelSpec
 
 from .checkpoints import CONFIGS, make_checkpoint
@@ -129,7 +131,7 @@ class Case:
         tiled = isinstance(backend, AmxAttention)
         return (to_rows(out) if tiled else out)[:rows].float()
 
-    def expected(self) -> Tensor:
+    def expected(self, sinks: Tensor | None = None) -> Tensor:
         """The definition, in float64."""
         spec, window = self.spec, self.spec.windows[0]
         rows = []
@@ -144,7 +146,14 @@ class Case:
             seen = torch.arange(context) <= at
             if window:
                 seen &= torch.arange(context) > at - window
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            if cap := spec.attention_cap:
+                scores = cap * torch.tanh(scores / cap)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if sinks is None:
+                weights = scores.softmax(-1)
+            else:
+                sums = scores.exp().sum(-1) + sinks.double().exp()[:, None]
+                weights = scores.exp() / sums[:, :, None]
             rows.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
         return torch.cat(rows).float()
 
@@ -181,6 +190,47 @@ def test_decodes_and_chunks_follow_the_definition(
     case = Case(make_spec(base, *shape), dtype)
     attended = case.run(make_backend(kind, case.spec, dtype))
     torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 4, 8)], ids=["plain", "sinks"])
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("window", [0, 45])
+def test_caps_and_sinks_follow_the_definition(
+    base: ModelSpec,
+    window: int,
+    cap: float,
+    sinks: Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 2's and gpt-oss's softmax, its logits computed in more than one piece."""
+    monkeypatch.setattr(torch_backend, "_PIECE", 32)
+    spec = make_spec(base, 8, 2, 64, window)
+    family = base.family if sinks is None else FAMILIES["GptOssForCausalLM"]
+    case = Case(dataclasses.replace(spec, family=family, attention_cap=cap), torch.float32)
+    every_layer = None if sinks is None else (sinks,)
+    backend = TorchAttention(case.spec, torch.float32, torch.device("cpu"), every_layer)
+    expected = case.expected(sinks)
+    torch.testing.assert_close(case.run(backend), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(case.run(backend, stale=torch.nan), case.run(backend))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "told"),
+    [("gemma2", torch.float32, 1), ("gpt-oss", torch.bfloat16, 1), ("qwen3", torch.bfloat16, 0)],
+)
+def test_it_is_said_where_the_kernels_are_not_used(
+    family: str,
+    dtype: torch.dtype,
+    told: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if native is None:
+        pytest.skip("the kernels were not built")
+    make_checkpoint(tmp_path, CONFIGS[family])
+    caplog.clear()
+    load_model(tmp_path, dtype)
+    assert len([message for message in caplog.messages if "attention" in message]) == told
 
 
 @pytest.mark.parametrize("highest", [InstructionSet.BASELINE, InstructionSet.AVX2])

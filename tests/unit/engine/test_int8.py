@@ -107,7 +107,10 @@ def test_a_row_does_not_feel_its_neighbours(int8: Int8Operators) -> None:
 
 
 @pytest.mark.usefixtures("int8")
-@pytest.mark.parametrize("family", ["llama, wide heads", "qwen3", "qwen3, tied"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama, wide heads", "qwen3", "qwen3, tied", "gemma3", "gpt2", "olmo2", "gpt-oss"],
+)
 def test_a_model_stays_close_to_itself(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS[family])
     tokens = random_tokens(40, 1)

@@ -1,15 +1,21 @@
 """Every checkpoint that cannot be served is refused in one sentence naming the file and tensor."""
 
 import json
+import math
+import pickle
 import shutil
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from services.engine.model.errors import CheckpointError
+from services.engine.model.families import FAMILIES
 from services.engine.model.loader import (
     GenerationDefaults,
     load_generation_defaults,
@@ -17,10 +23,23 @@ from services.engine.model.loader import (
     load_spec,
     resolve_dtype,
 )
+from services.engine.model.spec import ModelSpec
 
 from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens, reference_logits
 
 WEIGHTS = "model.safetensors"
+ARCHITECTURES = {
+    "llama, yarn rope": "LlamaForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3, long": "Phi3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt-oss": "GptOssForCausalLM",
+}
+SHAPE_KEYS = {
+    *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_local_experts"),
+    *("max_position_embeddings", "num_experts_per_tok"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +103,24 @@ SPOILS: list[tuple[str, Callable[[Path], None], list[str]]] = [
     ("no width", lambda p: set_config(p, hidden_size=...), ["config.json", "hidden_size"]),
     ("text for a number", lambda p: set_config(p, hidden_size="64"), ["hidden_size", '"64"']),
     ("heads", lambda p: set_config(p, num_key_value_heads=3), ["num_key_value_heads"]),
-    ("activation", lambda p: set_config(p, hidden_act="gelu"), ["hidden_act", "gelu"]),
+    ("activation", lambda p: set_config(p, hidden_act="relu2"), ["hidden_act", "relu2", "silu"]),
     (
         "rope",
-        lambda p: set_config(p, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        ["rope_type", "longrope", "yarn"],
+        lambda p: set_config(p, rope_parameters={"rope_type": "xpos", "rope_theta": 1e4}),
+        ["rope_type", "xpos", "yarn"],
+    ),
+    (
+        "packed, but not a mixture",
+        lambda p: set_config(p, quantization_config={"quant_method": "mxfp4"}),
+        ["quantization_config", "mxfp4"],
+    ),
+    ("only a header", lambda p: (p / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0"), [WEIGHTS]),
+    ("a header that lies", lambda p: (p / WEIGHTS).write_bytes(b"\xff" * 64), [WEIGHTS]),
+    ("empty", lambda p: (p / WEIGHTS).write_bytes(b""), [WEIGHTS]),
+    (
+        "no tensors",
+        lambda p: save_file({}, p / WEIGHTS),
+        ["checkpoint", "model.embed_tokens.weight"],
     ),
 ]
 
@@ -100,6 +132,10 @@ def test_a_spoilt_checkpoint_is_refused(
     checkpoint: Path, spoil: Callable[[Path], None], named: list[str]
 ) -> None:
     spoil(checkpoint)
+    assert_refused(checkpoint, *named)
+
+
+def assert_refused(checkpoint: Path, *named: str) -> None:
     with pytest.raises(CheckpointError) as refusal:
         load_model(checkpoint, torch.float32)
     message = str(refusal.value)
@@ -107,6 +143,167 @@ def test_a_spoilt_checkpoint_is_refused(
     assert "\n" not in message
     for part in named:
         assert part in message
+
+
+EXPERT = "model.layers.2.mlp.experts.3.down_proj.weight"
+BLOCKS = "model.layers.0.mlp.experts.down_proj"
+LAYERNORM = "transformer.h.2.ln_1.bias"
+PHI = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7} | {
+    "original_max_position_embeddings": 32
+}
+FAMILY_SPOILS: list[tuple[str, Callable[[Path], None], list[str]]] = [
+    ("qwen3 moe", lambda p: set_tensor(p, EXPERT, None), [EXPERT]),
+    (
+        "qwen3 moe",
+        lambda p: set_tensor(p, EXPERT, torch.ones(32, 64)),
+        [WEIGHTS, EXPERT, "[32, 64]"],
+    ),
+    ("qwen3 moe", lambda p: set_config(p, num_local_experts=5), [WEIGHTS, "mlp.gate", "[6, 64]"]),
+    ("qwen3 moe", lambda p: set_config(p, num_local_experts=7), [WEIGHTS, "mlp.gate", "[7, 64]"]),
+    ("mixtral", lambda p: set_config(p, num_experts_per_tok=6), ["num_experts_per_tok", "6", "5"]),
+    ("gpt2", lambda p: set_tensor(p, LAYERNORM, None), [LAYERNORM]),
+    ("gpt2", lambda p: set_config(p, n_embd="64"), ["n_embd"]),
+    ("gpt2", lambda p: set_config(p, scale_attn_by_inverse_layer_idx=True), ["inverse_layer"]),
+    ("gemma2", lambda p: set_config(p, layer_types=["full_attention"]), ["layer_types", "3"]),
+    ("gemma2", lambda p: set_config(p, layer_types=["linear"] * 3), ["linear"]),
+    ("smollm3", lambda p: set_config(p, no_rope_layers=[1]), ["no_rope_layers", "3"]),
+    ("phi3", lambda p: set_config(p, rope_parameters=PHI), ["long_factor", "8", "7"]),
+    ("gpt-oss", lambda p: set_tensor(p, "model.layers.1.self_attn.sinks", None), ["1", "sinks"]),
+    (
+        "gpt-oss",
+        lambda p: set_config(p, quantization_config={"quant_method": "mxfp4"}),
+        ["experts.gate_up_proj_blocks"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "spoil", "named"), FAMILY_SPOILS)
+def test_so_is_a_spoilt_one_of_another_family(
+    family: str, spoil: Callable[[Path], None], named: list[str], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, CONFIGS[family])
+    spoil(tmp_path)
+    assert_refused(tmp_path, *named)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "named"),
+    [
+        (torch.zeros(5, 64, 3, 16), ["down_proj_blocks", "F32", "U8"]),
+        (torch.zeros(5, 64, 3, 8, dtype=torch.uint8), ["down_proj_blocks", "[5, 64, 3, 8]"]),
+        (torch.zeros(5, 64, 3, 16, dtype=torch.uint8), ["down_proj_scales"]),
+    ],
+    ids=["numbers", "half as many", "no scales"],
+)
+def test_so_are_packed_experts_that_are_none(
+    blocks: torch.Tensor, named: list[str], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, CONFIGS["gpt-oss"])
+    set_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    for layer in range(3):
+        gate = f"model.layers.{layer}.mlp.experts.gate_up_proj"
+        for name, shape in (("blocks", (5, 192, 2, 16)), ("scales", (5, 192, 2))):
+            set_tensor(tmp_path, f"{gate}_{name}", torch.zeros(shape, dtype=torch.uint8))
+    set_tensor(tmp_path, f"{BLOCKS}_blocks", blocks)
+    assert_refused(tmp_path, *named)
+
+
+@pytest.mark.parametrize("family", ["llama, yarn rope", "gemma3", "phi3, long", "gpt2", "gpt-oss"])
+@pytest.mark.parametrize(
+    "value", [0, -1, 1e999, math.nan, True, "x", [], ["x"], {}, {"factor": 0}], ids=str
+)
+def test_no_config_takes_the_engine_down(family: str, value: object, tmp_path: Path) -> None:
+    """Whatever stands in config.json, it is understood or refused."""
+    config = json.loads(CONFIGS[family].to_json_string(use_diff=False))
+    config["architectures"] = [ARCHITECTURES[family]]
+    refused = 0
+    for key in config:
+        try:
+            ModelSpec.from_config({**config, key: value})
+        except CheckpointError as error:
+            assert key in str(error) or key == "architectures"  # noqa: PT017
+            refused += 1
+    rope = config.get("rope_parameters") or {}
+    for key in rope:
+        with suppress(CheckpointError):
+            ModelSpec.from_config({**config, "rope_parameters": {**rope, key: value}})
+    assert refused
+
+
+def test_the_documentation_names_every_family() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [name for name in FAMILIES if f"`{name}`" not in text] == []
+
+
+def test_nothing_of_it_is_run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither pickles nor modules that a checkpoint brings along, and nothing is fetched."""
+    ran = checkpoint / "ran"
+    (checkpoint / "modeling_own.py").write_text(f"open({str(ran)!r}, 'w')")
+    set_config(checkpoint, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+
+    class Payload:
+        def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+            return open, (str(ran), "w")
+
+    (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a connection was made")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    load_model(checkpoint, torch.float32)
+    (checkpoint / WEIGHTS).unlink()
+    assert_refused(checkpoint, WEIGHTS)
+    assert not ran.exists()
+
+
+def test_names_without_their_root_are_read(tmp_path: Path) -> None:
+    """GPT-2 as it was published, with the masks that it stored."""
+    model = make_checkpoint(tmp_path, CONFIGS["gpt2"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 256, 256)}, tmp_path / WEIGHTS)
+    tokens = random_tokens(20, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, 20)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
+OLD_CONFIGS: list[tuple[str, dict[str, object]]] = [
+    ("gemma3", {"rope_theta": 500.0, "rope_local_base_freq": 100.0, "sliding_window_pattern": 2}),
+    ("smollm3", {"rope_theta": 5e6}),
+    ("gpt-oss", {"rope_theta": 1.5e5}),
+]
+
+
+@pytest.mark.parametrize(("family", "old"), OLD_CONFIGS, ids=[case[0] for case in OLD_CONFIGS])
+def test_a_family_has_defaults_for_what_older_configs_leave_out(
+    family: str, old: dict[str, object], tmp_path: Path
+) -> None:
+    """The same as transformers has: a file that leaves them out means these."""
+    make_checkpoint(tmp_path, CONFIGS[family])
+    config = json.loads((tmp_path / "config.json").read_text())
+    shape = {key: config[key] for key in config if key in SHAPE_KEYS}
+    (tmp_path / "config.json").write_text(json.dumps(shape | old))
+    ours = load_spec(tmp_path)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    local = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", [])]
+    assert [bool(window) for window in ours.windows] == local
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.norm_epsilon == theirs.rms_norm_eps
+    bases = {
+        rope["rope_theta"]
+        for rope in (
+            theirs.rope_parameters.values()
+            if "full_attention" in theirs.rope_parameters
+            else [theirs.rope_parameters]
+        )
+    }
+    kinds = {rotary for rotary in ours.rotaries if rotary is not None}
+    assert len(kinds) == len(bases)
+    rotates = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
+    assert [rotary is not None for rotary in ours.rotaries] == [bool(does) for does in rotates]
 
 
 def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
@@ -144,7 +341,10 @@ def test_names_of_older_releases_are_read(checkpoint: Path) -> None:
     )
     old = load_spec(checkpoint)
     assert old.dtype == "bfloat16"
-    assert old.rotary.frequencies == tuple(f / 2 for f in new.rotary.frequencies)
+    old_rotary, new_rotary = old.rotaries[0], new.rotaries[0]
+    assert old_rotary is not None
+    assert new_rotary is not None
+    assert old_rotary.frequencies == tuple(f / 2 for f in new_rotary.frequencies)
 
 
 def test_generation_config_names_the_ends_and_the_sampling(checkpoint: Path) -> None:

@@ -1,12 +1,15 @@
 """The forward pass says what transformers says, however a prompt is cut and batched."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import services.engine.attention
 import services.engine.model.loader
@@ -43,22 +46,51 @@ def assert_equal(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_logits_equal_those_of_transformers(checkpoint: tuple[Path, PreTrainedModel]) -> None:
-    """Prefilled at once, in odd chunks, token by token, and all of these in shared batches."""
+    """Prefilled at once, in odd chunks, token by token, behind a cached prefix, and all of these
+    in shared batches.
+    """
     path, model = checkpoint
     decoder = load_model(path, torch.float32)
     sequences = [random_tokens(TOKENS, seed) for seed in range(4)]
+    sequences.append(torch.cat((sequences[0][:40], sequences[1][40:])))
     expected = [reference_logits(model, tokens) for tokens in sequences]
     driver = Driver(decoder, sequences, block_size=16)
     driver.step([(0, TOKENS)])  # at once
+    driver.share(4, 0, 40)
     driver.step([(1, 40), (2, 1)])  # a chunk of one token is no decode: it comes last
     driver.step([(2, 1), (1, 7), (3, 19)])
     for _ in range(20):  # decodes beside another's prompt
-        driver.step([(1, 1), (2, 1), (3, 1)])
-    driver.step([(2, 1), (1, 8), (3, 36)])
+        driver.step([(1, 1), (2, 1), (3, 1), (4, 2)])
+    driver.step([(2, 1), (1, 8), (3, 36), (4, 3)])
     while len(driver.logits[2]) < TOKENS:
         driver.step([(2, 1)])
     for ours, theirs in zip(driver.logits, expected, strict=True):
         assert_equal(ours, theirs)
+
+
+def test_packed_experts_compute_like_their_numbers(tmp_path: Path) -> None:
+    """gpt-oss as it is published: MXFP4 blocks and scales, here decoded by transformers."""
+    model = make_checkpoint(tmp_path, CONFIGS["gpt-oss"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(5)
+    parameters = dict(model.named_parameters())
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        groups = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 126, groups, generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        numbers = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        parameters[name].data.copy_(numbers)
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = random_tokens(TOKENS, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, TOKENS)])
+    assert_equal(driver.logits[0], reference_logits(model, tokens))
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +123,27 @@ def test_half_precision_stays_close_to_float32(
         for _ in range(TOKENS - 61):
             driver.step([(0, 1)])
     assert (driver.logits[0] - exact).std() < 1.2 * (rounded - exact).std()
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"]
+)
+def test_what_the_kernels_lack_is_done_beside_them(family: str, tmp_path: Path) -> None:
+    """Norms, activations, experts and attention on rows that AMX keeps in tiles."""
+    if instruction_set() != InstructionSet.AMX:
+        pytest.skip("this machine has no AMX, or the kernels were not built")
+    model = make_checkpoint(tmp_path, CONFIGS[family])
+    tokens = random_tokens(TOKENS, 1)
+    exact = reference_logits(model, tokens)
+    rounded = reference_logits(model.to(torch.bfloat16), tokens).float()
+    driver = Driver(load_model(tmp_path, torch.bfloat16), [tokens, tokens])
+    driver.step([(0, 41)])
+    driver.step([(0, 20), (1, 9)])
+    for _ in range(TOKENS - 61):
+        driver.step([(0, 1), (1, 1)])
+    # the median, since rounding may send a token to another expert, there and here
+    error, usual = (driver.logits[0] - exact).abs(), (rounded - exact).abs()
+    assert error.median() < 1.2 * usual.median()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
