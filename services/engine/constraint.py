@@ -27,12 +27,13 @@ class MaskState:
     """What a matcher allows next, or why it is broken."""
 
     matcher: int
-    mask: bytes | None = None
-    """ceil(vocabulary / 8) bytes; bit i of byte i // 8, lowest first, is id i. None = every id."""
-    terminated: bool = False
-    """Nothing may follow but the end."""
     forced: tuple[int, ...] = ()
-    """Ids that must follow."""
+    """Ids that come next; the matcher has taken them already."""
+    mask: bytes | None = None
+    """What may follow them: ceil(vocabulary / 8) bytes; bit i of byte i // 8, lowest first, is
+    id i. None = every id."""
+    terminated: bool = False
+    """Nothing may follow them but the end."""
     error: ServiceError | None = None
     """The matcher is broken and forgotten; nothing above holds."""
 
@@ -174,7 +175,7 @@ class MaskStream:
                 mask = None
         if state.HasField("store_slot") and mask is not None:
             held[state.store_slot] = mask
-        return MaskState(state.matcher, mask, state.terminated, tuple(state.forced))
+        return MaskState(state.matcher, tuple(state.forced), mask, state.terminated)
 
     def _of_ids(self, ids: Sequence[int]) -> bytes:
         mask = bytearray((self._configuration.vocabulary_size + 7) // 8)

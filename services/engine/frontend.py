@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,8 +17,8 @@ import grpc
 
 from services.engine import metrics
 from services.engine.admission import Admission, CheckedRequest, resolved_sampling
-from services.engine.constraint import GrammarClient, MaskState, MaskStream
 from services.engine.engine_process import EngineProcess
+from services.engine.matchers import Matchers
 from services.engine.messages import (
     AddRequest,
     Admitted,
@@ -29,7 +29,6 @@ from services.engine.messages import (
     FlushCache,
     GrantCredit,
     LoadSnapshot,
-    Mask,
     ModelDescription,
     Refused,
     RequestDone,
@@ -40,7 +39,6 @@ from services.engine.messages import (
 )
 from services.engine.outbox import add_scores
 from services.engine.settings import EngineSettings
-from tokenwire.channel import connect
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1.types_pb2 import FinishReason, StopMatch, Usage
@@ -86,10 +84,6 @@ class _Live:
     sink: Sink
     arrival: float
     last_token: dict[int, float] = field(default_factory=dict)
-    matchers: dict[int, int] = field(default_factory=dict)
-    """Matcher by sequence, while the sequence is constrained and unfinished"""
-    positions: dict[int, int] = field(default_factory=dict)
-    """Tokens that each matcher was fed"""
     timer: asyncio.TimerHandle | None = None
 
 
@@ -102,13 +96,9 @@ class Frontend:
         self.model_id = settings.model_id or settings.model.resolve().name
         self._admission: Admission | None = None
         self._process = EngineProcess(settings, self._on_output, self._on_death)
-        self._grammar: GrammarClient | None = None
-        self._masks: MaskStream | None = None
+        self._matchers: Matchers | None = None
         self._live: dict[int, _Live] = {}
         self._handles = itertools.count(1)
-        self._matcher_ids = itertools.count(1)
-        self._matchers: dict[int, tuple[int, int]] = {}
-        """Matcher to (handle, sequence)"""
         self._flushes: deque[asyncio.Future[int]] = deque()
         self._changed = asyncio.Event()
         self._rate: deque[tuple[float, int]] = deque()
@@ -125,21 +115,18 @@ class Frontend:
         )
         self.load = LoadSnapshot(free_blocks=model.total_blocks, total_blocks=model.total_blocks)
         if self._settings.grammar:
-            self._grammar_channel = connect(self._settings.grammar)
-            self._grammar = GrammarClient(self._grammar_channel)
-            self._masks = MaskStream(
-                self._grammar_channel,
+            self._matchers = Matchers(
+                self._settings.grammar,
                 vocabulary_size=model.vocabulary_size,
-                eos_token_ids=tuple(model.eos_token_ids),
-                on_states=self._on_states,
-                on_lost=self._on_grammar_lost,
+                eos_token_ids=model.eos_token_ids,
+                on_masks=lambda masks: self._process.send(SetMasks(masks)),
+                on_failed=lambda handle, error: self._fail(handle, error, "failed"),
             )
 
     async def stop(self) -> None:
         """Abort everything and end the loop."""
-        if self._masks is not None:
-            await self._masks.aclose()
-            await self._grammar_channel.close()
+        if self._matchers is not None:
+            await self._matchers.aclose()
         await self._process.stop()
 
     async def drained(self) -> None:
@@ -196,14 +183,15 @@ class Frontend:
             raise _DRAINING
         arrival = time.monotonic()
         checked = self.admission.check(request)
-        grammar_id = ""
-        if checked.constrained and self._grammar is not None:
-            grammar_id = await self._grammar.compile(request.grammar)
+        matchers = self._matchers if checked.constrained else None
+        grammar_id = await matchers.compile(request.grammar) if matchers is not None else ""
         handle = next(self._handles)
         live = _Live(caller, checked, sink, arrival)
         self._live[handle] = live
-        if grammar_id:
-            self._open_matchers(handle, live, grammar_id)
+        if matchers is not None:
+            count = len(checked.prompts) * checked.n
+            generated = {resume.sequence: resume.generated for resume in checked.resume}
+            matchers.open(handle, count, grammar_id, request.grammar, generated)
         if caller.timeout_seconds is not None:
             loop = asyncio.get_running_loop()
             live.timer = loop.call_later(caller.timeout_seconds, self._expire, handle)
@@ -276,6 +264,7 @@ class Frontend:
     def _on_output(self, output: StepOutput) -> None:
         self.load = output.load
         metrics.observe_load(output.load)
+        self._feed_matchers(output)
         now, generated = time.monotonic(), 0
         for item in output.outputs:
             if isinstance(item, CacheFlushed):
@@ -291,7 +280,7 @@ class Frontend:
                 case ScoredPrompt():
                     live.sink.on_prompt_scores(_prompt_scores(item))
                 case Finished():
-                    self._close_matcher(live, item.sequence)
+                    self._close_matchers(live, item.handle, (item.sequence,))
                     live.sink.on_finished(_finished(item))
                 case Admitted():
                     live.sink.on_accepted(_accepted(item, live))
@@ -317,11 +306,18 @@ class Frontend:
         else:
             metrics.INTER_TOKEN.observe(now - last)
         live.last_token[token.sequence] = now
-        matcher = live.matchers.get(token.sequence)
-        if matcher is not None and self._masks is not None:
-            live.positions[token.sequence] = token.position + 1
-            if token.id not in self.model.eos_token_ids:
-                self._masks.accept(matcher, (token.id,))
+
+    def _feed_matchers(self, output: StepOutput) -> None:
+        """Before all else that a step brings: the loop may have to wait for the masks."""
+        if self._matchers is not None:
+            for item in output.outputs:
+                if isinstance(item, Token):
+                    self._matchers.feed(item.handle, item.sequence, item.id)
+
+    def _close_matchers(self, live: _Live, handle: int, sequences: Iterable[int]) -> None:
+        if self._matchers is not None and live.request.constrained:
+            for sequence in sequences:
+                self._matchers.close(handle, sequence)
 
     def _on_done(self, live: _Live, done: RequestDone) -> None:
         metrics.PROMPT_TOKENS.inc(done.prompt_tokens)
@@ -360,8 +356,7 @@ class Frontend:
         live = self._live.pop(handle)
         if live.timer is not None:
             live.timer.cancel()
-        for sequence in list(live.matchers):
-            self._close_matcher(live, sequence)
+        self._close_matchers(live, handle, range(len(live.request.prompts) * live.request.n))
         metrics.REQUESTS.labels(outcome).inc()
         self._notify()
 
@@ -369,44 +364,6 @@ class Frontend:
         self.version += 1
         self._changed.set()
         self._changed = asyncio.Event()
-
-    # Grammars.
-
-    def _open_matchers(self, handle: int, live: _Live, grammar_id: str) -> None:
-        assert self._masks is not None
-        generated = {resume.sequence: resume.generated for resume in live.request.resume}
-        for sequence in range(len(live.request.prompts) * live.request.n):
-            matcher = next(self._matcher_ids)
-            live.matchers[sequence] = matcher
-            live.positions[sequence] = len(generated.get(sequence, ()))
-            self._matchers[matcher] = (handle, sequence)
-            self._masks.open(matcher, grammar_id, generated.get(sequence, ()))
-
-    def _close_matcher(self, live: _Live, sequence: int) -> None:
-        matcher = live.matchers.pop(sequence, None)
-        if matcher is not None and self._masks is not None:
-            del self._matchers[matcher]
-            self._masks.close(matcher)
-
-    def _on_states(self, states: Sequence[MaskState]) -> None:
-        masks: list[Mask] = []
-        for state in states:
-            handle, sequence = self._matchers.get(state.matcher, (0, 0))
-            live = self._live.get(handle)
-            if live is None:
-                continue
-            if state.error is not None:
-                self._fail(handle, state.error, "failed")
-                continue
-            position = live.positions[sequence]
-            masks.append(Mask(handle, sequence, position, state.mask, state.terminated))
-        if masks:
-            self._process.send(SetMasks(masks))
-
-    def _on_grammar_lost(self, error: ServiceError) -> None:
-        """Constrained requests can't go on; free ones never notice."""
-        for handle in {handle for handle, _ in self._matchers.values()}:
-            self._fail(handle, error, "failed")
 
 
 _FINISH: dict[FinishCause, FinishReason.ValueType] = {

@@ -171,16 +171,30 @@ class GrantCredit:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What one sequence may draw at one position."""
+    """What one sequence must and may draw from some position on."""
 
     handle: int
     sequence: int
     position: int
     """Tokens generated before it, counted from the end of the original prompt"""
+    forced: Sequence[int]
+    """The tokens from there on: each the only one that its place allows"""
     bits: bytes | None
-    """Bit i, least significant first, = id i may be drawn; None = every id"""
+    """What may follow them: bit i, least significant first, = id i may be drawn; None = every id"""
     terminated: bool
-    """Nothing may follow: the sequence ends here"""
+    """Nothing may follow them: the sequence ends there"""
+
+    @property
+    def end(self) -> int:
+        """The position that `bits` and `terminated` speak of."""
+        return self.position + len(self.forced)
+
+    def allows_at(self, position: int) -> bytes | None:
+        """What may be drawn from `position` to `end`: a mask, perhaps short; None = every id."""
+        if position == self.end:
+            return self.bits
+        token = self.forced[position - self.position]
+        return (1 << token).to_bytes(token // 8 + 1, "little")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ _CROWD = 4
 its streams then run together"""
 _CHEAP_ROWS = 16
 """Rows up to which a step takes within 5 % of what it takes for one: half a tile"""
+_MOST_FORCED = 16
+"""Tokens without a choice that are computed together where each is scored"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Scheduler:
         preempted = self.preemptions
         decodes, drafts = self._plan_decodes()
         decode_tokens = len(decodes) + sum(chunk.count for chunk in drafts)
-        prompts = [sequence for sequence in self.running if sequence.uncomputed > 1]
+        prompts = [s for s in self.running if s.uncomputed > 1 and s.credit != 0]
         budget = self._prefill_budget(len(decodes) + len(drafts), decode_tokens, len(prompts))
         prefills = list(self._plan_prefills(prompts, budget))
         if self.preemptions == preempted:
@@ -150,13 +152,15 @@ class Scheduler:
         width = self._draft_room() if self.limits.speculate else 0
         # `running` is in order, so that whoever is preempted comes after those already planned
         for sequence in list(self.running):
-            if sequence.uncomputed != 1 or sequence.state is not SequenceState.RUNNING:
+            if sequence.uncomputed == 0 or sequence.state is not SequenceState.RUNNING:
                 continue
             if sequence.credit == 0 or not self._make_room(sequence):
                 continue
+            if sequence.uncomputed > 1:
+                continue  # a prompt, or forced tokens, for which there is room now
             start = sequence.num_computed
             self._compute(sequence, 1)
-            if width and (draft := self._draft(sequence, width)):
+            if draft := self._draft(sequence, width):
                 drafts.append(Chunk(sequence, start, 1 + len(draft), draft))
             else:
                 decodes.append(sequence)
@@ -235,15 +239,16 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         """Guesses for what follows the newest token, with blocks for them; none without."""
-        if not sequence.is_guessable:
+        if not sequence.is_guessable or not (most or sequence.forced):
             return []
         room = sequence.max_tokens - sequence.position - 1
         if sequence.credit is not None:
             room = min(room, sequence.credit - 1)
-        width = min(sequence.draft_width.next(), most, room)
-        if width <= 0:
-            return []
-        draft = sequence.precedents.propose(sequence.tokens, width)
+        if sequence.forced:
+            draft = list(sequence.forced[: max(min(_MOST_FORCED, room), 0)])
+        else:
+            width = min(sequence.draft_width.next(), most, room)
+            draft = sequence.precedents.propose(sequence.tokens, width) if width > 0 else []
         missing = self._blocks_for(sequence.length + len(draft)) - len(sequence.blocks)
         if not draft or missing > self.pool.num_free:
             return []

@@ -59,9 +59,9 @@ class Sequence:
         self.starved_since: float | None = None
         """When it ran out of credit, in time.monotonic()"""
         self.mask: Mask | None = None
-        """What it may draw next, if it is constrained and the mask has come"""
+        """What it must and may draw next, if it is constrained and the mask has come"""
         self.held_logits: torch.Tensor | None = None
-        """float32 [vocabulary], kept while it waits for its mask"""
+        """float32 [vocabulary], kept while it may not draw"""
         self.queued_tokens = 0
         """Tokens that were not in the prefix cache when it began to wait"""
         self.awaited_block: bytes | None = None
@@ -106,13 +106,31 @@ class Sequence:
         return self.length - self.prompt_length
 
     @property
+    def forced(self) -> Items[int]:
+        """The next tokens, where its mask leaves no choice."""
+        if self.mask is None:
+            return ()
+        return self.mask.forced[self.position - self.mask.position :]
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether its grammar is complete."""
+        return self.mask is not None and self.mask.terminated and self.position == self.mask.end
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether it knows what it may draw next, and has credit for it."""
+        return self.credit != 0 and not (self.request.command.constrained and self.mask is None)
+
+    @property
     def is_guessable(self) -> bool:
         """Whether a token can be drawn without the one before: none but the row's own logits count.
 
-        What penalties and mirostat do depends on the token drawn before, and so does a mask.
+        What penalties and mirostat do depends on the token drawn before, and so does a mask, but
+        where that is forced.
         """
-        constrained = self.request.command.constrained
-        return self.penalties is None and self.mirostat is None and not constrained
+        is_free = not self.request.command.constrained or bool(self.forced)
+        return self.penalties is None and self.mirostat is None and is_free
 
     @property
     def order(self) -> tuple[int, float, int, int]:
@@ -121,11 +139,14 @@ class Sequence:
 
     @property
     def uncomputed(self) -> int:
-        """Tokens whose KV is still to be written; 0 while it waits for its mask."""
+        """Tokens whose KV is still to be written; 0 while it waits for a mask, or for credit."""
         return self.length - self.num_computed
 
     def append(self, token: int) -> None:
-        """Add a generated token."""
+        """Add a generated token: logits and mask that were held for its place are spent."""
+        self.held_logits = None
+        if self.mask is not None and self.position >= self.mask.end:
+            self.mask = None
         if self.length == len(self._tokens):
             self._tokens = np.resize(self._tokens, 2 * self.length)
         self._tokens[self.length] = token

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from services.engine.messages import (
@@ -89,7 +90,7 @@ class StepLoop:
         self._requests: dict[int, Request] = {}
         self._outputs: list[Output] = []
         self._late: list[Sequence] = []
-        """Sequences that keep their logits until their mask comes"""
+        """Sequences that keep their logits until their mask comes, or credit"""
         self._steps = 0
         self.progressed = False
         """Whether the last step computed anything"""
@@ -224,6 +225,7 @@ class StepLoop:
             if sequence.credit is not None:
                 sequence.credit += command.tokens
                 sequence.starved_since = None
+                self._append_forced(sequence)
 
     def _set_mask(self, mask: Mask) -> None:
         request = self._requests.get(mask.handle)
@@ -232,10 +234,26 @@ class StepLoop:
         sequence = request.sequences[mask.sequence]
         if sequence.state is SequenceState.FINISHED or mask.position != sequence.position:
             return
-        if mask.terminated:
+        sequence.mask = mask
+        if sequence.is_at_end:
             self._finish(sequence, FinishCause.GRAMMAR)
         else:
-            sequence.mask = mask
+            self._append_forced(sequence)
+
+    def _append_forced(self, sequence: Sequence) -> None:
+        """Append what the mask leaves no choice about, which takes no logits.
+
+        Where scores are asked for it is drawn like the rest: they are made of logits.
+        """
+        scores = sequence.request.command.logprobs is not None
+        if scores or sequence.scored < sequence.prompt_length or sequence.max_tokens == 0:
+            return
+        for token in sequence.forced:
+            if sequence.state is SequenceState.FINISHED or sequence.credit == 0:
+                return
+            if sequence.mirostat is not None:
+                sequence.mirostat.observe(0.0)  # what is certain surprises nobody
+            self._append(sequence, token, None)
 
     # What a step brings.
 
@@ -290,16 +308,17 @@ class StepLoop:
         return draws
 
     def _draw(self, draws: Items[_Draw], logits: Tensor) -> None:
-        """Draw for those that may; rows whose mask is late keep their logits."""
+        """Draw for those that may; the others keep their logits until they may."""
         ready: list[int] = []
         for row, draw in enumerate(draws):
-            if draw.sequence.state is SequenceState.FINISHED:
-                continue
-            if _lacks_mask(draw.sequence):
-                draw.sequence.held_logits = logits[row].clone()
-                self._late.append(draw.sequence)
-            else:
+            sequence = draw.sequence
+            if sequence.state is SequenceState.FINISHED or draw.position < sequence.position:
+                continue  # ended, or moved on by forced tokens, while the step ran
+            if sequence.may_draw:
                 ready.append(row)
+            else:
+                sequence.held_logits = logits[row]
+                self._late.append(sequence)
         if ready:
             some = logits if len(ready) == len(draws) else logits[ready]
             self._advance([draws[row] for row in ready], some)
@@ -312,14 +331,14 @@ class StepLoop:
                 self._scheduler.accept(chunk, max(drawn - 1, 0))
 
     def _draw_late(self) -> None:
-        """Draw for sequences whose mask has come since their logits were computed."""
-        # those preempted or ended in the meantime have lost their logits
-        late = [s for s in self._late if s.held_logits is not None]
-        self._late = [s for s in late if _lacks_mask(s)]
-        for sequence in late:
-            if not _lacks_mask(sequence) and sequence.held_logits is not None:
-                logits, sequence.held_logits = sequence.held_logits, None
-                self._advance([_Draw(sequence, 0, sequence.position)], logits.unsqueeze(0))
+        """Draw for sequences that may, now that their logits were computed in an earlier step."""
+        # those preempted, ended or moved on in the meantime have lost their logits
+        late = [(s, s.held_logits) for s in self._late if s.held_logits is not None]
+        self._late = [sequence for sequence, _ in late if not sequence.may_draw]
+        ready = [(sequence, logits) for sequence, logits in late if sequence.may_draw]
+        if ready:
+            draws = [_Draw(s, row, s.position) for row, (s, _) in enumerate(ready)]
+            self._advance(draws, torch.stack([logits for _, logits in ready]))
 
     def _advance(self, draws: Items[_Draw], logits: Tensor) -> None:
         """Draw tokens, report them, and end the sequences that they end.
@@ -331,25 +350,25 @@ class StepLoop:
         else:
             tokens = sample(logits, [self._row(draw) for draw in draws])
         scores = self._scores(draws, logits, tokens)
-        now = self._clock()
         for i, (draw, token) in enumerate(zip(draws, tokens, strict=True)):
-            sequence, request = draw.sequence, draw.sequence.request
-            if not draw.is_next:
-                continue
-            if request.first_token is None:
-                request.first_token = now
-            sequence.append(token)
-            sequence.mask = None
-            if sequence.credit is not None:
-                sequence.credit -= 1
-                if sequence.credit == 0:
-                    sequence.starved_since = now
-            mu = sequence.mirostat.mu if sequence.mirostat is not None else None
-            handle = request.command.handle
-            self._outputs.append(
-                Token(handle, sequence.index, draw.position, token, scores.get(i), mu)
-            )
-            self._end_if_done(sequence, token)
+            if draw.is_next:
+                self._append(draw.sequence, token, scores.get(i))
+
+    def _append(self, sequence: Sequence, token: int, score: Score | None) -> None:
+        """Append a token, report it, and end the sequence if it ends it."""
+        request, position = sequence.request, sequence.position
+        if request.first_token is None:
+            request.first_token = self._clock()
+        sequence.append(token)
+        if sequence.credit is not None:
+            sequence.credit -= 1
+            if sequence.credit == 0:
+                sequence.starved_since = self._clock()
+        mu = sequence.mirostat.mu if sequence.mirostat is not None else None
+        self._outputs.append(
+            Token(request.command.handle, sequence.index, position, token, score, mu)
+        )
+        self._end_if_done(sequence, token)
 
     def _scores(self, draws: Items[_Draw], logits: Tensor, tokens: Items[int]) -> dict[int, Score]:
         """What was drawn, scored where that was asked for; by row."""
@@ -374,7 +393,7 @@ class StepLoop:
             sequence.index,
             draw.position,
             banned,
-            sequence.mask.bits if sequence.mask else None,
+            sequence.mask.allows_at(draw.position) if sequence.mask is not None else None,
             sequence.penalties,
             sequence.mirostat,
         )
@@ -387,6 +406,8 @@ class StepLoop:
             self._finish(sequence, FinishCause.EOS, token)
         elif sequence.position >= sequence.max_tokens:
             self._finish(sequence, FinishCause.LENGTH)
+        elif sequence.is_at_end:
+            self._finish(sequence, FinishCause.GRAMMAR)
 
     def _finish(self, sequence: Sequence, cause: FinishCause, token: int | None = None) -> None:
         """End a sequence, and its request with its last one."""
@@ -401,7 +422,8 @@ class StepLoop:
     def _done(self, request: Request) -> RequestDone:
         command, now = request.command, self._clock()
         started = request.started if request.started is not None else now
-        first = request.first_token if request.first_token is not None else now
+        # forced tokens may come before anything is computed
+        first = max(request.first_token, started) if request.first_token is not None else now
         # the first choice of each prompt tells what was reused; the others share what it computed
         firsts = request.sequences[:: command.n]
         return RequestDone(
@@ -429,7 +451,3 @@ class StepLoop:
             del self._requests[handle]
             message = f"No credit for {self._limits.starvation_seconds:g} s: the client is stalled."
             self._outputs.append(Refused(handle, "RESOURCE_EXHAUSTED", "STALLED", message))
-
-
-def _lacks_mask(sequence: Sequence) -> bool:
-    return sequence.request.command.constrained and sequence.mask is None

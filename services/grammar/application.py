@@ -29,7 +29,7 @@ class GrammarSettings(ServerSettings):
     port: int = setting(50053, "Port of the gRPC server; 0 = any free one.")
     model: Path = setting(Path(), "Directory of the checkpoint; its tokenizer.json is used.")
     compile_timeout: float = setting(5.0, "Seconds that a grammar may take to compile.")
-    compile_concurrency: int = setting(2, "Grammars compiled at the same time; others wait.")
+    compile_concurrency: int = setting(2, "Grammars compiled at once; as many slow ones besides.")
     max_grammar_bytes: int = setting(256 * 1024, "Largest grammar, in bytes.")
     cache_entries: int = setting(1024, "Compiled grammars held; the least recently used goes.")
 

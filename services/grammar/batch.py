@@ -21,6 +21,9 @@ __all__ = ["MatcherBatch"]
 _FEW = 16  # at most so many allowed ids are sent as a list
 _WIDEST = 1 << 24  # ids
 _MOST_SLOTS = 1 << 16
+_ALLOWED, _UNCONSTRAINED, _HELD, _BITMASK = (
+    MASKS.labels(form) for form in ("allowed", "unconstrained", "held", "bitmask")
+)
 
 
 class MatcherBatch:
@@ -62,11 +65,11 @@ class MatcherBatch:
         touched: dict[int, ServiceError | None] = {}  # in order of first touch
         for command in commands:
             self._carry_out(command, grammars, touched)
-        live = [number for number, error in touched.items() if error is None]
-        masks = self._filler.fill([self._matchers[number] for number in live])
-        mask_of = dict(zip(live, masks, strict=True))
+        live = [self._matchers[number] for number, error in touched.items() if error is None]
+        forced = iter([matcher.take_forced(self._known) for matcher in live])
+        masks = iter(self._filler.fill(live))
         return [
-            self._failed(number, error) if error else self._state(number, mask_of[number])
+            self._failed(number, error) if error else self._state(number, next(forced), next(masks))
             for number, error in touched.items()
         ]
 
@@ -145,16 +148,17 @@ class MatcherBatch:
         self._matchers.pop(number, None)
         return grammar_pb2.MatcherState(matcher=number, error=error.to_status())
 
-    def _state(self, number: int, mask: int) -> grammar_pb2.MatcherState:
+    def _state(self, number: int, forced: list[int], mask: int) -> grammar_pb2.MatcherState:
         matcher = self._matchers[number]
         if matcher.inner.is_error():
             return self._failed(number, _exhausted(reason_of(matcher.inner)))
+        if matcher.is_too_slow:
+            message = "The grammar is too expensive to match; make it simpler."
+            return self._failed(number, invalid("grammar", message, reason="TOO_EXPENSIVE"))
         terminated = matcher.terminated
         if not mask and not terminated:
             return self._failed(number, _exhausted("no id of the vocabulary continues the text"))
-        state = grammar_pb2.MatcherState(
-            matcher=number, terminated=terminated, forced=matcher.forced(self._known)
-        )
+        state = grammar_pb2.MatcherState(matcher=number, terminated=terminated, forced=forced)
         self._put_mask(state, mask)
         return state
 
@@ -162,21 +166,21 @@ class MatcherBatch:
         """In the shortest form."""
         if mask.bit_count() <= _FEW:
             state.allowed.CopyFrom(types_pb2.TokenIds(ids=_ids(mask)))
-            MASKS.labels("allowed").inc()
+            _ALLOWED.inc()
         elif mask == self._every_id:
             state.unconstrained = True
-            MASKS.labels("unconstrained").inc()
+            _UNCONSTRAINED.inc()
         else:
             bits = mask.to_bytes((self._width + 7) // 8, "little")
             slot, held = self._slots.place(bits)
             if slot is not None and held:
                 state.held_slot = slot
-                MASKS.labels("held").inc()
+                _HELD.inc()
                 return
             state.bitmask = bits
             if slot is not None:
                 state.store_slot = slot
-            MASKS.labels("bitmask").inc()
+            _BITMASK.inc()
 
 
 def _ids(mask: int) -> list[int]:

@@ -5,8 +5,8 @@ it. So each grammar is tried in a fork of this process, under an alarm and limit
 enforces; only what survives is compiled again where it is served. This process imports no grpc and
 has one thread, so that forking it is safe and cheap and shares the tokenizer.
 
-Jobs come on stdin: a header (job, bytes that follow) and a GrammarSpec. Verdicts leave on stdout, a
-JSON line each, short enough that lines of several forks never mix.
+Jobs come on stdin: a header (job, seconds, bytes that follow) and a GrammarSpec. Verdicts leave on
+stdout, a JSON line each, short enough that lines of several forks never mix.
 """
 
 import json
@@ -33,7 +33,7 @@ from tokenwire.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["HEADER", "READY", "Verdict"]
 
-HEADER = struct.Struct("<QI")
+HEADER = struct.Struct("<QdI")
 READY = 0  # the job of the line that says that the process is ready
 _STDIN, _STDOUT = 0, 1
 _MEMORY = 1 << 30  # bytes that compiling may add
@@ -53,8 +53,8 @@ class Verdict:
     killed: int = 0  # the signal that ended the attempt
 
 
-def serve(directory: Path, timeout: float) -> None:
-    """Try jobs until stdin ends. `timeout` is in wall-clock seconds per job."""
+def serve(directory: Path) -> None:
+    """Try jobs until stdin ends."""
     tokenizer = load(directory).tokenizer
     os.nice(5)  # the engine beside it comes first
     jobs: dict[int, int] = {}  # process id -> job
@@ -72,7 +72,7 @@ def serve(directory: Path, timeout: float) -> None:
             header = _read(HEADER.size)
             if not header:
                 return
-            job, length = HEADER.unpack(header)
+            job, timeout, length = HEADER.unpack(header)
             content = _read(length)
             child = os.fork()
             if child == 0:
@@ -102,7 +102,7 @@ def _reap(jobs: dict[int, int]) -> None:
 
 
 def _try(job: int, content: bytes, tokenizer: LLTokenizer, timeout: float) -> NoReturn:
-    """The life of a fork."""
+    """The life of a fork. `timeout` is in wall-clock seconds."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is doing
@@ -175,4 +175,4 @@ def _read(length: int) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), float(sys.argv[2]))
+    serve(Path(sys.argv[1]))

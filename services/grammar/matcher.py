@@ -8,7 +8,8 @@ from services.grammar.prototype import reason_of
 
 __all__ = ["Matcher", "RefusedTokenError"]
 
-_MOST_FORCED = 64  # ids reported at once; a grammar can force without end
+_MOST_FORCED = 64  # ids taken at once; a grammar can force without end
+_ALLOWANCE, _ALLOWANCE_PER_MASK = 0.25, 0.005  # CPU seconds
 
 
 class RefusedTokenError(Exception):
@@ -21,17 +22,29 @@ class Matcher:
     They are allowed wherever it may end, and only counted when they are fed.
     """
 
-    __slots__ = ("_ended", "end_ids", "inner")
+    __slots__ = ("_ended", "_masks", "_seconds", "end_ids", "inner")
 
     def __init__(self, inner: LLMatcher, end_ids: tuple[int, ...]) -> None:
         self.inner = inner
         self.end_ids = end_ids
+        self._masks = 0
+        self._seconds = 0.0
         self._ended = 0  # end ids fed
 
     @property
     def terminated(self) -> bool:
         """Nothing may follow but the end. Right once the mask has been computed."""
         return self._ended > 0 or bool(self.inner.is_stopped())
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether its masks have taken more time than those beside it can be made to wait."""
+        return self._seconds > _ALLOWANCE + _ALLOWANCE_PER_MASK * self._masks
+
+    def charge(self, seconds: float) -> None:
+        """Count the CPU time of a mask."""
+        self._masks += 1
+        self._seconds += seconds
 
     @property
     def may_end(self) -> bool:
@@ -72,14 +85,19 @@ class Matcher:
         copy._ended = self._ended
         return copy
 
-    def forced(self, vocabulary_size: int) -> list[int]:
-        """The ids that must follow, the first of them at least."""
-        if self.terminated:
-            return []
-        forced: list[int] = self.inner.compute_ff_tokens()[:_MOST_FORCED]
-        for position, token in enumerate(forced):
-            if token >= vocabulary_size:
-                return forced[:position]
+    def take_forced(self, vocabulary_size: int) -> list[int]:
+        """Go on to where there is a choice; the ids on the way, each the only one allowed there.
+
+        One by one, so that it makes no difference where a sequence stood when it was asked.
+        """
+        forced: list[int] = []
+        while len(forced) < _MOST_FORCED and not self.terminated:
+            ahead = self.inner.compute_ff_tokens()
+            if not ahead or ahead[0] >= vocabulary_size or ahead[0] in self.end_ids:
+                break
+            if not self.inner.consume_token(ahead[0]):
+                break  # the mask tells what is wrong
+            forced.append(ahead[0])
         return forced
 
     def _split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:

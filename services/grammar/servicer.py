@@ -24,7 +24,7 @@ from tokenwire.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["GrammarServicer"]
 
-_INLINE = 4  # commands; more are carried out in a thread, so that the event loop stays free
+_QUICK = 0.005  # seconds; steps that may take longer go to a thread: the event loop stays free
 
 
 class GrammarServicer(GrammarServiceServicer):
@@ -81,6 +81,7 @@ class GrammarServicer(GrammarServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[grammar_pb2.MasksResponse]:
         batch: MatcherBatch | None = None
+        is_quick = True
         try:
             async for request in request_iterator:
                 if batch is None:
@@ -88,11 +89,13 @@ class GrammarServicer(GrammarServiceServicer):
                     self._batches.add(batch)
                 began = time.perf_counter()
                 grammars = self._named(request.commands)
-                if len(request.commands) <= _INLINE:
+                if is_quick and not grammars:
                     states = batch.step(request.commands, grammars)
-                else:
+                else:  # what is opened may have much to catch up with
                     states = await asyncio.to_thread(batch.step, request.commands, grammars)
-                STEP_SECONDS.observe(time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                is_quick = seconds < _QUICK
+                STEP_SECONDS.observe(seconds)
                 self._note_load()
                 yield grammar_pb2.MasksResponse(step=request.step, states=states)
         finally:

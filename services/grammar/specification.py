@@ -69,7 +69,7 @@ def translate(spec: GrammarSpec) -> str:
         return _grammar("lark_grammar", json.dumps(_lark_of_choices(list(spec.choice.choices))))
     if kind == "lark":
         return _grammar("lark_grammar", json.dumps(spec.lark))
-    return spec.llguidance
+    return _with_options_in_parts(spec.llguidance)
 
 
 def locate(spec: GrammarSpec, reason: str) -> str:
@@ -97,6 +97,15 @@ def _with_options(schema: str) -> str:
     inner = body.removeprefix("{")
     separator = "" if inner.lstrip().startswith("}") else ","
     return f"{{{_OPTIONS}{separator}{inner}"
+
+
+def _with_options_in_parts(grammar: str) -> str:
+    """The same for the schemas of an llguidance grammar, which was checked."""
+    value = json.loads(grammar)
+    for part in value["grammars"]:
+        if isinstance(part, dict) and isinstance(schema := part.get("json_schema"), dict):
+            part["json_schema"] = json.loads(_with_options(json.dumps(schema)))
+    return json.dumps(value)
 
 
 def _check_llguidance(grammar: json_schema.Json) -> None:

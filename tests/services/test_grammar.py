@@ -136,8 +136,7 @@ class Decoder:
         while running:
             for state in await self.states.get():
                 ids, output_ids = self.allowed(state), output[state.matcher]
-                if state.forced:
-                    assert ids == [state.forced[0]]
+                output_ids += state.forced
                 if not state.terminated and len(output_ids) < most:
                     assert ids
                     token = sources[state.matcher].choice(ids)
@@ -222,7 +221,9 @@ async def test_a_sequence_that_continues_elsewhere_gets_the_same_masks(
     for at in range(0, len(ids), 5):
         second.stream.open(at, grammar_id, ids[:at])
         [state] = await second.states.get()
-        assert ids[at] in second.allowed(state)
+        forced = list(state.forced)
+        assert ids[at : at + len(forced)] == forced
+        assert [*ids, 0][at + len(forced)] in second.allowed(state)
     await first.stream.aclose()
     await second.stream.aclose()
 
@@ -381,6 +382,50 @@ async def test_hostile_grammars_cost_only_their_sender(
         assert isinstance(result, ServiceError), name
         assert result.code in refused, (name, result)
     assert await client.compile(GrammarSpec(regex="after all that"))
+
+
+async def test_slow_grammars_do_not_keep_quick_ones_from_compiling(
+    channel: grpc.aio.Channel,
+) -> None:
+    client = GrammarClient(channel)
+    slow = [
+        asyncio.ensure_future(
+            client.compile(GrammarSpec(json_schema=_optional_properties(9000 + i)), timeout=60)
+        )
+        for i in range(3)
+    ]
+    await asyncio.sleep(0)
+    await asyncio.gather(*(client.compile(GrammarSpec(regex=f"quick{i}")) for i in range(4)))
+    assert not any(task.done() for task in slow)
+    for task in slow:
+        task.cancel()
+    await asyncio.wait(slow)
+
+
+async def test_a_grammar_that_becomes_hopeless_fails_alone(
+    channel: grpc.aio.Channel, tokenizer: Tokenizer
+) -> None:
+    client = GrammarClient(channel)
+    # so many ways to go on that the library gives up, but not before the trial's end
+    names = [f"p{i}" for i in range(2500)]
+    rules = "".join(f'{name}: "{name}"\n' for name in names)
+    lark = f"start: /[a-z]{{60}}/ {' '.join(f'{name}?' for name in names)}\n{rules}"
+    hopeless = await client.compile(GrammarSpec(lark=lark))
+    healthy = await client.compile(GrammarSpec(json_schema=json.dumps(PERSON)))
+    decoder = Decoder.over(channel, tokenizer)
+    decoder.stream.open(99, hopeless, [])
+    error: ServiceError | None = None
+    for _ in range(61):
+        [state] = await decoder.states.get()
+        error = state.error
+        if error is not None:
+            break
+        decoder.stream.accept(99, decoder.allowed(state)[:1])
+    assert error is not None
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    output = await decoder.generate(healthy, range(4))
+    assert all(json.loads(tokenizer.decode(ids)) for ids in output.values())
+    await decoder.stream.aclose()
 
 
 async def test_the_same_grammar_compiles_once(channel: grpc.aio.Channel) -> None:

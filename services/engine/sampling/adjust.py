@@ -1,6 +1,7 @@
 """What changes logits before anything is drawn: bias, penalties, masks and bans."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ __all__ = ["adjust"]
 
 _MOST = 1e30
 """What a penalty may make of a logit: finite, so that no two of them make a NaN"""
+_MASKS = 64
+"""Masks whose amounts are kept: few are different, since most tokens are drawn inside of strings"""
 _OF_BYTES = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
     np.float32(0),
@@ -80,16 +83,26 @@ def _penalise_repetitions(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _mask(logits: Tensor, rows: Sequence[Row]) -> None:
-    if all(row.mask is None for row in rows):
-        return
-    width = -(-logits.shape[1] // 8)
-    bits = np.full((len(rows), width), 255, dtype=np.uint8)
-    for i, row in enumerate(rows):
-        if row.mask is not None:
-            bits[i] = 0
-            bits[i, : len(row.mask)] = np.frombuffer(row.mask, dtype=np.uint8, count=width)
-    amounts = np.take(_OF_BYTES, bits, axis=0).reshape(len(rows), -1)[:, : logits.shape[1]]
-    logits += torch.from_numpy(amounts).to(logits.device)
+    vocabulary = logits.shape[1]
+    masked = {
+        i: _amounts(row.mask, vocabulary) for i, row in enumerate(rows) if row.mask is not None
+    }
+    if masked and logits.device.type == "cpu":
+        # row by row: threads that meet after each operator wait for cores that others use now
+        values = logits.numpy()
+        for i, amounts in masked.items():
+            values[i] += amounts
+    elif masked:
+        stacked = torch.from_numpy(np.stack(list(masked.values())))
+        logits[list(masked)] += stacked.to(logits.device)
+
+
+@lru_cache(maxsize=_MASKS)
+def _amounts(mask: bytes, vocabulary: int) -> npt.NDArray[np.float32]:
+    """What a mask adds to the logits of its row: float32 [vocabulary]."""
+    bits = np.zeros(-(-vocabulary // 8), dtype=np.uint8)
+    bits[: len(mask)] = np.frombuffer(mask, dtype=np.uint8)
+    return _OF_BYTES[bits].reshape(-1)[:vocabulary]
 
 
 def _ban(logits: Tensor, rows: Sequence[Row]) -> None:

@@ -70,7 +70,11 @@ def _of_rows(logits: Tensor, indices: Sequence[int], to_be_changed: bool) -> Ten
     first, last = indices[0], indices[-1]
     if last - first + 1 > len(indices):
         return logits[indices]
-    return logits[first : last + 1].clone() if to_be_changed else logits[first : last + 1]
+    some = logits[first : last + 1]
+    if not to_be_changed:
+        return some
+    # numpy's one thread copies sooner than torch's, which wait for cores that others use now
+    return torch.from_numpy(some.numpy().copy()) if logits.device.type == "cpu" else some.clone()
 
 
 def _draw_of(row: Row) -> _Draw:

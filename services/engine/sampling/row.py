@@ -23,7 +23,7 @@ class Row:
     banned: Sequence[int] = ()
     """Ids that must not be drawn"""
     mask: bytes | None = None
-    """Bit i, least significant first, = id i may be drawn; None = every id"""
+    """Bit i, least significant first, = id i may be drawn; none past its end. None = every id"""
     penalties: Penalties | None = None
     """Where the tokens so far change the logits"""
     mirostat: Mirostat | None = None

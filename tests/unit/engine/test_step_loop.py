@@ -458,7 +458,7 @@ def test_a_late_mask_gives_the_same_tokens_and_holds_up_nobody(decoder: Decoder)
                 outputs += loop.step(list).outputs
             assert len(tokens_of(outputs).get((1, 0), [])) == position
             while len(tokens_of(outputs).get((1, 0), [])) == position:
-                command = SetMasks([Mask(1, 0, position, mask, False)])
+                command = SetMasks([Mask(1, 0, position, (), mask, False)])
                 outputs += loop.step(lambda command=command: [command]).outputs
         assert len(tokens_of(outputs)[2, 0]) >= 3 * late
         return tokens_of([*outputs, *run(loop, [])])
@@ -469,9 +469,9 @@ def test_a_late_mask_gives_the_same_tokens_and_holds_up_nobody(decoder: Decoder)
 def test_a_finished_grammar_ends_the_sequence(decoder: Decoder) -> None:
     loop = make_loop(decoder)
     loop.apply([make_request(1, [[1, 2, 3]], max_tokens=9, constrained=True)])
-    loop.apply([SetMasks([Mask(1, 0, 0, only(3), False)])])
+    loop.apply([SetMasks([Mask(1, 0, 0, (), only(3), False)])])
     outputs = list(loop.step(list).outputs)
-    outputs += run(loop, [SetMasks([Mask(1, 0, 1, None, True)])])
+    outputs += run(loop, [SetMasks([Mask(1, 0, 1, (), None, True)])])
     [finished] = [o for o in outputs if isinstance(o, Finished)]
     assert (finished.cause, finished.completion_tokens) == (FinishCause.GRAMMAR, 1)
 

@@ -58,7 +58,7 @@ def test_rolled_back_equals_never_fed(seed: int, data: st.DataObject) -> None:
     for token in [*ids[kept:], None]:
         assert mask_of(matcher) == mask_of(other)
         assert matcher.terminated == other.terminated
-        assert matcher.forced(WIDTH) == other.forced(WIDTH)
+        assert matcher.fork().take_forced(WIDTH) == other.fork().take_forced(WIDTH)
         if token is not None:
             matcher.accept([token], WIDTH)
             other.accept([token], WIDTH)
@@ -111,3 +111,28 @@ def test_more_than_was_fed_is_not_taken_back() -> None:
     matcher.accept(list(b'{"b"'), WIDTH)
     with pytest.raises(RefusedTokenError, match="taken back"):
         matcher.rollback(5)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 1000), st.data())
+def test_forced_tokens_are_those_that_masks_of_one_id_force(seed: int, data: st.DataObject) -> None:
+    ids = walk(seed)
+    stepping = fresh()
+    stepping.accept(ids[: data.draw(st.integers(0, len(ids)))], WIDTH)
+    jumping = stepping.fork()
+    for forced in jumping.take_forced(WIDTH):
+        assert mask_of(stepping) == 1 << forced
+        stepping.accept([forced], WIDTH)
+    assert mask_of(stepping) == mask_of(jumping)
+    assert stepping.terminated == jumping.terminated
+
+
+def test_a_matcher_may_be_slow_at_times_but_not_always() -> None:
+    matcher = fresh()
+    matcher.charge(0.2)
+    for _ in range(1000):
+        matcher.charge(0.001)
+    assert not matcher.is_too_slow
+    for _ in range(1000):
+        matcher.charge(0.02)
+    assert matcher.is_too_slow

@@ -1,0 +1,203 @@
+"""Every constrained sequence's matcher in the grammar service, kept through losses of it.
+
+Everything here runs on the event loop. Tokens are the state: a matcher that is lost is opened
+again, there or at another replica, with what its sequence has generated, and goes on as before.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from services.engine.constraint import GrammarClient, MaskState, MaskStream
+from services.engine.messages import Mask
+from tokenwire.channel import connect
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1.types_pb2 import GrammarSpec
+
+__all__ = ["Matchers"]
+
+_PATIENCE = 20.0
+"""Seconds that constrained sequences wait for a grammar service that is lost"""
+_PAUSE = 0.1
+"""Seconds between attempts to reach it"""
+_MOST_RETURNS = 3
+"""Times that a sequence may find its grammar gone"""
+_TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+@dataclass(slots=True, eq=False)
+class _Matcher:
+    """One constrained sequence."""
+
+    number: int
+    handle: int
+    sequence: int
+    grammar_id: str
+    spec: GrammarSpec
+    generated: list[int]
+    known: int
+    """Tokens that the service has been fed, or has forced"""
+    is_open: bool = True
+    """Whether the service has it; if not, it will be opened again"""
+    returns: int = 0
+
+
+class Matchers:
+    """Opens matchers, feeds them what was drawn, and hands on what may follow.
+
+    `on_masks` gets the masks of a step; `on_failed` a request that can't go on, by its handle.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        vocabulary_size: int,
+        eos_token_ids: Sequence[int],
+        on_masks: Callable[[Sequence[Mask]], None],
+        on_failed: Callable[[int, ServiceError], None],
+    ) -> None:
+        self._channel = connect(target)
+        self._grammar = GrammarClient(self._channel)
+        self._masks = MaskStream(
+            self._channel,
+            vocabulary_size=vocabulary_size,
+            eos_token_ids=eos_token_ids,
+            on_states=self._on_states,
+            on_lost=self._on_lost,
+        )
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._on_masks = on_masks
+        self._on_failed = on_failed
+        self._numbers = itertools.count(1)
+        self._matchers: dict[int, _Matcher] = {}
+        self._places: dict[tuple[int, int], _Matcher] = {}
+        """By handle and sequence"""
+        self._restoring: dict[str, asyncio.Task[None]] = {}
+        """By grammar"""
+
+    async def compile(self, spec: GrammarSpec) -> str:
+        """The grammar's id. Raises ServiceError."""
+        return await self._grammar.compile(spec)
+
+    def open(
+        self,
+        handle: int,
+        count: int,
+        grammar_id: str,
+        spec: GrammarSpec,
+        generated: Mapping[int, Sequence[int]],
+    ) -> None:
+        """Make matchers for the sequences of a request; some may have generated tokens already."""
+        for sequence in range(count):
+            tokens = list(generated.get(sequence, ()))
+            matcher = _Matcher(
+                next(self._numbers), handle, sequence, grammar_id, spec, tokens, len(tokens)
+            )
+            self._matchers[matcher.number] = matcher
+            self._places[handle, sequence] = matcher
+            self._masks.open(matcher.number, grammar_id, tokens)
+
+    def feed(self, handle: int, sequence: int, token: int) -> None:
+        """Tell what a sequence generated; its next mask will be handed on."""
+        matcher = self._places.get((handle, sequence))
+        if matcher is None:
+            return
+        matcher.generated.append(token)
+        if matcher.is_open and matcher.known < len(matcher.generated):
+            matcher.known += 1
+            if token not in self._eos_token_ids:
+                self._masks.accept(matcher.number, (token,))
+
+    def close(self, handle: int, sequence: int) -> None:
+        """Forget a sequence."""
+        matcher = self._places.pop((handle, sequence), None)
+        if matcher is not None:
+            del self._matchers[matcher.number]
+            if matcher.is_open:
+                self._masks.close(matcher.number)
+
+    async def aclose(self) -> None:
+        """End the stream of masks and the channel."""
+        tasks = list(self._restoring.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._masks.aclose()
+        await self._channel.close()
+
+    def _on_states(self, states: Sequence[MaskState]) -> None:
+        masks: list[Mask] = []
+        for state in states:
+            matcher = self._matchers.get(state.matcher)
+            if matcher is None:
+                continue  # its sequence ended while this was under way
+            if state.error is None:
+                masks.append(
+                    Mask(
+                        matcher.handle,
+                        matcher.sequence,
+                        matcher.known,
+                        state.forced,
+                        state.mask,
+                        state.terminated,
+                    )
+                )
+                matcher.known += len(state.forced)
+            elif state.error.reason == "GRAMMAR_NOT_FOUND" and matcher.returns < _MOST_RETURNS:
+                matcher.returns += 1
+                self._restore([matcher])
+            else:
+                self._on_failed(matcher.handle, state.error)
+        if masks:
+            self._on_masks(masks)
+
+    def _on_lost(self, error: ServiceError) -> None:
+        self._restore([matcher for matcher in self._matchers.values() if matcher.is_open])
+
+    def _restore(self, matchers: Sequence[_Matcher]) -> None:
+        """Open matchers again that the service has forgotten, once their grammars are compiled."""
+        for matcher in matchers:
+            matcher.is_open = False
+            if matcher.grammar_id not in self._restoring:
+                self._restoring[matcher.grammar_id] = asyncio.ensure_future(
+                    self._restore_grammar(matcher.grammar_id, matcher.spec)
+                )
+
+    async def _restore_grammar(self, grammar_id: str, spec: GrammarSpec) -> None:
+        failure: ServiceError | None = None
+        try:
+            await self._compile_again(spec)
+        except ServiceError as error:
+            failure = error
+        finally:
+            del self._restoring[grammar_id]
+        for matcher in list(self._matchers.values()):
+            if matcher.grammar_id != grammar_id or matcher.is_open:
+                continue
+            if failure is not None:
+                self._on_failed(matcher.handle, failure)
+            else:
+                matcher.is_open = True
+                matcher.known = len(matcher.generated)
+                self._masks.open(matcher.number, grammar_id, matcher.generated)
+
+    async def _compile_again(self, spec: GrammarSpec) -> None:
+        """Raises ServiceError if no service does it in time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _PATIENCE
+        while True:
+            try:
+                await self._grammar.compile(spec, deadline - loop.time())
+                return
+            except ServiceError as error:
+                if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    message = "The grammar service was lost, and does not answer."
+                    code = grpc.StatusCode.UNAVAILABLE
+                    raise ServiceError(code, "GRAMMAR_LOST", message, retry_seconds=1) from None
+                if error.code not in _TRANSIENT or loop.time() + _PAUSE >= deadline:
+                    raise
+            await asyncio.sleep(_PAUSE)

@@ -1,0 +1,180 @@
+"""The grammar service may be lost in the middle of a request: nobody's output shows it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.engine import matchers
+from services.engine.matchers import Matchers
+from services.engine.messages import Mask
+from tests.stack import RunningService, free_ports, running_service
+from tokenwire.channel import connect
+from tokenwire.engine.v1.engine_pb2 import (
+    GenerateRequest,
+    SessionCommand,
+    SessionCredit,
+    SessionEvent,
+    SessionRequest,
+    SessionStart,
+)
+from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1.types_pb2 import GrammarSpec, SamplingParams, StoppingParams, TokenIds
+
+SCHEMA = {
+    "type": "array",
+    "minItems": 60,
+    "items": {
+        "type": "object",
+        "properties": {"identifier": {"type": "integer"}, "kind": {"enum": ["red", "green"]}},
+        "required": ["identifier", "kind"],
+        "additionalProperties": False,
+    },
+}
+MOST = 300
+
+
+def request(seed: int, grammar: GrammarSpec | None) -> GenerateRequest:
+    return GenerateRequest(
+        prompts=[TokenIds(ids=[40, 41, 42])],
+        n=2,
+        sampling=SamplingParams(temperature=1, seed=seed),
+        stopping=StoppingParams(max_tokens=MOST, ignore_eos=grammar is None),
+        grammar=grammar,
+    )
+
+
+REQUESTS = {
+    1: request(1, GrammarSpec(json_schema=json.dumps(SCHEMA))),
+    2: request(2, GrammarSpec(regex="([a-z ]{4}[0-9]{2},){90}")),
+    3: request(3, None),
+}
+
+
+class Conversation:
+    """A Session, and what it has brought."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call = EngineServiceStub(channel).Session()
+        self.ids: dict[tuple[int, int], list[int]] = {}
+        self.ends: dict[int, SessionEvent] = {}
+
+    async def send(self, *commands: SessionCommand) -> None:
+        await self._call.write(SessionRequest(commands=commands))
+
+    async def take(self) -> None:
+        """One message."""
+        for event in (await self._call.read()).events:
+            if event.HasField("delta"):
+                place = (event.handle, event.delta.sequence)
+                self.ids.setdefault(place, []).extend(event.delta.tokens.ids)
+            elif event.WhichOneof("event") in ("completed", "error"):
+                self.ends[event.handle] = event
+
+
+async def generate(
+    channel: grpc.aio.Channel, requests: dict[int, GenerateRequest], credit: int | None = None
+) -> Conversation:
+    """All of it; with credit, as far as that goes."""
+    conversation = Conversation(channel)
+    await conversation.send(
+        *(
+            SessionCommand(handle=handle, start=SessionStart(request=each, credit=credit))
+            for handle, each in requests.items()
+        )
+    )
+    wanted = 2 * len(requests)
+    while len(conversation.ends) < len(requests):
+        await conversation.take()
+        lengths = [len(ids) for ids in conversation.ids.values()]
+        if len(lengths) == wanted and min(lengths) == credit:
+            break
+    return conversation
+
+
+@asynccontextmanager
+async def grammar_service(model: Path, log: Path) -> AsyncIterator[RunningService]:
+    async with running_service("grammar", "--model", str(model), log=log) as service:
+        yield service
+
+
+async def test_the_output_is_the_same_when_grammar_is_lost(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """Once with a replica that takes over at once, once with a service that has to come back."""
+    ports = free_ports(5)  # of which services take the first that is free
+    target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports[1:])
+    arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
+    async with AsyncExitStack() as running:
+        engine = await running.enter_async_context(
+            running_service("engine", *arguments, "--grammar", target, log=tmp_path / "engine.log")
+        )
+        first = await running.enter_async_context(
+            grammar_service(embedded_model, tmp_path / "grammar-1.log")
+        )
+        channel = await running.enter_async_context(connect(engine.target))
+        undisturbed = await generate(channel, REQUESTS)
+        assert all(end.HasField("completed") for end in undisturbed.ends.values())
+        second = await running.enter_async_context(
+            grammar_service(embedded_model, tmp_path / "grammar-2.log")
+        )
+
+        disturbed = await generate(channel, REQUESTS, credit=40)
+        first.process.kill()
+        await first.process.wait()
+        await disturbed.send(*credit(60))
+        while min(len(ids) for ids in disturbed.ids.values()) < 100:
+            await disturbed.take()
+        second.process.kill()
+        await second.process.wait()
+        await disturbed.send(*credit(MOST))
+        while 3 not in disturbed.ends:  # the free one goes on meanwhile
+            await disturbed.take()
+        refused = await generate(channel, {1: REQUESTS[1]})
+        error = ServiceError.from_status(refused.ends[1].error)
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        assert error.retry_seconds
+        await running.enter_async_context(
+            grammar_service(embedded_model, tmp_path / "grammar-3.log")
+        )
+        while len(disturbed.ends) < len(REQUESTS):
+            await disturbed.take()
+        assert all(end.HasField("completed") for end in disturbed.ends.values()), disturbed.ends
+        assert disturbed.ids == undisturbed.ids
+
+
+def credit(tokens: int) -> list[SessionCommand]:
+    return [
+        SessionCommand(handle=handle, credit=SessionCredit(tokens=tokens)) for handle in REQUESTS
+    ]
+
+
+async def test_without_a_service_in_time_constrained_requests_fail(
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matchers, "_PATIENCE", 0.5)
+    masks = asyncio.Queue[Sequence[Mask]]()
+    failed = asyncio.Queue[tuple[int, ServiceError]]()
+    async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
+        ours = Matchers(
+            service.target,
+            vocabulary_size=8192,
+            eos_token_ids=[0],
+            on_masks=masks.put_nowait,
+            on_failed=lambda handle, error: failed.put_nowait((handle, error)),
+        )
+        spec = GrammarSpec(regex="[ab]+")
+        ours.open(5, 1, await ours.compile(spec), spec, {})
+        [mask] = await masks.get()
+        assert (mask.handle, mask.sequence, mask.position) == (5, 0, 0)
+        service.process.kill()
+        handle, error = await failed.get()
+        assert handle == 5
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        assert error.retry_seconds
+        await ours.aclose()

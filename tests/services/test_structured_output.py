@@ -1,0 +1,157 @@
+"""Structured output over the whole stack: what stops is valid, whatever else is asked for."""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.services.schemas import SUPPORTED, UNSUPPORTED, Sample
+from tests.stack import Stack
+from tokenwire.client import Client, GrammarSpec
+from tokenwire.errors import ServiceError
+
+# a leap second is a time to the grammar, but not to Python: times are left out
+FORMATS = jsonschema.FormatChecker(formats=("date", "email", "ipv4", "ipv6", "uuid"))
+REGEX = "[a-f]{3,8}(-[0-9]{2}){1,3}"
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    async with Client(stack.tokenizer) as client:
+        yield client
+
+
+@pytest.fixture
+async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+        yield client
+
+
+async def test_whatever_stops_satisfies_its_schema(client: Client) -> None:
+    at_once = asyncio.Semaphore(64)
+
+    async def generate(seed: int, sample: Sample) -> str:
+        async with at_once:
+            completion = await client.complete(
+                "# The response, as JSON:\n",
+                grammar=GrammarSpec(json_schema=json.dumps(sample.schema)),
+                max_tokens=1500 if sample.is_bounded else 200,
+                temperature=1,
+                seed=seed,
+            )
+        [choice] = completion.choices
+        if choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.text), sample.schema, format_checker=FORMATS)
+        else:
+            assert not sample.is_bounded, (sample.schema, choice.text)
+        return choice.finish_reason
+
+    reasons = await asyncio.gather(
+        *(generate(seed, sample) for seed, sample in enumerate(SUPPORTED))
+    )
+    assert Counter(reasons)["stop"] >= 300
+
+
+async def test_what_can_not_be_enforced_is_named_with_its_place(client: Client) -> None:
+    for sample in UNSUPPORTED:
+        grammar = GrammarSpec(json_schema=json.dumps(sample.schema))
+        with pytest.raises(ServiceError) as caught:
+            await client.complete("x", grammar=grammar, max_tokens=4)
+        assert caught.value.field == "grammar.json_schema"
+        assert sample.keyword in caught.value.message
+        assert sample.path in caught.value.message
+
+
+async def complete(http: httpx.AsyncClient, **fields: object) -> list[Any]:
+    body = {
+        "prompt": ["tag = ", "value: "],
+        "grammar": {"type": "regex", "value": REGEX},
+        "max_tokens": 60,
+        "temperature": 1,
+        "seed": 7,
+    }
+    response = await http.post("/v1/completions", json=body | fields)
+    assert response.status_code == 200, response.text
+    choices: list[Any] = response.json()["choices"]
+    return choices
+
+
+async def streamed(http: httpx.AsyncClient, **fields: object) -> dict[int, str]:
+    body = {
+        "prompt": ["tag = ", "value: "],
+        "grammar": {"type": "regex", "value": REGEX},
+        "max_tokens": 60,
+        "temperature": 1,
+        "seed": 7,
+        "stream": True,
+    }
+    texts: dict[int, str] = {}
+    async with http.stream("POST", "/v1/completions", json=body | fields) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+async def test_a_grammar_goes_with_all_else_at_once(http: httpx.AsyncClient) -> None:
+    fields: dict[str, Any] = {"n": 3, "logprobs": 2, "echo": True, "stop": ["-7"]}
+    choices = await complete(http, **fields)
+    assert len({choice["text"] for choice in choices}) > 1
+    for choice in choices:
+        prompt = ["tag = ", "value: "][choice["index"] // 3]
+        assert choice["text"].startswith(prompt)
+        body = choice["text"].removeprefix(prompt)
+        assert choice["finish_reason"] == "stop"
+        if choice["stop_reason"] == "-7":
+            assert re.fullmatch(REGEX, body + "-70")
+        else:
+            assert re.fullmatch(REGEX, body)
+        logprobs = choice["logprobs"]
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"])
+    assert await streamed(http, **fields) == {c["index"]: c["text"] for c in choices}
+
+
+async def test_the_best_of_a_grammar_are_among_its_choices(http: httpx.AsyncClient) -> None:
+    every = await complete(http, n=4, logprobs=0)
+    best = await complete(http, n=2, best_of=4, logprobs=0)
+    for prompt in range(2):
+        drawn = [choice["text"] for choice in every if choice["index"] // 4 == prompt]
+        kept = [choice["text"] for choice in best if choice["index"] // 2 == prompt]
+        means = {
+            choice["text"]: sum(values) / len(values)
+            for choice in every
+            if choice["index"] // 4 == prompt and (values := choice["logprobs"]["token_logprobs"])
+        }
+        assert kept == sorted(drawn, key=lambda text: -means[text])[:2]
+
+
+async def test_a_grammar_fills_a_gap(http: httpx.AsyncClient) -> None:
+    fields: dict[str, Any] = {"suffix": "\nprint(tag)\n", "n": 2, "logprobs": 1}
+    choices = await complete(http, **fields)
+    for choice in choices:
+        assert re.fullmatch(REGEX, choice["text"])
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    assert await streamed(http, **fields) == {c["index"]: c["text"] for c in choices}
+
+
+async def test_scores_change_no_token_of_what_a_grammar_forces(http: httpx.AsyncClient) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"identifier": {"enum": ["first", "second"]}, "enabled": {"type": "boolean"}},
+        "required": ["identifier", "enabled"],
+        "additionalProperties": False,
+    }
+    grammar = {"type": "json_schema", "value": json.dumps(schema)}
+    fields = {"grammar": grammar, "return_token_ids": True}
+    plain = await complete(http, **fields)
+    scored = await complete(http, **fields, logprobs=0)
+    assert [choice["token_ids"] for choice in plain] == [choice["token_ids"] for choice in scored]
+    assert all(len(c["logprobs"]["tokens"]) == len(c["token_ids"]) for c in scored)

@@ -1,0 +1,230 @@
+"""A grammar decides what may follow, never when: forced tokens and late masks change no output."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.engine.messages import (
+    AddRequest,
+    Command,
+    Finished,
+    GrantCredit,
+    Mask,
+    MirostatSettings,
+    Output,
+    RequestDone,
+    Resume,
+    SamplingSettings,
+    SetMasks,
+    StepOutput,
+    Token,
+)
+from services.engine.model.decoder import Decoder
+from tests.unit.engine.tiny import EOS, VOCABULARY, load_tiny, make_loop, make_request
+
+ALLOWED = st.lists(
+    st.one_of(
+        st.sets(st.integers(1, VOCABULARY - 1), min_size=1, max_size=1),
+        st.sets(st.integers(1, VOCABULARY - 1), min_size=2, max_size=6),
+    ),
+    min_size=1,
+    max_size=24,
+)
+"""What each position of an output may hold; the output ends after them"""
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@dataclass
+class Grammar:
+    """Answers as the grammar service would, after a while."""
+
+    allowed: Sequence[set[int]]
+    jumps: bool
+    lateness: Iterator[int]
+    known: dict[int, int] = field(default_factory=dict)
+    """By sequence, the position that was last asked about"""
+    due: list[tuple[int, Mask]] = field(default_factory=list)
+
+    def open(self, request: AddRequest) -> None:
+        resumed = {resume.sequence: len(resume.generated) for resume in request.resume}
+        for sequence in range(len(request.prompts) * request.n):
+            self._answer(sequence, resumed.get(sequence, 0))
+
+    def hear(self, token: Token) -> None:
+        if token.position >= self.known[token.sequence] and token.id != EOS:
+            self._answer(token.sequence, token.position + 1)
+
+    def masks(self) -> list[Command]:
+        """Those whose time has come."""
+        ready = [mask for wait, mask in self.due if wait == 0]
+        self.due = [(wait - 1, mask) for wait, mask in self.due if wait > 0]
+        return [SetMasks(ready)] if ready else []
+
+    def _answer(self, sequence: int, position: int) -> None:
+        end = position
+        while self.jumps and end < len(self.allowed) and len(self.allowed[end]) == 1:
+            end += 1
+        forced = [next(iter(ids)) for ids in self.allowed[position:end]]
+        is_over = end == len(self.allowed)
+        bits = bytearray(VOCABULARY // 8)
+        for token in {EOS} if is_over else self.allowed[end]:
+            bits[token // 8] |= 1 << token % 8
+        mask = Mask(1, sequence, position, forced, bytes(bits), is_over)
+        self.known[sequence] = end
+        self.due.append((next(self.lateness), mask))
+
+
+def generate(
+    decoder: Decoder,
+    request: AddRequest,
+    allowed: Sequence[set[int]],
+    *,
+    jumps: bool = True,
+    lateness: Sequence[int] = (0,),
+    blocks: int = 256,
+    neighbours: int = 0,
+) -> list[Output]:
+    """What the request (handle 1) brings, beside some that are free."""
+    loop = make_loop(decoder, blocks=blocks, step_tokens=32)
+    grammar = Grammar(allowed, jumps, _cycle(lateness))
+    free = [make_request(2 + i, [[7 + i, 9]], max_tokens=20) for i in range(neighbours)]
+    commands: list[Command] = [*free, request]
+    grammar.open(request)
+    outputs: list[Output] = []
+
+    def receive() -> list[Command]:
+        taken = [*commands, *grammar.masks()]
+        commands.clear()
+        return taken
+
+    def take(step: StepOutput) -> None:
+        for output in step.outputs:
+            if output.handle == 1:  # type: ignore[union-attr]
+                outputs.append(output)
+                if isinstance(output, Token):
+                    grammar.hear(output)
+
+    for turn in range(2000):
+        take(loop.step(receive))
+        loop.check()
+        if request.credit is not None and turn % 5 == 4:
+            commands.append(GrantCredit(1, 2))
+        if loop.is_idle:
+            return outputs
+    raise AssertionError("the loop never came to rest")
+
+
+def _cycle(numbers: Sequence[int]) -> Iterator[int]:
+    while True:
+        yield from numbers
+
+
+Told: TypeAlias = dict[int, list[tuple[object, ...]]]
+
+
+def told(outputs: Sequence[Output]) -> tuple[Told, list[float]]:
+    """What a client sees of each choice: tokens and the end, and the numbers that come along."""
+    seen: Told = {}
+    numbers: dict[tuple[int, int], list[float]] = {}
+    for output in outputs:
+        if isinstance(output, Token):
+            score, mu = output.score, output.mirostat_mu
+            mine = (output.position, output.id, score and tuple(score.top_ids))
+            seen.setdefault(output.sequence, []).append(mine)
+            numbers[output.sequence, output.position] = [
+                *([score.logprob] if score is not None else ()),
+                *([mu] if mu is not None else ()),
+            ]
+        elif isinstance(output, Finished):
+            end = (output.cause, output.token_id, output.completion_tokens)
+            seen.setdefault(output.sequence, []).append(end)
+    return seen, [number for place in sorted(numbers) for number in numbers[place]]
+
+
+PLAIN = SamplingSettings(1.0, 1.0, 0, 0.0, 5)
+KINDS: dict[str, Callable[..., AddRequest]] = {
+    "greedy": lambda **more: make_request(1, [[1, 2, 3]], **more),
+    "seeded": lambda **more: make_request(1, [[1, 2, 3]], sampling=PLAIN, **more),
+    "choices": lambda **more: make_request(1, [[1, 2, 3], [4]], n=3, sampling=PLAIN, **more),
+    "penalised": lambda **more: make_request(
+        1, [[1, 2, 3]], sampling=replace(PLAIN, frequency_penalty=1.5), **more
+    ),
+    "mirostat": lambda **more: make_request(
+        1, [[1, 2, 3]], sampling=replace(PLAIN, mirostat=MirostatSettings(3.0, 0.4)), **more
+    ),
+    "scored": lambda **more: make_request(1, [[1, 2, 3]], sampling=PLAIN, logprobs=2, **more),
+    "scored prompt": lambda **more: make_request(
+        1, [[1, 2, 3] * 20], prompt_logprobs=0, sampling=PLAIN, **more
+    ),
+    "stopped": lambda **more: make_request(
+        1, [[1, 2, 3]], sampling=PLAIN, stop=frozenset(range(1, 4)), min_tokens=2, **more
+    ),
+    "on credit": lambda **more: make_request(1, [[1, 2, 3]], sampling=PLAIN, credit=3, **more),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    allowed=ALLOWED,
+    max_tokens=st.integers(2, 24),
+    lateness=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    neighbours=st.integers(0, 2),
+)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_forced_tokens_and_late_masks_are_not_to_be_seen(
+    decoder: Decoder,
+    kind: str,
+    allowed: list[set[int]],
+    max_tokens: int,
+    lateness: list[int],
+    neighbours: int,
+) -> None:
+    request = KINDS[kind](max_tokens=max_tokens, ignore_eos=False, constrained=True)
+    one_by_one = generate(decoder, request, allowed, jumps=False)
+    at_once = generate(
+        decoder, request, allowed, lateness=lateness, blocks=26, neighbours=neighbours
+    )
+    (seen, numbers), (expected, their_numbers) = told(at_once), told(one_by_one)
+    assert seen == expected
+    assert numbers == pytest.approx(their_numbers, abs=1e-3)
+    done = next(o for o in at_once if isinstance(o, RequestDone))
+    assert done.completion_tokens == sum(isinstance(o, Token) for o in one_by_one)
+
+
+@given(allowed=ALLOWED, data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_sequence_goes_on_elsewhere_in_the_middle_of_what_is_forced(
+    decoder: Decoder, allowed: list[set[int]], data: st.DataObject
+) -> None:
+    request = KINDS["seeded"](max_tokens=24, ignore_eos=False, constrained=True)
+    whole = told(generate(decoder, request, allowed))[0][0]
+    at = data.draw(st.integers(0, len(allowed) - 1))
+    generated = [int(token) for _, token, *_ in whole[:at]]  # type: ignore[call-overload]
+    rest = generate(decoder, replace(request, resume=[Resume(0, generated)]), allowed)
+    assert told(rest)[0][0] == whole[at:]
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_forced_tokens_take_no_step_each(decoder: Decoder, logprobs: int | None) -> None:
+    allowed: list[set[int]] = [{1, 2}, *({3 + i} for i in range(12)), {1, 2}]
+    request = make_request(1, [[5]], max_tokens=24, logprobs=logprobs, constrained=True)
+    steps = 0
+    loop = make_loop(decoder)
+    grammar = Grammar(allowed, True, _cycle([0]))
+    grammar.open(request)
+    commands: list[Command] = [request]
+    while not (steps and loop.is_idle):
+        outputs = loop.step(lambda: [commands.pop() for _ in commands[:1]] + grammar.masks())
+        steps += loop.progressed
+        for output in outputs.outputs:
+            if isinstance(output, Token):
+                grammar.hear(output)
+    assert steps < len(allowed) / 2
