@@ -35,6 +35,7 @@ class Compiler:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._stopped = False
 
     async def start(self) -> None:
         """Start the process; returns when it takes jobs. Raises StartupError."""
@@ -51,7 +52,8 @@ class Compiler:
         self._reader = asyncio.ensure_future(self._read(self._process.stdout))
 
     async def stop(self) -> None:
-        """End the process and what it is at."""
+        """End the process and what it is at; nothing starts it again."""
+        self._stopped = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -91,6 +93,8 @@ class Compiler:
 
     async def _attempt(self, content: bytes, timeout: float) -> Verdict:
         async with self._starting:
+            if self._stopped:
+                raise _lost()
             if self._reader is None or self._reader.done():
                 await self.start()
         assert self._process is not None
@@ -109,17 +113,20 @@ class Compiler:
             waiting = self._waiting.get(verdict.job)
             if waiting is not None and not waiting.done():
                 waiting.set_result(verdict)
-        lost = ServiceError(
-            grpc.StatusCode.UNAVAILABLE,
-            "COMPILER_LOST",
-            "The process that compiles grammars was lost.",
-            retry_seconds=1,
-        )
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(lost)
+                waiting.set_exception(_lost())
 
     def _cause(self, number: int) -> str:
         if number == signal.SIGALRM:
             return f"The grammar did not compile within {self._timeout:g} s; simplify it."
         return "The grammar is too complex: its compilation ran out of stack or memory."
+
+
+def _lost() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "COMPILER_LOST",
+        "The process that compiles grammars was lost.",
+        retry_seconds=1,
+    )
