@@ -8,8 +8,10 @@ import grpc
 
 from services.common.server import Application
 from services.common.settings import ServerSettings, StartupError, require_directory, setting
+from services.tokenizer.chat.prompt import ChatTemplates
+from services.tokenizer.chat.tool_formats import JSON_FORMAT, REASONING_FORMATS, TOOL_FORMATS
 from services.tokenizer.completion import Completions
-from services.tokenizer.completion_service import CompletionServicer
+from services.tokenizer.completion_service import CompletionServicer, Works
 from services.tokenizer.engine_link import EngineLink, LinkSettings
 from services.tokenizer.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
 from services.tokenizer.tokenizer_service import TokenizerServicer
@@ -47,6 +49,16 @@ class TokenizerSettings(ServerSettings):
         "What becomes of `suffix` on a model without infill.",
         choices=("append", "error"),
     )
+    tool_format: str = setting(
+        "auto",
+        "How the model writes the calls of tools; auto = by its chat templates.",
+        choices=("auto", *(form.name for form in (*TOOL_FORMATS, JSON_FORMAT))),
+    )
+    reasoning_format: str = setting(
+        "auto",
+        "How the model sets its reasoning apart; auto = by its chat templates.",
+        choices=("auto", "none", *(form.name for form in REASONING_FORMATS)),
+    )
 
 
 class TokenizerApplication(Application):
@@ -76,10 +88,19 @@ class TokenizerApplication(Application):
             wait_seconds=settings.engine_wait,
         )
         self._link = EngineLink(link_settings, vocabulary, self.set_serving)
-        self._completions = Completions(vocabulary, infill, self._link)
+        self._completions = Completions(self._link)
+        self._templates = ChatTemplates(
+            vocabulary,
+            model,
+            tool_format=settings.tool_format,
+            reasoning_format=settings.reasoning_format,
+        )
+        works = Works(vocabulary, infill, self._templates)
         created = int((directory / "tokenizer.json").stat().st_mtime)
-        self._completion_servicer = CompletionServicer(self._completions, model, created)
-        self._tokenizer_servicer = TokenizerServicer(vocabulary, infill, self._link, model)
+        self._completion_servicer = CompletionServicer(self._completions, works, model, created)
+        self._tokenizer_servicer = TokenizerServicer(
+            vocabulary, infill, self._templates, self._link, model
+        )
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
         """Both services."""
@@ -92,6 +113,7 @@ class TokenizerApplication(Application):
 
     async def start(self) -> None:
         """Returns when the engine serves."""
+        self._templates.start()
         await self._link.start()
 
     async def drain(self) -> None:
@@ -99,8 +121,9 @@ class TokenizerApplication(Application):
         await self._completions.drain()
 
     async def stop(self) -> None:
-        """End the Session to the engine."""
+        """End the Session to the engine, and what renders templates."""
         await self._link.close()
+        await self._templates.stop()
 
 
 def _infill_template(setting: str, vocabulary: Vocabulary) -> InfillTemplate | None:

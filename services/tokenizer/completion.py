@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 import grpc
@@ -13,12 +13,9 @@ from services.tokenizer.choice import Choice, Echo
 from services.tokenizer.columns import Columns, Score, read_scores
 from services.tokenizer.detokenizer import Detokenizer
 from services.tokenizer.engine_link import EngineLink
-from services.tokenizer.infill import InfillTemplate
 from services.tokenizer.metrics import METRICS
 from services.tokenizer.outbox import Outbox
-from services.tokenizer.plan import CompletePlan, plan_complete
-from services.tokenizer.validation import check_complete
-from services.tokenizer.vocabulary import Vocabulary
+from services.tokenizer.plan import CompletePlan, Work
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError
@@ -27,7 +24,6 @@ from tokenwire.types.v1 import types_pb2
 __all__ = ["CallContext", "Completion", "Completions"]
 
 _LOG = logging.getLogger("completion")
-_INLINE_ENCODE = 4_096  # characters; longer texts are encoded in a thread
 _MARGIN_SECONDS = 0.1  # how much earlier than its own caller the engine gives up
 _WINDOW = 1_024  # tokens per choice that may be ahead of the reader of a call
 
@@ -48,11 +44,7 @@ class CallContext:
 class Completions:
     """All completions of the process, and what they share."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, infill: InfillTemplate | None, link: EngineLink
-    ) -> None:
-        self.vocabulary = vocabulary
-        self.infill = infill
+    def __init__(self, link: EngineLink) -> None:
         self.link = link
         self._running: set[Completion] = set()
         self._idle = asyncio.Event()
@@ -61,7 +53,7 @@ class Completions:
 
     def start(
         self,
-        request: completion_pb2.CompleteRequest,
+        work: Work,
         context: CallContext,
         outbox: Outbox,
         *,
@@ -76,7 +68,7 @@ class Completions:
         self._running.add(completion)
         self._idle.clear()
         METRICS.running.inc()
-        completion.start(request, self._draining)
+        completion.start(work, self._draining)
         return completion
 
     def discard(self, completion: "Completion") -> None:
@@ -141,8 +133,8 @@ class Completion:
 
     # what the client does
 
-    def start(self, request: completion_pb2.CompleteRequest, draining: bool) -> None:
-        """Checks, encodes and submits the request."""
+    def start(self, work: Work, draining: bool) -> None:
+        """Checks, plans and submits the request."""
         try:
             if draining:
                 raise ServiceError(
@@ -152,12 +144,12 @@ class Completion:
                     retry_seconds=1,
                 )
             limits = self._owner.link.limits
-            check_complete(request, limits, self._owner.infill)
-            size = len(request.suffix) + sum(len(prompt.text) for prompt in request.prompts)
-            if size > _INLINE_ENCODE:
-                self._task = asyncio.ensure_future(self._encode_aside(request))
+            work.check(limits)
+            plan = work.plan(limits)
+            if isinstance(plan, CompletePlan):
+                self._submit(plan)
             else:
-                self._submit(self._encode(request))
+                self._task = asyncio.ensure_future(self._submit_later(plan))
         except ServiceError as error:
             self._fail(error)
         except Exception:
@@ -252,8 +244,9 @@ class Completion:
     def on_error(self, error: ServiceError) -> None:
         """The engine refused or failed the request, or was lost."""
         self._handle = None
-        if self._plan is not None and self._plan.calls_tool and error.field.startswith("grammar"):
-            error.field = "tools"
+        blame = self._plan.blame if self._plan is not None else None
+        if blame is not None and error.field.startswith("grammar"):
+            blame(error)
         if error.reason == "SESSION_LOST" and not self._resubmitted and self._plan is not None:
             self._resubmitted = True
             self._task = asyncio.ensure_future(self._resubmit(self._plan, error))
@@ -333,7 +326,7 @@ class Completion:
             return
         columns = Columns()
         if plan.choice.scored:
-            detokenizer = Detokenizer(self._owner.vocabulary.table)
+            detokenizer = Detokenizer(plan.table)
             rows = [Score.none(plan.engine_request.logprobs), *scores]
             offset = 0
             for token, text, row in zip(prompt.ids, prompt.texts, rows, strict=True):
@@ -363,29 +356,23 @@ class Completion:
 
     # how it gets to the engine, and away from it
 
-    def _encode(self, request: completion_pb2.CompleteRequest) -> CompletePlan:
-        began = time.perf_counter()
-        owner = self._owner
-        plan = plan_complete(request, owner.vocabulary, owner.infill, owner.link.limits)
-        METRICS.encode_seconds.observe(time.perf_counter() - began)
-        return plan
-
-    async def _encode_aside(self, request: completion_pb2.CompleteRequest) -> None:
+    async def _submit_later(self, plan: Coroutine[None, None, CompletePlan]) -> None:
         try:
-            self._submit(await asyncio.to_thread(self._encode, request))
+            self._submit(await plan)
         except ServiceError as error:
             self._fail(error)
         except Exception:
             self._fail_unexpectedly()
 
     def _submit(self, plan: CompletePlan) -> None:
-        table = self._owner.vocabulary.table
+        METRICS.encode_seconds.observe(time.monotonic() - self._began)
         self._plan = plan
         self._scores = [[] for _ in plan.prompts]
         for prompt in plan.prompts:
             length = sum(map(len, prompt.texts)) if plan.echo else None
             for _ in range(plan.engine_request.n):
-                detokenizer = Detokenizer(table, prompt.ids, begins_text=not prompt.is_infill)
+                before = () if plan.begins_text else prompt.ids
+                detokenizer = Detokenizer(plan.table, before, begins_text=not prompt.is_infill)
                 choice = Choice(len(self._choices), plan.choice, detokenizer, length)
                 self._choices.append(choice)
         self._last_token_at = [0.0] * len(self._choices)

@@ -4,31 +4,56 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
 
 from services.common.interceptor import metadata_priority, metadata_value, sane_request_id
 from services.common.logging import request_id
+from services.tokenizer.chat.prompt import ChatTemplates
+from services.tokenizer.chat.work import ChatWork
 from services.tokenizer.completion import CallContext, Completion, Completions
+from services.tokenizer.infill import InfillTemplate
 from services.tokenizer.outbox import STALL_SECONDS, Outbox
+from services.tokenizer.plan import CompleteWork, Work
+from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceServicer
 from tokenwire.engine.v1 import engine_pb2
-from tokenwire.errors import DETAILS_KEY, ServiceError, invalid, unimplemented
+from tokenwire.errors import DETAILS_KEY, ServiceError, invalid
 
-__all__ = ["CompletionServicer"]
+__all__ = ["CompletionServicer", "Works"]
 
 Context = grpc.aio.ServicerContext[Any, Any]
+R = TypeVar("R", completion_pb2.CompleteResponse, completion_pb2.ChatResponse)
 _FULL = 4 * 1024 * 1024  # bytes after which a message of a Session takes no more
 _CHECK_EVERY = 8  # completions; so many together stay far below the limit of a message
+
+
+@dataclass(frozen=True, slots=True)
+class Works:
+    """Makes work of requests."""
+
+    vocabulary: Vocabulary
+    infill: InfillTemplate | None
+    templates: ChatTemplates
+
+    def complete(self, request: completion_pb2.CompleteRequest) -> CompleteWork:
+        """A completion."""
+        return CompleteWork(request, self.vocabulary, self.infill)
+
+    def chat(self, request: completion_pb2.ChatRequest) -> ChatWork:
+        """A chat."""
+        return ChatWork(request, self.vocabulary, self.templates)
 
 
 class CompletionServicer(CompletionServiceServicer):
     """The rpcs; what they share is in `Completions`."""
 
-    def __init__(self, completions: Completions, model: str, created: int) -> None:
+    def __init__(self, completions: Completions, works: Works, model: str, created: int) -> None:
         self._completions = completions
+        self._works = works
         self._model = model
         self._created = created
         self._cutting: set[asyncio.Task[None]] = set()
@@ -37,14 +62,38 @@ class CompletionServicer(CompletionServiceServicer):
         self, request: completion_pb2.CompleteRequest, context: Context
     ) -> AsyncIterator[completion_pb2.CompleteResponse]:
         """One completion. The first message, and with it the metadata, is its admission."""
-        outbox = Outbox(lambda: self._cut(context, completion.abandon))
-        completion = self._completions.start(
-            request, _context_of_call(context, request.user), outbox, windowed=True
-        )
-        responses: list[completion_pb2.CompleteResponse] = []
+        work = self._works.complete(request)
+        async for response in self._answer(
+            work, request.user, context, completion_pb2.CompleteResponse, Completion.write
+        ):
+            yield response
 
-        def add() -> completion_pb2.CompleteResponse:
-            responses.append(completion_pb2.CompleteResponse())
+    async def Chat(
+        self, request: completion_pb2.ChatRequest, context: Context
+    ) -> AsyncIterator[completion_pb2.ChatResponse]:
+        """One chat, likewise."""
+        work = self._works.chat(request)
+        async for response in self._answer(
+            work, request.user, context, completion_pb2.ChatResponse, work.write
+        ):
+            yield response
+
+    async def _answer(
+        self,
+        work: Work,
+        user: str,
+        context: Context,
+        make: type[R],
+        write: Callable[[Completion, Callable[[], R]], None],
+    ) -> AsyncIterator[R]:
+        outbox = Outbox(lambda: self._cut(context, completion.abandon))
+        completion: Completion = self._completions.start(
+            work, _context_of_call(context, user), outbox, windowed=True
+        )
+        responses: list[R] = []
+
+        def add() -> R:
+            responses.append(make())
             return responses[-1]
 
         try:
@@ -53,7 +102,7 @@ class CompletionServicer(CompletionServiceServicer):
                 outbox.take()
                 if is_heartbeat_due and completion.is_admitted:
                     add().heartbeat.SetInParent()
-                completion.write(add)
+                write(completion, add)
                 for response in responses:
                     yield response
                 responses.clear()
@@ -64,13 +113,6 @@ class CompletionServicer(CompletionServiceServicer):
             completion.abandon()
             outbox.close()
 
-    async def Chat(
-        self, request: completion_pb2.ChatRequest, context: Context
-    ) -> AsyncIterator[completion_pb2.ChatResponse]:
-        """Not implemented."""
-        unimplemented("Chat")
-        yield  # makes it a generator
-
     async def Session(
         self, request_iterator: AsyncIterator[completion_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[completion_pb2.SessionResponse]:
@@ -78,7 +120,7 @@ class CompletionServicer(CompletionServiceServicer):
         runs when the call breaks is cancelled."""
         await context.send_initial_metadata(())
         outbox = Outbox(lambda: self._cut(context, client.abandon))
-        client = _ClientSession(self._completions, outbox)
+        client = _ClientSession(self._completions, self._works, outbox)
         reader = asyncio.ensure_future(client.read(request_iterator))
         reader.add_done_callback(lambda _: outbox.wake())
         try:
@@ -108,9 +150,11 @@ class CompletionServicer(CompletionServiceServicer):
             context_length=limits.context_length,
             max_output_length=limits.context_length,
             max_logprobs=limits.max_logprobs,
-            infill=self._completions.infill is not None,
+            infill=self._works.infill is not None,
             grammar=engine_pb2.CAPABILITY_GRAMMAR in limits.capabilities,
             system_fingerprint=limits.system_fingerprint,
+            chat=self._works.templates.is_available,
+            max_chat_logprobs=limits.max_chat_logprobs,
         )
         return completion_pb2.ListModelsResponse(models=[model])
 
@@ -126,17 +170,18 @@ class CompletionServicer(CompletionServiceServicer):
 class _ClientSession:
     """The requests of one Session, by handle."""
 
-    def __init__(self, completions: Completions, outbox: Outbox) -> None:
+    def __init__(self, completions: Completions, works: Works, outbox: Outbox) -> None:
         self._completions = completions
+        self._works = works
         self._outbox = outbox
         self._by_handle: dict[int, Completion] = {}
         self._handles: dict[Completion, int] = {}
-        self._refused: dict[int, ServiceError] = {}
+        self._chats: dict[Completion, ChatWork] = {}
 
     @property
     def is_idle(self) -> bool:
         """Whether every request has been answered."""
-        return not self._by_handle and not self._refused
+        return not self._by_handle
 
     async def read(self, messages: AsyncIterator[completion_pb2.SessionRequest]) -> None:
         """Carry out the client's commands until it ends its side."""
@@ -154,9 +199,6 @@ class _ClientSession:
                 for rest in sources[place + 1 :]:
                     self._outbox.mark(rest)
                 break
-        for handle, error in self._refused.items():
-            response.events.add(handle=handle, error=error.to_status())
-        self._refused.clear()
 
     def abandon(self) -> None:
         """The client is gone."""
@@ -166,25 +208,29 @@ class _ClientSession:
     def _write_completion(
         self, completion: Completion, handle: int, response: completion_pb2.SessionResponse
     ) -> None:
-        def add() -> completion_pb2.CompleteResponse:
-            event = response.events.add()
-            event.handle = handle
-            return event.complete
+        def add() -> completion_pb2.SessionEvent:
+            return response.events.add(handle=handle)
 
-        completion.write(add, lambda: response.ByteSize() > _FULL)
+        if (chat := self._chats.get(completion)) is not None:
+            chat.write(completion, lambda: add().chat)
+        else:
+            completion.write(lambda: add().complete, lambda: response.ByteSize() > _FULL)
         if completion.error is not None:
             response.events.add(handle=handle, error=completion.error.to_status())
         if completion.error is not None or completion.is_written:
             del self._by_handle[handle], self._handles[completion]
+            self._chats.pop(completion, None)
 
     def _carry_out(self, command: completion_pb2.SessionCommand) -> None:
         kind, handle = command.WhichOneof("command"), command.handle
         if kind in ("start_complete", "start_chat") and handle in self._by_handle:
             raise invalid("commands.handle", f"The handle {handle} is in use.")
         if kind == "start_complete":
-            self._start(handle, command.start_complete)
+            start = command.start_complete
+            self._start(handle, start, self._works.complete(start.request))
         elif kind == "start_chat":
-            self._refuse(handle, "Chat")
+            chat = self._works.chat(command.start_chat.request)
+            self._chats[self._start(handle, command.start_chat, chat)] = chat
         elif kind is None:
             raise invalid("commands", "A command must be one of those that are known.")
         elif kind == "credit" and command.credit.tokens < 1:
@@ -195,22 +241,21 @@ class _ClientSession:
             else:
                 completion.credit(command.credit.tokens)
 
-    def _start(self, handle: int, start: completion_pb2.StartComplete) -> None:
+    def _start(
+        self,
+        handle: int,
+        start: completion_pb2.StartComplete | completion_pb2.StartChat,
+        work: Work,
+    ) -> Completion:
         completion = self._completions.start(
-            start.request,
+            work,
             _context_of_start(start.context, start.request.user),
             self._outbox,
             credit=start.credit if start.HasField("credit") else None,
         )
         self._by_handle[handle] = completion
         self._handles[completion] = handle
-
-    def _refuse(self, handle: int, what: str) -> None:
-        try:
-            unimplemented(what)
-        except ServiceError as error:
-            self._refused[handle] = error
-            self._outbox.wake()
+        return completion
 
 
 async def _refuse_stalled(context: Context) -> None:

@@ -25,6 +25,7 @@ _LOG = logging.getLogger("engine_link")
 _SERVICE = "tokenwire.engine.v1.EngineService"
 _RETRY_SECONDS = 0.5
 _CALL_SECONDS = 10.0
+_MAX_CHAT_LOGPROBS = 20  # as OpenAI's
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -155,6 +156,7 @@ class EngineLink:
             eos_ids=frozenset(model.eos_token_ids),
             capabilities=frozenset(model.capabilities),
             max_logprobs=min(self._settings.max_logprobs, model.max_logprobs),
+            max_chat_logprobs=min(_MAX_CHAT_LOGPROBS, model.max_logprobs),
             max_sequences=model.max_sequences_per_request,
             max_stop_strings=self._settings.max_stop_strings,
             appends_suffix=self._settings.appends_suffix,

@@ -19,6 +19,7 @@ class Limits:
     eos_ids: Collection[int]
     capabilities: Collection["engine_pb2.Capability.ValueType"]
     max_logprobs: int
+    max_chat_logprobs: int
     max_sequences: int
     max_stop_strings: int
     appends_suffix: bool

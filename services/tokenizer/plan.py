@@ -1,23 +1,29 @@
 """How a valid CompleteRequest will be served: what the engine is asked, and what becomes of its
 tokens."""
 
+import asyncio
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from services.tokenizer.detokenizer import TokenTable
 from services.tokenizer.infill import InfillTemplate
 from services.tokenizer.limits import Limits
 from services.tokenizer.prompt import EncodedPrompt, PromptPolicy, encode_prompt
 from services.tokenizer.stops import StopAutomaton, compile_stops
 from services.tokenizer.tools import call_grammar
+from services.tokenizer.validation import check_complete
 from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.engine.v1 import engine_pb2
+from tokenwire.errors import ServiceError
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["ChoicePlan", "CompletePlan", "plan_complete"]
+__all__ = ["ChoicePlan", "CompletePlan", "CompleteWork", "Work", "plan_complete"]
 
 DEFAULT_MAX_TOKENS = 16
+_INLINE = 4_096  # characters; longer texts are encoded in a thread
 _SEED_BITS = 53  # survives JSON readers that know only doubles
 _DRY_BREAKERS = ("\n", ":", '"', "*")
 
@@ -48,16 +54,51 @@ class CompletePlan:
     n: int
     """Choices per prompt that are answered, of engine_request.n that are drawn."""
     choice: ChoicePlan
-    calls_tool: bool
-    """Whether the grammar is that of a tool's call."""
+    blame: Callable[[ServiceError], None] | None
+    """Makes the refusal of a grammar speak of what it was made of; None: it is the request's."""
     echo: bool
     whole: bool
     limits: Limits
+    table: TokenTable
+    """How the output is decoded."""
+    begins_text: bool
+    """Whether each output begins a text rather than going on with its prompt's."""
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(len(prompt.ids) for prompt in self.prompts)
+
+
+class Work(Protocol):
+    """A request before it is served."""
+
+    def check(self, limits: Limits) -> None:
+        """Raises the ServiceError of the first field that is wrong. Quick."""
+
+    def plan(self, limits: Limits) -> CompletePlan | Coroutine[None, None, CompletePlan]:
+        """How it will be served: at once, or aside where that takes a while. It was checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteWork:
+    """A completion."""
+
+    request: completion_pb2.CompleteRequest
+    vocabulary: Vocabulary
+    infill: InfillTemplate | None
+
+    def check(self, limits: Limits) -> None:
+        """As `check_complete`."""
+        check_complete(self.request, limits, self.infill)
+
+    def plan(self, limits: Limits) -> CompletePlan | Coroutine[None, None, CompletePlan]:
+        """Raises as `plan_complete`."""
+        request = self.request
+        arguments = (request, self.vocabulary, self.infill, limits)
+        if len(request.suffix) + sum(len(prompt.text) for prompt in request.prompts) > _INLINE:
+            return asyncio.to_thread(plan_complete, *arguments)
+        return plan_complete(*arguments)
 
 
 def plan_complete(
@@ -124,8 +165,21 @@ def plan_complete(
     )
     whole = request.delivery == completion_pb2.DELIVERY_WHOLE
     return CompletePlan(
-        engine_request, prompts, n, choice, calls is not None, request.echo, whole, limits
+        engine_request=engine_request,
+        prompts=prompts,
+        n=n,
+        choice=choice,
+        blame=None if calls is None else _blame_tools,
+        echo=request.echo,
+        whole=whole,
+        limits=limits,
+        table=vocabulary.table,
+        begins_text=False,
     )
+
+
+def _blame_tools(error: ServiceError) -> None:
+    error.field = "tools"
 
 
 def _context_length(stopping: types_pb2.StoppingParams, limits: Limits) -> int:

@@ -7,12 +7,15 @@ from typing import Any, TypeVar
 
 import grpc
 
+from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
 from services.tokenizer.detokenizer import Detokenizer
 from services.tokenizer.engine_link import EngineLink
 from services.tokenizer.infill import InfillOrder, InfillTemplate, assemble_infill
+from services.tokenizer.tools import check_tools
 from services.tokenizer.validation import check_ids, check_model
 from services.tokenizer.vocabulary import Vocabulary
-from tokenwire.errors import ServiceError, invalid, unimplemented
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.tokenizer.v1 import tokenizer_pb2
 from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceServicer
 
@@ -32,10 +35,16 @@ class TokenizerServicer(TokenizerServiceServicer):
     """The rpcs. They need no engine."""
 
     def __init__(
-        self, vocabulary: Vocabulary, infill: InfillTemplate | None, link: EngineLink, model: str
+        self,
+        vocabulary: Vocabulary,
+        infill: InfillTemplate | None,
+        templates: ChatTemplates,
+        link: EngineLink,
+        model: str,
     ) -> None:
         self._vocabulary = vocabulary
         self._infill = infill
+        self._templates = templates
         self._link = link
         self._model = model
 
@@ -130,8 +139,26 @@ class TokenizerServicer(TokenizerServiceServicer):
     async def RenderChat(
         self, request: tokenizer_pb2.RenderChatRequest, context: Context
     ) -> tokenizer_pb2.RenderChatResponse:
-        """Not implemented."""
-        unimplemented("RenderChat")
+        """Messages and tools to the prompt that the chat template makes of them."""
+        check_model(request.model, self._model)
+        check_tools(request.tools, completion_pb2.ToolChoice())
+        prompt = ChatPrompt(
+            messages=request.messages,
+            tools=request.tools,
+            template=request.template,
+            arguments_json=request.template_arguments_json,
+            add_generation_prompt=(
+                request.add_generation_prompt if request.HasField("add_generation_prompt") else None
+            ),
+            continue_last_message=request.continue_last_message,
+        )
+        self._templates.check(prompt)
+        rendered = await self._templates.render(prompt)
+        return tokenizer_pb2.RenderChatResponse(
+            text=rendered.text,
+            ids=rendered.ids,
+            tokens=self._vocabulary.names(rendered.ids) if request.with_texts else (),
+        )
 
     async def RenderInfill(
         self, request: tokenizer_pb2.RenderInfillRequest, context: Context

@@ -5,16 +5,24 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from services.tokenizer.chat.marking import Json
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["call_grammar", "check_tools"]
+__all__ = [
+    "arguments_schema",
+    "call_grammar",
+    "check_tools",
+    "moved_schema",
+    "template_tools",
+]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_TOOLS = 128
 _MAX_DEPTH = 100  # levels of a schema; the grammar service takes few more
 _NO_ARGUMENTS = '{"properties":{},"additionalProperties":false}'
+_NO_PARAMETERS = '{"type":"object","properties":{}}'
 _LITERAL = frozenset({"const", "default", "enum", "examples"})  # keywords that hold no schemas
 _NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})  # schemas by name
 
@@ -31,7 +39,7 @@ def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.Too
         if tool.name in names:
             raise invalid(f"{field}.name", f"There are two tools named {tool.name}.")
         names.add(tool.name)
-        _arguments(tool, field)
+        arguments_schema(tool, field)
     kind = choice.WhichOneof("choice")
     if kind == "name" and choice.name not in names:
         raise invalid("tool_choice", f"tool_choice names {choice.name!r}, which is none of tools.")
@@ -62,11 +70,28 @@ def call_grammar(
     schema = {
         "anyOf": [_call(tool.name) for tool in tools],
         "$defs": {
-            tool.name: _moved(_arguments(tool, f"tools[{index}]"), f"#/$defs/{tool.name}")
+            tool.name: moved_schema(
+                arguments_schema(tool, f"tools[{index}]"), f"#/$defs/{tool.name}"
+            )
             for index, tool in enumerate(tools)
         },
     }
     return types_pb2.GrammarSpec(json_schema=json.dumps(schema))
+
+
+def template_tools(tools: Sequence[completion_pb2.Tool]) -> list[Json]:
+    """The tools as chat templates take them, which is OpenAI's form. They were checked."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                **({"description": tool.description} if tool.description else {}),
+                "parameters": json.loads(tool.parameters_json or _NO_PARAMETERS),
+            },
+        }
+        for tool in tools
+    ]
 
 
 def _call(name: str) -> dict[str, Any]:
@@ -78,12 +103,14 @@ def _call(name: str) -> dict[str, Any]:
     }
 
 
-def _arguments(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
-    """The schema of the arguments, which are an object in any case."""
+def arguments_schema(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
+    """The schema of the arguments, which are an object in any case; `field` is the tool's."""
     field = f"{field}.parameters_json"
     try:
         schema = json.loads(tool.parameters_json or _NO_ARGUMENTS, parse_constant=_refuse_constant)
-        _moved(schema, "#")  # not too deep for that
+        moved_schema(schema, "#")  # not too deep for that
+        if "\\u" in tool.parameters_json:
+            json.dumps(schema, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except RecursionError:
         raise invalid(field, f"The parameters of {tool.name} are nested too deeply.") from None
     except ValueError as error:
@@ -93,22 +120,24 @@ def _arguments(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
 
 
-def _moved(schema: Any, place: str, depth: int = 0) -> Any:
+def moved_schema(schema: Any, place: str, depth: int = 0) -> Any:
     """The schema, with references that still hold where it is put into another one."""
     if depth > _MAX_DEPTH:
         raise RecursionError
     if isinstance(schema, list):
-        return [_moved(part, place, depth + 1) for part in schema]
+        return [moved_schema(part, place, depth + 1) for part in schema]
     if not isinstance(schema, dict):
         return schema
     moved = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            moved[key] = {name: _moved(part, place, depth + 1) for name, part in value.items()}
+            moved[key] = {
+                name: moved_schema(part, place, depth + 1) for name, part in value.items()
+            }
         elif key == "$ref" and (value == "#" or str(value).startswith("#/")):
             moved[key] = place + value[1:]
         else:
-            moved[key] = _moved(value, "#" if key in _LITERAL else place, depth + 1)
+            moved[key] = moved_schema(value, "#" if key in _LITERAL else place, depth + 1)
     return moved
 
 

@@ -16,7 +16,7 @@ from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["check_complete", "check_ids", "check_model"]
+__all__ = ["check_complete", "check_ids", "check_model", "require"]
 
 _MAX_SEQUENCES = 128
 _MAX_STOP_LENGTH = 1_000  # code points; bounds the automaton that a request can ask for
@@ -64,9 +64,9 @@ def check_complete(
     if request.HasField("logprobs"):
         if request.logprobs > limits.max_logprobs:
             raise invalid("logprobs", f"logprobs must be between 0 and {limits.max_logprobs}.")
-        _require(limits, engine_pb2.CAPABILITY_LOGPROBS, "logprobs")
+        require(limits, engine_pb2.CAPABILITY_LOGPROBS, "logprobs")
         if request.echo:
-            _require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "logprobs")
+            require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "logprobs")
     if request.HasField("grammar"):
         _check_grammar(request.grammar, limits)
     if request.context_overflow not in completion_pb2.ContextOverflow.values():
@@ -101,7 +101,7 @@ def _check_counts(request: completion_pb2.CompleteRequest, limits: Limits) -> No
         if request.delivery != completion_pb2.DELIVERY_WHOLE:
             raise invalid("best_of", "best_of needs DELIVERY_WHOLE: it can't be streamed.")
         if request.best_of > 1:
-            _require(limits, engine_pb2.CAPABILITY_LOGPROBS, "best_of")
+            require(limits, engine_pb2.CAPABILITY_LOGPROBS, "best_of")
     most = min(_MAX_SEQUENCES, limits.max_sequences)
     draws = max(n, request.best_of)
     if len(request.prompts) * draws > most:
@@ -138,7 +138,7 @@ def _check_stopping(request: completion_pb2.CompleteRequest, limits: Limits) -> 
                 f"Token id {token} is not below {limits.vocabulary_size:,}.",
             )
     if stopping.min_tokens or stopping.ignore_eos or stopping.stop_token_ids:
-        _require(limits, engine_pb2.CAPABILITY_STOPPING, "stopping")
+        require(limits, engine_pb2.CAPABILITY_STOPPING, "stopping")
     if len(request.stop) > limits.max_stop_strings:
         raise invalid("stop", f"At most {limits.max_stop_strings} stop strings are taken.")
     for index, string in enumerate(request.stop):
@@ -177,13 +177,13 @@ def _check_sampling(request: completion_pb2.CompleteRequest, limits: Limits) -> 
 
     for name, neutral in _PENALTIES.items():
         if sampling.HasField(name) and getattr(sampling, name) != neutral:
-            _require(limits, engine_pb2.CAPABILITY_PENALTIES, f"sampling.{name}")
+            require(limits, engine_pb2.CAPABILITY_PENALTIES, f"sampling.{name}")
     if sampling.logit_bias:
-        _require(limits, engine_pb2.CAPABILITY_LOGIT_BIAS, "sampling.logit_bias")
+        require(limits, engine_pb2.CAPABILITY_LOGIT_BIAS, "sampling.logit_bias")
     if sampling.dry.multiplier:
-        _require(limits, engine_pb2.CAPABILITY_DRY, "sampling.dry")
+        require(limits, engine_pb2.CAPABILITY_DRY, "sampling.dry")
     if sampling.HasField("mirostat"):
-        _require(limits, engine_pb2.CAPABILITY_MIROSTAT, "sampling.mirostat")
+        require(limits, engine_pb2.CAPABILITY_MIROSTAT, "sampling.mirostat")
 
 
 def _check_range(
@@ -243,7 +243,7 @@ def _check_tools(request: completion_pb2.CompleteRequest, limits: Limits) -> Non
         return
     if request.HasField("grammar"):
         raise invalid("grammar", "The call of a tool is constrained already: leave out grammar.")
-    _require(limits, engine_pb2.CAPABILITY_GRAMMAR, "tools")
+    require(limits, engine_pb2.CAPABILITY_GRAMMAR, "tools")
 
 
 def _check_grammar(grammar: types_pb2.GrammarSpec, limits: Limits) -> None:
@@ -258,10 +258,11 @@ def _check_grammar(grammar: types_pb2.GrammarSpec, limits: Limits) -> None:
                 raise invalid(f"grammar.choice.choices[{index}]", "A choice must not be empty.")
     elif kind != "json_object" and not getattr(grammar, kind):
         raise invalid(f"grammar.{kind}", f"{kind} must not be empty.")
-    _require(limits, engine_pb2.CAPABILITY_GRAMMAR, "grammar")
+    require(limits, engine_pb2.CAPABILITY_GRAMMAR, "grammar")
 
 
-def _require(limits: Limits, capability: "engine_pb2.Capability.ValueType", field: str) -> None:
+def require(limits: Limits, capability: "engine_pb2.Capability.ValueType", field: str) -> None:
+    """UNIMPLEMENTED unless the engine can do it."""
     if capability not in limits.capabilities:
         raise _not_implemented(field)
 

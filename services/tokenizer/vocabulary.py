@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,13 +12,23 @@ from typing import Any
 from tokenizers import Tokenizer, processors
 
 from services.common.settings import StartupError
-from services.tokenizer.detokenizer import Detokenizer, UnsupportedDecoderError, token_table
+from services.tokenizer.chat.tool_formats import answer_control_tokens
+from services.tokenizer.chat_templates import DEFAULT_TEMPLATE, read_chat_templates
+from services.tokenizer.detokenizer import (
+    Detokenizer,
+    TokenTable,
+    UnsupportedDecoderError,
+    token_table,
+)
+from services.tokenizer.files import read_json, read_text
 from services.tokenizer.infill import infill_control_tokens
 
 __all__ = ["TextEncoding", "Vocabulary"]
 
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _MARKER = "☺"  # the sign that Meta's and Mistral's own infill code puts before a suffix
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_IMAGE_PLACEHOLDERS = {"<image_soft_token>"}  # Gemma 3's, in its text-only models too
 _NEVER = -1e9  # a Unigram score that no segmentation can afford
 
 
@@ -39,12 +49,12 @@ class Vocabulary:
 
     def __init__(self, directory: Path) -> None:
         """Raises StartupError when the directory holds no tokenizer that can be served."""
-        text = _read(directory / "tokenizer.json")
+        text = read_text(directory / "tokenizer.json")
         if text is None:
             raise StartupError(f"{directory} has no tokenizer.json.")
-        config = _read_json(directory / "tokenizer_config.json")
-        special_map = _read_json(directory / "special_tokens_map.json")
-        model_config = _read_json(directory / "config.json")
+        config = read_json(directory / "tokenizer_config.json")
+        special_map = read_json(directory / "special_tokens_map.json")
+        model_config = read_json(directory / "config.json")
         try:
             definition: dict[str, Any] = json.loads(text)
             self._tokenizer = Tokenizer.from_str(text)
@@ -55,6 +65,7 @@ class Vocabulary:
 
         self.ids: Mapping[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.model_vocabulary_size = int(model_config.get("vocab_size") or 0)
+        self._refuse_ids_beyond_the_embedding(directory / "tokenizer.json")
         self.size = max(max(self.ids.values()) + 1, self.model_vocabulary_size)
         self._names: Mapping[int, str] = {index: token for token, index in self.ids.items()}
         added = self._tokenizer.get_added_tokens_decoder()
@@ -67,6 +78,12 @@ class Vocabulary:
             content = value.get("content") if isinstance(value, dict) else value
             return self.ids.get(content) if content else None
 
+        self.special_names: Mapping[str, str] = {
+            name: self._names[token]
+            for name in _SPECIAL_NAMES
+            if (token := special_id(name)) is not None
+        }
+        """Texts of the special tokens by their role ("bos_token"), as chat templates know them."""
         self.bos_id = special_id("bos_token")
         self.eos_id = special_id("eos_token")
         self.pad_id = special_id("pad_token")
@@ -75,12 +92,14 @@ class Vocabulary:
         empty = self._tokenizer.encode("", add_special_tokens=True).ids
         self.adds_bos = self.bos_id is not None and empty[:1] == [self.bos_id]
 
-        self.chat_template = _chat_template(directory, config)
+        self.chat_templates: Mapping[str, str] = read_chat_templates(directory, config)
         self.context_length = int(model_config.get("max_position_embeddings") or 0)
-        self._plain = _without_control_tokens(definition, self._control_tokens(added.values()))
+        self.control_tokens = self._control_tokens(added.values())
+        """Texts of the tokens that steer the model rather than spell text."""
+        self._plain = _without_control_tokens(definition, self.control_tokens)
         self._adds_space = self.encode_plain("a") != self._after_marker("a")
         try:
-            decoder = definition.get("decoder")
+            self._decoder = decoder = definition.get("decoder")
             self.table = token_table(self.ids, decoder, self.size, self.special_tokens)
             self.full_table = token_table(self.ids, decoder, self.size, ())
         except UnsupportedDecoderError as error:
@@ -91,6 +110,11 @@ class Vocabulary:
         self.configuration_hash = hashlib.sha256(
             json.dumps(model_config, sort_keys=True).encode()
         ).hexdigest()
+
+    @property
+    def chat_template(self) -> str:
+        """The default one; "" where there is none."""
+        return self.chat_templates.get(DEFAULT_TEMPLATE, "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text: special tokens are parsed, the tokenizer's own (BOS) added if asked."""
@@ -110,7 +134,7 @@ class Vocabulary:
         ]
         return TextEncoding(
             ids=encoding.ids,
-            tokens=[self._names.get(token, "") for token in encoding.ids],
+            tokens=self.names(encoding.ids),
             starts=[start for start, _ in offsets],
             ends=[end for _, end in offsets],
             is_added=is_added,
@@ -124,6 +148,31 @@ class Vocabulary:
     def encode_continuation(self, text: str) -> list[int]:
         """As `encode_plain`, without the space that some tokenizers put before a text."""
         return self._after_marker(text) if text and self._adds_space else self.encode_plain(text)
+
+    def names(self, ids: Iterable[int]) -> list[str]:
+        """The vocabulary's string of each id; "" for ids that have none."""
+        return [self._names.get(token, "") for token in ids]
+
+    def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
+        """Ids of a text that comes in parts, each with whether it is a user's: control tokens are
+        parsed in the others."""
+        ids: list[int] = []
+        for text, is_users in parts:
+            if is_users:
+                ids += self.encode_continuation(text) if ids else self.encode_plain(text)
+            elif not ids or not self._adds_space:
+                ids += self.encode(text, add_special_tokens=False)
+            else:
+                marker = self.encode(_MARKER, add_special_tokens=False)
+                ids += self.encode(_MARKER + text, add_special_tokens=False)[len(marker) :]
+        return ids
+
+    def table_with(self, kept: Collection[str]) -> TokenTable:
+        """As `table`, with the texts of these special tokens."""
+        skipped = [token for token, text in self.special_tokens.items() if text not in kept]
+        if len(skipped) == len(self.special_tokens):
+            return self.table
+        return token_table(self.ids, self._decoder, self.size, skipped)
 
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, flush: bool = True
@@ -148,6 +197,19 @@ class Vocabulary:
             for index, piece in enumerate(self.table.pieces[: self.model_vocabulary_size or None])
             if piece and any(string in piece for string in wanted)
         )
+
+    def _refuse_ids_beyond_the_embedding(self, file: Path) -> None:
+        beyond = {
+            token: index
+            for token, index in self.ids.items()
+            if index >= self.model_vocabulary_size > 0 and token not in _IMAGE_PLACEHOLDERS
+        }
+        if beyond:
+            token = max(beyond, key=beyond.__getitem__)
+            raise StartupError(
+                f"{file}: the token {token!r} has the id {beyond[token]}, but by config.json's "
+                f"vocab_size the embedding has {self.model_vocabulary_size} rows."
+            )
 
     def _after_marker(self, text: str) -> list[int]:
         marker = self.encode_plain(_MARKER)
@@ -177,16 +239,17 @@ class Vocabulary:
         )
 
     def _control_tokens(self, added: Iterable[Any]) -> frozenset[str]:
-        """Added tokens that steer the model rather than spell text: those marked special, those of
-        the infill families, and those that the chat template writes."""
-        infill = infill_control_tokens()
+        """Added tokens: those marked special, those of infill, of calls and of reasoning in any
+        family, and those that a chat template writes."""
+        known = infill_control_tokens() | answer_control_tokens()
+        templates = "\0".join(self.chat_templates.values())
         return frozenset(
             token.content
             for token in added
             if token.special
-            or token.content in infill
+            or token.content in known
             or _CONTROL_SHAPE.fullmatch(token.content)
-            or (token.content.strip() and token.content in self.chat_template)
+            or (token.content.strip() and token.content in templates)
         )
 
 
@@ -224,36 +287,3 @@ def _without_control_tokens(definition: Mapping[str, Any], control: frozenset[st
 def _merged(merge: str | Sequence[str]) -> str:
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return left + right
-
-
-def _chat_template(directory: Path, config: Mapping[str, Any]) -> str:
-    """The default template; "" where there is none."""
-    if (text := _read(directory / "chat_template.jinja")) is not None:
-        return text
-    template = config.get("chat_template") or ""
-    if isinstance(template, str):
-        return template
-    named = {str(entry["name"]): str(entry["template"]) for entry in template}
-    return named.get("default", "")
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"{path} can't be read: {error}.") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    text = _read(path)
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise StartupError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise StartupError(f"{path} is not a JSON object.")
-    return value

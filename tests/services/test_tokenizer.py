@@ -4,7 +4,7 @@ import asyncio
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,6 +103,13 @@ class _Events:
 
     def on_error(self, error: ServiceError) -> None:
         self.ended.set_exception(error)
+
+
+async def _completed(call: AsyncIterable[completion.CompleteResponse]) -> _Answer:
+    answer = _Answer()
+    async for response in call:
+        answer.take(response)
+    return answer
 
 
 def _request(*prompts: str | list[int], **fields: object) -> completion.CompleteRequest:
@@ -458,16 +465,25 @@ async def test_what_runs_survives_the_engine(embedded_model: Path, tmp_path: Pat
                 "import", n=2, sampling=sampling, logprobs=0, echo=True,
                 stopping=_tokens(64, ignore_eos=True),
             )  # fmt: skip
+            # beside it one whose candidates are only ranked at the end
+            ranked = _request(
+                "def ", n=2, best_of=4, sampling=types.SamplingParams(seed=2), logprobs=0,
+                stopping=_tokens(200, ignore_eos=True), delivery=completion.DELIVERY_WHOLE,
+            )  # fmt: skip
             calm, stormy, killed = _Answer(), _Answer(), False
             async for response in stub.Complete(request):
                 calm.take(response)
+            calm_ranked = await _completed(stub.Complete(ranked))
+            ranking = asyncio.ensure_future(_completed(stub.Complete(ranked)))
             async for response in stub.Complete(request):
                 stormy.take(response)
-                if len(stormy.ids.get(1, ())) == 20 and not killed:
+                if len(stormy.ids.get(1, ())) >= 20 and not killed:
                     killed = True
                     engine.kill()
                     await engine.wait()
+                    assert not ranking.done()
                     engine = await start_engine()
+            stormy_ranked = await ranking
     finally:
         if engine.returncode is None:
             engine.terminate()
@@ -476,6 +492,9 @@ async def test_what_runs_survives_the_engine(embedded_model: Path, tmp_path: Pat
     assert stormy.ids == calm.ids
     assert stormy.usage is not None
     assert stormy.usage.completion_tokens == 128
+    assert stormy_ranked.ids == calm_ranked.ids
+    assert stormy_ranked.usage is not None
+    assert stormy_ranked.usage.completion_tokens == 800
 
 
 async def test_sigterm_lets_what_runs_finish_and_refuses_what_is_new(

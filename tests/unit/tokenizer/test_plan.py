@@ -1,5 +1,6 @@
 """What the engine is asked for in place of what a client wrote as text."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ def breaker_ids(vocabulary: Vocabulary, ids: list[int], breakers: list[str]) -> 
         sampling=types.SamplingParams(dry=types.DryParams(multiplier=1, breaker_ids=ids)),
         dry_sequence_breakers=breakers,
     )
-    limits = Limits("m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 128, 16, True)
+    limits = Limits(
+        "m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 20, 128, 16, True
+    )
     plan = plan_complete(request, vocabulary, None, limits)
     return list(plan.engine_request.sampling.dry.breaker_ids)
 
@@ -52,12 +55,14 @@ def test_breakers_become_ids_beside_those_that_were_given(
 
 
 def test_breakers_are_ids_that_the_model_knows(tmp_path: Path) -> None:
-    """Some tokenizers have more tokens than the model has logits: the engine would refuse those."""
-    write_checkpoint(tmp_path, byte_level(plain=("\n\n\n",)))
-    (tmp_path / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 64}')
+    """Gemma 3's text models have no logit for its image token: the engine would refuse that."""
+    tokenizer = byte_level(plain=("<image_soft_token>",))
+    write_checkpoint(tmp_path, tokenizer)
+    size = tokenizer.get_vocab_size() - 1
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
     vocabulary = Vocabulary(tmp_path)
-    assert vocabulary.ids["\n\n\n"] >= 100
-    assert 0 < max(vocabulary.ids_containing(("\n", "a"))) < 100
+    assert vocabulary.ids["<image_soft_token>"] == size
+    assert 0 < max(vocabulary.ids_containing(("\n", "a"))) < size
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,9 @@ def test_a_middle_ends_where_the_model_turns_to_another_file(
         suffix=suffix,
         stopping=types.StoppingParams(stop_token_ids=[7], ignore_eos=ignore_eos),
     )
-    limits = Limits("m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 128, 16, True)
+    limits = Limits(
+        "m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 20, 128, 16, True
+    )
     infill = InfillTemplate("x", InfillOrder.PREFIX_SUFFIX_MIDDLE, 1, 2, 3, None, (5, 9))
     plan = plan_complete(request, vocabulary, infill, limits)
     assert list(plan.engine_request.stopping.stop_token_ids) == stop_ids

@@ -24,7 +24,9 @@ _TOOL = completion.Tool(name="f")
 
 def _limits(*, all_capabilities: bool) -> Limits:
     capabilities = engine_pb2.Capability.values() if all_capabilities else _BASIC
-    return Limits("m", "fp_0", 64, 100, frozenset({2}), frozenset(capabilities), 5, 128, 16, True)
+    return Limits(
+        "m", "fp_0", 64, 100, frozenset({2}), frozenset(capabilities), 5, 20, 128, 16, True
+    )
 
 
 def _error(

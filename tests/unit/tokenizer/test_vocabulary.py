@@ -58,6 +58,18 @@ def test_the_configuration_decides_about_the_bos(
     assert vocabulary.encode("ab").count(vocabulary.ids["<s>"]) == expected
 
 
+def test_ids_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
+    """Whoever added a token to the tokenizer alone would learn it from requests that fail."""
+    tokenizer = byte_level(plain=("<mine>",))
+    write_checkpoint(tmp_path, tokenizer)
+    size = tokenizer.get_vocab_size()
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
+    Vocabulary(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size - 1}))
+    with pytest.raises(StartupError, match=rf"tokenizer.json: .*'<mine>'.* {size - 1} "):
+        Vocabulary(tmp_path)
+
+
 @given(st.text(max_size=40))
 def test_an_echoed_prompt_is_the_prompt(
     steered: Vocabulary, byte_fallback_vocabulary: Vocabulary, text: str

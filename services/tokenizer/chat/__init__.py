@@ -1,0 +1,1 @@
+"""Chats: from a conversation to the prompt, and from generated text to the message."""

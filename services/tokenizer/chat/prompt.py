@@ -1,0 +1,220 @@
+"""Prompts of chats: from messages and tools to ids, by the checkpoint's templates."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from services.tokenizer.chat.call_grammars import ReasoningState
+from services.tokenizer.chat.constraint import AnswerFormat
+from services.tokenizer.chat.conversation import (
+    TemplateFacts,
+    check_messages,
+    read_arguments,
+    template_messages,
+)
+from services.tokenizer.chat.marking import Json, MarkedText, Marker
+from services.tokenizer.chat.message_parser import MessageParser, PlainText
+from services.tokenizer.chat.renderer import Renderer
+from services.tokenizer.chat.rendering import RenderJob
+from services.tokenizer.chat.response_parser import ResponseParser
+from services.tokenizer.chat.template_probe import find_turn_end, probe_template
+from services.tokenizer.chat.tool_formats import detect_reasoning_format, detect_tool_format
+from services.tokenizer.chat_templates import DEFAULT_TEMPLATE
+from services.tokenizer.tools import arguments_schema, template_tools
+from services.tokenizer.vocabulary import Vocabulary
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError, invalid
+
+__all__ = ["ChatPrompt", "ChatTemplates", "RenderedChat"]
+
+_LOG = logging.getLogger("chat")
+_INLINE = 4_096  # characters; longer texts are worked on in a thread
+_OWN_VARIABLES = frozenset({  # that requests can't set, or not in this way
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "messages",
+    "return_assistant_tokens_mask", "tools",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """What of a request makes the prompt."""
+
+    messages: Sequence[completion_pb2.Message]
+    tools: Sequence[completion_pb2.Tool]
+    template: str
+    arguments_json: str
+    add_generation_prompt: bool | None
+    """None: unless the last message is continued"""
+    continue_last_message: bool
+
+    @property
+    def size(self) -> int:
+        """Characters, about."""
+        texts = sum(len(part.text) for message in self.messages for part in message.parts)
+        return texts + sum(len(tool.parameters_json) for tool in self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The prompt."""
+
+    text: str
+    ids: Sequence[int]
+
+
+class ChatTemplates:
+    """The templates of the checkpoint."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        model: str,
+        *,
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+    ) -> None:
+        """The formats are names of `tool_formats`, or "auto"."""
+        self._vocabulary = vocabulary
+        self._model = model
+        self._marker = Marker(vocabulary.control_tokens)
+        self._renderer = Renderer(vocabulary.chat_templates, vocabulary.special_names)
+        self._facts: dict[str, TemplateFacts] = {}
+        templates = vocabulary.chat_templates.values()
+        calls = detect_tool_format(tool_format, templates)
+        reasoning = detect_reasoning_format(reasoning_format, templates)
+        marks = [*calls.marks, *([reasoning.opens, reasoning.closes] if reasoning else [])]
+        token_ids = {mark: vocabulary.ids[mark] for mark in marks if _is_control(mark, vocabulary)}
+        self.answers = AnswerFormat(calls, reasoning, token_ids)
+        self.table = vocabulary.table_with(marks)
+        """How answers are decoded: with the marks of calls and reasoning"""
+        self._learning: asyncio.Future[None] | None = None
+        self.turn_end_ids: frozenset[int] = frozenset()
+        """Ids that end a message of the assistant"""
+
+    @property
+    def is_available(self) -> bool:
+        """Whether there is any template."""
+        return bool(self._vocabulary.chat_templates)
+
+    def start(self) -> None:
+        """Begins to find out what the templates expect; prompts wait for it."""
+        self._learning = asyncio.ensure_future(self._learn())
+
+    async def stop(self) -> None:
+        """Ends what renders."""
+        if self._learning is not None:
+            self._learning.cancel()
+        await self._renderer.stop()
+
+    def check(self, prompt: ChatPrompt) -> None:
+        """Raises FAILED_PRECONDITION where the model has no template, INVALID_ARGUMENT for what is
+        wrong."""
+        name = prompt.template or DEFAULT_TEMPLATE
+        if not self.is_available:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "NO_CHAT_TEMPLATE",
+                f"{self._model} has no chat template: use completions, or put a "
+                "chat_template.jinja into its directory.",
+            )
+        if name not in self._vocabulary.chat_templates:
+            known = ", ".join(sorted(self._vocabulary.chat_templates))
+            raise invalid("template", f"There is no template {name!r}, only {known}.")
+        check_messages(prompt.messages, self._model, continues_last=prompt.continue_last_message)
+        if prompt.add_generation_prompt and prompt.continue_last_message:
+            raise invalid(
+                "add_generation_prompt", "A message is either continued or begun, not both."
+            )
+        field = "template_arguments_json"
+        for key in read_arguments(prompt.arguments_json, field):
+            if key in _OWN_VARIABLES or not key.isidentifier():
+                raise invalid(field, f"{key!r} can't be set here.")
+
+    async def render(self, prompt: ChatPrompt) -> RenderedChat:
+        """The prompt's text and ids. It was checked. Raises as `Renderer.render`."""
+        assert self._learning is not None, "start comes first"
+        await asyncio.shield(self._learning)
+        is_long = prompt.size > _INLINE
+        written, marked = (
+            await asyncio.to_thread(self._write, prompt) if is_long else self._write(prompt)
+        )
+        messages, tools, variables = written
+        text = await self._renderer.render(
+            RenderJob(
+                template=prompt.template or DEFAULT_TEMPLATE,
+                messages=messages,
+                tools=tools or None,
+                variables=variables,
+                add_generation_prompt=not prompt.continue_last_message
+                and prompt.add_generation_prompt is not False,
+                continue_last_message=prompt.continue_last_message,
+            )
+        )
+
+        def encode() -> RenderedChat:
+            ids = self._vocabulary.encode_parts(marked.parts(text))
+            return RenderedChat(marked.plain(text), ids)
+
+        return await asyncio.to_thread(encode) if len(text) > _INLINE else encode()
+
+    def reasoning_state(self, prompt: str, *, continues: bool) -> ReasoningState:
+        """How reasoning stands at the end of a prompt."""
+        form = self.answers.reasoning
+        if form is None:
+            return ReasoningState.NONE
+        text = prompt.rstrip()
+        if text.endswith(form.opens):
+            return ReasoningState.OPEN
+        if continues:  # what the message has of it so far
+            is_open = text.rfind(form.opens) > text.rfind(form.closes)
+            return ReasoningState.OPEN if is_open else ReasoningState.NONE
+        return ReasoningState.NONE if text.endswith(form.closes) else ReasoningState.POSSIBLE
+
+    def parser(self, state: ReasoningState, tools: Sequence[completion_pb2.Tool]) -> MessageParser:
+        """Reads an answer. Calls of these tools are told from content."""
+        reasoning = None if state is ReasoningState.NONE else self.answers.reasoning
+        if reasoning is None and not tools:
+            return PlainText()
+        return ResponseParser(
+            reasoning,
+            self.answers.calls if tools else None,
+            {tool.name: arguments_schema(tool, "tools") for tool in tools},
+            is_reasoning=state is ReasoningState.OPEN,
+        )
+
+    async def _learn(self) -> None:
+        for name, source in self._vocabulary.chat_templates.items():
+            try:
+                facts = await probe_template(self._renderer, name, source)
+            except ServiceError as error:
+                _LOG.warning("the chat template %s: %s", name, error.message)
+                facts = TemplateFacts()
+            self._facts[name] = facts
+            end = await find_turn_end(self._renderer, name, facts)
+            special = self._vocabulary.special_tokens.items()
+            self.turn_end_ids |= {token for token, text in special if text and end.startswith(text)}
+
+    def _write(self, prompt: ChatPrompt) -> tuple[list[Any], MarkedText]:
+        """Messages, tools and variables as the template takes them, control tokens marked."""
+        facts = self._facts[prompt.template or DEFAULT_TEMPLATE]
+        written: list[Json] = [
+            template_messages(prompt.messages, facts),
+            template_tools(prompt.tools),
+            read_arguments(prompt.arguments_json, "template_arguments_json"),
+        ]
+        marked, reader = self._marker.mark(written)
+        assert isinstance(marked, list)
+        return marked, reader
+
+
+def _is_control(mark: str, vocabulary: Vocabulary) -> bool:
+    """Whether llguidance takes the mark for a token that no text can spell: an added one that is
+    special, or looks so."""
+    looks_special = mark.startswith("<") and mark.endswith(">")
+    return mark in vocabulary.control_tokens and (
+        looks_special or mark in vocabulary.special_tokens.values()
+    )

@@ -1,0 +1,122 @@
+"""A message's text, split into reasoning, content and tool calls while it arrives."""
+
+from collections.abc import Generator, Sequence
+
+from services.tokenizer.chat.call_readers import Parameters
+from services.tokenizer.chat.message_parser import Segment, SegmentKind
+from services.tokenizer.chat.text_reader import Reading, TextReader
+from services.tokenizer.chat.tool_formats import ReasoningFormat, ToolFormat
+
+__all__ = ["ResponseParser"]
+
+
+class ResponseParser:
+    """One message. Whitespace that only separates its parts belongs to none of them."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None,
+        calls: ToolFormat | None,
+        tools: Parameters,
+        *,
+        is_reasoning: bool,
+    ) -> None:
+        """`is_reasoning` says that the prompt has begun it. Without `calls`, there are none."""
+        self._reader = TextReader()
+        self._reasoning = reasoning
+        self._calls = calls
+        self._tools = tools
+        self._is_reasoning = is_reasoning
+        self._run = self._read()
+        next(self._run, None)
+
+    def feed(self, text: str) -> Sequence[Segment]:
+        """What is certain now."""
+        self._reader.text += text
+        next(self._run, None)
+        return self._reader.take()
+
+    def finish(self, *, is_cut: bool) -> Sequence[Segment]:
+        """What is left."""
+        self._reader.is_ended, self._reader.is_cut = True, is_cut
+        next(self._run, None)
+        return self._reader.take()
+
+    def _read(self) -> Generator[None, None, None]:
+        reader, calls = self._reader, self._calls
+        if (yield from self._read_reasoning()):
+            yield from self._skip_space()
+        if calls is None:
+            while (yield from reader.more()):
+                reader.settle(SegmentKind.CONTENT, len(reader.text))
+            return
+        if (yield from self._read_leading_calls(calls)):
+            yield from self._skip_space()
+        reader.at = 0
+        while (yield from self._read_text(SegmentKind.CONTENT, calls.opens)):
+            mark_at = reader.at
+            if (yield from calls.read(reader, self._tools)):
+                yield from self._skip_space()
+            else:  # no call; there may be one behind
+                reader.settle(SegmentKind.CONTENT, mark_at + 1)
+
+    def _read_reasoning(self) -> Reading:
+        """Whether there was any."""
+        reader = self._reader
+        if self._reasoning is None:
+            return False
+        if not self._is_reasoning:
+            yield from reader.space()
+            if not (yield from reader.literal(self._reasoning.opens)):
+                reader.at = 0
+                return False
+            reader.settle(SegmentKind.MARKUP, reader.at, "")
+        yield from self._skip_space()
+        closes = self._reasoning.closes
+        if (yield from self._read_text(SegmentKind.REASONING, (closes,))):
+            reader.settle(SegmentKind.MARKUP, reader.at + len(closes), "")
+        return True
+
+    def _read_leading_calls(self, calls: ToolFormat) -> Reading:
+        """Those that need no mark at the very start."""
+        reader = self._reader
+        may_lead = calls.leads and (yield from reader.space())
+        if may_lead and reader.text[reader.at] in calls.leads:
+            return (yield from calls.read(reader, self._tools))
+        return False
+
+    def _read_text(self, kind: SegmentKind, marks: Sequence[str]) -> Reading:
+        """Settles text, up to a mark and the whitespace before it; false when it ends without."""
+        reader = self._reader
+        while True:
+            places = [place for mark in marks if (place := reader.text.find(mark)) >= 0]
+            if places:
+                kept = len(reader.text[: min(places)].rstrip())
+                reader.settle(kind, kept)
+                reader.at = min(places) - kept
+                return True
+            held = 0 if reader.is_ended else _held(reader.text, marks)
+            reader.settle(kind, len(reader.text) - held)
+            if reader.is_ended:
+                return False
+            yield
+
+    def _skip_space(self) -> Generator[None, None, None]:
+        reader = self._reader
+        reader.at = 0
+        yield from reader.space()
+        reader.settle(SegmentKind.MARKUP, reader.at, "")
+
+
+def _held(text: str, marks: Sequence[str]) -> int:
+    """How much of the text's end may yet belong to a mark, or to the whitespace before one."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text))
+    partial = next(
+        (
+            size
+            for size in range(longest, 0, -1)
+            if any(mark.startswith(text[-size:]) for mark in marks)
+        ),
+        0,
+    )
+    return len(text) - len(text[: len(text) - partial].rstrip())

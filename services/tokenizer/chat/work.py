@@ -1,0 +1,164 @@
+"""A chat: what is asked of the engine, and the message that comes of it."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from services.tokenizer.chat.call_grammars import ReasoningState
+from services.tokenizer.chat.constraint import constrain
+from services.tokenizer.chat.content_tokens import ContentTokens
+from services.tokenizer.chat.message import ChatMessage
+from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
+from services.tokenizer.completion import Completion
+from services.tokenizer.limits import Limits
+from services.tokenizer.plan import CompletePlan, plan_complete
+from services.tokenizer.tools import check_tools
+from services.tokenizer.validation import check_complete, check_model, require
+from services.tokenizer.vocabulary import Vocabulary
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.types.v1 import types_pb2
+
+__all__ = ["ChatWork"]
+
+_ANY_PROMPT = completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[0]))
+
+
+class ChatWork:
+    """One request: a completion of the prompt that its conversation makes."""
+
+    def __init__(
+        self,
+        request: completion_pb2.ChatRequest,
+        vocabulary: Vocabulary,
+        templates: ChatTemplates,
+    ) -> None:
+        self._request = request
+        self._vocabulary = vocabulary
+        self._templates = templates
+        self._messages: list[ChatMessage] = []
+        """The answers, by index of the choice"""
+
+    def check(self, limits: Limits) -> None:
+        """Raises the ServiceError of the first field that is wrong."""
+        request = self._request
+        check_model(request.model, limits.model)
+        self._templates.check(self._prompt())
+        check_tools(request.tools, request.tool_choice)
+        check_complete(self._completion(limits.context_length), _of_chat(limits), None)
+
+    async def plan(self, limits: Limits) -> CompletePlan:
+        """How it will be served. Raises INVALID_ARGUMENT for a conversation that the template
+        refuses, OUT_OF_RANGE for one that is too long."""
+        request, templates = self._request, self._templates
+        rendered = await templates.render(self._prompt())
+        if not rendered.ids:
+            raise invalid("messages", "The chat template makes no prompt of these messages.")
+        stopping = request.stopping
+        context = limits.context_length
+        if stopping.HasField("context_length"):
+            context = min(context, stopping.context_length)
+        completion = self._completion(max(1, context - len(rendered.ids)))
+        completion.prompts[0].token_ids.ids[:] = rendered.ids
+        if not stopping.ignore_eos:
+            ends = templates.turn_end_ids.difference(limits.eos_ids)
+            completion.stopping.stop_token_ids.extend(ends)
+        state = templates.reasoning_state(rendered.text, continues=request.continue_last_message)
+        constraint = constrain(request, templates.answers, state)
+        if constraint is not None:
+            require(limits, engine_pb2.CAPABILITY_GRAMMAR, constraint.field)
+            completion.grammar.CopyFrom(constraint.grammar)
+        try:
+            plan = plan_complete(completion, self._vocabulary, None, limits)
+        except ServiceError as error:
+            if error.field.startswith("prompts"):
+                error.field = "messages"
+            raise
+        self._messages = [
+            self._message(state, scored=plan.choice.scored)
+            for _ in range(request.n if request.HasField("n") else 1)
+        ]
+        return replace(
+            plan,
+            table=templates.table,
+            begins_text=not request.continue_last_message,
+            blame=None if constraint is None else constraint.blame,
+        )
+
+    def write(self, completion: Completion, add: Callable[[], completion_pb2.ChatResponse]) -> None:
+        """Write what the completion has ready; all of it, unless that is large."""
+        parts: deque[completion_pb2.CompleteResponse] = deque()
+
+        def collect() -> completion_pb2.CompleteResponse:
+            parts.append(completion_pb2.CompleteResponse())
+            return parts[-1]
+
+        completion.write(collect, lambda: True)
+        while parts:
+            part = parts.popleft()
+            kind = part.WhichOneof("event")
+            if kind == "delta":
+                ends = parts and parts[0].HasField("finished")
+                finished = parts.popleft().finished if ends else None
+                self._messages[part.delta.index].write(part.delta, finished, add)
+            elif kind == "finished":
+                self._messages[part.finished.index].write(None, part.finished, add)
+            elif kind == "accepted":
+                add().accepted.CopyFrom(part.accepted)
+            elif kind == "completed":
+                add().completed.CopyFrom(part.completed)
+
+    def _message(self, state: ReasoningState, *, scored: bool) -> ChatMessage:
+        request, templates = self._request, self._templates
+        return ChatMessage(
+            templates.parser(state, () if self._hides_tools else request.tools),
+            ContentTokens(self._vocabulary.full_table.pieces) if scored else None,
+            turn_ends=templates.turn_end_ids.difference(request.stopping.stop_token_ids),
+            single_call=request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
+            is_forced=request.tool_choice.WhichOneof("choice") == "name",
+        )
+
+    @property
+    def _hides_tools(self) -> bool:
+        """Without them in its prompt, the model calls none."""
+        return self._request.tool_choice.mode == completion_pb2.TOOL_MODE_NONE
+
+    def _prompt(self) -> ChatPrompt:
+        request = self._request
+        return ChatPrompt(
+            messages=request.messages,
+            tools=() if self._hides_tools else request.tools,
+            template=request.template,
+            arguments_json=request.template_arguments_json,
+            add_generation_prompt=(
+                request.add_generation_prompt if request.HasField("add_generation_prompt") else None
+            ),
+            continue_last_message=request.continue_last_message,
+        )
+
+    def _completion(self, max_tokens: int) -> completion_pb2.CompleteRequest:
+        """The request but for its prompt; `max_tokens` where it names none."""
+        request = self._request
+        completion = completion_pb2.CompleteRequest(
+            model=request.model,
+            prompts=[_ANY_PROMPT],
+            sampling=request.sampling,
+            stopping=request.stopping,
+            stop=request.stop,
+            include_stop_string=request.include_stop_string,
+            n=request.n if request.HasField("n") else None,
+            logprobs=request.logprobs if request.HasField("logprobs") else None,
+            grammar=request.grammar if request.HasField("grammar") else None,
+            context_overflow=request.context_overflow,
+            delivery=request.delivery,
+            user=request.user,
+            dry_sequence_breakers=request.dry_sequence_breakers,
+        )
+        if not request.stopping.HasField("max_tokens"):
+            completion.stopping.max_tokens = max_tokens
+        return completion
+
+
+def _of_chat(limits: Limits) -> Limits:
+    return replace(limits, max_logprobs=limits.max_chat_logprobs)

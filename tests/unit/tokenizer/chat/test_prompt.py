@@ -1,0 +1,309 @@
+"""Conversations become the prompts that transformers makes of them, whatever the template wants."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from transformers import PreTrainedTokenizerFast
+
+from services.tokenizer.chat.call_grammars import ReasoningState
+from services.tokenizer.chat.message_parser import SegmentKind
+from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
+from services.tokenizer.vocabulary import Vocabulary
+from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
+from tokenwire.completion.v1 import completion_pb2 as completion
+from tokenwire.errors import ServiceError
+
+_TOOLS = [
+    completion.Tool(
+        name="get_weather",
+        description="The weather",
+        parameters_json='{"type":"object","properties":{"city":{"type":"string"},'
+        '"days":{"type":"integer"}}}',
+    ),
+    completion.Tool(name="get_time"),
+]
+_CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": "São Tomé", "days": 3}),
+    ("get_time", {}),
+]
+
+
+def _says(role: str, text: str | None = None, **fields: Any) -> completion.Message:
+    parts = [] if text is None else [completion.ContentPart(text=text)]
+    return completion.Message(role=f"ROLE_{role.upper()}", parts=parts, **fields)  # type: ignore[arg-type]
+
+
+def _prompt(
+    *messages: completion.Message,
+    tools: list[completion.Tool] | None = None,
+    template: str = "",
+    arguments: object = None,
+    add_generation_prompt: bool | None = None,
+    continue_last_message: bool = False,
+) -> ChatPrompt:
+    return ChatPrompt(
+        messages=messages,
+        tools=tools or [],
+        template=template,
+        arguments_json="" if arguments is None else json.dumps(arguments),
+        add_generation_prompt=add_generation_prompt,
+        continue_last_message=continue_last_message,
+    )
+
+
+async def _refusal(templates: ChatTemplates, prompt: ChatPrompt) -> ServiceError:
+    try:
+        templates.check(prompt)
+        await templates.render(prompt)
+    except ServiceError as error:
+        return error
+    raise AssertionError("it was taken")
+
+
+@asynccontextmanager
+async def _started(
+    directory: Path, template: str | list[dict[str, str]]
+) -> AsyncIterator[ChatTemplates]:
+    """The templates of a checkpoint with this one or these."""
+    templates = ChatTemplates(chat_vocabulary(directory, template), "m")
+    templates.start()
+    yield templates
+    await templates.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    form: str
+    directory: Path
+    templates: ChatTemplates
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="session", params=[form for form in TEMPLATES if form != "parts"]
+)
+async def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[_Family]:
+    """Each in turn."""
+    directory = tmp_path_factory.mktemp(request.param)
+    async with _started(directory, TEMPLATES[request.param]) as templates:
+        yield _Family(request.param, directory, templates)
+
+
+async def test_ids_are_those_of_transformers(family: _Family) -> None:
+    """With calls and their answers where the family has them."""
+    form, templates = family.form, family.templates
+    reference = PreTrainedTokenizerFast(
+        tokenizer_file=str(family.directory / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+    messages = [_says("user", " Hé <b> \n"), _says("assistant", "a\n\nb"), _says("user", "c")]
+    plain: list[dict[str, Any]] = [
+        {"role": "user", "content": " Hé <b> \n"},
+        {"role": "assistant", "content": "a\n\nb"},
+        {"role": "user", "content": "c"},
+    ]
+    if templates.answers.calls.name == form:
+        [(name, arguments)] = _CALLS[:1]
+        call = completion.ToolCall(id="abcdef012", name=name, arguments_json=json.dumps(arguments))
+        messages += [
+            _says("assistant", tool_calls=[call]),
+            _says("tool", "21", tool_call_id="abcdef012"),
+        ]
+        function = {"name": name, "arguments": arguments}
+        called = {"id": "abcdef012", "type": "function", "function": function}
+        plain += [
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "abcdef012", "content": "21"},
+        ]
+    for asks in (True, False):
+        prompt = _prompt(*messages, add_generation_prompt=asks)
+        templates.check(prompt)
+        rendered = await templates.render(prompt)
+        expected = reference.apply_chat_template(
+            plain, chat_template=TEMPLATES[form], add_generation_prompt=asks,
+            return_dict=False,
+        )  # fmt: skip
+        assert list(rendered.ids) == expected
+        assert rendered.text == reference.decode(expected)
+
+
+async def test_calls_that_a_template_writes_are_read_back(family: _Family) -> None:
+    """The detected format is the family's own, and nothing of the calls is left as content."""
+    form, templates = family.form, family.templates
+    if form in ("json", "thinking"):
+        assert templates.answers.calls.name == "json"
+        return
+    calls = _CALLS[:1] if form == "llama3_json" else _CALLS
+    assert templates.answers.calls.name == form
+    message = _says(
+        "assistant",
+        tool_calls=[
+            completion.ToolCall(id=f"call_{place}", name=name, arguments_json=json.dumps(arguments))
+            for place, (name, arguments) in enumerate(calls)
+        ],
+    )
+    question = _prompt(_says("user", "q"), tools=_TOOLS, add_generation_prompt=True)
+    before = await templates.render(question)
+    after = await templates.render(
+        _prompt(_says("user", "q"), message, tools=_TOOLS, add_generation_prompt=False)
+    )
+    assert after.text.startswith(before.text)
+    answer = after.text.removeprefix(before.text)
+    for end in ("<|im_end|>", "<|eot_id|>", "</s>"):
+        answer = answer.partition(end)[0]
+    parser = templates.parser(ReasoningState.NONE, _TOOLS)
+    segments = [*parser.feed(answer), *parser.finish(is_cut=False)]
+    assert not [part for part in segments if part.kind is SegmentKind.CONTENT]
+    names = [part.text for part in segments if part.kind is SegmentKind.CALL]
+    assert names == [name for name, _ in calls]
+    arguments = "".join(part.text for part in segments if part.kind is SegmentKind.ARGUMENTS)
+    decoder, found = json.JSONDecoder(), []
+    while arguments:
+        value, end_at = decoder.raw_decode(arguments)
+        found.append(value)
+        arguments = arguments[end_at:]
+    assert found == [value for _, value in calls]
+
+
+async def test_a_template_gets_contents_as_it_wants_them(tmp_path: Path) -> None:
+    """As a list of parts, where a string would come out letter by letter or not at all."""
+    async with _started(tmp_path, TEMPLATES["parts"]) as templates:
+        rendered = await templates.render(_prompt(_says("user", "Hello")))
+        assert rendered.text == "<|im_start|>user\nHello<|im_end|>\n"
+
+
+async def test_ends_of_turns_end_answers(tmp_path: Path) -> None:
+    """Though the checkpoint's configuration names another end."""
+    async with _started(tmp_path, TEMPLATES["hermes"]) as templates:
+        rendered = await templates.render(_prompt(_says("user", "Hello")))
+        [end] = templates.turn_end_ids
+        assert list(rendered.ids).count(end) == 1
+        assert rendered.text.count("<|im_end|>") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "state"),
+    [
+        ({}, ReasoningState.POSSIBLE),
+        ({"always": True}, ReasoningState.OPEN),
+        ({"enable_thinking": False}, ReasoningState.NONE),
+    ],
+)
+async def test_the_prompt_says_how_reasoning_stands(
+    arguments: dict[str, bool], state: ReasoningState, tmp_path: Path
+) -> None:
+    async with _started(tmp_path, TEMPLATES["thinking"]) as templates:
+        rendered = await templates.render(_prompt(_says("user", "q"), arguments=arguments))
+        assert templates.reasoning_state(rendered.text, continues=False) is state
+        told = await templates.render(_prompt(_says("assistant", "a", reasoning="Hm.")))
+        assert "<think>\nHm.\n</think>\n\na<|im_end|>" in told.text
+
+
+async def test_one_of_several_templates_is_chosen(tmp_path: Path) -> None:
+    """By its name, from wherever the checkpoint keeps it."""
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "third.jinja").write_text("3{{ messages[0].content }}")
+    named = [
+        {"name": "default", "template": "1{{ messages[0].content }}"},
+        {"name": "second", "template": "2{{ messages[0].content }}{{ x }}"},
+    ]
+    async with _started(tmp_path, named) as templates:
+        for name, text in (("", "1a"), ("default", "1a"), ("third", "3a")):
+            prompt = _prompt(_says("user", "a"), template=name)
+            templates.check(prompt)
+            assert (await templates.render(prompt)).text == text
+        second = _prompt(_says("user", "a"), template="second", arguments={"x": [1, "é"]})
+        assert (await templates.render(second)).text == "2a[1, 'é']"
+        error = await _refusal(templates, _prompt(_says("user", "a"), template="fourth"))
+        assert error.field == "template"
+
+
+async def test_a_checkpoint_without_a_template_says_so(tmp_path: Path) -> None:
+    templates = ChatTemplates(chat_vocabulary(tmp_path, ""), "m")
+    templates.start()
+    assert not templates.is_available
+    with pytest.raises(ServiceError) as caught:
+        templates.check(_prompt(_says("user", "a")))
+    assert (caught.value.code, caught.value.reason) == (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "NO_CHAT_TEMPLATE",
+    )
+    await templates.stop()
+
+
+async def test_what_a_template_says_against_a_conversation_is_told(tmp_path: Path) -> None:
+    """Its own words, or what is wrong with it."""
+    sources = {
+        "{{ raise_exception('Speak, ' + messages[0].role) }}": "Speak, user",
+        "{% if %}": "Expected an expression",
+        "{{ messages[0].nothing.at_all }}": "no attribute 'nothing'",
+        "{{ messages[0].content + 1 }}": "TypeError",
+        "{% for i in range(10 ** 9) %}{% endfor %}": "too big",
+        "{{ 'x' * 10 ** 8 }}": "writes more than",
+        "{{ 'x' * 10 ** 11 }}": "memory",
+        "{{ messages.__class__.__base__.__subclasses__() }}": "unsafe",
+    }
+    named = [{"name": f"t{place}", "template": source} for place, source in enumerate(sources)]
+    async with _started(tmp_path, named) as templates:
+        for place, message in enumerate(sources.values()):
+            error = await _refusal(templates, _prompt(_says("user", "a"), template=f"t{place}"))
+            assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "messages")
+            assert message in error.message
+
+
+async def test_a_template_that_does_not_end_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is ended, and the next conversation finds another."""
+    monkeypatch.setattr("services.tokenizer.chat.renderer._SECONDS", 0.5)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    loops_if = "{% if messages[0].content == 'loop' %}" + loop + "{% endif %}"
+    async with _started(tmp_path, loops_if + "{{ messages[0].content }}") as templates:
+        assert (await templates.render(_prompt(_says("user", "a")))).text == "a"
+        loops = asyncio.ensure_future(_refusal(templates, _prompt(_says("user", "loop"))))
+        behind = asyncio.ensure_future(templates.render(_prompt(_says("user", "b"))))
+        assert "takes more than" in (await loops).message
+        assert (await behind).text == "b"
+
+
+async def test_who_goes_away_leaves_no_answer_for_the_next(tmp_path: Path) -> None:
+    async with _started(tmp_path, "{{ messages[0].content }}") as templates:
+        await templates.render(_prompt(_says("user", "a")))
+        gone = [
+            asyncio.ensure_future(templates.render(_prompt(_says("user", f"{place}"))))
+            for place in range(8)
+        ]
+        await asyncio.sleep(0)
+        for task in gone[::2]:
+            task.cancel()
+        assert (await templates.render(_prompt(_says("user", "b")))).text == "b"
+        assert [(await task).text for task in gone[1::2]] == ["1", "3", "5", "7"]
+
+
+async def test_rendering_loads_no_torch() -> None:
+    """It would cost 300 MB of memory and seconds at every start."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "import sys, services.tokenizer.chat.render_process as _; sys.exit('torch' in sys.modules)",
+    )
+    assert await process.wait() == 0
+
+
+def test_marks_of_calls_stay_in_the_text(tmp_path: Path) -> None:
+    """A decoder leaves special tokens out; without them, a call looks like content."""
+    vocabulary: Vocabulary = chat_vocabulary(tmp_path, TEMPLATES["mistral"])
+    table = vocabulary.table_with(["[TOOL_CALLS]", "[ARGS]"])
+    assert table.texts[vocabulary.ids["[TOOL_CALLS]"]] == "[TOOL_CALLS]"
+    assert table.texts[vocabulary.ids["[INST]"]] == ""
+    assert vocabulary.table.texts[vocabulary.ids["[TOOL_CALLS]"]] == ""
