@@ -1,4 +1,4 @@
-"""The command `tokenwire`: serve, complete, tokenize, models, keys, health."""
+"""The command `tokenwire`: serve, complete, chat, tokenize, models, keys, health."""
 
 import argparse
 import asyncio
@@ -79,30 +79,54 @@ async def _serve(options: argparse.Namespace) -> int:
 
 
 async def _complete(options: argparse.Namespace) -> int:
-    from tokenwire.client import Client, CompleteOptions
+    from tokenwire.client import Client
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    asked: CompleteOptions = {}
-    for name in ("suffix", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "model"):
-        value = getattr(options, name)
-        if value is not None:
-            asked[name] = value
+    asked = _asked(options, "suffix")
     async with Client(options.target) as client:
-        if options.stream:
-            if (options.n or 1) > 1:
-                _complain("--stream shows one choice; leave out --n.")
-                return 2
-            async with client.stream(prompt, **asked) as stream:
-                async for delta in stream:
-                    print(delta.text, end="", flush=True)
-            print()
+        if not options.stream:
+            completion = await client.complete(prompt, **asked)
+            _print_choices([choice.text for choice in completion.choices])
             return 0
-        completion = await client.complete(prompt, **asked)
-        for choice in completion.choices:
-            if len(completion.choices) > 1:
-                print(f"--- {choice.index}")
-            print(choice.text)
+        async with client.stream(prompt, **asked) as stream:
+            async for delta in stream:
+                print(delta.text, end="", flush=True)
+        print()
     return 0
+
+
+async def _chat(options: argparse.Namespace) -> int:
+    from tokenwire.client import Client, Message
+
+    text = sys.stdin.read() if options.message == "-" else options.message
+    messages = [Message("user", text)]
+    if options.system is not None:
+        messages.insert(0, Message("system", options.system))
+    asked = _asked(options)
+    async with Client(options.target) as client:
+        if not options.stream:
+            answer = await client.chat(messages, **asked)
+            _print_choices([choice.message.content or "" for choice in answer.choices])
+            return 0
+        async with client.stream_chat(messages, **asked) as stream:
+            async for delta in stream:
+                print(delta.content, end="", flush=True)
+        print()
+    return 0
+
+
+def _asked(options: argparse.Namespace, *further: str) -> Any:
+    """What of a request was given."""
+    names = ("max_tokens", "temperature", "top_p", "seed", "n", "stop", "model", *further)
+    given = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _print_choices(texts: Sequence[str]) -> None:
+    for index, text in enumerate(texts):
+        if len(texts) > 1:
+            print(f"--- {index}")
+        print(text)
 
 
 async def _tokenize(options: argparse.Namespace) -> int:
@@ -121,7 +145,7 @@ async def _models(options: argparse.Namespace) -> int:
 
     async with Client(options.target) as client:
         for model in await client.models():
-            can = [name for name in ("infill", "grammar") if getattr(model, name)]
+            can = [name for name in ("infill", "grammar", "chat") if getattr(model, name)]
             print(f"{model.id}\tcontext {model.context_length}\t{' '.join(can)}")
     return 0
 
@@ -190,24 +214,18 @@ def _parser() -> argparse.ArgumentParser:
     complete = add("complete", _complete, "Complete a prompt.")
     complete.add_argument("prompt", help="The prompt; - reads standard input.")
     complete.add_argument("--suffix", help="What follows the gap that is to be filled.")
-    complete.add_argument("--stream", action="store_true", help="Print as it is generated.")
-    complete.add_argument(
-        "--max-tokens", type=int, help="Tokens at most; the server's default is 16."
-    )
-    complete.add_argument("--temperature", type=float, help="0 = the most likely token each time.")
-    complete.add_argument("--top-p", type=float, help="Nucleus mass.")
-    complete.add_argument("--seed", type=int, help="The same seed gives the same tokens.")
-    complete.add_argument("--n", type=int, help="Choices.")
-    complete.add_argument(
-        "--stop", action="append", help="A string that ends the text; repeatable."
-    )
-    complete.add_argument("--model", help="Needed where several are served.")
+    _add_generation(complete, "Tokens at most; the server's default is 16.")
+
+    chat = add("chat", _chat, "Answer a message.")
+    chat.add_argument("message", help="The message; - reads standard input.")
+    chat.add_argument("--system", help="Instructions.")
+    _add_generation(chat, "Tokens at most; else as many as fit.")
 
     tokenize = add("tokenize", _tokenize, "Print the token ids of a text, one a line.")
     tokenize.add_argument("text", help="The text; - reads standard input.")
 
     models = add("models", _models, "List the models that are served.")
-    for sub in (complete, tokenize, models):
+    for sub in (complete, chat, tokenize, models):
         sub.add_argument("--target", default=_TARGET, help="host:port of the tokenizer service.")
 
     _add_keys(add("keys", _list_keys, "Make, list and revoke API keys."))
@@ -215,6 +233,18 @@ def _parser() -> argparse.ArgumentParser:
     health = add("health", _health, "Exit with 0 if a service serves, else with 1.")
     health.add_argument("target", help="host:port of a gRPC service, or an http:// URL.")
     return parser
+
+
+def _add_generation(command: argparse.ArgumentParser, max_tokens: str) -> None:
+    one = command.add_mutually_exclusive_group()
+    one.add_argument("--stream", action="store_true", help="Print as it is generated.")
+    one.add_argument("--n", type=int, help="Choices.")
+    command.add_argument("--max-tokens", type=int, help=max_tokens)
+    command.add_argument("--temperature", type=float, help="0 = the most likely token each time.")
+    command.add_argument("--top-p", type=float, help="Nucleus mass.")
+    command.add_argument("--seed", type=int, help="The same seed gives the same tokens.")
+    command.add_argument("--stop", action="append", help="A string that ends it; repeatable.")
+    command.add_argument("--model", help="Needed where several are served.")
 
 
 def _add(

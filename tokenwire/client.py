@@ -6,6 +6,7 @@
     async def main() -> None:
         async with Client("127.0.0.1:50051") as client:
             print((await client.complete("def add(a, b):", max_tokens=32)).text)
+            print((await client.chat("What is a mutex?", max_tokens=64)).text)
 
     asyncio.run(main())
 
@@ -16,6 +17,7 @@ the request down to its KV blocks.
 """
 
 import asyncio
+import json
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Mapping, Sequence
@@ -26,7 +28,9 @@ import grpc
 
 from tokenwire.channel import connect
 from tokenwire.completion.v1 import completion_pb2
+from tokenwire.completion.v1.completion_pb2 import Tool, ToolChoice
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.conversation import ChatAnswer, ChatChoice, ChatDelta, Message
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.errors import ServiceError
@@ -45,13 +49,15 @@ from tokenwire.results import (
     TokenDelta,
     Usage,
 )
-from tokenwire.session import Session, completion_session, engine_session
+from tokenwire.session import CompletionSession, Session, completion_session, engine_session
 from tokenwire.tokenizer.v1 import tokenizer_pb2
 from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.types.v1 import types_pb2
 from tokenwire.types.v1.types_pb2 import DryParams, GrammarSpec, MirostatParams
 
 __all__ = [
+    "ChatOptions",
+    "ChatStream",
     "Client",
     "CompleteOptions",
     "CompletionStream",
@@ -60,7 +66,10 @@ __all__ = [
     "GenerateOptions",
     "GenerationStream",
     "GrammarSpec",
+    "Message",
     "MirostatParams",
+    "Tool",
+    "ToolChoice",
 ]
 
 Prompt = str | Sequence[int]
@@ -99,18 +108,36 @@ class RequestOptions(TypedDict, total=False):
     timeout_seconds: float
 
 
-class CompleteOptions(RequestOptions, total=False):
-    """What a completion takes besides its prompt: protos/tokenwire/completion/v1."""
+class TextOptions(RequestOptions, total=False):
+    """What completions and chats take: protos/tokenwire/completion/v1."""
 
-    suffix: str
     stop: Sequence[str]
     include_stop_string: bool
+    context_overflow: completion_pb2.ContextOverflow
+    dry_sequence_breakers: Sequence[str]
+    tools: Sequence[Tool]
+    tool_choice: ToolChoice
+    user: str
+
+
+class CompleteOptions(TextOptions, total=False):
+    """What a completion takes besides its prompt."""
+
+    suffix: str
     best_of: int
     echo: bool
     truncate_prompt: bool
-    context_overflow: completion_pb2.ContextOverflow
-    dry_sequence_breakers: Sequence[str]
-    user: str
+
+
+class ChatOptions(TextOptions, total=False):
+    """What a chat takes besides its messages."""
+
+    parallel_tool_calls: bool
+    template: str
+    template_arguments: Mapping[str, Any]
+    """Further variables of the template"""
+    add_generation_prompt: bool
+    continue_last_message: bool
 
 
 class GenerateOptions(RequestOptions, total=False):
@@ -137,9 +164,7 @@ class Client:
         async with CompletionStream(self._session, request) as stream:
             async for delta in stream:
                 deltas[delta.index].append(delta)
-        accepted, usage = stream.accepted, stream.usage
-        assert accepted is not None
-        assert usage is not None
+        accepted, usage = stream.ended
         choices = tuple(Choice.join(deltas[index]) for index in sorted(deltas))
         return Completion(
             accepted.model, accepted.system_fingerprint, accepted.seed, choices, usage
@@ -156,6 +181,33 @@ class Client:
         """
         request = _complete_request(prompt, dict(options), completion_pb2.DELIVERY_DELTAS)
         return CompletionStream(self._session, request)
+
+    async def chat(
+        self, messages: str | Sequence[Message], **options: Unpack[ChatOptions]
+    ) -> ChatAnswer:
+        """Answer a conversation; a string stands for one message of the user."""
+        request = _chat_request(messages, dict(options), completion_pb2.DELIVERY_WHOLE)
+        deltas: dict[int, list[ChatDelta]] = defaultdict(list)
+        async with ChatStream(self._session, request) as stream:
+            async for delta in stream:
+                deltas[delta.index].append(delta)
+        accepted, usage = stream.ended
+        choices = tuple(ChatChoice.join(deltas[index]) for index in sorted(deltas))
+        return ChatAnswer(
+            accepted.model, accepted.system_fingerprint, accepted.seed, choices, usage
+        )
+
+    def stream_chat(
+        self, messages: str | Sequence[Message], **options: Unpack[ChatOptions]
+    ) -> "ChatStream":
+        """The same as it is generated.
+
+        async with client.stream_chat("What is a mutex?") as stream:
+            async for delta in stream:
+                print(delta.content, end="")
+        """
+        request = _chat_request(messages, dict(options), completion_pb2.DELIVERY_DELTAS)
+        return ChatStream(self._session, request)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
         """Token ids of a text."""
@@ -341,42 +393,63 @@ class _Stream(ABC, Generic[Event, DeltaType]):
         await self.aclose()
 
 
-class CompletionStream(_Stream[completion_pb2.SessionEvent, Delta]):
-    """Deltas of a completion."""
+class _TextStream(_Stream[completion_pb2.SessionEvent, DeltaType]):
+    """Deltas of a completion or a chat."""
 
     accepted: completion_pb2.CompleteAccepted | None = None
     """What was admitted; set before the first delta"""
-
-    def __init__(
-        self,
-        session: Session[completion_pb2.SessionCommand, completion_pb2.SessionEvent],
-        start: completion_pb2.StartComplete,
-    ) -> None:
-        super().__init__(session)
-        session.send(completion_pb2.SessionCommand(handle=self._handle, start_complete=start))
+    _delta: type[Delta | ChatDelta]
 
     def _cancel_command(self) -> object:
         cancel = completion_pb2.Cancel()
         return completion_pb2.SessionCommand(handle=self._handle, cancel=cancel)
 
-    def _read(self, event: completion_pb2.SessionEvent) -> Delta | None:
-        response = event.complete
+    def _read(self, event: completion_pb2.SessionEvent) -> DeltaType | None:
+        response: Any = event.chat if event.HasField("chat") else event.complete
         match response.WhichOneof("event"):
             case "delta":
-                return Delta.read(response.delta)
+                return cast(DeltaType, self._delta.read(response.delta))
             case "finished":
                 finished = response.finished
-                return Delta(
+                end = self._delta(
                     index=finished.index,
                     position=finished.completion_tokens,
                     finish_reason=FinishReason.read(finished.reason),
                     stop=_matched(finished.match),
                 )
+                return cast(DeltaType, end)
             case "accepted":
                 self.accepted = response.accepted
             case "completed":
                 self.usage = Usage.read(response.completed.usage)
         return None
+
+    @property
+    def ended(self) -> tuple[completion_pb2.CompleteAccepted, Usage]:
+        """What was admitted and what it used, once the iteration has ended."""
+        assert self.accepted is not None
+        assert self.usage is not None
+        return self.accepted, self.usage
+
+
+class CompletionStream(_TextStream[Delta]):
+    """Deltas of a completion."""
+
+    _delta = Delta
+
+    def __init__(self, session: CompletionSession, start: completion_pb2.StartComplete) -> None:
+        super().__init__(session)
+        session.send(completion_pb2.SessionCommand(handle=self._handle, start_complete=start))
+
+
+class ChatStream(_TextStream[ChatDelta]):
+    """Deltas of a chat."""
+
+    _delta = ChatDelta
+
+    def __init__(self, session: CompletionSession, start: completion_pb2.StartChat) -> None:
+        super().__init__(session)
+        session.send(completion_pb2.SessionCommand(handle=self._handle, start_chat=start))
 
 
 class GenerationStream(_Stream[engine_pb2.SessionEvent, TokenDelta]):
@@ -433,6 +506,24 @@ def _complete_request(
         **options,
     )
     return completion_pb2.StartComplete(request=request, context=context)
+
+
+def _chat_request(
+    messages: str | Sequence[Message],
+    options: dict[str, Any],
+    delivery: completion_pb2.Delivery.ValueType,
+) -> completion_pb2.StartChat:
+    conversation = [Message("user", messages)] if isinstance(messages, str) else messages
+    context = completion_pb2.RequestContext(**_pop_fields(options, completion_pb2.RequestContext))
+    arguments = options.pop("template_arguments", None)
+    request = completion_pb2.ChatRequest(
+        messages=[message.write() for message in conversation],
+        template_arguments_json="" if arguments is None else json.dumps(arguments),
+        delivery=delivery,
+        **_nested(options),
+        **options,
+    )
+    return completion_pb2.StartChat(request=request, context=context)
 
 
 def _generate_start(

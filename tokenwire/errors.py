@@ -5,13 +5,12 @@ blame, RetryInfo where a retry makes sense.
 """
 
 from collections.abc import Mapping
-from typing import NoReturn
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
-__all__ = ["DETAILS_KEY", "ServiceError", "invalid", "unimplemented"]
+__all__ = ["DETAILS_KEY", "ServiceError", "invalid"]
 
 DOMAIN = "tokenwire"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -96,10 +95,3 @@ class ServiceError(Exception):
 def invalid(field: str, message: str, *, reason: str = "INVALID_FIELD") -> ServiceError:
     """INVALID_ARGUMENT with the path of the field to blame."""
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, reason, message, field=field)
-
-
-def unimplemented(what: str) -> NoReturn:
-    """Raises UNIMPLEMENTED for an rpc or a field that is in the contract but not here yet."""
-    raise ServiceError(
-        grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", f"{what} is not implemented."
-    )

@@ -294,6 +294,8 @@ class Model:
     max_logprobs: int
     infill: bool
     grammar: bool
+    chat: bool
+    max_chat_logprobs: int
     system_fingerprint: str
 
     @classmethod
@@ -306,6 +308,8 @@ class Model:
             model.max_logprobs,
             model.infill,
             model.grammar,
+            model.chat,
+            model.max_chat_logprobs,
             model.system_fingerprint,
         )
 

@@ -10,9 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.http_shim.errors import to_response
 from services.http_shim.exchange import Exchange, exchange_of
 from services.http_shim.keys import Keyring
-from services.http_shim.limits import estimated_tokens, lower_output
+from services.http_shim.limits import GenerationRequest, estimated_tokens, lower_output
 from services.http_shim.served import ModelSource, ServedModel
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
 
 __all__ = ["AccessMiddleware", "charged", "direct", "model_for"]
@@ -64,22 +63,22 @@ def direct(
     exchange: Exchange,
     models: ModelSource,
     name: str | None,
-    request: completion_pb2.CompleteRequest,
+    request: GenerationRequest,
 ) -> ServedModel:
-    """The model that a completion goes to, under its limits and the key's. Raises ServiceError."""
+    """The model that a request goes to, under its limits and the key's. Raises ServiceError."""
     served = model_for(exchange, models, name)
     request.model = served.name_there
     caps = [served.max_output_length]
     if exchange.account is not None:
         caps.append(exchange.account.tier.max_tokens)
-    lower_output(request.stopping, caps)
+    lower_output(request, caps)
     if served.context is not None:
         request.stopping.context_length = served.context
     return served
 
 
 @contextmanager
-def charged(exchange: Exchange, *requests: completion_pb2.CompleteRequest) -> Iterator[None]:
+def charged(exchange: Exchange, *requests: GenerationRequest) -> Iterator[None]:
     """Around completions: reserves the tokens that they may use, and settles at the end.
 
     What was refused costs nothing. Who leaves before anything is known of the usage pays what was

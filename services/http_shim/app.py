@@ -2,11 +2,10 @@
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from services.http_shim.access import AccessMiddleware
+from services.http_shim.chat import Chat
 from services.http_shim.completions import Completions
 from services.http_shim.errors import handlers
 from services.http_shim.exchange import ExchangeMiddleware
@@ -18,7 +17,6 @@ from services.http_shim.openapi import openapi
 from services.http_shim.probes import Probes
 from services.http_shim.served import ModelSource
 from services.http_shim.tokens import Tokens
-from tokenwire.errors import unimplemented
 
 __all__ = ["create_app"]
 
@@ -28,6 +26,7 @@ def create_app(
 ) -> Starlette:
     """The shim in front of its models; without a keyring it asks nobody for a key."""
     completions = Completions(models, gate, max_body_bytes)
+    chat = Chat(models, gate, max_body_bytes)
     multi_completion = MultiCompletion(models, gate, max_body_bytes)
     lists = Models(models)
     tokens = Tokens(models, max_body_bytes)
@@ -35,8 +34,8 @@ def create_app(
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/chat/completions", chat, methods=["POST"]),
         Route("/v1/completion", multi_completion, methods=["POST"]),
         Route("/v1/models", lists.all),
         Route("/v1/models/{model:path}", lists.one),
@@ -53,8 +52,3 @@ def create_app(
     if keyring is not None:
         middleware.append(Middleware(AccessMiddleware, keyring=keyring))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers())
-
-
-async def chat_completions(request: Request) -> Response:
-    """POST /v1/chat/completions: not here yet."""
-    unimplemented("POST /v1/chat/completions")

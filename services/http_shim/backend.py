@@ -1,4 +1,4 @@
-"""The tokenizer service as the shim uses it: one Session for completions, calls for the rest."""
+"""The tokenizer service as the shim uses it: one Session for what generates, calls for the rest."""
 
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -7,6 +7,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.logging import request_id
+from services.http_shim.limits import GenerationRequest
 from tokenwire.channel import connect
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
@@ -24,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 class Submission:
-    """A completion that was submitted: what can still be said about it."""
+    """A completion or a chat that was submitted: what can still be said about it."""
 
     __slots__ = ("_handle", "_session")
 
@@ -56,13 +57,13 @@ class Backend:
 
     def submit(
         self,
-        request: completion_pb2.CompleteRequest,
+        request: GenerationRequest,
         listener: Listener[completion_pb2.SessionEvent],
         *,
         traceparent: str = "",
         credit: int | None = None,
     ) -> Submission:
-        """Start a completion; all that comes of it goes to `listener`.
+        """Start a completion or a chat; all that comes of it goes to `listener`.
 
         `credit`: tokens per choice that may be sent before more is granted; None = unlimited.
         """
@@ -70,8 +71,13 @@ class Backend:
         context = completion_pb2.RequestContext(
             request_id=request_id.get(), traceparent=traceparent
         )
-        start = completion_pb2.StartComplete(request=request, context=context, credit=credit)
-        self._session.send(completion_pb2.SessionCommand(handle=handle, start_complete=start))
+        if isinstance(request, completion_pb2.ChatRequest):
+            chat = completion_pb2.StartChat(request=request, context=context, credit=credit)
+            command = completion_pb2.SessionCommand(handle=handle, start_chat=chat)
+        else:
+            start = completion_pb2.StartComplete(request=request, context=context, credit=credit)
+            command = completion_pb2.SessionCommand(handle=handle, start_complete=start)
+        self._session.send(command)
         return Submission(self._session, handle)
 
     async def models(self) -> list[completion_pb2.Model]:
@@ -91,6 +97,12 @@ class Backend:
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> tokenizer_pb2.DecodeResponse:
         """Ids to text."""
         return await _answer(self._tokenizer.Decode(request, **_context()))
+
+    async def render(
+        self, request: tokenizer_pb2.RenderChatRequest
+    ) -> tokenizer_pb2.RenderChatResponse:
+        """Messages to the prompt that they make."""
+        return await _answer(self._tokenizer.RenderChat(request, **_context()))
 
     async def is_ready(self) -> bool:
         """Whether completions would be served."""

@@ -23,6 +23,8 @@ class ModelCard(Struct):
     max_logprobs: int | None
     infill: bool | None
     grammar: bool | None
+    chat: bool | None
+    max_chat_logprobs: int | None
     system_fingerprint: str | None
 
 
@@ -48,6 +50,8 @@ def served_card(model: completion_pb2.Model) -> ModelCard:
         max_logprobs=model.max_logprobs,
         infill=model.infill,
         grammar=model.grammar,
+        chat=model.chat,
+        max_chat_logprobs=model.max_chat_logprobs,
         system_fingerprint=model.system_fingerprint,
     )
 
@@ -71,6 +75,8 @@ def catalog_card(
         max_logprobs=None if model is None else model.max_logprobs,
         infill=None if model is None else model.infill,
         grammar=None if model is None else model.grammar,
+        chat=None if model is None else model.chat,
+        max_chat_logprobs=None if model is None else model.max_chat_logprobs,
         system_fingerprint=None if model is None else model.system_fingerprint,
     )
 

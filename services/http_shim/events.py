@@ -1,20 +1,21 @@
-"""What a streamed completion says: its server-sent events, as bytes."""
+"""What a streamed completion or chat says: its server-sent events, as bytes."""
 
 import time
 from collections.abc import Sequence
+from typing import Generic
 
 from msgspec import UNSET, UnsetType
 
 from services.http_shim.errors import error_body
 from services.http_shim.exchange import Exchange
 from services.http_shim.metrics import FIRST_TOKEN, INTER_TOKEN
-from services.http_shim.requests import CompletionBody
+from services.http_shim.requests import StreamOptions
 from services.http_shim.responses import (
+    Delta,
     Envelope,
+    Shape,
     Usage,
-    choice_of,
     running_usage,
-    shape_of,
     usage_of,
 )
 from services.http_shim.running import Running
@@ -23,30 +24,29 @@ from tokenwire.completion.v1 import completion_pb2
 __all__ = ["EventStream"]
 
 
-class EventStream:
+class EventStream(Generic[Delta]):
     """Turns what a completion has pending into the bytes of its events."""
 
     def __init__(
         self,
-        running: Running,
-        body: CompletionBody,
-        prompts: int,
+        running: Running[Delta],
+        shape: Shape[Delta],
+        options: StreamOptions | None,
         envelope: Envelope,
         exchange: Exchange,
     ) -> None:
         assert running.accepted is not None
-        self._running = running
+        self._running: Running[Delta] = running
         self._prompts = running.accepted.prompts
-        self._shape = shape_of(body)
+        self._shape: Shape[Delta] = shape
         self._envelope = envelope
         self._exchange = exchange
-        self._unfinished = prompts * self._shape.choices_per_prompt
+        self._unfinished = len(self._prompts) * shape.choices_per_prompt
         self._held: completion_pb2.ChoiceFinished | None = None
         self._tokens: dict[int, int] = {}  # generated and taken, by choice
         self._times: dict[int, float] = {}  # of the last token taken, by choice
-        self._begun: set[int] = set()  # choices whose prompt ids were shown
-        options = body.stream_options
-        self._usage_on_finish = options is None
+        self._begun: set[int] = set()  # choices that were spoken of
+        self._usage_on_finish = options is None and shape.usage_on_finish
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         exchange.prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
@@ -95,11 +95,8 @@ class EventStream:
             self._held = None
         return finished
 
-    def _count(self, index: int, deltas: Sequence[completion_pb2.ChoiceDelta], now: float) -> None:
-        new = 0
-        for delta in deltas:
-            if not delta.is_prompt:
-                new += len(delta.tokens.ids)
+    def _count(self, index: int, deltas: Sequence[Delta], now: float) -> None:
+        new = self._shape.tokens_in(deltas)
         if not new:
             return
         before = self._times.get(index)
@@ -116,18 +113,16 @@ class EventStream:
     def _event(
         self,
         index: int,
-        deltas: list[completion_pb2.ChoiceDelta],
+        deltas: Sequence[Delta],
         end: completion_pb2.ChoiceFinished | None,
         usage: Usage | UnsetType | None,
     ) -> bytes:
-        prompt = None
-        if self._shape.token_ids and index not in self._begun:
+        is_first = index not in self._begun
+        prompt = self._prompts[index // self._shape.choices_per_prompt] if is_first else None
+        chunks = self._shape.chunks(index, deltas, end, prompt)
+        if chunks and is_first:
             self._begun.add(index)
-            prompt = self._prompts[index // self._shape.choices_per_prompt]
-        choice = choice_of(index, deltas, end, self._shape, prompt)
-        if end is None and not (choice.text or self._shape.logprobs or self._shape.token_ids):
-            return b""
-        return self._envelope.chunk(choice, usage)
+        return b"".join([self._envelope.chunk(chunk, usage) for chunk in chunks])
 
     def _usage(self) -> Usage | UnsetType | None:
         """What chunks before the last say of usage."""

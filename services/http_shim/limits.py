@@ -7,17 +7,19 @@ that it asks for) and corrected when it ends.
 
 import math
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import grpc
 
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
 from tokenwire.keys import Tier
-from tokenwire.types.v1 import types_pb2
 
-__all__ = ["Account", "Bucket", "estimated_tokens", "lower_output"]
+__all__ = ["Account", "Bucket", "GenerationRequest", "estimated_tokens", "lower_output"]
 
-_DEFAULT_OUTPUT = 16  # tokens, where max_tokens is absent
+GenerationRequest: TypeAlias = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
+_DEFAULT_OUTPUT = 16  # tokens of a completion's choice, where max_tokens is absent
+_USUAL_ANSWER = 1_024  # tokens of a chat's choice, likewise
 _BYTES_PER_TOKEN = 4
 _MINUTE = 60.0
 _ROUNDING = 1e-6
@@ -117,8 +119,17 @@ class Account:
         return headers
 
 
-def estimated_tokens(request: completion_pb2.CompleteRequest) -> int:
-    """The most that a completion will use: exact for ids, a token per 4 bytes of text."""
+def estimated_tokens(request: GenerationRequest) -> int:
+    """The most that a request will use: exact for ids, a token per 4 bytes of text. A chat that
+    leaves its output open is taken for one with usual answers."""
+    choices = request.n if request.HasField("n") else 1
+    output = _output(request)
+    if isinstance(request, completion_pb2.ChatRequest):
+        size = sum(part.ByteSize() for part in (*request.messages, *request.tools))
+        return math.ceil(size / _BYTES_PER_TOKEN) + choices * (
+            _USUAL_ANSWER if output is None else output
+        )
+    assert output is not None
     texts = len(request.suffix.encode()) * len(request.prompts)
     ids = 0
     for prompt in request.prompts:
@@ -126,23 +137,25 @@ def estimated_tokens(request: completion_pb2.CompleteRequest) -> int:
             ids += len(prompt.token_ids.ids)
         else:
             texts += len(prompt.text.encode())
-    choices = max(request.n if request.HasField("n") else 1, request.best_of)
-    output = _output(request.stopping) * choices * len(request.prompts)
-    return ids + math.ceil(texts / _BYTES_PER_TOKEN) + output
+    draws = max(choices, request.best_of) * len(request.prompts)
+    return ids + math.ceil(texts / _BYTES_PER_TOKEN) + output * draws
 
 
-def lower_output(stopping: types_pb2.StoppingParams, limits: Iterable[int | None]) -> None:
+def lower_output(request: GenerationRequest, limits: Iterable[int | None]) -> None:
     """Lowers max_tokens, its default too, to the least of the limits; None is none."""
     limit = min((limit for limit in limits if limit is not None), default=None)
-    asked = _output(stopping)
-    if limit is not None and limit < asked:
+    asked, stopping = _output(request), request.stopping
+    if limit is not None and (asked is None or limit < asked):
         stopping.max_tokens = limit
-        if stopping.min_tokens <= asked:  # what was wrong before must stay so
+        if asked is None or stopping.min_tokens <= asked:  # what was wrong before must stay so
             stopping.min_tokens = min(stopping.min_tokens, limit)
 
 
-def _output(stopping: types_pb2.StoppingParams) -> int:
-    return stopping.max_tokens if stopping.HasField("max_tokens") else _DEFAULT_OUTPUT
+def _output(request: GenerationRequest) -> int | None:
+    """Tokens that each choice may have; None is all the room that there is."""
+    if request.stopping.HasField("max_tokens"):
+        return request.stopping.max_tokens
+    return None if isinstance(request, completion_pb2.ChatRequest) else _DEFAULT_OUTPUT
 
 
 def _resized(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:

@@ -14,11 +14,11 @@ from starlette.types import Receive, Scope, Send
 
 from services.http_shim.access import charged, direct
 from services.http_shim.body import read_json_body
-from services.http_shim.completions import watch_for_leaving
+from services.http_shim.completion_responses import CompletionShape
 from services.http_shim.exchange import Exchange, exchange_of
 from services.http_shim.gate import Gate
+from services.http_shim.generation import watch_for_leaving
 from services.http_shim.requests import MultiCompletionBody, parse
-from services.http_shim.responses import Shape, choice_of
 from services.http_shim.running import Running
 from services.http_shim.served import ModelSource, ServedModel
 from tokenwire.completion.v1 import completion_pb2
@@ -28,8 +28,9 @@ from tokenwire.types.v1 import types_pb2
 __all__ = ["MultiAnswer", "MultiCompletion"]
 
 _DECODER = msgspec.json.Decoder(MultiCompletionBody)
+_Running = Running[completion_pb2.ChoiceDelta]
 _MAX_MODELS = 128  # as many as prompts may have choices elsewhere
-_PLAIN = Shape(choices_per_prompt=1, logprobs=False, token_ids=False, tokens_as_ids=False)
+_PLAIN = CompletionShape(choices_per_prompt=1, logprobs=False, token_ids=False, tokens_as_ids=False)
 
 
 class TimedUsage(Struct):
@@ -131,7 +132,7 @@ async def _complete_all(
     parts: list[_Part], exchange: Exchange, receive: Receive
 ) -> list[ModelChoice]:
     """All of them at once; the first failure ends the others and is raised."""
-    listeners = [Running() for _ in parts]
+    listeners: list[_Running] = [Running() for _ in parts]
     watch = asyncio.ensure_future(watch_for_leaving(receive, *listeners))
     with ExitStack() as cleanup:
         cleanup.callback(watch.cancel)
@@ -144,7 +145,7 @@ async def _complete_all(
         return await asyncio.gather(*tasks)
 
 
-async def _complete(part: _Part, running: Running, exchange: Exchange) -> ModelChoice:
+async def _complete(part: _Part, running: _Running, exchange: Exchange) -> ModelChoice:
     began = time.monotonic()
     with part.served.connection.used() as backend:
         submission = backend.submit(part.request, running, traceparent=exchange.traceparent)
@@ -156,7 +157,7 @@ async def _complete(part: _Part, running: Running, exchange: Exchange) -> ModelC
             if running.is_open():
                 submission.cancel()
     assert running.accepted is not None
-    choice = choice_of(0, running.pending.get(0, []), running.finished[0], _PLAIN)
+    choice = _PLAIN.choice(0, running.pending.get(0, []), running.finished[0], None)
     return ModelChoice(
         text=choice.text,
         created=int(time.time()),

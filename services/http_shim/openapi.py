@@ -11,16 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http_shim.cards import ModelCard, ModelList
+from services.http_shim.chat_responses import ChatChoice, ChatChunkChoice
+from services.http_shim.completion_responses import Choice
 from services.http_shim.errors import ErrorBody
 from services.http_shim.multi_completion import MultiAnswer
 from services.http_shim.probes import State
 from services.http_shim.requests import (
+    ChatBody,
     CompletionBody,
     DetokenizeBody,
     MultiCompletionBody,
     TokenizeBody,
 )
-from services.http_shim.responses import Choice, Usage
+from services.http_shim.responses import Usage
 from services.http_shim.tokens import Detokenized, Tokenized, TokenizerInfo
 
 __all__ = ["document", "openapi"]
@@ -40,6 +43,30 @@ class Completion(Struct):
     usage: Usage | None = None
 
 
+class ChatCompletion(Struct):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatCompletionChunk(Struct):
+    """A chunk of its stream, with one choice at most."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operation:
     method: str
@@ -52,6 +79,8 @@ class _Operation:
     answer: type[Struct] | None = None
     media: Sequence[str] = ("application/json",)
     """Of the answer; what is not JSON is text"""
+    chunk: type[Struct] | None = None
+    """What the events of a stream hold"""
     errors: Sequence[int] = ()
     parameters: Sequence[Json] = ()
     example: Json | None = None
@@ -67,7 +96,7 @@ _ERRORS = {
     404: "There is no such model, or nothing serves it.",
     413: "The body is too large.",
     429: "A limit of the API key, or of the server, is reached.",
-    501: "Not here yet.",
+    501: "This model, or this server, can't do it.",
     503: "The server is stopping, or the model can't be reached.",
     504: "It took too long.",
 }
@@ -77,6 +106,11 @@ _COMPLETION_EXAMPLE: Json = {
     "prompt": "def add(a, b):",
     "max_tokens": 32,
     "temperature": 0,
+}
+_CHAT_EXAMPLE: Json = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "What is a mutex?"}],
+    "max_tokens": 100,
 }
 _OPERATIONS = (
     *(
@@ -88,7 +122,7 @@ _OPERATIONS = (
             body=CompletionBody,
             required=("prompt",),
             answer=Completion,
-            media=("application/json", "text/event-stream"),
+            chunk=Completion,
             errors=_WORK,
             example=_COMPLETION_EXAMPLE,
             counts_tokens=True,
@@ -100,7 +134,17 @@ _OPERATIONS = (
     ),
     *(
         _Operation(
-            method="post", path=path, name=name, summary="Not here yet.", errors=(401, 429, 501)
+            method="post",
+            path=path,
+            name=name,
+            summary="Continue a conversation.",
+            body=ChatBody,
+            required=("messages",),
+            answer=ChatCompletion,
+            chunk=ChatCompletionChunk,
+            errors=_WORK,
+            example=_CHAT_EXAMPLE,
+            counts_tokens=True,
         )
         for path, name in (
             ("/v1/chat/completions", "createChatCompletion"),
@@ -142,9 +186,8 @@ _OPERATIONS = (
         method="post",
         path="/tokenize",
         name="tokenize",
-        summary="Text to token ids.",
+        summary="Text or messages to token ids.",
         body=TokenizeBody,
-        required=("prompt",),
         answer=Tokenized,
         errors=_WORK,
         example={"prompt": "def add(a, b):", "return_token_strs": True},
@@ -257,11 +300,42 @@ _FIELDS: Mapping[str, tuple[str, Json]] = {
     "user": ("A label for logs.", {}),
     "return_token_ids": ("Show the ids of prompts and choices.", _FLAG),
     "return_tokens_as_token_ids": ("`token_id:N` in place of token texts.", _FLAG),
-    "messages": ("Not here yet.", {}),
-    "add_special_tokens": ("Put the BOS in front, as prompts have it; default true.", {}),
+    "messages": ("The conversation.", {}),
+    "parallel_tool_calls": ("Whether an answer may hold several calls.", {"default": True}),
+    "chat_template": ("Name of one of the checkpoint's templates.", {"default": "default"}),
+    "chat_template_kwargs": ("Further variables of the template.", {}),
+    "add_generation_prompt": (
+        "End the prompt with the start of an answer; default true, unless it continues a message.",
+        {},
+    ),
+    "continue_final_message": ("Continue the last message, which is the assistant's.", _FLAG),
+    "functions": ("Refused: use tools.", {}),
+    "function_call": ("Refused: use tool_choice.", {}),
+    "add_special_tokens": (
+        "Put the BOS in front of the prompt; default true. Messages have what their template says.",
+        {},
+    ),
     "return_token_strs": ("Show the tokens' texts.", _FLAG),
     "tokens": ("Token ids.", {}),
 }
+_OWN_FIELDS: Mapping[type[Struct], Mapping[str, tuple[str, Json]]] = {
+    ChatBody: {
+        "max_tokens": ("Tokens of each choice at most; absent = all that fit.", {"minimum": 0}),
+        "n": ("Choices.", {"minimum": 1, "maximum": 128}),
+        "logprobs": ("Show the logprob of each token of the content.", _FLAG),
+        "top_logprobs": (
+            "Candidates to show for each token; only with logprobs.",
+            {"minimum": 0, "maximum": 20},
+        ),
+        "tool_choice": ("Whether, and which; `auto` where there are tools.", {}),
+    },
+    TokenizeBody: {
+        "prompt": ("Text.", {}),
+        "messages": ("A conversation in its place.", {}),
+        "tools": ("Functions that the conversation's prompt names.", {}),
+    },
+}
+"""Where a field means something else than elsewhere."""
 _HEADERS: Mapping[str, str] = {
     "x-request-id": "Names the request in every log; the client's own, if it sent a sane one.",
     "x-tokens-used": "Tokens of prompt and output that were used.",
@@ -279,14 +353,15 @@ _RATE_HEADERS = [name for name in _HEADERS if name.startswith("x-ratelimit-")]
 
 def document() -> Json:
     """The OpenAPI 3.1 document."""
-    types = [each.body for each in _OPERATIONS] + [each.answer for each in _OPERATIONS]
+    types = [part for each in _OPERATIONS for part in (each.body, each.answer, each.chunk)]
     _, schemas = msgspec.json.schema_components(
         [*dict.fromkeys(each for each in types if each is not None), ErrorBody],
         ref_template="#/components/schemas/{name}",
     )
     bodies = {each.body: each.required for each in _OPERATIONS if each.body is not None}
     for body, required in bodies.items():
-        _describe(schemas[body.__name__], required)
+        fields = {**_FIELDS, **_OWN_FIELDS.get(body, {})}
+        _describe(schemas[body.__name__], required, fields)
     paths: dict[str, Json] = {}
     for operation in _OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
@@ -295,7 +370,7 @@ def document() -> Json:
         "info": {
             "title": "Tokenwire",
             "version": version("tokenwire"),
-            "description": "Language models behind OpenAI's completions API.",
+            "description": "Language models behind OpenAI's completions and chat APIs.",
         },
         "paths": paths,
         "components": {
@@ -332,8 +407,7 @@ def _operation(operation: _Operation) -> Json:
         if operation.example is not None:
             content["example"] = operation.example
         described["requestBody"] = {"required": True, "content": {"application/json": content}}
-    if operation.answer is not None or 501 not in operation.errors:
-        described["responses"]["200"] = _answer(operation)
+    described["responses"]["200"] = _answer(operation)
     if not operation.needs_key:
         described["security"] = []
     return described
@@ -345,14 +419,19 @@ def _answer(operation: _Operation) -> Json:
         headers.append("x-tokens-used")
     if operation.body is not None:
         headers += ["x-tokenwire-ignored", *_RATE_HEADERS]
-    text = {"schema": {"type": "string"}}
-    json = {
-        "schema": {"type": "object"} if operation.answer is None else _reference(operation.answer)
-    }
+    content: Json = {media: {"schema": {"type": "string"}} for media in operation.media}
+    if "application/json" in content:
+        answer = operation.answer
+        content["application/json"] = {
+            "schema": {"type": "object"} if answer is None else _reference(answer)
+        }
+    if operation.chunk is not None:
+        events = f"Events: the data of each is a {operation.chunk.__name__}, of the last [DONE]."
+        content["text/event-stream"] = {"schema": {"type": "string", "description": events}}
     return {
         "description": operation.summary,
         "headers": _header_references(headers),
-        "content": {media: json if media.endswith("json") else text for media in operation.media},
+        "content": content,
     }
 
 
@@ -368,14 +447,16 @@ def _error(status: int) -> Json:
     }
 
 
-def _describe(schema: Json, required: Sequence[str]) -> None:
+def _describe(
+    schema: Json, required: Sequence[str], fields: Mapping[str, tuple[str, Json]]
+) -> None:
     """Adds to a body's fields what types don't say: meaning, and the ranges that are checked later.
 
     `null` means absent everywhere, so the types require nothing; what must be there is told here.
     """
     schema["required"] = list(required)
     for name, field in schema["properties"].items():
-        meaning, constraints = _FIELDS[name]
+        meaning, constraints = fields[name]
         field["description"] = meaning
         for constraint, value in constraints.items():
             _constrain(field, constraint, value)

@@ -5,18 +5,23 @@ gRPC clients meet them there too. `null` means absent everywhere.
 """
 
 import re
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import grpc
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 
+from services.http_shim.conversation import Message
 from tokenwire.errors import ServiceError, invalid
 
 __all__ = [
+    "Body",
+    "ChatBody",
     "CompletionBody",
     "DetokenizeBody",
+    "FunctionSpec",
     "FunctionTool",
+    "GenerationBody",
     "Grammar",
     "JsonObject",
     "JsonObjectFormat",
@@ -28,6 +33,7 @@ __all__ = [
     "NamedToolChoice",
     "RegexGrammar",
     "ResponseFormat",
+    "StreamOptions",
     "TokenizeBody",
     "parse",
 ]
@@ -123,13 +129,10 @@ ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat
 Grammar: TypeAlias = RegexGrammar | JsonSchemaGrammar | LarkGrammar | LlguidanceGrammar
 
 
-class CompletionBody(Struct):
-    """The body of POST /v1/completions."""
+class GenerationBody(Struct):
+    """What the bodies of completions and chats share."""
 
     model: str | None = None
-    # msgspec knows one kind of array in a union; that elements agree is checked in translate
-    prompt: str | list[str | Uint32 | list[Uint32]] | None = None
-    suffix: str | None = None
     max_tokens: Uint32 | None = None
     max_completion_tokens: Uint32 | None = None
     min_tokens: Uint32 | None = None
@@ -153,21 +156,44 @@ class CompletionBody(Struct):
     mirostat_target: float | None = None
     mirostat_lr: float | None = None
     n: Uint32 | None = None
-    best_of: Uint32 | None = None
-    echo: bool | None = None
-    logprobs: Uint32 | None = None
-    truncate_sequence: bool | None = None
     context_length_exceeded_behavior: Literal["truncate", "error"] | None = None
     response_format: ResponseFormat | None = None
     grammar: Grammar | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    images: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+
+class CompletionBody(GenerationBody):
+    """The body of POST /v1/completions."""
+
+    # msgspec knows one kind of array in a union; that elements agree is checked in translate
+    prompt: str | list[str | Uint32 | list[Uint32]] | None = None
+    suffix: str | None = None
+    best_of: Uint32 | None = None
+    echo: bool | None = None
+    logprobs: Uint32 | None = None
+    truncate_sequence: bool | None = None
+    images: list[str] | None = None
+
+
+class ChatBody(GenerationBody):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[Message] | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Uint32 | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    functions: Any = None
+    function_call: Any = None
 
 
 class MultiCompletionBody(Struct):
@@ -189,7 +215,12 @@ class TokenizeBody(Struct):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Raw | UnsetType = UNSET
+    messages: list[Message] | None = None
+    tools: list[FunctionTool] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -204,12 +235,15 @@ class DetokenizeBody(Struct):
 Body = TypeVar("Body", bound=Struct)
 _OBJECT = msgspec.json.Decoder(JsonObject)
 _PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+_DEEP = frozenset({"messages", "tools"})  # fields within which `param` is a path
 
 
 def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[str]]:
     """Reads a body; also the names of its top-level fields that its type does not know.
 
-    Raises INVALID_ARGUMENT with the top-level field to blame, where there is one.
+    Raises INVALID_ARGUMENT with the field to blame, where there is one: a top-level one, or the
+    path within messages or tools.
     """
     try:
         body.decode()  # what msgspec skips or keeps raw is not checked otherwise
@@ -239,5 +273,13 @@ def _wrong_type(message: str) -> ServiceError:
         return ServiceError(
             grpc.StatusCode.INVALID_ARGUMENT, "INVALID_BODY", f"The body: {message}."
         )
-    param = re.split(r"[.\[]", place["path"], maxsplit=1)[0]
-    return invalid(param, f"{place['path']}: {place['what']}.")
+    path, what = place["path"], place["what"]
+    field = re.split(r"[.\[]", path, maxsplit=1)[0]
+    missing = _MISSING.fullmatch(what)
+    if field not in _DEEP:
+        param = field
+    elif missing is not None:
+        param = f"{path}.{missing['name']}"
+    else:
+        param = path
+    return invalid(param, f"{path}: {what}.")

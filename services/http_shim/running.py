@@ -1,19 +1,19 @@
-"""A completion under way: what has arrived from the tokenizer service and was not taken yet."""
+"""A completion or a chat under way: what has arrived and was not taken yet."""
 
 import asyncio
+from typing import Generic, cast
 
 from services.http_shim.errors import ClientGoneError
+from services.http_shim.responses import Delta
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1 import types_pb2
 
 __all__ = ["Running"]
 
-Deltas = list[completion_pb2.ChoiceDelta]
 
-
-class Running:
-    """Listens to one completion. Its events arrive synchronously; a task takes them when it can.
+class Running(Generic[Delta]):
+    """Listens to one of them. Its events arrive synchronously; a task takes them when it can.
 
     Deltas of a choice gather in `pending` while nobody takes them, and go out as one. `changed` is
     set with every event, `ended` with the last one: completed, failed, or `abandon`.
@@ -25,7 +25,7 @@ class Running:
         self.changed = asyncio.Event()
         self.ended = asyncio.Event()
         self.accepted: completion_pb2.CompleteAccepted | None = None
-        self.pending: dict[int, Deltas] = {}
+        self.pending: dict[int, list[Delta]] = {}
         self.finished: dict[int, completion_pb2.ChoiceFinished] = {}
         self.usage: types_pb2.Usage | None = None
         self.error: ServiceError | None = None
@@ -33,10 +33,10 @@ class Running:
 
     def on_event(self, event: completion_pb2.SessionEvent) -> None:
         """An event of the Session."""
-        response = event.complete
+        response = event.chat if event.HasField("chat") else event.complete
         match response.WhichOneof("event"):
             case "delta":
-                delta = response.delta
+                delta = cast(Delta, response.delta)
                 self.pending.setdefault(delta.index, []).append(delta)
             case "finished":
                 finished = response.finished

@@ -9,6 +9,7 @@ from starlette.types import Send
 from services.http_shim.backend import Submission
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.events import EventStream
+from services.http_shim.responses import Delta
 from services.http_shim.running import Running
 
 __all__ = ["CREDIT", "send_stream"]
@@ -29,7 +30,7 @@ _START: dict[str, Any] = {
 
 
 async def send_stream(
-    send: Send, running: Running, submission: Submission, events: EventStream
+    send: Send, running: Running[Delta], submission: Submission, events: EventStream[Delta]
 ) -> None:
     """Send everything until the completion ends; ClientGoneError if the client stops reading.
 
@@ -71,7 +72,7 @@ async def send_stream(
 class _Pulse:
     """One timer a stream: asks for a ping in silence, and loses patience with a stuck socket."""
 
-    def __init__(self, running: Running, patience: asyncio.Timeout) -> None:
+    def __init__(self, running: Running[Any], patience: asyncio.Timeout) -> None:
         self._loop = asyncio.get_running_loop()
         self._running = running
         self._patience = patience

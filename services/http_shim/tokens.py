@@ -4,14 +4,15 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import grpc
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http_shim.access import model_for
+from services.http_shim.backend import Backend
 from services.http_shim.body import json_response, read_json_body
+from services.http_shim.chat_translate import rendered_param_of, to_render_request
 from services.http_shim.exchange import exchange_of
 from services.http_shim.requests import DetokenizeBody, TokenizeBody, parse
 from services.http_shim.served import ModelSource
@@ -23,6 +24,13 @@ __all__ = ["Detokenized", "Tokenized", "TokenizerInfo", "Tokens"]
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+_OF_MESSAGES = (
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 
 
 class Tokenized(Struct):
@@ -70,36 +78,21 @@ class Tokens:
         self._max_body_bytes = max_body_bytes
 
     async def tokenize(self, request: Request) -> Response:
-        """Text to ids, as prompts of completions are read."""
+        """Text to ids, as prompts of completions are read, or messages to those of their prompt."""
         encoded = await read_json_body(request.scope, request.receive, self._max_body_bytes)
         body, exchange_of(request.scope).ignored = parse(_TOKENIZE, encoded)
-        if body.messages is not UNSET:
-            raise ServiceError(
-                grpc.StatusCode.UNIMPLEMENTED,
-                "NOT_IMPLEMENTED",
-                "Tokenizing messages is not implemented; send the prompt's text.",
-                field="messages",
-            )
-        if body.prompt is None:
-            raise invalid("prompt", "prompt is required: a string.")
         served = model_for(exchange_of(request.scope), self._models, body.model)
-        asked = tokenizer_pb2.EncodeRequest(
-            model=served.name_there,
-            texts=[body.prompt],
-            add_special_tokens=body.add_special_tokens,
-            with_texts=bool(body.return_token_strs),
-        )
-        with _blaming("prompt"), served.connection.used() as backend:
-            answer, tokenizer = await asyncio.gather(
-                backend.encode(asked), backend.tokenizer(asked.model)
+        with served.connection.used() as backend:
+            read = _encode if body.messages is None else _render
+            (ids, texts), tokenizer = await asyncio.gather(
+                read(backend, served.name_there, body), backend.tokenizer(served.name_there)
             )
-        encoding = answer.encodings[0]
         return json_response(
             Tokenized(
-                count=len(encoding.ids),
+                count=len(ids),
                 max_model_len=tokenizer.context_length,
-                tokens=list(encoding.ids),
-                token_strs=list(encoding.tokens) if body.return_token_strs else None,
+                tokens=ids,
+                token_strs=texts if body.return_token_strs else None,
             )
         )
 
@@ -126,6 +119,36 @@ class Tokens:
         with served.connection.used() as backend:
             tokenizer = await backend.tokenizer(served.name_there)
         return json_response(_info(served.id or tokenizer.model, tokenizer))
+
+
+async def _encode(backend: Backend, model: str, body: TokenizeBody) -> tuple[list[int], list[str]]:
+    if body.prompt is None:
+        raise invalid("prompt", "prompt or messages is required: a string, or a conversation.")
+    for name in _OF_MESSAGES:
+        if getattr(body, name) is not None:
+            raise invalid(name, f"{name} is only for requests with messages.")
+    asked = tokenizer_pb2.EncodeRequest(
+        model=model,
+        texts=[body.prompt],
+        add_special_tokens=body.add_special_tokens,
+        with_texts=bool(body.return_token_strs),
+    )
+    with _blaming("prompt"):
+        [encoding] = (await backend.encode(asked)).encodings
+    return list(encoding.ids), list(encoding.tokens)
+
+
+async def _render(backend: Backend, model: str, body: TokenizeBody) -> tuple[list[int], list[str]]:
+    if body.prompt is not None:
+        raise invalid("prompt", "prompt and messages exclude each other.")
+    asked = to_render_request(body)
+    asked.model = model
+    try:
+        answer = await backend.render(asked)
+    except ServiceError as error:
+        error.field = rendered_param_of(error.field)
+        raise
+    return list(answer.ids), list(answer.tokens)
 
 
 @contextmanager

@@ -1,16 +1,20 @@
-"""From the JSON of a completion to its proto. Pure.
+"""From the JSON of a completion to its proto, and what that of a chat has in common. Pure.
 
 What only JSON can get wrong is refused here; values are checked by the tokenizer service, whose
 field paths `param_of` turns back into the client's names.
 """
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from services.http_shim.requests import (
     CompletionBody,
+    FunctionSpec,
     FunctionTool,
+    GenerationBody,
     Grammar,
     JsonObject,
     JsonObjectFormat,
@@ -25,7 +29,14 @@ from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["param_of", "to_complete_request"]
+__all__ = [
+    "json_text",
+    "param_of",
+    "shared_fields",
+    "to_complete_request",
+    "tool_param",
+    "tools_of",
+]
 
 _TOOL_MODES = {
     "none": completion_pb2.TOOL_MODE_NONE,
@@ -47,10 +58,13 @@ _PARAMS = {
     "sampling.mirostat.target_perplexity": "mirostat_target",
     "sampling.mirostat.learning_rate": "mirostat_lr",
 }
+_TOOL_FIELD = re.compile(r"(?P<tool>tools\[\d+\])\.(?P<field>\w+)")
 
 
-def param_of(path: str, body: CompletionBody) -> str:
-    """The client's name for a field of CompleteRequest: "prompts[0].token_ids" is "prompt"."""
+def param_of(path: str, body: GenerationBody) -> str:
+    """The client's name for a field of a request: "prompts[0].token_ids" is "prompt"."""
+    if path.startswith("tools["):
+        return tool_param(path)
     path = re.sub(r"\[[^\]]*\]", "", path)
     if path in _PARAMS:
         return _PARAMS[path]
@@ -66,44 +80,60 @@ def param_of(path: str, body: CompletionBody) -> str:
     return _PARAMS.get(parts[0], parts[0])
 
 
+def tool_param(path: str) -> str:
+    """The client's name for a field of a tool: "tools[0].name" is "tools[0].function.name"."""
+    place = _TOOL_FIELD.match(path)
+    if place is None:
+        return path
+    return f"{place['tool']}.function.{place['field'].removesuffix('_json')}"
+
+
 def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
     """The request, with DELIVERY_WHOLE unless it streams.
 
     Raises INVALID_ARGUMENT, with the client's name of the field, for what the proto can't say.
     """
-    _refuse_contradictions(body)
-    request = completion_pb2.CompleteRequest(
-        model=body.model or "",
+    if body.stream and body.best_of:
+        raise invalid("best_of", "best_of can't be streamed: leave out best_of or stream.")
+    return completion_pb2.CompleteRequest(
+        **shared_fields(body),
         prompts=_prompts(body.prompt),
         suffix=body.suffix,
-        sampling=_sampling(body),
-        stopping=_stopping(body),
-        stop=[body.stop] if isinstance(body.stop, str) else body.stop,
-        include_stop_string=bool(body.include_stop_str_in_output),
-        n=body.n,
         best_of=body.best_of,
         echo=bool(body.echo),
         logprobs=body.logprobs,
-        grammar=_constraint(body),
         truncate_prompt=bool(body.truncate_sequence),
-        delivery=(completion_pb2.DELIVERY_DELTAS if body.stream else completion_pb2.DELIVERY_WHOLE),
-        tools=[_tool(tool) for tool in body.tools or ()],
-        tool_choice=_tool_choice(body),
         images=body.images,
-        user=body.user or "",
     )
-    if body.context_length_exceeded_behavior is not None:
-        request.context_overflow = _OVERFLOWS[body.context_length_exceeded_behavior]
-    if request.sampling.HasField("dry"):
-        request.dry_sequence_breakers.extend(body.dry_sequence_breakers or ())
-    return request
 
 
-def _refuse_contradictions(body: CompletionBody) -> None:
+def shared_fields(body: GenerationBody) -> dict[str, Any]:
+    """The fields that CompleteRequest and ChatRequest have in common, DELIVERY_WHOLE unless it
+    streams. Raises INVALID_ARGUMENT as `to_complete_request`."""
+    _refuse_contradictions(body)
+    overflow = body.context_length_exceeded_behavior
+    return {
+        "model": body.model or "",
+        "sampling": _sampling(body),
+        "stopping": _stopping(body),
+        "stop": [body.stop] if isinstance(body.stop, str) else body.stop,
+        "include_stop_string": bool(body.include_stop_str_in_output),
+        "n": body.n,
+        "grammar": _constraint(body),
+        "context_overflow": None if overflow is None else _OVERFLOWS[overflow],
+        "delivery": (
+            completion_pb2.DELIVERY_DELTAS if body.stream else completion_pb2.DELIVERY_WHOLE
+        ),
+        "tools": tools_of(body.tools),
+        "tool_choice": _tool_choice(body),
+        "user": body.user or "",
+        "dry_sequence_breakers": body.dry_sequence_breakers if body.dry_multiplier else None,
+    }
+
+
+def _refuse_contradictions(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only for requests with stream: true.")
-    if body.stream and body.best_of:
-        raise invalid("best_of", "best_of can't be streamed: leave out best_of or stream.")
     if body.grammar is not None and body.response_format is not None:
         raise invalid("grammar", "grammar and response_format exclude each other.")
     if body.dry_sequence_breakers == []:
@@ -143,7 +173,7 @@ def _prompts(
     return [completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)) for ids in lists]
 
 
-def _sampling(body: CompletionBody) -> types_pb2.SamplingParams:
+def _sampling(body: GenerationBody) -> types_pb2.SamplingParams:
     sampling = types_pb2.SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -172,7 +202,7 @@ def _sampling(body: CompletionBody) -> types_pb2.SamplingParams:
     return sampling
 
 
-def _stopping(body: CompletionBody) -> types_pb2.StoppingParams:
+def _stopping(body: GenerationBody) -> types_pb2.StoppingParams:
     return types_pb2.StoppingParams(
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         min_tokens=body.min_tokens or 0,
@@ -181,7 +211,7 @@ def _stopping(body: CompletionBody) -> types_pb2.StoppingParams:
     )
 
 
-def _constraint(body: CompletionBody) -> types_pb2.GrammarSpec | None:
+def _constraint(body: GenerationBody) -> types_pb2.GrammarSpec | None:
     if body.grammar is not None:
         return _of_grammar(body.grammar)
     if body.response_format is not None:
@@ -194,36 +224,40 @@ def _of_grammar(grammar: Grammar) -> types_pb2.GrammarSpec:
         case RegexGrammar():
             return types_pb2.GrammarSpec(regex=grammar.value)
         case JsonSchemaGrammar():
-            return types_pb2.GrammarSpec(json_schema=_json_text(grammar.value))
+            return types_pb2.GrammarSpec(json_schema=json_text(grammar.value))
         case LarkGrammar():
             return types_pb2.GrammarSpec(lark=grammar.value)
         case LlguidanceGrammar():
-            return types_pb2.GrammarSpec(llguidance=_json_text(grammar.value))
+            return types_pb2.GrammarSpec(llguidance=json_text(grammar.value))
 
 
 def _of_response_format(form: ResponseFormat) -> types_pb2.GrammarSpec | None:
     if isinstance(form, JsonSchemaFormat):
         if form.json_schema is None or form.json_schema.schema is None:
             raise invalid("response_format", "response_format.json_schema.schema is required.")
-        return types_pb2.GrammarSpec(json_schema=_json_text(form.json_schema.schema))
+        return types_pb2.GrammarSpec(json_schema=json_text(form.json_schema.schema))
     if isinstance(form, JsonObjectFormat):
         if form.schema is not None:
-            return types_pb2.GrammarSpec(json_schema=_json_text(form.schema))
+            return types_pb2.GrammarSpec(json_schema=json_text(form.schema))
         return types_pb2.GrammarSpec(json_object=types_pb2.JsonObject())
     return None
 
 
-def _tool(tool: FunctionTool) -> completion_pb2.Tool:
-    function = tool.function
+def tools_of(tools: Iterable[FunctionTool] | None) -> list[completion_pb2.Tool]:
+    """The functions that may be called."""
+    return [_tool(tool.function) for tool in tools or ()]
+
+
+def _tool(function: FunctionSpec) -> completion_pb2.Tool:
     return completion_pb2.Tool(
         name=function.name,
         description=function.description or "",
-        parameters_json="" if function.parameters is None else _json_text(function.parameters),
+        parameters_json="" if function.parameters is None else json_text(function.parameters),
         strict=bool(function.strict),
     )
 
 
-def _tool_choice(body: CompletionBody) -> completion_pb2.ToolChoice | None:
+def _tool_choice(body: GenerationBody) -> completion_pb2.ToolChoice | None:
     if body.tool_choice is None:
         return None
     if isinstance(body.tool_choice, str):
@@ -231,5 +265,6 @@ def _tool_choice(body: CompletionBody) -> completion_pb2.ToolChoice | None:
     return completion_pb2.ToolChoice(name=body.tool_choice.function.name)
 
 
-def _json_text(value: str | JsonObject) -> str:
+def json_text(value: str | JsonObject) -> str:
+    """JSON as text, as the client wrote it."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -18,7 +18,7 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.http_shim.requests import CompletionBody
+from services.http_shim.requests import ChatBody, CompletionBody
 from tests.stack import Stack
 from tokenwire.channel import connect
 from tokenwire.completion.v1 import completion_pb2 as completion
@@ -123,19 +123,64 @@ FIELDS: dict[str, Values] = {
 }  # fmt: skip
 
 
+PARTS = st.lists(
+    st.one_of(
+        st.builds(lambda text: {"type": "text", "text": text}, TEXT),
+        st.just({"type": "image_url", "image_url": {"url": "data:,"}}),
+    ),
+    max_size=2,
+)
+CALLS = st.lists(
+    st.builds(
+        lambda name, arguments: {"id": "c", "function": {"name": name, "arguments": arguments}},
+        st.sampled_from(["f", "g"]), st.sampled_from(["{}", "", '{"a": "x"}', "[", '"']),
+    ),
+    min_size=1, max_size=2,
+)  # fmt: skip
+MESSAGE: Values = st.one_of(
+    st.builds(lambda text: {"role": "system", "content": text}, TEXT),
+    st.builds(lambda text: {"role": "developer", "content": text, "name": text[:9]}, TEXT),
+    st.builds(lambda content: {"role": "user", "content": content}, TEXT | PARTS),
+    st.builds(
+        lambda text, thought: {"role": "assistant", "content": text, "reasoning_content": thought},
+        TEXT, TEXT,
+    ),
+    st.builds(lambda calls: {"role": "assistant", "content": None, "tool_calls": calls}, CALLS),
+    st.builds(lambda text: {"role": "tool", "content": text, "tool_call_id": "c"}, TEXT),
+    st.sampled_from([{"role": "user"}, {"role": "robot", "content": "x"}, {"content": "x"}]),
+)  # fmt: skip
+CHAT_FIELDS: dict[str, Values] = {
+    name: values for name, values in FIELDS.items() if name in ChatBody.__struct_fields__
+} | {
+    "messages": st.lists(MESSAGE, max_size=4),
+    "logprobs": BOOLEAN,
+    "top_logprobs": st.integers(0, 21),
+    "parallel_tool_calls": BOOLEAN,
+    "chat_template": st.sampled_from(["default", "", "other"]),
+    "chat_template_kwargs": st.sampled_from(
+        [{}, {"enable_thinking": False}, {"messages": []}, {"bos_token": 5}, {"a b": 1}]
+    ),
+    "add_generation_prompt": BOOLEAN,
+    "continue_final_message": BOOLEAN,
+    "functions": st.sampled_from([None, []]),
+    "function_call": st.sampled_from([None, "auto"]),
+}  # fmt: skip
+
+
 @st.composite
-def bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """A prompt and up to ten more fields, one of which may be junk."""
-    names = draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=10, unique=True))
-    body = {"prompt": "x = ", "max_tokens": 8} | {name: draw(FIELDS[name]) for name in names}
+def bodies(draw: st.DrawFn, fields: dict[str, Values], base: dict[str, Any]) -> dict[str, Any]:
+    """What is needed and up to ten more fields, one of which may be junk."""
+    names = draw(st.lists(st.sampled_from(sorted(fields)), max_size=10, unique=True))
+    body = base | {"max_tokens": 8} | {name: draw(fields[name]) for name in names}
     if draw(st.integers(0, 3)) == 0:
-        name = draw(st.sampled_from(sorted({*FIELDS, "no_such_field"} - {"max_tokens"})))
+        name = draw(st.sampled_from(sorted({*fields, "no_such_field"} - {"max_tokens"})))
         body[name] = draw(JUNK)
     return body
 
 
 def test_every_field_is_drawn() -> None:
     assert set(FIELDS) == set(CompletionBody.__struct_fields__)
+    assert set(CHAT_FIELDS) == set(ChatBody.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +232,28 @@ def answered() -> Counter[str]:
     return Counter()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(body=bodies())
-async def test_any_body(neighbour: Neighbour, answered: Counter[str], body: dict[str, Any]) -> None:
+async def is_answered(neighbour: Neighbour, path: str, body: dict[str, Any]) -> bool:
+    """Or refused, and the neighbour never notices."""
     content = json.dumps(body).encode()  # httpx's own would refuse half of a surrogate pair
     async with asyncio.timeout(HANG_SECONDS):
         response, _ = await asyncio.gather(
-            neighbour.http.post("/v1/completions", content=content, headers=JSON),
+            neighbour.http.post(path, content=content, headers=JSON),
             neighbour.is_unaffected(),
         )
     check_http(response)
-    answered["body"] += response.status_code == 200
+    return response.status_code == 200
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(body=bodies(FIELDS, {"prompt": "x = "}))
+async def test_any_body(neighbour: Neighbour, answered: Counter[str], body: dict[str, Any]) -> None:
+    answered["body"] += await is_answered(neighbour, "/v1/completions", body)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(body=bodies(CHAT_FIELDS, {"messages": [{"role": "user", "content": "Hello"}]}))
+async def test_any_chat(neighbour: Neighbour, answered: Counter[str], body: dict[str, Any]) -> None:
+    answered["chat"] += await is_answered(neighbour, "/v1/chat/completions", body)
 
 
 # The same for clients of gRPC, on one Session, which no request may break.
@@ -266,20 +322,55 @@ NONSENSE: dict[str, Values] = {
 }  # fmt: skip
 
 
+ROLE = st.integers(0, 6)
+CALL = optional(id=st.just("c"), name=LETTERS, arguments_json=st.sampled_from(["{}", "", "["]))
+SPOKEN = optional(
+    role=ROLE, parts=st.lists(optional(text=LETTERS), max_size=2), name=LETTERS,
+    tool_calls=st.lists(CALL, max_size=2), tool_call_id=LETTERS, reasoning=LETTERS,
+)  # fmt: skip
+CHAT_NAMES = {field.name for field in completion.ChatRequest.DESCRIPTOR.fields}
+CHAT_SENSE: dict[str, Values] = {
+    name: values for name, values in SENSE.items() if name in CHAT_NAMES
+} | {
+    "messages": st.lists(
+        st.fixed_dictionaries(
+            {"role": st.integers(1, 4), "parts": st.lists(optional(text=LETTERS), min_size=1)}
+        ),
+        min_size=1, max_size=3,
+    ),
+    "parallel_tool_calls": BOOLEAN,
+    "logprobs": st.integers(0, 20),
+    "template": st.sampled_from(["", "default"]),
+    "template_arguments_json": st.sampled_from(["", "{}", '{"a": 1}']),
+    "add_generation_prompt": BOOLEAN,
+}  # fmt: skip
+CHAT_NONSENSE: dict[str, Values] = {
+    name: values for name, values in NONSENSE.items() if name in CHAT_NAMES
+} | {
+    "messages": st.lists(SPOKEN, max_size=3),
+    "template": LETTERS,
+    "template_arguments_json": LETTERS | st.sampled_from(["[" * 5_000, "NaN", '{"messages": 1}']),
+    "continue_last_message": BOOLEAN,
+}
+
+
 @st.composite
-def messages(draw: st.DrawFn) -> completion.CompleteRequest:
-    """A prompt and up to eight more fields, one of which may be nonsense."""
-    names = draw(st.lists(st.sampled_from(sorted(SENSE)), max_size=8, unique=True))
-    fields = {"prompts": [{"text": "x = "}]} | {name: draw(SENSE[name]) for name in names}
+def messages(
+    draw: st.DrawFn, sense: dict[str, Values], nonsense: dict[str, Values], base: dict[str, Any]
+) -> dict[str, Any]:
+    """What is needed and up to eight more fields, one of which may be nonsense."""
+    names = draw(st.lists(st.sampled_from(sorted(sense)), max_size=8, unique=True))
+    fields = base | {name: draw(sense[name]) for name in names}
     if draw(st.integers(0, 3)) == 0:
-        name = draw(st.sampled_from(sorted(NONSENSE)))
-        fields[name] = draw(NONSENSE[name])
-    return completion.CompleteRequest(**fields)
+        name = draw(st.sampled_from(sorted(nonsense)))
+        fields[name] = draw(nonsense[name])
+    return fields
 
 
-def test_every_field_of_the_message_is_drawn() -> None:
+def test_every_field_of_the_messages_is_drawn() -> None:
     names = {field.name for field in completion.CompleteRequest.DESCRIPTOR.fields}
     assert {*SENSE, *NONSENSE} == names
+    assert {*CHAT_SENSE, *CHAT_NONSENSE} == CHAT_NAMES
 
 
 class Events:
@@ -291,11 +382,12 @@ class Events:
 
     def on_event(self, event: completion.SessionEvent) -> None:
         assert not self.ended.done()
-        kind = event.complete.WhichOneof("event")
+        response = event.chat if event.HasField("chat") else event.complete
+        kind = response.WhichOneof("event")
         if kind == "delta":
-            self.open.add(event.complete.delta.index)
+            self.open.add(response.delta.index)
         elif kind == "finished":
-            self.open.discard(event.complete.finished.index)
+            self.open.discard(response.finished.index)
         elif kind == "completed":
             self.ended.set_result(None)
 
@@ -311,29 +403,53 @@ async def session(stack: Stack) -> AsyncIterator[CompletionSession]:
         await session.close()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(request=messages())
-async def test_any_message(
-    neighbour: Neighbour,
-    session: CompletionSession,
-    answered: Counter[str],
-    request: completion.CompleteRequest,
-) -> None:
+async def is_completed(neighbour: Neighbour, session: CompletionSession, **start: Any) -> bool:
+    """Or refused, on a Session that goes on."""
     events = Events()
-    start = completion.StartComplete(request=request)
     handle = session.open(events)
-    session.send(completion.SessionCommand(handle=handle, start_complete=start))
+    session.send(completion.SessionCommand(handle=handle, **start))
     async with asyncio.timeout(HANG_SECONDS):
         error, _ = await asyncio.gather(events.ended, neighbour.is_unaffected())
     if error is None:
         assert not events.open
-        answered["message"] += 1
-    else:
-        codes = {"INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION"}
-        assert error.code.name in codes, error
-        assert error.reason
+        return True
+    codes = {"INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION"}
+    assert error.code.name in codes, error
+    assert error.reason
+    return False
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(fields=messages(SENSE, NONSENSE, {"prompts": [{"text": "x = "}]}))
+async def test_any_message(
+    neighbour: Neighbour,
+    session: CompletionSession,
+    answered: Counter[str],
+    fields: dict[str, Any],
+) -> None:
+    start = completion.StartComplete(request=completion.CompleteRequest(**fields))
+    answered["message"] += await is_completed(neighbour, session, start_complete=start)
+
+
+HELLO = {"role": completion.ROLE_USER, "parts": [{"text": "Hello"}]}
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(fields=messages(CHAT_SENSE, CHAT_NONSENSE, {"messages": [HELLO]}))
+async def test_any_chat_message(
+    neighbour: Neighbour,
+    session: CompletionSession,
+    answered: Counter[str],
+    fields: dict[str, Any],
+) -> None:
+    request = completion.ChatRequest(**fields)
+    if not request.stopping.HasField("max_tokens"):
+        request.stopping.max_tokens = 12  # the default is all the room that there is
+    start = completion.StartChat(request=request)
+    answered["chat message"] += await is_completed(neighbour, session, start_chat=start)
 
 
 def test_many_were_no_refusals(answered: Counter[str]) -> None:
     """Or the tests above would say little."""
-    assert min(answered["body"], answered["message"]) > EXAMPLES / 5
+    kinds = ("body", "chat", "message", "chat message")
+    assert min(answered[kind] for kind in kinds) > EXAMPLES / 5

@@ -5,6 +5,7 @@ Two servers say different things: the usual one, and one without grammars and in
 limits.
 """
 
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ Sampling, Stopping = types.SamplingParams, types.StoppingParams
 Fields: TypeAlias = dict[str, Any]
 
 PROMPT = [300 + index % 7 for index in range(70)]  # longer than two blocks of the cache
+CHAT = "/v1/chat/completions"
+HELLO = {"role": "user", "content": "Hello!"}
 SUFFIX = "\n# the end"
 LIMITS = ("--max-logprobs", "20", "--max-stop-strings", "2")
 
@@ -183,9 +186,11 @@ async def card_of(http: httpx.AsyncClient) -> Any:
     return card
 
 
-async def status(http: httpx.AsyncClient, **fields: object) -> tuple[int, str | None]:
-    body = {"prompt": "def f(", "max_tokens": 2, "seed": 1} | fields
-    response = await http.post("/v1/completions", json=body)
+async def status(
+    http: httpx.AsyncClient, path: str = "/v1/completions", **fields: object
+) -> tuple[int, str | None]:
+    asked: Fields = {"prompt": "def f("} if path == "/v1/completions" else {"messages": [HELLO]}
+    response = await http.post(path, json=asked | {"max_tokens": 2, "seed": 1} | fields)
     refusal = response.json().get("error")
     return response.status_code, refusal and refusal["param"]
 
@@ -195,7 +200,8 @@ async def test_cards_say_what_the_text_level_says(http: httpx.AsyncClient, serve
     async with connect(server.tokenizer) as channel:
         stub = CompletionServiceStub(channel)
         [model] = (await stub.ListModels(completion.ListModelsRequest())).models
-    for name in ("id", "max_output_length", "max_logprobs", "infill", "grammar"):
+    same = ("id", "max_output_length", "max_logprobs", "infill", "grammar", "chat")
+    for name in (*same, "max_chat_logprobs"):
         assert card[name] == getattr(model, name)
     assert card["max_model_len"] == model.context_length
     answer = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
@@ -230,6 +236,39 @@ async def test_as_many_logprobs_as_the_card_says(http: httpx.AsyncClient) -> Non
     assert await status(http, logprobs=most) == (200, None)
     assert await status(http, logprobs=most, echo=True) == (200, None)
     assert await status(http, logprobs=most + 1) == (400, "logprobs")
+
+
+async def test_chats_as_the_card_says(http: httpx.AsyncClient) -> None:
+    card = await card_of(http)
+    assert card["chat"]
+    most = card["max_chat_logprobs"]
+    assert await status(http, CHAT, logprobs=True, top_logprobs=most) == (200, None)
+    refused = await status(http, CHAT, logprobs=True, top_logprobs=most + 1)
+    assert refused == (400, "top_logprobs")
+    expected = (200, None) if card["grammar"] else (501, "response_format")
+    assert await status(http, CHAT, response_format={"type": "json_object"}) == expected
+
+
+async def test_a_model_without_a_template_refuses_chats(
+    server: Server, embedded_model: Path, tmp_path: Path
+) -> None:
+    """And says what else can be done."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).symlink_to(embedded_model / name)
+    config = json.loads((embedded_model / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    arguments = ("--model", str(tmp_path), "--engine", server.engine)
+    async with (
+        running_service("tokenizer", *arguments, log=tmp_path / "log") as tokenizer,
+        running_shim("--tokenizer", tokenizer.target) as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
+    ):
+        assert not (await card_of(http))["chat"]
+        response = await http.post(CHAT, json={"messages": [HELLO]})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "no_chat_template"
+        assert "completions" in response.json()["error"]["message"]
 
 
 async def test_as_long_as_the_card_says(http: httpx.AsyncClient) -> None:

@@ -1,12 +1,21 @@
 """tokenwire.client against a running stack."""
 
 import asyncio
+import json
 import math
 
 import pytest
 
 from tests.stack import Stack
-from tokenwire.client import Client, EngineClient, GrammarSpec
+from tokenwire.client import (
+    ChatOptions,
+    Client,
+    EngineClient,
+    GrammarSpec,
+    Message,
+    Tool,
+    ToolChoice,
+)
 from tokenwire.errors import ServiceError
 from tokenwire.results import FinishReason
 
@@ -29,6 +38,45 @@ async def test_text_and_ids_streamed_and_whole_agree(stack: Stack) -> None:
         assert stream.usage is not None
         assert stream.usage.completion_tokens == whole.usage.completion_tokens
         assert deltas[-1].finish_reason is whole.choices[0].finish_reason
+
+
+async def test_a_chat_streamed_and_whole_agrees(stack: Stack) -> None:
+    messages = [Message("system", "Be brief."), Message("user", "Hello!")]
+    async with Client(stack.tokenizer) as client:
+        asked: ChatOptions = {"max_tokens": 24, "temperature": 0, "logprobs": 2, "n": 2}
+        whole = await client.chat(messages, **asked)
+        async with client.stream_chat(messages, **asked) as stream:
+            deltas = [delta async for delta in stream]
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    for choice in whole.choices:
+        own = [delta for delta in deltas if delta.index == choice.index]
+        assert "".join(delta.content for delta in own) == choice.message.content
+        assert tuple(token for delta in own for token in delta.token_ids) == choice.token_ids
+        assert own[-1].finish_reason is choice.finish_reason
+        data = b"".join(token.data for token in choice.tokens)
+        assert data.decode() == choice.message.content
+        assert all(len(token.top) == 2 for token in choice.tokens)
+    assert stream.usage is not None
+    assert stream.usage.completion_tokens == whole.usage.completion_tokens
+
+
+async def test_a_conversation_with_a_tool(stack: Stack) -> None:
+    """The answer's message goes into the next request as it is."""
+    schema = {"type": "object", "properties": {"city": {"maxLength": 9, "type": "string"}}}
+    tool = Tool(name="get_weather", description="Weather", parameters_json=json.dumps(schema))
+    messages = [Message("user", "What is the weather in Rome?")]
+    async with Client(stack.tokenizer) as client:
+        choice = ToolChoice(name="get_weather")
+        answer = await client.chat(messages, tools=[tool], tool_choice=choice, max_tokens=60)
+        assert answer.message.content is None
+        [call] = answer.message.tool_calls
+        assert (call.name, type(json.loads(call.arguments))) == ("get_weather", dict)
+        messages += [answer.message, Message("tool", "Sunny", tool_call_id=call.id)]
+        last = await client.chat(messages, tools=[tool], max_tokens=8)
+        assert last.usage.prompt_tokens > answer.usage.prompt_tokens
+        with pytest.raises(ServiceError) as refused:
+            await client.chat([*messages, Message("tool", "Rain")])
+        assert refused.value.field == "messages[3].tool_call_id"
 
 
 async def test_many_requests_share_one_client(stack: Stack) -> None:
@@ -129,6 +177,7 @@ async def test_what_is_served_is_told(stack: Stack) -> None:
         assert model.id == told.id == stack.model_id
         assert model.infill
         assert model.grammar
+        assert model.chat
         assert told.dtype == "float32"
         assert model.context_length == told.context_length
         assert {"sampling", "stopping", "prompt_logprobs", "grammar"} <= told.capabilities

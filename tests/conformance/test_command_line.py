@@ -36,6 +36,16 @@ def test_a_suffix_gives_the_middle(stack: Stack) -> None:
     assert "return total\n" not in middle.removesuffix("\n")
 
 
+def test_chat_answers_streamed_or_not(stack: Stack) -> None:
+    asked = ("chat", "Hello!", "--max-tokens", "24", "--temperature", "0")
+    whole = tokenwire(stack, *asked)
+    assert whole.strip()
+    assert "<|" not in whole
+    assert tokenwire(stack, *asked, "--stream") == whole
+    told = tokenwire(stack, *asked, "--system", "You are a pirate.", "--n", "2").splitlines()
+    assert [line for line in told if line.startswith("---")] == ["--- 0", "--- 1"]
+
+
 def test_choices_are_told_apart(stack: Stack) -> None:
     lines = tokenwire(stack, "complete", "x", "--n", "2", "--max-tokens", "4").splitlines()
     assert [line for line in lines if line.startswith("---")] == ["--- 0", "--- 1"]
@@ -76,7 +86,7 @@ def test_health(stack: Stack) -> None:
 def test_ctrl_c_ends_a_stream(stack: Stack) -> None:
     command = [sys.executable, "-m", "tokenwire", "complete", "x", "--stream"]
     process = subprocess.Popen(
-        [*command, "--max-tokens", "1500", "--target", stack.tokenizer],
+        [*command, "--max-tokens", "1500", "--temperature", "0", "--target", stack.tokenizer],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

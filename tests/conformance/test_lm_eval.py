@@ -1,4 +1,4 @@
-"""lm-evaluation-harness through `local-completions`, against transformers itself.
+"""lm-evaluation-harness through `local-completions` and its chat, against transformers itself.
 
 A harness trusts a server's logprobs and their alignment blindly: a shift by one token gives
 plausible, wrong scores. So every number that it reads from the stack is computed again with
@@ -63,10 +63,21 @@ class Reference:
             done = end
         return total
 
-    @torch.no_grad()
     def generate(self, text: str, tokens: int, until: list[str]) -> str:
         """Greedy continuation, up to the first stop string."""
-        ids = torch.tensor([self.encode(text)])
+        return self._generate(self.encode(text), tokens, until)
+
+    def answer(self, text: str, tokens: int, until: list[str]) -> str:
+        """Greedy answer to a message, likewise."""
+        messages = [{"role": "user", "content": text}]
+        prompt = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        return self._generate(self.encode(prompt), tokens, until)
+
+    @torch.no_grad()
+    def _generate(self, prompt: list[int], tokens: int, until: list[str]) -> str:
+        ids = torch.tensor([prompt])
         out = self.model.generate(ids, max_new_tokens=tokens, do_sample=False)
         answer = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         return min((str(answer.split(stop)[0]) for stop in until), key=len)
@@ -95,7 +106,12 @@ def evaluate(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
         manager = TaskManager(include_path=str(TASKS), include_defaults=False)
 
-        def run(task: str, **model_args: object) -> Samples:
+        def run(task: str, *, chat: bool = False, **model_args: object) -> Samples:
+            if chat:
+                model = get_model("local-chat-completions")(
+                    model=stack.model_id, base_url=f"{stack.url}/v1/chat/completions", max_retries=1
+                )
+                return scored(model, task, apply_chat_template=True)
             shared = {
                 "model": stack.model_id,
                 "base_url": f"{stack.url}/v1/completions",
@@ -106,9 +122,11 @@ def evaluate(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator
                 "num_concurrent": 4,
                 "max_retries": 1,
             }
-            model = get_model("local-completions")(**(shared | model_args))
+            return scored(get_model("local-completions")(**(shared | model_args)), task)
+
+        def scored(model: Any, task: str, **how: Any) -> Samples:
             tasks = manager.load([task])
-            results = run_tasks(model, tasks, bootstrap_iters=0, log_samples=True)
+            results = run_tasks(model, tasks, bootstrap_iters=0, log_samples=True, **how)
             samples: Samples = results["samples"][task]
             return samples
 
@@ -172,3 +190,12 @@ def test_generate_until(
     samples = evaluate("tokenwire_generate", **model_args)
     answers = {sample["doc"]["code"]: sample["filtered_resps"] for sample in samples}
     assert answers == {prompt: [text] for prompt, text in generated.items()}
+
+
+def test_chat_generate_until(evaluate: Evaluate, reference: Reference) -> None:
+    """With the template applied by the server, where it is by transformers for the reference."""
+    samples = evaluate("tokenwire_generate", chat=True)
+    for sample in samples:
+        code = sample["doc"]["code"]
+        expected = reference.answer(code, 16, ["\n\n", "\ndef "])
+        assert sample["filtered_resps"] == [expected], code

@@ -3,10 +3,7 @@ and what they get back is theirs to read."""
 
 import inspect
 import json
-import shutil
-import subprocess
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import openai
@@ -17,7 +14,6 @@ from openai.resources import Completions
 from services.http_shim.requests import CompletionBody
 from tests.stack import Stack
 
-NODE = Path(__file__).parent / "node"
 Fields: TypeAlias = dict[str, Any]
 Answer: TypeAlias = dict[str, Any]
 Check: TypeAlias = Callable[[Answer], bool]
@@ -187,39 +183,20 @@ def test_python_raises(client: OpenAI, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def node(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    """All calls in one run, by name: the answer, its chunks, or the error."""
-    if shutil.which("npm") is None:
-        pytest.skip("this machine has no Node.js")
-    folder = tmp_path_factory.mktemp("node")
-    for file in ("package.json", "calls.mjs"):
-        shutil.copy(NODE / file, folder)
-    install = ["npm", "install", "--no-audit", "--no-fund"]
-    subprocess.run(install, cwd=folder, check=True, capture_output=True, timeout=300)
+def answers(node: Callable[[str, Mapping[str, Fields]], dict[str, Answer]]) -> dict[str, Answer]:
+    """Of all calls through Node.js."""
     calls = {name: BASE | fields for name, (fields, _) in CALLS.items()}
-    calls |= {f"bad {name}": BASE | fields for name, fields in BAD.items()}
-    done = subprocess.run(
-        ["node", "calls.mjs", f"{stack.url}/v1"],
-        cwd=folder,
-        input=json.dumps(calls),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers: dict[str, Answer] = json.loads(done.stdout)
-    return answers
+    return node("completions", calls | {f"bad {name}": BASE | BAD[name] for name in BAD})
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_node(node: dict[str, Answer], name: str) -> None:
-    answer = node[name]
+def test_node(answers: dict[str, Answer], name: str) -> None:
+    answer = answers[name]
     assert "error" not in answer, answer
     assert CALLS[name][1](joined(answer["chunks"]) if "chunks" in answer else answer), answer
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_node_raises(node: dict[str, Answer], name: str) -> None:
-    error = node[f"bad {name}"]["error"]
+def test_node_raises(answers: dict[str, Answer], name: str) -> None:
+    error = answers[f"bad {name}"]["error"]
     assert error == {"class": "BadRequestError", "status": 400, "param": name}

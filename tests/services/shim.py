@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import jsonschema
+
+from services.http_shim.openapi import document
 from tokenwire.channel import connect
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 
-__all__ = ["Shim", "running_sequences", "running_shim"]
+__all__ = ["Shim", "assert_documented", "running_sequences", "running_shim"]
 
 
 class Shim:
@@ -58,6 +61,11 @@ class Shim:
 
     def _found(self, message: str) -> list[dict[str, Any]]:
         return [line for line in self._lines if message in line["message"]]
+
+
+def assert_documented(value: object, name: str) -> None:
+    """It is as the OpenAPI document says."""
+    jsonschema.validate(value, document() | {"$ref": f"#/components/schemas/{name}"})
 
 
 async def running_sequences(engine: str, wanted: Callable[[int], bool]) -> None:

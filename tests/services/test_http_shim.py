@@ -219,7 +219,7 @@ async def test_constrained_output_is_json(http: httpx.AsyncClient) -> None:
         ({"best_of": 2, "n": 3}, 400, "best_of", "invalid_field"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-            400, "tools", "invalid_field",
+            400, "tools[0].function.name", "invalid_field",
         ),
         (
             {

@@ -63,11 +63,15 @@ def test_it_lives_but_is_not_ready(http: httpx.Client) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_lost_backend_is_503(http: httpx.Client, streams: bool) -> None:
     """Clients retry a 503; the inner addresses are none of their business."""
-    response = http.post("/v1/completions", json={"prompt": "x", "stream": streams})
-    assert response.status_code == 503
-    assert int(response.headers["retry-after"]) >= 1
-    assert "127.0.0.1" not in response.text
-    error_of(response)
+    for path, asked in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        response = http.post(path, json=asked | {"stream": streams})
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert "127.0.0.1" not in response.text
+        error_of(response)
 
 
 def test_bodies_over_the_limit(http: httpx.Client) -> None:
@@ -88,7 +92,10 @@ def test_only_json_is_taken(http: httpx.Client, content_type: str | None) -> Non
     assert "application/json" in str(error_of(response)["message"])
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/completion", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/chat/completions", "/v1/completion", "/tokenize", "/detokenize"],
+)
 @pytest.mark.parametrize("body", [b"{", b"[]", b"1", b'{"model": 5}', b"{}"])
 def test_bad_bodies(http: httpx.Client, path: str, body: bytes) -> None:
     response = http.post(path, content=body, headers=_JSON)
@@ -102,8 +109,7 @@ def test_bad_bodies(http: httpx.Client, path: str, body: bytes) -> None:
         ("GET", "/nowhere", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/health", 405),
-        ("POST", "/v1/chat/completions", 501),
-        ("POST", "/chat/completions", 501),
+        ("GET", "/v1/chat/completions", 405),
         ("GET", "/v1/completion", 405),
     ],
 )

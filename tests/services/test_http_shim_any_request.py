@@ -113,6 +113,19 @@ def test_any_completion(http: httpx.Client, body: dict[str, Any]) -> None:
     assert_answered_or_refused(http.post("/v1/completions", json=body))
 
 
+CONVERSATIONS = st.one_of(
+    st.sampled_from([[{"role": "user", "content": "Hello"}], []]),
+    st.lists(values(SCHEMAS["Message"]), max_size=3),
+)
+FEW_ONLY = FEW.filter(lambda tokens: tokens is not None)
+
+
+@thorough
+@given(body=bodies("ChatBody", messages=CONVERSATIONS, max_tokens=FEW_ONLY, stream=st.booleans()))
+def test_any_chat(http: httpx.Client, body: dict[str, Any]) -> None:
+    assert_answered_or_refused(http.post("/v1/chat/completions", json=body))
+
+
 @thorough
 @given(body=bodies("MultiCompletionBody", model=MODELS, prompt=st.just("x = ")))
 def test_any_completion_of_many_models(http: httpx.Client, body: dict[str, Any]) -> None:
@@ -120,7 +133,10 @@ def test_any_completion_of_many_models(http: httpx.Client, body: dict[str, Any])
 
 
 @thorough
-@given(body=bodies("TokenizeBody", prompt=st.text(st.characters(codec="utf-8"))))
+@given(
+    body=bodies("TokenizeBody", prompt=st.text(st.characters(codec="utf-8")))
+    | bodies("TokenizeBody", messages=CONVERSATIONS, prompt=st.none())
+)
 def test_anything_tokenized(http: httpx.Client, body: dict[str, Any]) -> None:
     response = http.post("/tokenize", json=body)
     assert response.status_code in {200} | REFUSALS, response.text

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
 import pytest
 
-from services.http_shim.openapi import document
-from tests.services.shim import Shim, running_sequences, running_shim
+from tests.services.shim import Shim, assert_documented, running_sequences, running_shim
 from tests.stack import Stack, free_ports, running_service
 
 PROMPT = "def add(a, b):\n    return a +"
+HELLO = {"role": "user", "content": "Hello!"}
 LONG = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "stream": True}
 
 
@@ -113,12 +112,6 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def assert_documented(response: httpx.Response, name: str) -> None:
-    """The answer is as the OpenAPI document says."""
-    schema = document()
-    jsonschema.validate(response.json(), schema | {"$ref": f"#/components/schemas/{name}"})
-
-
 @pytest.mark.parametrize(
     ("name", "canonical", "tokens"),
     [
@@ -142,9 +135,27 @@ async def test_names_lead_to_their_model(
         answer = chunks[-1]
     else:
         answer = response.json()
-        assert_documented(response, "Completion")
+        assert_documented(response.json(), "Completion")
     assert answer["model"] == canonical
     assert answer["usage"]["completion_tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical", "tokens"),
+    [("one", "acme/one", 12), ("one:short", "acme/one:short", 3), ("two", "two", 8)],
+)
+async def test_chats_of_a_model(
+    http: httpx.AsyncClient, name: str, canonical: str, tokens: int
+) -> None:
+    body = {"messages": [HELLO], "model": name, "max_tokens": 12, "ignore_eos": True}
+    answer = (await http.post("/v1/chat/completions", json=body)).json()
+    assert (answer["model"], answer["usage"]["completion_tokens"]) == (canonical, tokens)
+
+
+async def test_a_chat_fills_the_context_of_its_row(http: httpx.AsyncClient) -> None:
+    body = {"messages": [HELLO], "model": "one:narrow", "ignore_eos": True}
+    answer = (await http.post("/v1/chat/completions", json=body)).json()
+    assert answer["usage"]["total_tokens"] == 24
 
 
 @pytest.mark.parametrize(
@@ -165,6 +176,7 @@ async def test_names_that_lead_nowhere(
 ) -> None:
     for response in (
         await complete(http, **fields),
+        await http.post("/v1/chat/completions", json={"messages": [HELLO]} | fields),
         await http.post("/tokenize", json={"prompt": "x"} | fields),
         await http.post("/detokenize", json={"tokens": [1]} | fields),
     ):
@@ -176,7 +188,7 @@ async def test_names_that_lead_nowhere(
 
 async def test_the_list(http: httpx.AsyncClient) -> None:
     response = await http.get("/v1/models")
-    assert_documented(response, "ModelList")
+    assert_documented(response.json(), "ModelList")
     one, two, away, soon = response.json()["data"]
     assert (one["id"], one["owned_by"], one["created"]) == ("acme/one", "acme", 1700000000)
     assert (one["aliases"], one["variants"]) == (["one"], ["acme/one:short", "acme/one:narrow"])
@@ -215,13 +227,13 @@ async def test_a_row_may_narrow_the_context(http: httpx.AsyncClient) -> None:
 async def test_tokens_of_each_model(http: httpx.AsyncClient) -> None:
     asked = {"prompt": PROMPT, "model": "two"}
     response = await http.post("/tokenize", json=asked)
-    assert_documented(response, "Tokenized")
+    assert_documented(response.json(), "Tokenized")
     back = await http.post(
         "/detokenize", json={"tokens": response.json()["tokens"], "model": "one"}
     )
     assert back.json() == {"prompt": PROMPT}
     info = await http.get("/tokenizer_info", params={"model": "one:short"})
-    assert_documented(info, "TokenizerInfo")
+    assert_documented(info.json(), "TokenizerInfo")
     assert info.json()["model"] == "acme/one:short"
 
 
@@ -297,7 +309,7 @@ async def test_many_models_at_once(
             "temperature": 0, "unheard_of": 1}  # fmt: skip
     response = await http.post("/v1/completion", json=body)
     assert response.status_code == 200, response.text
-    assert_documented(response, "MultiAnswer")
+    assert_documented(response.json(), "MultiAnswer")
     answer = response.json()
     assert set(answer) == {"id", "object", "created", "choices", "usage"}
     assert str(uuid.UUID(answer["id"])) == answer["id"]

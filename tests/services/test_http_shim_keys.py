@@ -24,6 +24,7 @@ TIERS = {
     "rich": {"tokens_per_minute": 900},
     "elsewhere": {"models": ["other"]},
 }
+HELLO = {"role": "user", "content": "Hello!"}
 LONG = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "stream": True}
 
 
@@ -60,12 +61,18 @@ async def complete(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
     return await http.post("/v1/completions", json={"prompt": PROMPT, "ignore_eos": True} | fields)
 
 
+async def chat(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
+    body = {"messages": [HELLO], "ignore_eos": True} | fields
+    return await http.post("/v1/chat/completions", json=body)
+
+
 async def test_everything_but_probes_needs_a_key(shim: Shim) -> None:
     async with httpx.AsyncClient(base_url=shim.url) as http:
         for path in ("/health", "/ready", "/metrics"):
             assert (await http.get(path)).status_code == 200
         for method, path in (
             ("POST", "/v1/completions"), ("POST", "/completions"), ("POST", "/v1/completion"),
+            ("POST", "/v1/chat/completions"), ("POST", "/chat/completions"),
             ("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/tokenize"),
             ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/openapi.json"),
             ("GET", "/nowhere"),
@@ -195,6 +202,24 @@ async def test_output_is_capped_by_the_tier(shim: Shim, keys: Path) -> None:
             assert usage["completion_tokens"] == 5
         many = await http.post("/v1/completion", json={"model": "m", "prompt": "x = [1, 2, 3,"})
         assert many.json()["usage"]["completion_tokens"] <= 5
+        for fields in ({}, {"max_tokens": 100}):  # a chat's default is all the room that is left
+            usage = (await chat(http, **fields)).json()["usage"]
+            assert usage["completion_tokens"] == 5
+
+
+async def test_chats_are_charged_for_what_they_used(shim: Shim, keys: Path) -> None:
+    """However much was reserved, streamed or not."""
+    async with await client_of(shim, keys, "rich") as http:
+        began, used = time.monotonic(), 0
+        for streams in (False, True):
+            identity = f"chat-{streams}"
+            body = {"messages": [HELLO], "max_tokens": 200, "stop": ["!"], "stream": streams}
+            headers = {"x-request-id": identity}
+            await http.post("/v1/chat/completions", json=body, headers=headers)
+            line = await shim.answered(identity)
+            used += line["prompt_tokens"] + line["completion_tokens"]
+        least, most = await charged(http, began)
+        assert least - 1 <= used <= most
 
 
 async def test_models_of_other_tiers(shim: Shim, keys: Path) -> None:
@@ -202,6 +227,7 @@ async def test_models_of_other_tiers(shim: Shim, keys: Path) -> None:
         for path, body in (
             ("/v1/completions", {"prompt": "x"}),
             ("/v1/completion", {"prompt": "x", "model": "m"}),
+            ("/v1/chat/completions", {"messages": [HELLO]}),
             ("/tokenize", {"prompt": "x"}),
         ):
             response = await http.post(path, json=body)

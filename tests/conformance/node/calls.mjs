@@ -2,11 +2,13 @@
 import { text } from "node:stream/consumers";
 import OpenAI from "openai";
 
-const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });
+const [, , baseURL, endpoint] = process.argv;
+const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
+const completions = endpoint === "chat" ? client.chat.completions : client.completions;
 
 async function call(fields) {
   try {
-    const answer = await client.completions.create(fields);
+    const answer = await completions.create(fields);
     if (!fields.stream) return answer;
     const chunks = [];
     for await (const chunk of answer) chunks.push(chunk);

@@ -1,10 +1,11 @@
-"""Events of completions, as the tokenizer service would send them."""
+"""Events of completions and chats, as the tokenizer service would send them."""
 
 import math
 from collections.abc import Sequence
 
+from services.http_shim.completion_responses import CompletionShape
 from services.http_shim.exchange import Exchange
-from services.http_shim.responses import Envelope
+from services.http_shim.responses import Delta, Envelope
 from services.http_shim.running import Running
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.types.v1 import types_pb2
@@ -45,6 +46,45 @@ def delta(
     )
 
 
+def chat_delta(
+    content: str = "",
+    ids: Sequence[int] = (),
+    *,
+    index: int = 0,
+    reasoning: str = "",
+    calls: Sequence[completion_pb2.ToolCallDelta] = (),
+    scored: Sequence[tuple[int, bytes, float]] = (),
+    top: Sequence[Sequence[tuple[int, bytes, float]]] = (),
+) -> completion_pb2.ChatDelta:
+    """A delta; `scored` holds (id, bytes, logprob) of each token of the content, `top` a row of
+    likewise candidates of each."""
+    candidates = [candidate for row in top for candidate in row]
+    return completion_pb2.ChatDelta(
+        index=index,
+        content=content,
+        reasoning=reasoning,
+        tool_calls=calls,
+        tokens=types_pb2.TokenColumns(
+            ids=[token for token, _, _ in scored],
+            logprobs=[logprob for _, _, logprob in scored],
+            top_width=len(top[0]) if top else 0,
+            top_ids=[token for token, _, _ in candidates],
+            top_logprobs=[logprob for _, _, logprob in candidates],
+        ),
+        token_bytes=[data for _, data, _ in scored],
+        top_bytes=[data for _, data, _ in candidates],
+        token_ids=ids,
+    )
+
+
+def call_delta(
+    index: int = 0, *, identity: str = "", name: str = "", arguments: str = ""
+) -> completion_pb2.ToolCallDelta:
+    return completion_pb2.ToolCallDelta(
+        index=index, id=identity, name=name, arguments_json=arguments
+    )
+
+
 def finished(
     index: int = 0,
     *,
@@ -58,8 +98,9 @@ def finished(
 
 
 def feed(
-    running: Running,
+    running: Running[Delta],
     *events: completion_pb2.ChoiceDelta
+    | completion_pb2.ChatDelta
     | completion_pb2.ChoiceFinished
     | completion_pb2.CompleteAccepted
     | types_pb2.Usage,
@@ -68,6 +109,10 @@ def feed(
     for event in events:
         response = completion_pb2.CompleteResponse()
         match event:
+            case completion_pb2.ChatDelta():
+                chat = completion_pb2.ChatResponse(delta=event)
+                running.on_event(completion_pb2.SessionEvent(handle=1, chat=chat))
+                continue
             case completion_pb2.ChoiceDelta():
                 response.delta.CopyFrom(event)
             case completion_pb2.ChoiceFinished():
@@ -80,7 +125,7 @@ def feed(
 
 
 def envelope() -> Envelope:
-    return Envelope("cmpl-1", 1700000000, ACCEPTED)
+    return Envelope("cmpl-1", 1700000000, ACCEPTED, CompletionShape)
 
 
 def exchange() -> Exchange:

@@ -7,6 +7,7 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.http_shim.completion_responses import CompletionShape
 from services.http_shim.events import EventStream
 from services.http_shim.requests import CompletionBody, StreamOptions
 from services.http_shim.running import Running
@@ -30,7 +31,8 @@ def begin(
     body = CompletionBody(prompt="x", stream=True, stream_options=options, n=n)
     for name, value in fields.items():
         setattr(body, name, value)
-    return running, EventStream(running, body, 1, envelope(), exchange())
+    shape = CompletionShape.of(body)
+    return running, EventStream(running, shape, options, envelope(), exchange())
 
 
 def objects(data: bytes) -> list[Any]:

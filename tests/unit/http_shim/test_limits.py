@@ -143,6 +143,21 @@ def test_estimates() -> None:
     assert tokens(prompts=[ids], stopping=types_pb2.StoppingParams(max_tokens=0)) == 7
 
 
+def test_estimates_of_chats() -> None:
+    """Messages and tools count as text; an open output as a usual one, of each choice."""
+
+    def tokens(**fields: object) -> int:
+        return estimated_tokens(completion_pb2.ChatRequest(**fields))
+
+    part = completion_pb2.ContentPart(text="x" * 4000)
+    message = completion_pb2.Message(role=completion_pb2.ROLE_USER, parts=[part])
+    tool = completion_pb2.Tool(name="f", description="x" * 4000)
+    ten = types_pb2.StoppingParams(max_tokens=10)
+    assert 1010 <= tokens(messages=[message], stopping=ten) <= 1020
+    assert 2030 <= tokens(messages=[message], tools=[tool], stopping=ten, n=3) <= 2050
+    assert tokens(messages=[message], n=2) == tokens(messages=[message], stopping=ten) + 2038
+
+
 @pytest.mark.parametrize(
     ("asked", "limits", "lowered"),
     [
@@ -159,6 +174,23 @@ def test_estimates() -> None:
 def test_output_is_lowered_silently(
     asked: dict[str, int], limits: list[int | None], lowered: dict[str, int]
 ) -> None:
-    stopping = types_pb2.StoppingParams(**asked)
-    lower_output(stopping, limits)
-    assert stopping == types_pb2.StoppingParams(**lowered)
+    request = completion_pb2.CompleteRequest(stopping=types_pb2.StoppingParams(**asked))
+    lower_output(request, limits)
+    assert request.stopping == types_pb2.StoppingParams(**lowered)
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "lowered"),
+    [
+        ({}, [None], {}),
+        ({}, [50, 20], {"max_tokens": 20}),
+        ({"min_tokens": 30}, [20], {"max_tokens": 20, "min_tokens": 20}),
+        ({"max_tokens": 10}, [20], {"max_tokens": 10}),
+    ],
+)
+def test_an_open_output_of_a_chat_is_lowered_too(
+    asked: dict[str, int], limits: list[int | None], lowered: dict[str, int]
+) -> None:
+    request = completion_pb2.ChatRequest(stopping=types_pb2.StoppingParams(**asked))
+    lower_output(request, limits)
+    assert request.stopping == types_pb2.StoppingParams(**lowered)

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.http_shim.errors import error_body, http_status
-from services.http_shim.requests import CompletionBody, parse
+from services.http_shim.requests import ChatBody, CompletionBody, parse
 from services.http_shim.translate import to_complete_request
 from tokenwire.errors import ServiceError
 
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 _DECODER = msgspec.json.Decoder(CompletionBody)
 _OPTIONAL = [name for name in CompletionBody.__struct_fields__ if name != "prompt"]
 
@@ -99,7 +100,7 @@ def test_broken_bodies_are_the_clients_fault(body: bytes) -> None:
         ("response_format", "json"),
         ("grammar", {"type": "regex"}),
         ("grammar", {"type": "regex", "value": {}}),
-        ("tools", [{"type": "function"}]),
+        ("tools", {"type": "function"}),
         ("tool_choice", "some"),
         ("images", "data:"),
     ],
@@ -109,6 +110,24 @@ def test_wrong_types_name_their_field(field: str, value: object) -> None:
         read(json.dumps({"prompt": "x", field: value}).encode())
     assert http_status(caught.value.code) == 400
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"type": "function"}], "tools[0].function"),
+        ([{"type": "function", "function": {}}], "tools[0].function.name"),
+        ([FUNCTION, {"type": "web_search"}], "tools[1].type"),
+        ([{"type": "function", "function": {"name": 1}}], "tools[0].function.name"),
+    ],
+)
+@pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
+def test_tools_are_blamed_by_path(
+    body_type: type[CompletionBody | ChatBody], tools: list[object], param: str
+) -> None:
+    with pytest.raises(ServiceError) as caught:
+        parse(msgspec.json.Decoder(body_type), json.dumps({"tools": tools}).encode())
+    assert caught.value.field == param
 
 
 def test_unknown_fields_are_named() -> None:
@@ -152,4 +171,4 @@ def test_any_json_is_read_or_refused(fields: dict[str, Any]) -> None:
     """Whatever a client sends, it gets a request or a 400 that names a field, never a 500."""
     error = refusal(json.dumps(fields).encode())
     assert error is None or http_status(error.code) == 400
-    assert error is None or error.field in CompletionBody.__struct_fields__
+    assert error is None or error.field.partition("[")[0] in CompletionBody.__struct_fields__

@@ -6,6 +6,7 @@ import pytest
 from starlette.types import Message
 
 from services.http_shim import stream
+from services.http_shim.completion_responses import CompletionShape
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.events import EventStream
 from services.http_shim.requests import CompletionBody
@@ -58,7 +59,7 @@ def begin(socket: Socket, credits_: Credits) -> tuple[Running, "asyncio.Task[Non
     running = Running()
     feed(running, ACCEPTED)
     body = CompletionBody(prompt="x", stream=True)
-    events = EventStream(running, body, 1, envelope(), exchange())
+    events = EventStream(running, CompletionShape.of(body), None, envelope(), exchange())
     sending = stream.send_stream(socket.send, running, credits_, events)
     return running, asyncio.ensure_future(sending)
 

@@ -200,7 +200,7 @@ def test_streams_ask_for_deltas() -> None:
         ("include_stop_string", "include_stop_str_in_output"),
         ("context_overflow", "context_length_exceeded_behavior"),
         ("truncate_prompt", "truncate_sequence"),
-        ("tools[0].parameters_json", "tools"),
+        ("tools[0].parameters_json", "tools[0].function.parameters"),
         ("images[2]", "images"),
         ("grammar.json_schema", "grammar"),
     ],

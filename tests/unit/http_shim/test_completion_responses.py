@@ -6,13 +6,15 @@ import math
 import msgspec
 import pytest
 
+from services.http_shim.completion_responses import Choice, CompletionShape
 from services.http_shim.requests import CompletionBody
-from services.http_shim.responses import Choice, Shape, choice_of, shape_of, usage_of
+from services.http_shim.responses import usage_of
 from tests.unit.http_shim.synthetic import NAN, USAGE, delta, envelope, finished
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.types.v1 import types_pb2
 
-WITH_LOGPROBS = Shape(choices_per_prompt=1, logprobs=True, token_ids=False, tokens_as_ids=False)
+PLAIN = CompletionShape.of(CompletionBody())
+WITH_LOGPROBS = CompletionShape.of(CompletionBody(logprobs=1))
 
 
 def plain(choice: Choice) -> dict[str, object]:
@@ -20,7 +22,7 @@ def plain(choice: Choice) -> dict[str, object]:
 
 
 def test_the_whole_object() -> None:
-    choice = choice_of(0, [delta("ab", [1, 2])], finished(), shape_of(CompletionBody()))
+    choice = PLAIN.choice(0, [delta("ab", [1, 2])], finished(), None)
     answer = json.loads(envelope().whole([choice], usage_of(USAGE)))
     assert answer == {
         "id": "cmpl-1",
@@ -60,7 +62,7 @@ def test_logprobs_are_four_parallel_lists() -> None:
     completion = delta(
         "c", [9], logprobs=[-math.inf], texts=["c"], offsets=[2], top=[[(1, "d", -0.125)]]
     )
-    choice = choice_of(0, [prompt, completion], finished(), WITH_LOGPROBS)
+    choice = WITH_LOGPROBS.choice(0, [prompt, completion], finished(), None)
     assert plain(choice)["logprobs"] == {
         "tokens": ["a", "b", "c"],
         "token_logprobs": [None, -0.5, -9999.0],
@@ -72,22 +74,21 @@ def test_logprobs_are_four_parallel_lists() -> None:
 def test_of_equal_texts_the_likelier_is_kept() -> None:
     """Two ids of unfinished bytes have the same text; a harness takes the maximum for greedy."""
     row = [(1, "\ufffd", -1.0), (2, "\ufffd", -2.0), (3, "x", -3.0)]
-    choice = choice_of(
-        0, [delta("", [2], logprobs=[-2.0], texts=[""], offsets=[0], top=[row])], None,
-        WITH_LOGPROBS,
-    )  # fmt: skip
+    choice = WITH_LOGPROBS.choice(
+        0, [delta("", [2], logprobs=[-2.0], texts=[""], offsets=[0], top=[row])], None, None
+    )
     assert choice.logprobs is not None
     assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0, "x": -3.0, "": -2.0}]
     same = delta("\ufffd", [2], logprobs=[-2.0], texts=["\ufffd"], offsets=[0], top=[row])
-    choice = choice_of(0, [same], None, WITH_LOGPROBS)
+    choice = WITH_LOGPROBS.choice(0, [same], None, None)
     assert choice.logprobs is not None
     assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0, "x": -3.0}]
     assert choice.logprobs.token_logprobs == [-2.0]
 
 
 def test_zero_logprobs_show_the_chosen_token() -> None:
-    choice = choice_of(
-        0, [delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0])], None, WITH_LOGPROBS
+    choice = WITH_LOGPROBS.choice(
+        0, [delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0])], None, None
     )
     assert choice.logprobs is not None
     assert choice.logprobs.top_logprobs == [{"x": -0.5}]
@@ -96,22 +97,22 @@ def test_zero_logprobs_show_the_chosen_token() -> None:
 def test_tokens_as_ids() -> None:
     body = CompletionBody(logprobs=1, return_tokens_as_token_ids=True)
     part = delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0], top=[[(4, "y", -0.25)]])
-    choice = choice_of(0, [part], None, shape_of(body))
+    choice = CompletionShape.of(body).choice(0, [part], None, None)
     assert choice.logprobs is not None
     assert choice.logprobs.tokens == ["token_id:3"]
     assert choice.logprobs.top_logprobs == [{"token_id:4": -0.25, "token_id:3": -0.5}]
 
 
 def test_token_ids_leave_the_echoed_prompt_out() -> None:
-    shape = shape_of(CompletionBody(return_token_ids=True))
+    shape = CompletionShape.of(CompletionBody(return_token_ids=True))
     deltas = [delta("ab", [7, 8], is_prompt=True), delta("c", [9])]
-    choice = choice_of(0, deltas, None, shape, types_pb2.TokenIds(ids=[7, 8]))
+    choice = shape.choice(0, deltas, None, types_pb2.TokenIds(ids=[7, 8]))
     assert plain(choice)["token_ids"] == [9]
     assert plain(choice)["prompt_token_ids"] == [7, 8]
 
 
 def test_ids_are_shown_only_when_asked_for() -> None:
-    assert "token_ids" not in plain(choice_of(0, [delta("c", [9])], None, WITH_LOGPROBS))
+    assert "token_ids" not in plain(WITH_LOGPROBS.choice(0, [delta("c", [9])], None, None))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_ids_are_shown_only_when_asked_for() -> None:
 )
 def test_stop_reason(match: types_pb2.StopMatch | None, reason: str | int | None) -> None:
     end = finished(reason=types_pb2.FINISH_REASON_STOP, match=match)
-    choice = choice_of(0, [], end, shape_of(CompletionBody()))
+    choice = PLAIN.choice(0, [], end, None)
     assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
 
 
@@ -135,4 +136,4 @@ def test_every_reason_has_a_name() -> None:
     ].enum_type.values_by_number:
         if number != types_pb2.FINISH_REASON_UNSPECIFIED:
             end = completion_pb2.ChoiceFinished(reason=number)
-            assert choice_of(0, [], end, shape_of(CompletionBody())).finish_reason
+            assert PLAIN.choice(0, [], end, None).finish_reason

@@ -1,0 +1,130 @@
+"""The messages of a chat: as clients write them, and as protos.
+
+Types are checked here; which role may have which field is the tokenizer service's, since gRPC
+clients meet that there too.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
+
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import invalid
+
+__all__ = ["Message", "message_param", "messages_of"]
+
+_ROLES = {
+    "system": completion_pb2.ROLE_SYSTEM,
+    "developer": completion_pb2.ROLE_DEVELOPER,
+    "user": completion_pb2.ROLE_USER,
+    "assistant": completion_pb2.ROLE_ASSISTANT,
+    "tool": completion_pb2.ROLE_TOOL,
+}
+_NAMES = (
+    (re.compile(r"(\.tool_calls\[\d+\])\.name$"), r"\1.function.name"),
+    (re.compile(r"(\.tool_calls\[\d+\])\.arguments_json$"), r"\1.function.arguments"),
+    (re.compile(r"\.reasoning$"), ".reasoning_content"),
+    (re.compile(r"\.parts\b"), ".content"),
+)
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    """A part of a content: text."""
+
+    text: str
+
+
+class ImageUrl(Struct):
+    """Where an image is; `detail` changes nothing."""
+
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(Struct, tag_field="type", tag="image_url"):
+    """A part of a content: an image."""
+
+    image_url: ImageUrl
+
+
+class CalledFunction(Struct):
+    """What was called, with its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(Struct, tag_field="type", tag="function"):
+    """A call that the assistant made."""
+
+    id: str
+    function: CalledFunction
+
+
+class Message(Struct):
+    """One of `messages`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart | ImagePart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    function_call: Any = None
+
+
+Messages: TypeAlias = Sequence[Message]
+
+
+def messages_of(messages: Messages | None) -> list[completion_pb2.Message]:
+    """The conversation. Raises INVALID_ARGUMENT for what the proto can't say."""
+    if messages is None:
+        raise invalid("messages", "messages is required: a list of messages.")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def message_param(path: str) -> str:
+    """The client's name for a field of a Message: "messages[0].parts[1]" is
+    "messages[0].content[1]"."""
+    for pattern, name in _NAMES:
+        path = pattern.sub(name, path)
+    return path
+
+
+def _message(message: Message, param: str) -> completion_pb2.Message:
+    if message.function_call is not None:
+        raise invalid(
+            f"{param}.function_call", "function_call is not supported any more; use tool_calls."
+        )
+    return completion_pb2.Message(
+        role=_ROLES[message.role],
+        parts=_parts(message.content),
+        name=message.name or "",
+        tool_calls=[_call(call) for call in message.tool_calls or ()],
+        tool_call_id=message.tool_call_id or "",
+        reasoning=message.reasoning_content or "",
+    )
+
+
+def _parts(
+    content: str | Iterable[TextPart | ImagePart] | None,
+) -> list[completion_pb2.ContentPart]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [completion_pb2.ContentPart(text=content)]
+    return [
+        completion_pb2.ContentPart(text=part.text)
+        if isinstance(part, TextPart)
+        else completion_pb2.ContentPart(image_url=part.image_url.url)
+        for part in content
+    ]
+
+
+def _call(call: MessageCall) -> completion_pb2.ToolCall:
+    function = call.function
+    return completion_pb2.ToolCall(
+        id=call.id, name=function.name, arguments_json=function.arguments
+    )

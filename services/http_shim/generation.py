@@ -1,0 +1,156 @@
+"""What the endpoints that generate do with a request."""
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.http_shim.access import charged, direct
+from services.http_shim.body import read_json_body
+from services.http_shim.errors import ClientGoneError
+from services.http_shim.events import EventStream
+from services.http_shim.exchange import Exchange, exchange_of
+from services.http_shim.gate import Gate
+from services.http_shim.limits import GenerationRequest
+from services.http_shim.requests import GenerationBody, parse
+from services.http_shim.responses import Delta, Envelope, Shape, usage_of
+from services.http_shim.running import Running
+from services.http_shim.served import ModelSource, ServedModel
+from services.http_shim.stream import CREDIT, send_stream
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1 import types_pb2
+
+__all__ = ["Generation", "watch_for_leaving"]
+
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+class Generation(ABC, Generic[Body, Delta]):
+    """Such an endpoint, as an ASGI application: it watches for clients that leave."""
+
+    _decoder: msgspec.json.Decoder[Body]
+
+    def __init__(self, models: ModelSource, gate: Gate, max_body_bytes: int) -> None:
+        self._models = models
+        self._gate = gate
+        self._max_body_bytes = max_body_bytes
+
+    @abstractmethod
+    def _translate(self, body: Body) -> GenerationRequest:
+        """Raises INVALID_ARGUMENT for what the proto can't say."""
+
+    @abstractmethod
+    def _param_of(self, path: str, body: Body) -> str:
+        """The client's name for a field of the request."""
+
+    @abstractmethod
+    def _shape_of(self, body: Body) -> Shape[Delta]:
+        """How the client wants to see its choices."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        encoded = await read_json_body(scope, receive, self._max_body_bytes)
+        body, exchange.ignored = parse(self._decoder, encoded)
+        request = self._translate(body)
+        served = direct(exchange, self._models, body.model, request)
+        with (
+            self._gate.entered(),
+            charged(exchange, request),
+            served.connection.used() as backend,
+            self._params_named(body),
+        ):
+            running: Running[Delta] = Running()
+            submission = backend.submit(
+                request,
+                running,
+                traceparent=exchange.traceparent,
+                credit=CREDIT if body.stream else None,
+            )
+            shape = self._shape_of(body)
+            watch = asyncio.ensure_future(watch_for_leaving(receive, running))
+            try:
+                if body.stream:
+                    envelope = _envelope(await running.admitted(), served, shape)
+                    events = EventStream(running, shape, body.stream_options, envelope, exchange)
+                    await send_stream(send, running, submission, events)
+                else:
+                    usage = await running.completed()
+                    response = _whole(running, usage, shape, exchange, served)
+                    await response(scope, receive, send)
+            finally:
+                watch.cancel()
+                if running.is_open():
+                    submission.cancel()
+                if body.stream:
+                    exchange.completion_tokens += _untaken_tokens(running, shape)
+        if running.gone:
+            raise ClientGoneError
+
+    @contextmanager
+    def _params_named(self, body: Body) -> Iterator[None]:
+        """Gives the fields that the services blame the names that the client knows."""
+        try:
+            yield
+        except ServiceError as error:
+            if error.field:
+                error.field = self._param_of(error.field, body)
+            raise
+
+
+def _whole(
+    running: Running[Delta],
+    usage: types_pb2.Usage,
+    shape: Shape[Delta],
+    exchange: Exchange,
+    served: ServedModel,
+) -> Response:
+    accepted = running.accepted
+    assert accepted is not None
+    exchange.prompt_tokens = usage.prompt_tokens
+    exchange.completion_tokens = usage.completion_tokens
+    choices = [
+        shape.choice(
+            index,
+            running.pending.get(index, []),
+            running.finished[index],
+            accepted.prompts[index // shape.choices_per_prompt],
+        )
+        for index in sorted(running.finished)
+    ]
+    total = usage_of(usage)
+    return Response(
+        _envelope(accepted, served, shape).whole(choices, total),
+        headers={"x-tokens-used": str(total.total_tokens)},
+        media_type="application/json",
+    )
+
+
+def _envelope(
+    accepted: completion_pb2.CompleteAccepted, served: ServedModel, shape: Shape[Delta]
+) -> Envelope:
+    if served.id:
+        accepted.model = served.id
+    return Envelope(
+        f"{shape.id_prefix}-{uuid.uuid4().hex}", int(time.time()), accepted, type(shape)
+    )
+
+
+def _untaken_tokens(running: Running[Delta], shape: Shape[Delta]) -> int:
+    """Generated, and of no use to a client that left before they were sent."""
+    return sum(map(shape.tokens_in, running.pending.values()))
+
+
+async def watch_for_leaving(receive: Receive, *running: Running[Any]) -> None:
+    """Abandons what runs for a client when it leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    for each in running:
+        each.abandon()

@@ -1,0 +1,409 @@
+"""Chat through OpenAI's SDKs, Python and Node: every field, streams, and the helpers built on
+them."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.resources.chat import Completions
+from pydantic import BaseModel, Field
+
+from services.http_shim.requests import ChatBody
+from tests.stack import Stack
+
+Fields: TypeAlias = dict[str, Any]
+Answer: TypeAlias = dict[str, Any]
+Check: TypeAlias = Callable[[Answer], bool]
+
+HELLO = {"role": "user", "content": "Hello!"}
+QUESTION = {"role": "user", "content": "What is the weather in Rome?"}
+BASE: Fields = {"model": "default", "messages": [HELLO], "max_tokens": 6, "seed": 7}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "strict": True, "parameters": CITY},
+}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+LONG = {"max_tokens": 80}
+ENDLESS = {"ignore_eos": True}
+HISTORY = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+    {"role": "user", "content": [{"type": "text", "text": "Rome?"}], "name": "ada"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "Sunny"},
+]
+
+
+def first(answer: Answer) -> Answer:
+    choice: Answer = answer["choices"][0]
+    return choice
+
+
+def content(answer: Answer) -> str:
+    text = first(answer)["message"]["content"]
+    assert isinstance(text, str)
+    return text
+
+
+def has_text(answer: Answer) -> bool:
+    return bool(content(answer)) and first(answer)["finish_reason"] in ("stop", "length")
+
+
+def calls_weather(answer: Answer) -> bool:
+    calls = first(answer)["message"]["tool_calls"]
+    functions = [call["function"] for call in calls]
+    return all(
+        function["name"] == "get_weather" and set(json.loads(function["arguments"])) == {"city"}
+        for function in functions
+    )
+
+
+# the fields that go with each call, and what shows that it was understood
+CALLS: Mapping[str, tuple[Fields, Check]] = {
+    "model": ({}, lambda answer: answer["model"] != "default"),
+    "messages": ({"messages": HISTORY}, lambda answer: answer["usage"]["prompt_tokens"] > 20),
+    "max_tokens": (
+        {"max_tokens": 3} | ENDLESS, lambda answer: answer["usage"]["completion_tokens"] == 3
+    ),
+    "max_completion_tokens": (
+        {"max_tokens": None, "max_completion_tokens": 3} | ENDLESS,
+        lambda answer: answer["usage"]["completion_tokens"] == 3,
+    ),
+    "min_tokens": ({"min_tokens": 6}, lambda a: a["usage"]["completion_tokens"] == 6),
+    "ignore_eos": (ENDLESS, lambda answer: answer["usage"]["completion_tokens"] == 6),
+    "stop": ({"stop": ["!", "?"]}, lambda answer: "!" not in (content(answer) or "")),
+    "stop_token_ids": (
+        {"stop_token_ids": [300], "logit_bias": {"300": 100}},
+        lambda answer: first(answer)["stop_reason"] == 300,
+    ),
+    "include_stop_str_in_output": (
+        {"stop": "l", "include_stop_str_in_output": True},
+        lambda answer: first(answer)["stop_reason"] is None or content(answer).endswith("l"),
+    ),
+    "temperature": ({"temperature": 0}, has_text),
+    "top_p": ({"top_p": 0.9}, has_text),
+    "top_k": ({"top_k": 40}, has_text),
+    "min_p": ({"min_p": 0.1}, has_text),
+    "seed": ({"seed": -1}, has_text),
+    "frequency_penalty": ({"frequency_penalty": 1.5}, has_text),
+    "presence_penalty": ({"presence_penalty": -1.5}, has_text),
+    "repetition_penalty": ({"repetition_penalty": 1.2}, has_text),
+    "logit_bias": (
+        {"logit_bias": {"300": 100}, "return_token_ids": True} | ENDLESS,
+        lambda answer: set(first(answer)["token_ids"]) == {300},
+    ),
+    "dry_multiplier": ({"dry_multiplier": 0.8}, has_text),
+    "dry_base": ({"dry_multiplier": 0.8, "dry_base": 2}, has_text),
+    "dry_allowed_length": ({"dry_multiplier": 0.8, "dry_allowed_length": 3}, has_text),
+    "dry_sequence_breakers": ({"dry_multiplier": 0.8, "dry_sequence_breakers": ["#"]}, has_text),
+    "mirostat_target": ({"mirostat_target": 5}, has_text),
+    "mirostat_lr": ({"mirostat_lr": 0.2}, has_text),
+    "n": ({"n": 3}, lambda answer: [c["index"] for c in answer["choices"]] == [0, 1, 2]),
+    "logprobs": (
+        {"logprobs": True},
+        lambda answer: (
+            b"".join(bytes(entry["bytes"]) for entry in first(answer)["logprobs"]["content"])
+            == content(answer).encode()
+        ),
+    ),
+    "top_logprobs": (
+        {"logprobs": True, "top_logprobs": 4},
+        lambda answer: len(first(answer)["logprobs"]["content"][0]["top_logprobs"]) == 4,
+    ),
+    "context_length_exceeded_behavior": (
+        {"context_length_exceeded_behavior": "error"}, has_text
+    ),
+    "response_format": (
+        {
+            "response_format": {
+                "type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}
+            }
+        } | LONG,
+        lambda answer: json.loads(content(answer))["a"] in (1, 2),
+    ),
+    "grammar": (
+        {"grammar": {"type": "regex", "value": "yes|no"}},
+        lambda answer: content(answer) in ("yes", "no"),
+    ),
+    "tools": ({"tools": [WEATHER], "tool_choice": "required"} | LONG, calls_weather),
+    "tool_choice": ({"tools": [WEATHER], "tool_choice": NAMED} | LONG, calls_weather),
+    "parallel_tool_calls": (
+        {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False} | LONG,
+        lambda answer: len(first(answer)["message"]["tool_calls"]) == 1,
+    ),
+    "chat_template": ({"chat_template": "default"}, has_text),
+    "chat_template_kwargs": ({"chat_template_kwargs": {"enable_thinking": False}}, has_text),
+    "add_generation_prompt": (
+        {"add_generation_prompt": False, "return_token_ids": True, "ignore_eos": True},
+        lambda answer: len(first(answer)["prompt_token_ids"]) == answer["usage"]["prompt_tokens"],
+    ),
+    "continue_final_message": (
+        {
+            "messages": [HELLO, {"role": "assistant", "content": "Hello! How"}],
+            "continue_final_message": True,
+        },
+        has_text,
+    ),
+    "stream": ({"stream": True, "stream_options": {"include_usage": True}}, has_text),
+    "stream_options": (
+        {"stream": True, "stream_options": {"include_usage": True}},
+        lambda answer: answer["usage"]["completion_tokens"] <= 6,
+    ),
+    "user": ({"user": "me"}, has_text),
+    "return_token_ids": (
+        {"return_token_ids": True}, lambda answer: bool(first(answer)["prompt_token_ids"])
+    ),
+    "return_tokens_as_token_ids": (
+        {"return_tokens_as_token_ids": True, "logprobs": True},
+        lambda answer: (
+            first(answer)["logprobs"]["content"][0]["token"].startswith("token_id:")
+        ),
+    ),
+}  # fmt: skip
+BAD: Mapping[str, tuple[Fields, str]] = {
+    "temperature": ({"temperature": 9}, "temperature"),
+    "role": ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    "tool": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    "functions": ({"functions": [{"name": "f"}]}, "functions"),
+    "function_call": ({"function_call": "auto"}, "function_call"),
+}
+# of OpenAI's, what changes nothing here: ignored, and named in a header
+IGNORED = {
+    "audio", "metadata", "modalities", "moderation", "prediction", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "safety_identifier",
+    "service_tier", "store", "verbosity", "web_search_options",
+}  # fmt: skip
+
+
+def joined(chunks: list[Answer]) -> Answer:
+    """What a stream of one choice comes to."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert choices[0]["delta"]["role"] == "assistant"
+    usage = next(chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage"))
+    choice = {"message": {"content": text}, "finish_reason": choices[-1]["finish_reason"]}
+    return chunks[0] | {"choices": [choice], "usage": usage}
+
+
+def test_every_field_has_a_call() -> None:
+    refused = {fields for fields in BAD if fields in ChatBody.__struct_fields__}
+    assert {*CALLS, *refused} == set(ChatBody.__struct_fields__)
+    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    of_openai = set(inspect.signature(Completions.create).parameters) - own
+    assert of_openai - IGNORED <= {*CALLS, *refused}
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> OpenAI:
+    return OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+
+
+def create(client: OpenAI, fields: Fields) -> Answer:
+    known = inspect.signature(client.chat.completions.create).parameters
+    named = {name: value for name, value in fields.items() if name in known}
+    extra = {name: value for name, value in fields.items() if name not in known}
+    answer = client.chat.completions.create(**named, extra_body=extra)
+    if fields.get("stream"):
+        return joined([chunk.to_dict() for chunk in answer])
+    whole: Answer = answer.to_dict()
+    return whole
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_python(client: OpenAI, name: str) -> None:
+    fields, is_right = CALLS[name]
+    answer = create(client, BASE | fields)
+    assert is_right(answer), answer
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_python_raises(client: OpenAI, name: str) -> None:
+    fields, param = BAD[name]
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(client, BASE | fields)
+    assert refused.value.param == param
+
+
+def test_what_is_ignored_is_named(client: OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        **BASE, metadata={"a": "b"}, store=True, reasoning_effort="low"
+    )
+    assert raw.headers["x-tokenwire-ignored"] == "metadata, reasoning_effort, store"
+    assert raw.parse().choices
+
+
+@pytest.fixture(scope="module")
+def answers(node: Callable[[str, Mapping[str, Fields]], dict[str, Answer]]) -> dict[str, Answer]:
+    """Of all calls through Node.js."""
+    calls = {name: BASE | fields for name, (fields, _) in CALLS.items()}
+    return node("chat", calls | {f"bad {name}": BASE | BAD[name][0] for name in BAD})
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_node(answers: dict[str, Answer], name: str) -> None:
+    answer = answers[name]
+    assert "error" not in answer, answer
+    assert CALLS[name][1](joined(answer["chunks"]) if "chunks" in answer else answer), answer
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_node_raises(answers: dict[str, Answer], name: str) -> None:
+    error = answers[f"bad {name}"]["error"]
+    assert error == {"class": "BadRequestError", "status": 400, "param": BAD[name][1]}
+
+
+# What the Python SDK builds on these calls.
+
+
+class Item(BaseModel):
+    """A line of an order."""
+
+    name: str = Field(max_length=8)
+    size: Literal["small", "large"]
+
+
+class Order(BaseModel):
+    """An order, nested as real ones are."""
+
+    items: list[Item] = Field(max_length=2)
+    is_paid: bool
+
+
+class GetWeather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Rome", "Oslo"]
+    days: int = Field(ge=1, le=9)
+
+
+def test_answers_are_parsed_into_pydantic(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="default", messages=[HELLO], response_format=Order, seed=1, max_tokens=200
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, Order)
+    assert choice.message.refusal is None
+
+
+def test_arguments_are_parsed_into_pydantic(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="default",
+        messages=[QUESTION],
+        tools=[openai.pydantic_function_tool(GetWeather, name="get_weather")],
+        tool_choice="required",
+        max_tokens=100,
+        seed=1,
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    for call in choice.message.tool_calls or ():
+        assert isinstance(call.function.parsed_arguments, GetWeather)
+
+
+async def test_the_streaming_helper_sees_content_and_scores(stack: Stack) -> None:
+    async with (
+        AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(
+            model="default",
+            messages=[HELLO],
+            logprobs=True,
+            top_logprobs=2,
+            temperature=0,
+            max_tokens=24,
+            stream_options={"include_usage": True},
+        ) as stream,
+    ):
+        events = [event async for event in stream]
+        final = await stream.get_final_completion()
+        whole = await client.chat.completions.create(
+            model="default", messages=[HELLO], temperature=0, max_tokens=24
+        )
+    text = "".join(event.delta for event in events if event.type == "content.delta")
+    assert [e.content for e in events if e.type == "content.done"] == [text]
+    (choice,) = final.choices
+    assert choice.message.content == text == whole.choices[0].message.content
+    assert choice.finish_reason == whole.choices[0].finish_reason
+    assert choice.logprobs is not None
+    entries = choice.logprobs.content or []
+    assert b"".join(bytes(entry.bytes or ()) for entry in entries) == text.encode()
+    assert final.usage is not None
+    assert final.usage.completion_tokens == whole.usage.completion_tokens
+
+
+async def test_the_streaming_helper_parses_as_it_comes(stack: Stack) -> None:
+    async with (
+        AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(
+            model="default",
+            messages=[QUESTION],
+            tools=[openai.pydantic_function_tool(GetWeather, name="get_weather")],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=3,
+            max_tokens=100,
+        ) as stream,
+    ):
+        events = [event async for event in stream]
+        final = await stream.get_final_completion()
+    (done,) = [e for e in events if e.type == "tool_calls.function.arguments.done"]
+    parts = [e for e in events if e.type == "tool_calls.function.arguments.delta"]
+    assert "".join(part.arguments_delta for part in parts) == done.arguments
+    assert isinstance(done.parsed_arguments, GetWeather)
+    (choice,) = final.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or ()
+    assert call.id.startswith("call_")
+    assert call.function.parsed_arguments == done.parsed_arguments
+
+
+def test_a_conversation_goes_on_with_the_sdks_own_messages(client: OpenAI) -> None:
+    """Agents put the answer back as they got it."""
+    messages: list[Any] = [QUESTION]
+    asked: Fields = {"model": "default", "tools": [WEATHER], "max_tokens": 80, "seed": 1}
+    answer = client.chat.completions.create(**asked, messages=messages, tool_choice="required")
+    message = answer.choices[0].message
+    messages.append(message)
+    messages += [
+        {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
+        for call in message.tool_calls or ()
+    ]
+    assert client.chat.completions.create(**asked, messages=messages).choices[0].finish_reason
+    messages[1] = message.model_dump()  # with every null that the SDK knows of
+    assert client.chat.completions.create(**asked, messages=messages).choices[0].finish_reason
+
+
+async def test_leaving_a_stream_early_leaves_the_server_well(stack: Stack) -> None:
+    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model="default", messages=[HELLO], stream=True, extra_body=ENDLESS
+        )
+        await anext(aiter(stream))
+        await stream.close()
+        answer = await client.chat.completions.create(
+            model="default", messages=[HELLO], max_tokens=1
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 1
