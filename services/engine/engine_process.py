@@ -15,8 +15,6 @@ from services.engine.settings import EngineSettings
 __all__ = ["EngineProcess"]
 
 _HEADER = struct.Struct("<Q")
-_NICENESS = 5
-"""Of the thread that reads what the loop reports: it would interrupt the next step's beginning"""
 
 
 class EngineProcess:
@@ -45,7 +43,6 @@ class EngineProcess:
         )
         _set_thread_waiting()
         self._process.start()
-        os.nice(_NICENESS)
         theirs.close()
         reader, self._writer = await asyncio.open_connection(sock=ours)
         first = await _read(reader)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -35,6 +36,8 @@ from tokenwire.errors import DETAILS_KEY, ServiceError, invalid
 __all__ = ["EngineApplication"]
 
 _LOG = logging.getLogger("engine")
+_NICENESS = 5
+"""Of this process, beside the loop's: what the loop reports would interrupt its next step"""
 _HEARTBEAT_SECONDS = 10.0
 _STALL_SECONDS = 30.0
 """How long a client may leave events untaken"""
@@ -76,6 +79,7 @@ class EngineApplication(Application):
 
     async def start(self) -> None:
         await self._frontend.start()
+        os.nice(_NICENESS)
         model = self._frontend.model
         _LOG.info(
             "serving %s: %s in %s, %.2f GiB of weights, KV cache for %d tokens (%.2f GiB)",

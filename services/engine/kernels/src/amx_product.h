@@ -17,8 +17,8 @@ constexpr int64_t kStep = kPair * kTileInner;  // elements of 32 rows, or of a p
 // Rows that one item of a loop multiplies at most where there are many: between these, so many
 // that they stay in the L2 cache, with all their inputs or those of a sweep, while panels pass by.
 constexpr int64_t kFewestRows = 128;
-constexpr int64_t kMostRows = 256;
-constexpr int64_t kMostElements = 448 << 10;
+constexpr int64_t kMostRows = 512;
+constexpr int64_t kMostElements = 512 << 10;
 constexpr int64_t kMostPanels = 8;  // of an item whose sums wait for the next sweep
 // Shares of a thread: enough for one that is slow or away.
 constexpr int64_t kShares = 4;
