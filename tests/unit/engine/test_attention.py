@@ -76,16 +76,29 @@ class Case:
         counts = [-(-context // BLOCK) for _, context in self.spans]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1))
         self.num_blocks = sum(counts)
+        self.filled_meanwhile: int | None = None  # whose first block another sequence fills
         self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         for index, blocks in enumerate(order.split(counts)):
             self.tables[index, : len(blocks)] = blocks
+
+    def share_a_block(self) -> None:
+        """Have a decode begin with the block that another one, behind it, fills in this step."""
+        reader, filler = CONTEXTS.index(100), CONTEXTS.index(512)
+        self.keys[reader][:BLOCK] = self.keys[filler][-BLOCK:]
+        self.values[reader][:BLOCK] = self.values[filler][-BLOCK:]
+        self.tables[reader, 0] = self.tables[filler, 512 // BLOCK - 1]
+        self.filled_meanwhile = reader
 
     def run(self, backend: AttentionBackend, *, stale: float = 0.0) -> Tensor:
         """Fills the cache with `stale`, then with the prefixes, then attends for the rest."""
         cache = backend.allocate(self.num_blocks, BLOCK)
         for tensor in (*cache.keys, *cache.values):
             tensor.fill_(stale)
-        prefixes = [(i, 0, c - n) for i, (n, c) in enumerate(self.spans) if c > n]
+        prefixes = [
+            (i, BLOCK if i == self.filled_meanwhile else 0, c - n)
+            for i, (n, c) in enumerate(self.spans)
+            if c > n
+        ]
         self._step(backend, cache, prefixes, 0)
         steps = [(i, c - n, c) for i, (n, c) in enumerate(self.spans)]
         return self._step(backend, cache, steps, len(CONTEXTS))
@@ -189,6 +202,25 @@ def test_decodes_and_chunks_follow_the_definition(
 ) -> None:
     case = Case(make_spec(base, *shape), dtype)
     attended = case.run(make_backend(kind, case.spec, dtype))
+    torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        ("torch", torch.float32, 1e-5),
+        ("native", torch.float32, 1e-5),
+        ("amx", torch.bfloat16, 2e-2),
+    ],
+)
+def test_a_block_may_be_read_in_the_step_that_fills_it(
+    base: ModelSpec, kind: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """The scheduler makes it known to others as soon as its last token is planned."""
+    case = Case(make_spec(base, 8, 2, 64, 0), dtype)
+    case.share_a_block()
+    backend = make_backend(kind, case.spec, dtype)
+    attended = case.run(backend, stale=3.0)
     torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
 
 
