@@ -34,6 +34,8 @@ class MaskState:
     id i. None = every id."""
     terminated: bool = False
     """Nothing may follow them but the end."""
+    ahead: tuple[bytes | None, ...] = ()
+    """Masks along the path that was asked for, behind those of its ids that are forced"""
     error: ServiceError | None = None
     """The matcher is broken and forgotten; nothing above holds."""
 
@@ -103,6 +105,11 @@ class MaskStream:
         command = grammar_pb2.MatcherAccept(ids=ids)
         self._send(grammar_pb2.MatcherCommand(matcher=matcher, accept=command))
 
+    def ask_ahead(self, matcher: int, path: Sequence[int]) -> None:
+        """Have the next state tell what may follow these guesses, too."""
+        command = grammar_pb2.MatcherPath(ids=path)
+        self._send(grammar_pb2.MatcherCommand(matcher=matcher, path=command))
+
     def close(self, matcher: int) -> None:
         """Forget a matcher. Nothing is answered; a state that is under way may still arrive."""
         command = grammar_pb2.MatcherClose()
@@ -163,6 +170,11 @@ class MaskStream:
     def _expand(self, state: grammar_pb2.MatcherState, held: dict[int, bytes]) -> MaskState:
         if state.HasField("error"):
             return MaskState(state.matcher, error=ServiceError.from_status(state.error))
+        mask = self._mask(state, held)
+        ahead = tuple(self._mask(guessed, held) for guessed in state.ahead)
+        return MaskState(state.matcher, tuple(state.forced), mask, state.terminated, ahead)
+
+    def _mask(self, state: grammar_pb2.MatcherState, held: dict[int, bytes]) -> bytes | None:
         mask: bytes | None
         match state.WhichOneof("mask"):
             case "held_slot":
@@ -175,7 +187,7 @@ class MaskStream:
                 mask = None
         if state.HasField("store_slot") and mask is not None:
             held[state.store_slot] = mask
-        return MaskState(state.matcher, tuple(state.forced), mask, state.terminated)
+        return mask
 
     def _of_ids(self, ids: Sequence[int]) -> bytes:
         mask = bytearray((self._configuration.vocabulary_size + 7) // 8)

@@ -28,6 +28,7 @@ from services.engine.messages import (
     Finished,
     FlushCache,
     GrantCredit,
+    Guessed,
     LoadSnapshot,
     ModelDescription,
     Refused,
@@ -310,9 +311,7 @@ class Frontend:
     def _feed_matchers(self, output: StepOutput) -> None:
         """Before all else that a step brings: the loop may have to wait for the masks."""
         if self._matchers is not None:
-            for item in output.outputs:
-                if isinstance(item, Token):
-                    self._matchers.feed(item.handle, item.sequence, item.id)
+            self._matchers.feed(o for o in output.outputs if isinstance(o, Token | Guessed))
 
     def _close_matchers(self, live: _Live, handle: int, sequences: Iterable[int]) -> None:
         if self._matchers is not None and live.request.constrained:

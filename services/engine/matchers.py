@@ -6,13 +6,13 @@ again, there or at another replica, with what its sequence has generated, and go
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
 
 from services.engine.constraint import GrammarClient, MaskState, MaskStream
-from services.engine.messages import Mask
+from services.engine.messages import Guessed, Mask, Token
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1.types_pb2 import GrammarSpec
@@ -42,7 +42,11 @@ class _Matcher:
     """Tokens that the service has been fed, or has forced"""
     is_open: bool = True
     """Whether the service has it; if not, it will be opened again"""
+    is_asked: bool = True
+    """Whether the service has yet to answer what it was told last"""
     returns: int = 0
+    guesses: Sequence[int] = ()
+    """What it was asked along with that"""
 
 
 class Matchers:
@@ -101,16 +105,20 @@ class Matchers:
             self._places[handle, sequence] = matcher
             self._masks.open(matcher.number, grammar_id, tokens)
 
-    def feed(self, handle: int, sequence: int, token: int) -> None:
-        """Tell what a sequence generated; its next mask will be handed on."""
-        matcher = self._places.get((handle, sequence))
-        if matcher is None:
-            return
-        matcher.generated.append(token)
-        if matcher.is_open and matcher.known < len(matcher.generated):
-            matcher.known += 1
-            if token not in self._eos_token_ids:
-                self._masks.accept(matcher.number, (token,))
+    def feed(self, outputs: Iterable[Token | Guessed]) -> None:
+        """Tell what sequences generated in a step, and what they guess; masks will be handed on."""
+        fed: dict[_Matcher, Sequence[int]] = {}
+        for output in outputs:
+            matcher = self._places.get((output.handle, output.sequence))
+            if matcher is None:
+                continue
+            fed.setdefault(matcher, ())
+            if isinstance(output, Token):
+                matcher.generated.append(output.id)
+            else:
+                fed[matcher] = output.ids
+        for matcher, guesses in fed.items():
+            self._catch_up(matcher, guesses)
 
     def close(self, handle: int, sequence: int) -> None:
         """Forget a sequence."""
@@ -135,7 +143,9 @@ class Matchers:
             matcher = self._matchers.get(state.matcher)
             if matcher is None:
                 continue  # its sequence ended while this was under way
+            matcher.is_asked = False
             if state.error is None:
+                guesses, matcher.guesses = matcher.guesses[len(state.forced) :], ()
                 masks.append(
                     Mask(
                         matcher.handle,
@@ -144,9 +154,11 @@ class Matchers:
                         state.forced,
                         state.mask,
                         state.terminated,
+                        list(zip(guesses, state.ahead, strict=False)),
                     )
                 )
                 matcher.known += len(state.forced)
+                self._catch_up(matcher)
             elif state.error.reason == "GRAMMAR_NOT_FOUND" and matcher.returns < _MOST_RETURNS:
                 matcher.returns += 1
                 self._restore([matcher])
@@ -154,6 +166,22 @@ class Matchers:
                 self._on_failed(matcher.handle, state.error)
         if masks:
             self._on_masks(masks)
+
+    def _catch_up(self, matcher: _Matcher, guesses: Sequence[int] = ()) -> None:
+        """Feed what the service has not seen, but not while it still answers what came before.
+
+        It may force tokens in that answer, and then has seen them.
+        """
+        unseen = matcher.generated[matcher.known :]
+        if not unseen or matcher.is_asked or not matcher.is_open:
+            return
+        matcher.known = len(matcher.generated)
+        if unseen[-1] in self._eos_token_ids:
+            return
+        matcher.is_asked, matcher.guesses = True, guesses
+        self._masks.accept(matcher.number, unseen)
+        if guesses:
+            self._masks.ask_ahead(matcher.number, guesses)
 
     def _on_lost(self, error: ServiceError) -> None:
         self._restore([matcher for matcher in self._matchers.values() if matcher.is_open])
@@ -181,7 +209,7 @@ class Matchers:
             if failure is not None:
                 self._on_failed(matcher.handle, failure)
             else:
-                matcher.is_open = True
+                matcher.is_open = matcher.is_asked = True
                 matcher.known = len(matcher.generated)
                 self._masks.open(matcher.number, grammar_id, matcher.generated)
 

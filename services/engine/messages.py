@@ -22,6 +22,7 @@ __all__ = [
     "Finished",
     "FlushCache",
     "GrantCredit",
+    "Guessed",
     "LoadSnapshot",
     "LogitBias",
     "LoopFailed",
@@ -183,18 +184,32 @@ class Mask:
     """What may follow them: bit i, least significant first, = id i may be drawn; None = every id"""
     terminated: bool
     """Nothing may follow them: the sequence ends there"""
+    ahead: Sequence[tuple[int, bytes | None]] = ()
+    """Guesses, in order, and what may be drawn behind each if it and those before come true"""
 
     @property
     def end(self) -> int:
         """The position that `bits` and `terminated` speak of."""
         return self.position + len(self.forced)
 
+    @property
+    def last(self) -> int:
+        """The last position that this may speak of."""
+        return self.end + len(self.ahead)
+
     def allows_at(self, position: int) -> bytes | None:
-        """What may be drawn from `position` to `end`: a mask, perhaps short; None = every id."""
+        """What may be drawn from `position` to `last`: a mask, perhaps short; None = every id."""
+        if position > self.end:
+            return self.ahead[position - self.end - 1][1]
         if position == self.end:
             return self.bits
         token = self.forced[position - self.position]
         return (1 << token).to_bytes(token // 8 + 1, "little")
+
+    def outlives(self, position: int, token: int) -> bool:
+        """Whether this still holds once that token stands at that position."""
+        step = position - self.end
+        return step < 0 or (step < len(self.ahead) and self.ahead[step][0] == token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +335,15 @@ class CacheFlushed:
     freed_blocks: int
 
 
-Output = Admitted | Refused | ScoredPrompt | Token | Finished | RequestDone | CacheFlushed
+class Guessed(NamedTuple):
+    """What a constrained sequence may draw next: the masks along it would save steps."""
+
+    handle: int
+    sequence: int
+    ids: list[int]
+
+
+Output = Admitted | Refused | ScoredPrompt | Token | Guessed | Finished | RequestDone | CacheFlushed
 
 
 class LoadSnapshot(NamedTuple):

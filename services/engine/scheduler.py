@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import takewhile
 from operator import attrgetter
 
 from services.engine.block_pool import BlockPool
@@ -135,15 +136,30 @@ class Scheduler:
         """What a step took: later ones are planned accordingly."""
         self._cost.learn(plan.decode_tokens, plan.prompt_tokens, seconds)
 
-    def accept(self, chunk: Chunk, kept: int) -> None:
-        """Count the first guesses of a chunk as computed: they turned out right.
+    def accept(self, sequence: Sequence, draft: Items[int]) -> None:
+        """Count guesses as computed that have come true, but never the newest token.
 
         What was computed for the others is written again when their places are.
         """
-        sequence = chunk.sequence
-        sequence.draft_width.learn(len(chunk.draft), kept)
+        came = sequence.tokens[sequence.num_computed : -1].tolist()
+        pairs = zip(draft, came, strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        sequence.draft_width.learn(len(draft), kept)
         if sequence.state is SequenceState.RUNNING:
             self._compute(sequence, kept)
+
+    def guess_ahead(self) -> Iterator[Sequence]:
+        """Guess for constrained sequences, whose masks must be asked for; those that got some."""
+        if not self.limits.speculate:
+            return
+        most = self._draft_room()
+        for sequence in self.running if most else ():
+            is_new = sequence.guesses[0] != sequence.position and sequence.mask is None
+            if sequence.request.command.constrained and is_new and sequence.uncomputed == 1:
+                guesses = self._guess(sequence, most)
+                sequence.guesses = sequence.position, guesses
+                if guesses:
+                    yield sequence
 
     def _plan_decodes(self) -> tuple[list[Sequence], list[Chunk]]:
         """Sequences whose newest token is computed: those without guesses, and those with them."""
@@ -239,21 +255,26 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         """Guesses for what follows the newest token, with blocks for them; none without."""
-        if not sequence.is_guessable or not (most or sequence.forced):
+        if not (most or sequence.forced) or not sequence.is_guessable:
             return []
-        room = sequence.max_tokens - sequence.position - 1
-        if sequence.credit is not None:
-            room = min(room, sequence.credit - 1)
         if sequence.forced:
-            draft = list(sequence.forced[: max(min(_MOST_FORCED, room), 0)])
+            draft = list(sequence.forced[: min(_MOST_FORCED, _room(sequence))])
+        elif sequence.request.command.constrained:
+            position, guesses = sequence.guesses
+            draft = list(guesses[:most]) if position == sequence.position else []
         else:
-            width = min(sequence.draft_width.next(), most, room)
-            draft = sequence.precedents.propose(sequence.tokens, width) if width > 0 else []
+            draft = self._guess(sequence, most)
         missing = self._blocks_for(sequence.length + len(draft)) - len(sequence.blocks)
         if not draft or missing > self.pool.num_free:
             return []
         sequence.blocks += self.pool.allocate(missing)
         return draft
+
+    def _guess(self, sequence: Sequence, most: int) -> list[int]:
+        if not sequence.is_guessable:
+            return []
+        width = min(sequence.draft_width.next(), most, _room(sequence))
+        return sequence.precedents.propose(sequence.tokens, width) if width else []
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Get the block for the sequence's newest token, by preemption if need be."""
@@ -303,3 +324,11 @@ class Scheduler:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
+
+
+def _room(sequence: Sequence) -> int:
+    """Tokens that may still be drawn behind the next one."""
+    room = sequence.max_tokens - sequence.position - 1
+    if sequence.credit is not None:
+        room = min(room, sequence.credit - 1)
+    return max(room, 0)

@@ -60,8 +60,10 @@ class Sequence:
         """When it ran out of credit, in time.monotonic()"""
         self.mask: Mask | None = None
         """What it must and may draw next, if it is constrained and the mask has come"""
+        self.guesses: tuple[int, Items[int]] = (-1, ())
+        """Of a constrained sequence: a position, and what may come from there on"""
         self.held_logits: torch.Tensor | None = None
-        """float32 [vocabulary], kept while it may not draw"""
+        """float32 [1 + guesses, vocabulary], kept while it may not draw"""
         self.queued_tokens = 0
         """Tokens that were not in the prefix cache when it began to wait"""
         self.awaited_block: bytes | None = None
@@ -120,17 +122,22 @@ class Sequence:
     @property
     def may_draw(self) -> bool:
         """Whether it knows what it may draw next, and has credit for it."""
-        return self.credit != 0 and not (self.request.command.constrained and self.mask is None)
+        return self.may_draw_at(self.position)
+
+    def may_draw_at(self, position: int) -> bool:
+        """The same for a position that it may have come to by then."""
+        if self.credit == 0 or not self.request.command.constrained:
+            return self.credit != 0
+        return self.mask is not None and position <= self.mask.last
 
     @property
     def is_guessable(self) -> bool:
         """Whether a token can be drawn without the one before: none but the row's own logits count.
 
-        What penalties and mirostat do depends on the token drawn before, and so does a mask, but
-        where that is forced.
+        What penalties and mirostat do depends on the token drawn before. So does a mask, but the
+        grammar service tells those behind guesses that it was told.
         """
-        is_free = not self.request.command.constrained or bool(self.forced)
-        return self.penalties is None and self.mirostat is None and is_free
+        return self.penalties is None and self.mirostat is None
 
     @property
     def order(self) -> tuple[int, float, int, int]:
@@ -145,12 +152,17 @@ class Sequence:
     def append(self, token: int) -> None:
         """Add a generated token: logits and mask that were held for its place are spent."""
         self.held_logits = None
-        if self.mask is not None and self.position >= self.mask.end:
+        if self.mask is not None and not self.mask.outlives(self.position, token):
             self.mask = None
         if self.length == len(self._tokens):
             self._tokens = np.resize(self._tokens, 2 * self.length)
         self._tokens[self.length] = token
         self.length += 1
+
+    def leave_guesses(self) -> None:
+        """Use masks behind guesses no more: the grammar hears what came true, and answers anew."""
+        if self.mask is not None and self.position > self.mask.end:
+            self.mask = None
 
     def block_name(self, index: int) -> bytes:
         """The name of full block `index` of this sequence."""

@@ -19,6 +19,7 @@ from services.engine.messages import (
     Finished,
     FlushCache,
     GrantCredit,
+    Guessed,
     LoadSnapshot,
     Mask,
     Output,
@@ -73,6 +74,18 @@ class _Draw(NamedTuple):
         return self.guess is None or int(sequence.tokens[-1]) == self.guess
 
 
+class _Late(NamedTuple):
+    """The rows of one sequence that could not be drawn from when they were computed."""
+
+    draws: Items[_Draw]
+    logits: Tensor
+    """float32 [draws, vocabulary]; the sequence's `held_logits` for as long as they are of use"""
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.draws[0].sequence
+
+
 class StepLoop:
     """Continuous batching. `step` is one turn; everything else prepares it or follows from it."""
 
@@ -89,8 +102,8 @@ class StepLoop:
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._outputs: list[Output] = []
-        self._late: list[Sequence] = []
-        """Sequences that keep their logits until their mask comes, or credit"""
+        self._late: list[_Late] = []
+        """What keeps its logits until a mask comes, or credit"""
         self._steps = 0
         self.progressed = False
         """Whether the last step computed anything"""
@@ -125,6 +138,7 @@ class StepLoop:
             self._accept_guesses(plan)
             self._scheduler.learn(plan, self._clock() - began)
         self._draw_late()
+        self._tell_guesses()
         return self.take_output()
 
     def take_output(self) -> StepOutput:
@@ -232,7 +246,9 @@ class StepLoop:
         if request is None:
             return
         sequence = request.sequences[mask.sequence]
-        if sequence.state is SequenceState.FINISHED or mask.position != sequence.position:
+        # it may have drawn some of what the mask forces by an older one, of a service since lost
+        current = mask.position <= sequence.position <= mask.end
+        if sequence.state is SequenceState.FINISHED or not current:
             return
         sequence.mask = mask
         if sequence.is_at_end:
@@ -310,35 +326,63 @@ class StepLoop:
     def _draw(self, draws: Items[_Draw], logits: Tensor) -> None:
         """Draw for those that may; the others keep their logits until they may."""
         ready: list[int] = []
+        late: dict[Sequence, list[int]] = {}
         for row, draw in enumerate(draws):
             sequence = draw.sequence
             if sequence.state is SequenceState.FINISHED or draw.position < sequence.position:
                 continue  # ended, or moved on by forced tokens, while the step ran
-            if sequence.may_draw:
+            if sequence.may_draw_at(draw.position):
                 ready.append(row)
-            else:
-                sequence.held_logits = logits[row]
-                self._late.append(sequence)
+            elif draw.guess is None:
+                late[sequence] = [row]
+            elif sequence in late:
+                late[sequence].append(row)
+        if late:
+            self._hold(draws, logits, list(late.values()))
         if ready:
             some = logits if len(ready) == len(draws) else logits[ready]
             self._advance([draws[row] for row in ready], some)
 
+    def _hold(self, draws: Items[_Draw], logits: Tensor, late: Items[list[int]]) -> None:
+        """Keep some sequences' rows, but not the logits of a whole step for the sake of a few."""
+        rows = [row for mine in late for row in mine]
+        kept = logits if len(rows) == len(draws) else logits[rows]
+        for mine in late:
+            held, kept = kept[: len(mine)], kept[len(mine) :]
+            self._late.append(_Late([draws[row] for row in mine], held))
+            draws[mine[0]].sequence.held_logits = held
+
     def _accept_guesses(self, plan: StepPlan) -> None:
         """Count what was computed for guesses that turned out right."""
         for chunk in plan.chunks:
-            if chunk.draft:
-                drawn = chunk.sequence.length - (chunk.start + 1)
-                self._scheduler.accept(chunk, max(drawn - 1, 0))
+            if chunk.draft and chunk.sequence.held_logits is None:
+                self._scheduler.accept(chunk.sequence, chunk.draft)
 
     def _draw_late(self) -> None:
         """Draw for sequences that may, now that their logits were computed in an earlier step."""
         # those preempted, ended or moved on in the meantime have lost their logits
-        late = [(s, s.held_logits) for s in self._late if s.held_logits is not None]
-        self._late = [sequence for sequence, _ in late if not sequence.may_draw]
-        ready = [(sequence, logits) for sequence, logits in late if sequence.may_draw]
+        late = [each for each in self._late if each.sequence.held_logits is each.logits]
+        self._late = [each for each in late if not each.sequence.may_draw]
+        ready = [each for each in late if each.sequence.may_draw]
+        draws: list[_Draw] = []
+        logits: list[Tensor] = []
+        for each in ready:
+            allowed = [d for d in each.draws if each.sequence.may_draw_at(d.position)]
+            draws += allowed
+            logits.append(each.logits[: len(allowed)])
         if ready:
-            draws = [_Draw(s, row, s.position) for row, (s, _) in enumerate(ready)]
-            self._advance(draws, torch.stack([logits for _, logits in ready]))
+            self._advance(draws, torch.cat(logits))
+        for each in ready:
+            guesses = [draw.guess for draw in each.draws if draw.guess is not None]
+            if guesses:
+                self._scheduler.accept(each.sequence, guesses)
+
+    def _tell_guesses(self) -> None:
+        """Report guesses of constrained sequences: the next step needs the masks along them."""
+        for sequence in self._scheduler.guess_ahead():
+            _, guesses = sequence.guesses
+            handle = sequence.request.command.handle
+            self._outputs.append(Guessed(handle, sequence.index, list(guesses)))
 
     def _advance(self, draws: Items[_Draw], logits: Tensor) -> None:
         """Draw tokens, report them, and end the sequences that they end.
@@ -353,6 +397,8 @@ class StepLoop:
         for i, (draw, token) in enumerate(zip(draws, tokens, strict=True)):
             if draw.is_next:
                 self._append(draw.sequence, token, scores.get(i))
+        for draw in draws:
+            draw.sequence.leave_guesses()
 
     def _append(self, sequence: Sequence, token: int, score: Score | None) -> None:
         """Append a token, report it, and end the sequence if it ends it."""

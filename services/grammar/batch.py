@@ -21,6 +21,7 @@ __all__ = ["MatcherBatch"]
 _FEW = 16  # at most so many allowed ids are sent as a list
 _WIDEST = 1 << 24  # ids
 _MOST_SLOTS = 1 << 16
+_LONGEST_PATH = 64
 _ALLOWED, _UNCONSTRAINED, _HELD, _BITMASK = (
     MASKS.labels(form) for form in ("allowed", "unconstrained", "held", "bitmask")
 )
@@ -65,11 +66,22 @@ class MatcherBatch:
         touched: dict[int, ServiceError | None] = {}  # in order of first touch
         for command in commands:
             self._carry_out(command, grammars, touched)
-        live = [self._matchers[number] for number, error in touched.items() if error is None]
-        forced = iter([matcher.take_forced(self._known) for matcher in live])
-        masks = iter(self._filler.fill(live))
+        paths = {c.matcher: c.path.ids for c in commands if c.HasField("path")}
+        forced: dict[int, list[int]] = {}
+        lanes: dict[int, list[Matcher]] = {}  # each matcher, and where guesses lead from there
+        for number, error in touched.items():
+            if error is None:
+                matcher = self._matchers[number]
+                forced[number] = matcher.take_forced(self._known)
+                ahead = _behind(forced[number], paths.get(number, ()))
+                lanes[number] = [matcher, *matcher.walk(ahead, self._known)]
+        masks = iter(self._filler.fill([matcher for lane in lanes.values() for matcher in lane]))
         return [
-            self._failed(number, error) if error else self._state(number, next(forced), next(masks))
+            self._failed(number, error)
+            if error
+            else self._state(
+                number, forced[number], [(matcher, next(masks)) for matcher in lanes[number]]
+            )
             for number, error in touched.items()
         ]
 
@@ -93,6 +105,11 @@ class MatcherBatch:
                     self._open(number, command.open, grammars)
                 case "accept":
                     self._get(number).accept(command.accept.ids, self._known)
+                case "path":
+                    self._get(number)
+                    if len(command.path.ids) > _LONGEST_PATH:
+                        message = f"A path holds at most {_LONGEST_PATH} ids."
+                        raise invalid("commands.path.ids", message)
                 case "rollback":
                     self._get(number).rollback(command.rollback.count)
                 case "fork":
@@ -148,8 +165,10 @@ class MatcherBatch:
         self._matchers.pop(number, None)
         return grammar_pb2.MatcherState(matcher=number, error=error.to_status())
 
-    def _state(self, number: int, forced: list[int], mask: int) -> grammar_pb2.MatcherState:
-        matcher = self._matchers[number]
+    def _state(
+        self, number: int, forced: list[int], lane: Sequence[tuple[Matcher, int]]
+    ) -> grammar_pb2.MatcherState:
+        (matcher, mask), *path = lane
         if matcher.inner.is_error():
             return self._failed(number, _exhausted(reason_of(matcher.inner)))
         if matcher.is_too_slow:
@@ -160,6 +179,10 @@ class MatcherBatch:
             return self._failed(number, _exhausted("no id of the vocabulary continues the text"))
         state = grammar_pb2.MatcherState(matcher=number, terminated=terminated, forced=forced)
         self._put_mask(state, mask)
+        for guessed, mask in path:
+            if guessed.terminated or guessed.inner.is_error() or not mask:
+                break
+            self._put_mask(state.ahead.add(), mask)
         return state
 
     def _put_mask(self, state: grammar_pb2.MatcherState, mask: int) -> None:
@@ -181,6 +204,11 @@ class MatcherBatch:
             if slot is not None:
                 state.store_slot = slot
             _BITMASK.inc()
+
+
+def _behind(forced: Sequence[int], path: Sequence[int]) -> Sequence[int]:
+    """What a path holds behind ids that are forced; nothing if it leads elsewhere."""
+    return path[len(forced) :] if list(path[: len(forced)]) == forced else ()
 
 
 def _ids(mask: int) -> list[int]:

@@ -16,19 +16,28 @@ class RefusedTokenError(Exception):
     """A token was fed that the grammar does not allow there."""
 
 
+class _Cost:
+    """What the masks of a matcher, and of all that are forked from it, have taken."""
+
+    def __init__(self) -> None:
+        self.masks = 0
+        self.seconds = 0.0
+
+
 class Matcher:
     """Follows a sequence. End-of-sequence ids are kept out of the grammar.
 
     They are allowed wherever it may end, and only counted when they are fed.
     """
 
-    __slots__ = ("_ended", "_masks", "_seconds", "end_ids", "inner")
+    __slots__ = ("_cost", "_ended", "end_ids", "inner")
 
-    def __init__(self, inner: LLMatcher, end_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, inner: LLMatcher, end_ids: tuple[int, ...], cost: _Cost | None = None
+    ) -> None:
         self.inner = inner
         self.end_ids = end_ids
-        self._masks = 0
-        self._seconds = 0.0
+        self._cost = cost or _Cost()
         self._ended = 0  # end ids fed
 
     @property
@@ -39,12 +48,12 @@ class Matcher:
     @property
     def is_too_slow(self) -> bool:
         """Whether its masks have taken more time than those beside it can be made to wait."""
-        return self._seconds > _ALLOWANCE + _ALLOWANCE_PER_MASK * self._masks
+        return self._cost.seconds > _ALLOWANCE + _ALLOWANCE_PER_MASK * self._cost.masks
 
     def charge(self, seconds: float) -> None:
         """Count the CPU time of a mask."""
-        self._masks += 1
-        self._seconds += seconds
+        self._cost.masks += 1
+        self._cost.seconds += seconds
 
     @property
     def may_end(self) -> bool:
@@ -81,9 +90,20 @@ class Matcher:
 
     def fork(self) -> "Matcher":
         """Another matcher in the same state."""
-        copy = Matcher(self.inner.deep_copy(), self.end_ids)
+        copy = Matcher(self.inner.deep_copy(), self.end_ids, self._cost)
         copy._ended = self._ended
         return copy
+
+    def walk(self, ids: Sequence[int], vocabulary_size: int) -> list["Matcher"]:
+        """Matchers in the states behind each of some guessed ids, as far as these fit."""
+        states: list[Matcher] = []
+        state = self
+        for token in self._split(ids)[0]:
+            state = state.fork()
+            if token >= vocabulary_size or not state.inner.consume_token(token):
+                break
+            states.append(state)
+        return states
 
     def take_forced(self, vocabulary_size: int) -> list[int]:
         """Go on to where there is a choice; the ids on the way, each the only one allowed there.

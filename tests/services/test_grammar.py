@@ -228,6 +228,36 @@ async def test_a_sequence_that_continues_elsewhere_gets_the_same_masks(
     await second.stream.aclose()
 
 
+async def test_masks_along_a_path_are_those_that_come_when_it_is_taken(
+    channel: grpc.aio.Channel, tokenizer: Tokenizer
+) -> None:
+    grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_schema=json.dumps(PERSON)))
+    decoder, asking = Decoder.over(channel, tokenizer), Decoder.over(channel, tokenizer)
+    ids = (await decoder.generate(grammar_id, [3]))[3]
+    masks: dict[int, bytes | None] = {}  # by tokens fed, where nothing is forced
+    for at in range(len(ids)):
+        decoder.stream.open(100 + at, grammar_id, ids[:at])
+        [state] = await decoder.states.get()
+        masks[at + len(state.forced)] = state.mask
+    lengths = set[int]()
+    for at in range(len(ids)):
+        asking.stream.open(at, grammar_id, ids[:at])
+        asking.stream.ask_ahead(at, [*ids[at : at + 6], 1, *ids[at + 6 : at + 9]])
+        [state] = await asking.states.get()
+        begin = at + len(state.forced) + 1
+        assert len(state.ahead) <= max(at + 6 - begin + 1, 0)  # nothing behind what does not fit
+        for place, mask in enumerate(state.ahead, start=begin):
+            # where ids are forced, the path has masks of one
+            assert mask == masks.get(place, mask)
+            assert mask is None or mask[ids[place] >> 3] >> (ids[place] & 7) & 1
+        lengths.add(len(state.ahead))
+        asking.stream.accept(at, ids[at + len(state.forced) :][:1])  # it has not moved
+        assert (await asking.states.get())[0].error is None
+    assert max(lengths) == 6
+    await decoder.stream.aclose()
+    await asking.stream.aclose()
+
+
 async def test_rollback_and_fork_give_the_state_of_a_fresh_matcher(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
 
 from services.engine import matchers
 from services.engine.matchers import Matchers
-from services.engine.messages import Mask
+from services.engine.messages import Mask, Token
 from tests.stack import RunningService, free_ports, running_service
 from tokenwire.channel import connect
 from tokenwire.engine.v1.engine_pb2 import (
@@ -178,3 +179,61 @@ async def test_without_a_service_in_time_constrained_requests_fail(
         assert error.code is grpc.StatusCode.UNAVAILABLE
         assert error.retry_seconds
         await ours.aclose()
+
+
+async def test_what_is_generated_before_an_answer_comes_is_not_fed_twice(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """A service that came back is asked about more than what its sequences have gone on to."""
+    ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).token_to_id
+    masks = asyncio.Queue[Sequence[Mask]]()
+    failed = asyncio.Queue[tuple[int, ServiceError]]()
+    async with AsyncExitStack() as running:
+        log = tmp_path / "grammar.log"
+        service = await running.enter_async_context(grammar_service(embedded_model, log))
+        ours = Matchers(
+            service.target,
+            vocabulary_size=8192,
+            eos_token_ids=[0],
+            on_masks=masks.put_nowait,
+            on_failed=lambda handle, error: failed.put_nowait((handle, error)),
+        )
+
+        running.push_async_callback(ours.aclose)
+
+        def feed(handle: int, *tokens: int) -> None:
+            """One by one, without waiting for the answers."""
+            for position, token in enumerate(tokens):
+                ours.feed([Token(handle, 0, position, token, None)])
+
+        async def open_one(handle: int, regex: str) -> None:
+            spec = GrammarSpec(regex=regex)
+            ours.open(handle, 1, await ours.compile(spec), spec, {})
+            [mask] = await masks.get()
+            assert (mask.handle, mask.position, mask.end) == (handle, 0, 0)
+
+        await open_one(1, "[ab][cd][ef]")
+        feed(1, ids("a"), ids("c"))
+        for position, allowed in ((1, "cd"), (2, "ef")):
+            [mask] = await masks.get()
+            assert (mask.position, mask.end) == (position, position)
+            assert {ids(letter) for letter in allowed} <= allows(mask)
+            assert ids("a") not in allows(mask)
+
+        for handle in (2, 3):
+            await open_one(handle, "[ab] = 123456[ef]")
+        feed(2, ids("a"))
+        [alone] = await masks.get()
+        assert alone.forced
+        feed(3, ids("a"), alone.forced[0])
+        [mask] = await masks.get()
+        assert (mask.position, mask.forced) == (1, alone.forced)
+        assert allows(mask) == {ids("e"), ids("f")}
+        assert failed.empty()
+
+
+def allows(mask: Mask) -> set[int]:
+    """The ids that may be drawn behind what is forced."""
+    bits = mask.bits
+    assert bits is not None
+    return {i for i in range(8 * len(bits)) if bits[i >> 3] >> (i & 7) & 1}

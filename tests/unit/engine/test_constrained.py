@@ -1,4 +1,4 @@
-"""A grammar decides what may follow, never when: forced tokens and late masks change no output."""
+"""A grammar decides what may follow, never when: forced, guessed or late, outputs are the same."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +13,7 @@ from services.engine.messages import (
     Command,
     Finished,
     GrantCredit,
+    Guessed,
     Mask,
     MirostatSettings,
     Output,
@@ -35,6 +36,8 @@ ALLOWED = st.lists(
     max_size=24,
 )
 """What each position of an output may hold; the output ends after them"""
+REPEATED = st.one_of(ALLOWED, ALLOWED.map(lambda allowed: 6 * allowed[:4]))
+"""The same, with much to guess right"""
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +59,15 @@ class Grammar:
     def open(self, request: AddRequest) -> None:
         resumed = {resume.sequence: len(resume.generated) for resume in request.resume}
         for sequence in range(len(request.prompts) * request.n):
-            self._answer(sequence, resumed.get(sequence, 0))
+            self._answer(sequence, resumed.get(sequence, 0), ())
 
-    def hear(self, token: Token) -> None:
-        if token.position >= self.known[token.sequence] and token.id != EOS:
-            self._answer(token.sequence, token.position + 1)
+    def hear(self, outputs: Sequence[Output]) -> None:
+        """What one step brought: all of it comes before the answers."""
+        mine = [o for o in outputs if isinstance(o, Token) and o.handle == 1 and o.id != EOS]
+        guessed = {o.sequence: o.ids for o in outputs if isinstance(o, Guessed)}
+        for sequence, position in {token.sequence: token.position + 1 for token in mine}.items():
+            if position > self.known[sequence]:
+                self._answer(sequence, position, guessed.get(sequence, ()))
 
     def masks(self) -> list[Command]:
         """Those whose time has come."""
@@ -68,18 +75,27 @@ class Grammar:
         self.due = [(wait - 1, mask) for wait, mask in self.due if wait > 0]
         return [SetMasks(ready)] if ready else []
 
-    def _answer(self, sequence: int, position: int) -> None:
+    def _answer(self, sequence: int, position: int, guesses: Sequence[int]) -> None:
         end = position
         while self.jumps and end < len(self.allowed) and len(self.allowed[end]) == 1:
             end += 1
         forced = [next(iter(ids)) for ids in self.allowed[position:end]]
         is_over = end == len(self.allowed)
-        bits = bytearray(VOCABULARY // 8)
-        for token in {EOS} if is_over else self.allowed[end]:
-            bits[token // 8] |= 1 << token % 8
-        mask = Mask(1, sequence, position, forced, bytes(bits), is_over)
         self.known[sequence] = end
+        path = guesses[len(forced) :] if list(guesses[: len(forced)]) == forced else ()
+        ahead: list[tuple[int, bytes]] = []
+        for at, guess in enumerate(path, start=end):
+            if at + 1 >= len(self.allowed) or guess not in self.allowed[at]:
+                break
+            ahead.append((guess, self._bits(at + 1)))
+        mask = Mask(1, sequence, position, forced, self._bits(end), is_over, ahead)
         self.due.append((next(self.lateness), mask))
+
+    def _bits(self, position: int) -> bytes:
+        bits = bytearray(VOCABULARY // 8)
+        for token in self.allowed[position] if position < len(self.allowed) else {EOS}:
+            bits[token // 8] |= 1 << token % 8
+        return bytes(bits)
 
 
 def generate(
@@ -91,9 +107,10 @@ def generate(
     lateness: Sequence[int] = (0,),
     blocks: int = 256,
     neighbours: int = 0,
+    speculate: bool = False,
 ) -> list[Output]:
     """What the request (handle 1) brings, beside some that are free."""
-    loop = make_loop(decoder, blocks=blocks, step_tokens=32)
+    loop = make_loop(decoder, blocks=blocks, step_tokens=32, speculate=speculate)
     grammar = Grammar(allowed, jumps, _cycle(lateness))
     free = [make_request(2 + i, [[7 + i, 9]], max_tokens=20) for i in range(neighbours)]
     commands: list[Command] = [*free, request]
@@ -106,11 +123,8 @@ def generate(
         return taken
 
     def take(step: StepOutput) -> None:
-        for output in step.outputs:
-            if output.handle == 1:  # type: ignore[union-attr]
-                outputs.append(output)
-                if isinstance(output, Token):
-                    grammar.hear(output)
+        outputs.extend(o for o in step.outputs if o.handle == 1)  # type: ignore[union-attr]
+        grammar.hear(step.outputs)
 
     for turn in range(2000):
         take(loop.step(receive))
@@ -173,16 +187,20 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(
-    allowed=ALLOWED,
+    allowed=REPEATED,
+    jumps=st.booleans(),
+    speculate=st.booleans(),
     max_tokens=st.integers(2, 24),
     lateness=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     neighbours=st.integers(0, 2),
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_forced_tokens_and_late_masks_are_not_to_be_seen(
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_forced_guessed_or_late_is_not_to_be_seen(
     decoder: Decoder,
     kind: str,
     allowed: list[set[int]],
+    jumps: bool,
+    speculate: bool,
     max_tokens: int,
     lateness: list[int],
     neighbours: int,
@@ -190,7 +208,14 @@ def test_forced_tokens_and_late_masks_are_not_to_be_seen(
     request = KINDS[kind](max_tokens=max_tokens, ignore_eos=False, constrained=True)
     one_by_one = generate(decoder, request, allowed, jumps=False)
     at_once = generate(
-        decoder, request, allowed, lateness=lateness, blocks=26, neighbours=neighbours
+        decoder,
+        request,
+        allowed,
+        jumps=jumps,
+        lateness=lateness,
+        blocks=26,
+        neighbours=neighbours,
+        speculate=speculate,
     )
     (seen, numbers), (expected, their_numbers) = told(at_once), told(one_by_one)
     assert seen == expected
@@ -212,19 +237,45 @@ def test_a_sequence_goes_on_elsewhere_in_the_middle_of_what_is_forced(
     assert told(rest)[0][0] == whole[at:]
 
 
+def num_steps(
+    decoder: Decoder,
+    request: AddRequest,
+    allowed: Sequence[set[int]],
+    *,
+    jumps: bool,
+    speculate: bool,
+    lateness: int = 0,
+) -> int:
+    """Forward passes that the request takes, alone."""
+    steps = 0
+    loop = make_loop(decoder, speculate=speculate)
+    grammar = Grammar(allowed, jumps, _cycle([lateness]))
+    grammar.open(request)
+    commands: list[Command] = [request]
+    while not (steps and loop.is_idle):
+        done = loop.step(lambda: [commands.pop() for _ in commands[:1]] + grammar.masks())
+        steps += loop.progressed
+        grammar.hear(done.outputs)
+    return steps
+
+
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_forced_tokens_take_no_step_each(decoder: Decoder, logprobs: int | None) -> None:
     allowed: list[set[int]] = [{1, 2}, *({3 + i} for i in range(12)), {1, 2}]
     request = make_request(1, [[5]], max_tokens=24, logprobs=logprobs, constrained=True)
-    steps = 0
-    loop = make_loop(decoder)
-    grammar = Grammar(allowed, True, _cycle([0]))
-    grammar.open(request)
-    commands: list[Command] = [request]
-    while not (steps and loop.is_idle):
-        outputs = loop.step(lambda: [commands.pop() for _ in commands[:1]] + grammar.masks())
-        steps += loop.progressed
-        for output in outputs.outputs:
-            if isinstance(output, Token):
-                grammar.hear(output)
-    assert steps < len(allowed) / 2
+    assert num_steps(decoder, request, allowed, jumps=True, speculate=False) < len(allowed) / 2
+
+
+@pytest.mark.parametrize("lateness", [0, 3])
+def test_what_is_guessed_right_under_a_grammar_takes_no_step_each(
+    decoder: Decoder, lateness: int
+) -> None:
+    allowed: list[set[int]] = [{3}, {4}, {5}, {6}] * 6
+    request = make_request(1, [[3, 4, 5, 6]], max_tokens=24, constrained=True)
+    steps = {
+        speculate: num_steps(
+            decoder, request, allowed, jumps=False, speculate=speculate, lateness=lateness
+        )
+        for speculate in (False, True)
+    }
+    assert steps[True] < steps[False] / 2

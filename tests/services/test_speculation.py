@@ -1,0 +1,70 @@
+"""`--speculate ngram` with a grammar, over real gRPC: fewer steps, and the same output."""
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+
+from tests.stack import running_service
+from tokenwire.channel import connect
+from tokenwire.engine.v1.engine_pb2 import GenerateRequest, SequenceFinished
+from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.types.v1.types_pb2 import GrammarSpec, SamplingParams, StoppingParams, TokenIds
+
+RECORD = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["red", "green"]}, "price": {"type": "integer"}},
+    "required": ["kind", "price"],
+    "additionalProperties": False,
+}
+GRAMMARS = (
+    GrammarSpec(json_schema=json.dumps({"type": "array", "items": RECORD, "minItems": 30})),
+    GrammarSpec(regex="([a-z]{4}=[0-9]{2};){30}"),
+)
+
+
+def request(grammar: GrammarSpec, temperature: float) -> GenerateRequest:
+    return GenerateRequest(
+        prompts=[TokenIds(ids=[40, 41, 42])],
+        n=1 if temperature == 0 else 2,
+        sampling=SamplingParams(temperature=temperature, seed=5),
+        stopping=StoppingParams(max_tokens=240),
+        grammar=grammar,
+    )
+
+
+async def run(model: Path, grammar: str, speculate: str, log: Path) -> tuple[list[object], float]:
+    """What each request brings, one after the other, and the steps that all take."""
+    arguments = ("--model", str(model), "--dtype", "float32", "--kv-memory", "128MiB")
+    options = ("--grammar", grammar, "--speculate", speculate)
+    outputs: list[object] = []
+    async with (
+        running_service("engine", *arguments, *options, log=log) as engine,
+        connect(engine.target) as channel,
+    ):
+        for each in (request(g, temperature) for g in GRAMMARS for temperature in (0, 1)):
+            ids: dict[int, list[int]] = {}
+            ends: dict[int, SequenceFinished] = {}
+            async for event in EngineServiceStub(channel).Generate(each):
+                if event.HasField("delta"):
+                    ids.setdefault(event.delta.sequence, []).extend(event.delta.tokens.ids)
+                elif event.HasField("finished"):
+                    ends[event.finished.sequence] = event.finished
+            outputs += [ids, ends]
+        host, port = engine.target.split(":")
+        async with httpx.AsyncClient() as http:
+            metrics = (await http.get(f"http://{host}:{int(port) + 1000}/metrics")).text
+    [steps] = re.findall(r"^tokenwire_engine_steps (\S+)$", metrics, re.MULTILINE)
+    return outputs, float(steps)
+
+
+async def test_guesses_under_a_grammar_save_steps_and_change_nothing(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "grammar.log"
+    async with running_service("grammar", "--model", str(embedded_model), log=log) as grammar:
+        plain, steps = await run(embedded_model, grammar.target, "off", tmp_path / "plain.log")
+        guessed, fewer = await run(embedded_model, grammar.target, "ngram", tmp_path / "guess.log")
+    assert guessed == plain
+    assert fewer < 0.8 * steps
