@@ -1,8 +1,30 @@
-"""python -m services.engine"""
+"""python -m services.engine, or torchrun -m services.engine"""
+
+import sys
 
 from services.common.server import main
+from services.common.settings import StartupError, parse
+from services.engine.engine_process import set_thread_waiting
+from services.engine.rank import Rank
 from services.engine.service import EngineApplication
 from services.engine.settings import EngineSettings
 
+
+def _follow() -> None:
+    settings = parse(EngineSettings, "python -m services.engine", "TOKENWIRE_ENGINE")
+    set_thread_waiting()
+    from services.engine.worker_process import run  # only here: rank 0's server needs no torch
+
+    run(settings)
+
+
 if __name__ == "__main__":
-    main("engine", EngineSettings, EngineApplication)
+    try:
+        leads = Rank.from_environment().leads
+    except StartupError as error:
+        print(f"engine: {error}", file=sys.stderr)
+        sys.exit(2)
+    if leads:
+        main("engine", EngineSettings, EngineApplication)
+    else:
+        _follow()

@@ -12,7 +12,7 @@ from services.common.settings import StartupError
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription, StepOutput
 from services.engine.settings import EngineSettings
 
-__all__ = ["EngineProcess"]
+__all__ = ["EngineProcess", "set_thread_waiting"]
 
 _HEADER = struct.Struct("<Q")
 
@@ -41,7 +41,7 @@ class EngineProcess:
         self._process = context.Process(
             target=_run, args=(self._settings, theirs), name="tokenwire-engine-loop", daemon=True
         )
-        _set_thread_waiting()
+        set_thread_waiting()
         self._process.start()
         theirs.close()
         reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -97,7 +97,7 @@ def _run(settings: EngineSettings, link: socket.socket) -> None:
     run(settings, link)
 
 
-def _set_thread_waiting() -> None:
+def set_thread_waiting() -> None:
     """Let OpenMP's threads spin only briefly between operators.
 
     Without spinning each operator pays a wake-up; without a bound the threads take the cores from

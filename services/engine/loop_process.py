@@ -15,22 +15,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NoReturn
 
-import torch
-
 from services.common import logging as service_logging
 from services.common.settings import StartupError
-from services.engine.attention import DEFAULT_BLOCK_SIZE, KVCache
 from services.engine.block_pool import BlockPool
-from services.engine.kernels.memory import touch
-from services.engine.memory import choose_num_blocks
+from services.engine.loaded_model import load
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription
 from services.engine.model.errors import CheckpointError
-from services.engine.model.fingerprint import weights_fingerprint
-from services.engine.model.loader import load_generation_defaults, load_model, resolve_dtype
+from services.engine.model.loader import load_generation_defaults
 from services.engine.model_runner import ModelRunner
 from services.engine.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
 from services.engine.step_loop import LoopLimits, StepLoop
+from services.engine.team import Team
 
 __all__ = ["run"]
 
@@ -45,15 +41,18 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     service_logging.configure("engine", settings.log_level)
     messages = _MessageSocket(link)
     try:
-        loop, description = _load(settings)
+        loop, description, team = _load(settings)
     except (CheckpointError, StartupError) as error:
         messages.send(LoopFailed(str(error)))
         os._exit(2)
+    team.watch()
     try:
         with suppress(ConnectionError, EOFError):
             messages.send(LoopReady(description))
             _run(loop, messages)
+        team.disband()
     except Exception:
+        team.look_around()
         _LOG.exception("a step failed; what runs is lost")
         os._exit(1)
     os._exit(0)  # skips torch's slow teardown; nothing is left to save
@@ -70,50 +69,24 @@ def _run(loop: StepLoop, messages: "_MessageSocket") -> None:
         timeout = 0.0 if loop.progressed else None if loop.is_idle else 1.0
 
 
-def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
+def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
     began = time.monotonic()
-    device = _device(settings.device)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    torch.set_grad_enabled(False)
-    decoder = load_model(
-        settings.model,
-        resolve_dtype(settings.dtype),
-        progress=True,
-        device=device,
-        weights=settings.weights,
-    )
-    spec, size = decoder.spec, DEFAULT_BLOCK_SIZE
-    per_block = KVCache.bytes_per_block(spec, size, decoder.dtype)
-    least = -(-spec.context_length // size)
-    num_blocks = choose_num_blocks(
-        settings.kv_memory, per_block, least * settings.max_running, least, device
-    )
-    allocating = time.monotonic()
-    cache = decoder.allocate_cache(num_blocks, size)
-    if device.type == "cpu":
-        for tensor in (*cache.keys, *cache.values):
-            touch(tensor)
-    _LOG.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB, allocated in %.1f s",
-        num_blocks,
-        size,
-        num_blocks * per_block / 2**30,
-        time.monotonic() - allocating,
-    )
+    model = load(settings)
+    decoder, cache, spec = model.decoder, model.cache, model.decoder.spec
     scheduler = Scheduler(
         SchedulerLimits(
             max_running=settings.max_running,
             max_step_tokens=settings.max_step_tokens,
             mixed_step_factor=settings.mixed_step_factor,
-            block_size=size,
+            block_size=cache.block_size,
             speculate=settings.speculate == "ngram",
         ),
-        BlockPool(num_blocks),
+        BlockPool(model.num_blocks),
     )
     limits = LoopLimits(
         eos_token_ids=frozenset(spec.eos_token_ids),
         max_waiting=settings.max_waiting,
+        starvation_seconds=settings.stall_seconds,
     )
     defaults = load_generation_defaults(settings.model)
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -121,28 +94,20 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
     description = ModelDescription(
         architecture=spec.architecture,
         dtype=str(decoder.dtype).removeprefix("torch."),
-        device=device.type,
+        device=decoder.device.type,
         context_length=spec.context_length,
         vocabulary_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
         recommended={k: float(v) for k, v in recommended.items() if v is not None},
-        weights_fingerprint=weights_fingerprint(settings.model, settings.weights),
-        block_size=size,
-        total_blocks=num_blocks,
-        kv_bytes=num_blocks * per_block,
-        weight_bytes=decoder.weight_bytes,
+        weights_fingerprint=model.fingerprint,
+        block_size=cache.block_size,
+        total_blocks=model.num_blocks,
+        kv_bytes=model.kv_bytes,
+        weight_bytes=model.weight_bytes,
         load_seconds=time.monotonic() - began,
     )
-    return StepLoop(scheduler, ModelRunner(decoder, cache), limits), description
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise StartupError("--device cuda: torch finds no CUDA device.")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return StepLoop(scheduler, ModelRunner(decoder, cache), limits), description, model.team
 
 
 class _MessageSocket:

@@ -16,14 +16,20 @@ _RESERVE = 512 * 2**20
 
 
 def choose_num_blocks(
-    wanted: str, bytes_per_block: int, most_blocks: int, least_blocks: int, device: torch.device
+    wanted: str,
+    bytes_per_block: int,
+    most_blocks: int,
+    least_blocks: int,
+    device: torch.device,
+    sharers: int = 1,
 ) -> int:
     """Blocks for "auto" or an amount of memory; never more than `most_blocks`.
 
     most_blocks: what all sequences that may run could use; least_blocks: what one sequence of the
-    full context uses. Raises StartupError with the bytes that are missing.
+    full context uses; sharers: processes that do the same in the same memory. Raises StartupError
+    with the bytes that are missing.
     """
-    free, share = available_memory(device), _SHARES[device.type]
+    free, share = available_memory(device) // sharers, _SHARES[device.type]
     if wanted == "auto":
         number = min(int(free * share) // bytes_per_block, most_blocks)
         if number < least_blocks:

@@ -16,13 +16,16 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.errors import CheckpointError
 from services.engine.model.int8_operators import Int8Operators
 from services.engine.model.layout import Layout
+from services.engine.model.lockstep import LeadingDecoder
 from services.engine.model.native_operators import AmxOperators, NativeOperators
 from services.engine.model.operators import Operators
 from services.engine.model.precision import resolve_dtype
 from services.engine.model.progress import LoadProgress
 from services.engine.model.reader import Reader
+from services.engine.model.shard import Shard
 from services.engine.model.spec import ModelSpec
 from services.engine.model.torch_operators import TorchOperators
+from services.engine.team import ALONE, Team
 
 __all__ = [
     "CheckpointError",
@@ -86,29 +89,37 @@ def load_model(
     progress: bool = False,
     device: torch.device = _CPU,
     weights: str = "full",
+    team: Team = ALONE,
 ) -> Decoder:
     """Loads a checkpoint, one layer at a time from the mapped files.
 
     progress: show a bar on a terminal, or log a few lines where there is none.
     weights: "full", in `dtype`, or "int8", rounded to that for all products.
+    team: what ranks hold the model together. This one loads its shard, and if it leads, its decoder
+    has the others follow.
     Raises CheckpointError; nothing is loaded unless every tensor is there in its right shape.
-    Raises StartupError where this machine can't multiply int8 weights.
+    Raises StartupError where this machine can't multiply int8 weights, or the model be cut so.
     """
     directory = Path(path)
-    spec = load_spec(directory)
+    whole = load_spec(directory)
+    shard = Shard(team.rank.number, team.rank.count)
+    spec = shard.of(whole)
     operators = _choose_operators(spec, dtype, device, weights)
     with Checkpoint(directory) as checkpoint:
-        names = spec.family.names
+        names = whole.family.names
         held = (root for root in names.roots if checkpoint.holds(f"{root}{names.embedding}.weight"))
-        layout = Layout.of(spec, next(held, names.roots[0]))
+        layout = Layout.of(whole, next(held, names.roots[0]))
         ignored = (*names.ignored, "lm_head.weight") if spec.tied_embeddings else names.ignored
         total = checkpoint.require(layout.tensors(), ignored)
         bar = LoadProgress(total, shown=progress)
         try:
-            read = Reader(checkpoint, spec, dtype, device, operators, bar).read(layout)
+            reader = Reader(checkpoint, whole, dtype, device, operators, bar, shard)
+            read = reader.read(layout)
         finally:
             bar.finish()
     attention = choose_backend(spec, dtype, device, read.sinks)
+    if team.leads_others:
+        return LeadingDecoder(team, spec, dtype, read.weights, operators, attention)
     return Decoder(spec, dtype, read.weights, operators, attention)
 
 
@@ -125,7 +136,7 @@ def _choose_operators(
         if native is None or not runs_on_amx(spec, dtype, device):
             raise StartupError(
                 "--weights int8 needs a CPU with AMX, the compiled kernels, --dtype bfloat16 and "
-                "layers whose widths are multiples of 32; start without it."
+                "layers whose widths, cut by the ranks, are multiples of 32; start without it."
             )
         return Int8Operators(native)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):

@@ -1,9 +1,11 @@
 """Small random checkpoints made by transformers, and a driver that runs them step by step."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     Gemma2Config,
@@ -25,6 +27,7 @@ from transformers import (
     SmolLM3Config,
     Starcoder2Config,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from services.engine.batch import StepBatch
@@ -204,6 +207,28 @@ def make_checkpoint(
     return model
 
 
+def make_packed_checkpoint(directory: Path) -> PreTrainedModel:
+    """gpt-oss with its experts in MXFP4, which transformers decodes for the reference."""
+    model = make_checkpoint(directory, CONFIGS["gpt-oss"])
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(5)
+    parameters = dict(model.named_parameters())
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        groups = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 126, groups, generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        numbers = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        parameters[name].data.copy_(numbers)
+    save_file(tensors, file)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return model
+
+
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """[len(tokens), vocabulary] by transformers, all at once."""
@@ -225,7 +250,7 @@ class Driver:
         for index, count in enumerate(needed):
             first = sum(needed[:index])
             self._tables[index, :count] = shuffled[first : first + count]
-        self._cache = decoder.allocate_cache(len(shuffled), block_size)
+        self.cache = decoder.allocate_cache(len(shuffled), block_size)
         self._done = [0] * len(sequences)
         self.logits = [torch.empty(0, decoder.spec.vocab_size) for _ in sequences]
         """What was computed so far, [tokens, vocabulary] for each sequence"""
@@ -240,7 +265,7 @@ class Driver:
     def step(self, chunks: Sequence[tuple[int, int]]) -> None:
         """Runs one batch of (sequence, number of its next tokens), decodes first."""
         batch = self._batch(chunks)
-        hidden = self._decoder.forward(batch, self._cache)
+        hidden = self._decoder.forward(batch, self.cache)
         logits = self._decoder.logits(hidden).split(batch.query_lengths_host)
         for (index, count), rows in zip(chunks, logits, strict=True):
             self._done[index] += count

@@ -1,0 +1,124 @@
+"""A model in memory with its KV cache: what every rank has before it can compute."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from services.common.settings import StartupError
+from services.engine.attention import DEFAULT_BLOCK_SIZE, KVCache
+from services.engine.kernels.library import instruction_set
+from services.engine.kernels.memory import touch
+from services.engine.memory import choose_num_blocks
+from services.engine.model.decoder import Decoder
+from services.engine.model.fingerprint import weights_fingerprint
+from services.engine.model.loader import load_model, resolve_dtype
+from services.engine.rank import Rank
+from services.engine.settings import EngineSettings
+from services.engine.team import Team
+
+__all__ = ["LoadedModel", "load"]
+
+_LOG = logging.getLogger("loop")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """This rank's part of it."""
+
+    decoder: Decoder
+    cache: KVCache
+    team: Team
+    num_blocks: int
+    """Of the cache, for the scheduler to give away"""
+    fingerprint: str
+    """Of the whole model's weights"""
+    kv_bytes: int
+    """Of all ranks together, as is the next"""
+    weight_bytes: int
+
+
+def load(settings: EngineSettings) -> LoadedModel:
+    """Load this rank's part, beside the other ranks. Raises CheckpointError or StartupError."""
+    rank = Rank.from_environment()
+    device = _device(settings.device, rank)
+    if threads := rank.threads(settings.threads):
+        torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    team = Team.join(rank, device)
+    dtype = resolve_dtype(settings.dtype)
+    decoder = load_model(
+        settings.model,
+        dtype,
+        progress=rank.leads,
+        device=device,
+        weights=settings.weights,
+        team=team,
+    )
+    fingerprint = weights_fingerprint(settings.model, settings.weights)
+    team.agree(
+        {
+            "weights": fingerprint,
+            "--dtype": str(dtype),
+            "--device": device.type,
+            "kernels for": str(instruction_set()),
+        }
+    )
+    per_block = KVCache.bytes_per_block(decoder.spec, DEFAULT_BLOCK_SIZE, decoder.dtype)
+    cache = _allocate_cache(settings, decoder, team, per_block)
+    return LoadedModel(
+        decoder,
+        cache,
+        team,
+        cache.num_blocks,
+        fingerprint,
+        kv_bytes=team.total(cache.num_blocks * per_block),
+        weight_bytes=team.total(decoder.weight_bytes),
+    )
+
+
+def _allocate_cache(
+    settings: EngineSettings, decoder: Decoder, team: Team, per_block: int
+) -> KVCache:
+    """As many blocks, of so many bytes each, as every rank has room for."""
+    spec, size, device = decoder.spec, DEFAULT_BLOCK_SIZE, decoder.device
+    least = -(-spec.context_length // size)
+    num_blocks = team.least(
+        choose_num_blocks(
+            settings.kv_memory,
+            per_block,
+            least * settings.max_running,
+            least,
+            device,
+            team.rank.local_count if device.type == "cpu" else 1,
+        )
+    )
+    allocating = time.monotonic()
+    cache = decoder.allocate_cache(num_blocks, size)
+    if device.type == "cpu":
+        for tensor in (*cache.keys, *cache.values):
+            touch(tensor)
+    _LOG.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB, allocated in %.1f s",
+        num_blocks,
+        size,
+        num_blocks * per_block / 2**30,
+        time.monotonic() - allocating,
+    )
+    return cache
+
+
+def _device(name: str, rank: Rank) -> torch.device:
+    count = torch.cuda.device_count()
+    if name == "cuda" and not count:
+        raise StartupError("--device cuda: torch finds no CUDA device.")
+    if name == "cpu" or not count:
+        return torch.device("cpu")
+    if rank.local_number >= count:
+        raise StartupError(
+            f"{rank.local_count} ranks on this machine need as many CUDA devices; it has {count}."
+        )
+    device = torch.device("cuda", rank.local_number)
+    torch.cuda.set_device(device)
+    return device

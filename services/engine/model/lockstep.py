@@ -1,0 +1,105 @@
+"""Ranks in lockstep: rank 0 says what comes next, and all of them compute it.
+
+An order is a few numbers for the host. Tensors go the way from device to device, so that none waits
+for the host: [number of query tokens, width of the block tables, number of decodes, then query
+lengths and context lengths] of a forward pass, or [rows] of the logits of some hidden states.
+"""
+
+import torch
+from torch import Tensor
+
+from services.engine.attention import AttentionBackend, KVCache
+from services.engine.batch import StepBatch
+from services.engine.model.decoder import Decoder, DecoderWeights
+from services.engine.model.operators import Operators
+from services.engine.model.spec import ModelSpec
+from services.engine.team import Team
+
+__all__ = ["LeadingDecoder", "follow"]
+
+
+class LeadingDecoder(Decoder):
+    """Rank 0's: has the other ranks compute, along with it, all that it is asked for.
+
+    What it says to them is the host's: a CUDA graph of `forward` would leave it out.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        weights: DecoderWeights,
+        operators: Operators,
+        attention: AttentionBackend,
+    ) -> None:
+        super().__init__(spec, dtype, weights, operators, attention)
+        self._team = team
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
+        tokens, width = len(batch.token_ids), batch.block_tables.shape[1]
+        lengths = (*batch.query_lengths_host, *batch.context_lengths_host)
+        self._team.tell([tokens, width, batch.num_decodes, *lengths])
+        self._team.share(_pack(batch))
+        return super().forward(batch, cache)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.contiguous()
+        self._team.tell([len(hidden)])
+        self._team.share(hidden)
+        return super().logits(hidden)
+
+
+@torch.inference_mode()
+def follow(decoder: Decoder, cache: KVCache, team: Team) -> None:
+    """Every other rank's part: compute what rank 0 says, until it disbands the team."""
+    while order := team.hear():
+        if len(order) == 1:
+            shape = (order[0], decoder.spec.hidden_size)
+            hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+            decoder.logits(team.share(hidden))
+        else:
+            tokens, width, num_decodes, *lengths = order
+            queries, contexts = lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :]
+            sizes = _sizes(tokens, len(queries), width)
+            packed = torch.empty(sum(sizes), dtype=torch.int64, device=decoder.device)
+            batch = _unpack(team.share(packed), sizes, num_decodes, queries, contexts)
+            decoder.forward(batch, cache)
+
+
+def _pack(batch: StepBatch) -> Tensor:
+    """All its tensors in one, int64."""
+    tensors = (
+        batch.token_ids,
+        batch.positions,
+        batch.slots,
+        batch.query_starts,
+        batch.context_lengths,
+        batch.block_tables,
+    )
+    return torch.cat([tensor.flatten().to(torch.int64) for tensor in tensors])
+
+
+def _unpack(
+    packed: Tensor, sizes: list[int], num_decodes: int, queries: list[int], contexts: list[int]
+) -> StepBatch:
+    token_ids, positions, slots, *rest = packed.split_with_sizes(sizes)
+    query_starts, context_lengths, block_tables = (part.to(torch.int32) for part in rest)
+    return StepBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        query_starts=query_starts,
+        context_lengths=context_lengths,
+        block_tables=block_tables.view(len(queries), -1),
+        num_decodes=num_decodes,
+        query_lengths_host=tuple(queries),
+        context_lengths_host=tuple(contexts),
+    )
+
+
+def _sizes(tokens: int, sequences: int, width: int) -> list[int]:
+    """Elements of what `_pack` packs, in its order."""
+    return [tokens, tokens, tokens, sequences + 1, sequences, sequences * width]

@@ -1,0 +1,89 @@
+"""An engine of two ranks as its users start, use and lose it: torchrun, gRPC, gloo."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from tests.stack import RunningService, running_service
+from tests.unit.engine import tiny
+from tokenwire.channel import connect
+from tokenwire.engine.v1.engine_pb2 import GenerateRequest
+from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
+
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+_PROMPTS = ([1, 2, 3], [4, 5], list(range(1, 41)))
+_MAX_TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+@asynccontextmanager
+async def engine_of_two(model: Path, log: Path) -> AsyncIterator[RunningService]:
+    """Behind its end, all its processes are gone."""
+    arguments = ("--model", str(model), "--dtype", "float32", "--kv-memory", "16MiB")
+    async with running_service("engine", *arguments, log=log, launcher=_TORCHRUN) as service:
+        everyone = psutil.Process(service.process.pid).children(recursive=True)
+        yield service
+    _, alive = await asyncio.to_thread(psutil.wait_procs, everyone, timeout=30)
+    assert not alive
+
+
+def rank(launcher: RunningService, number: int) -> psutil.Process:
+    ranks = psutil.Process(launcher.process.pid).children()
+    [found] = [each for each in ranks if each.environ().get("RANK") == str(number)]
+    return found
+
+
+def make_request(n: int, max_tokens: int) -> GenerateRequest:
+    return GenerateRequest(
+        prompts=[TokenIds(ids=prompt) for prompt in _PROMPTS],
+        n=n,
+        sampling=SamplingParams(temperature=0),
+        stopping=StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+async def test_two_ranks_generate_what_one_does_and_leave_together(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    async with engine_of_two(checkpoint, tmp_path / "log") as service:
+        generated: dict[tuple[int, int], list[int]] = {}
+        async with connect(service.target) as channel:
+            request = make_request(1, _MAX_TOKENS)
+            async for response in EngineServiceStub(channel).Generate(request):
+                if response.HasField("delta"):
+                    delta = response.delta
+                    generated.setdefault((1, delta.sequence), []).extend(delta.tokens.ids)
+        await service.stop()  # SIGTERM, which torchrun hands on to both
+    loop = tiny.make_loop(tiny.load_tiny(checkpoint))
+    alone = tiny.run(loop, [tiny.make_request(1, _PROMPTS, max_tokens=_MAX_TOKENS)])
+    assert generated == tiny.tokens_of(alone)
+    log = (tmp_path / "log").read_text()
+    assert '"stopped"' in log
+    assert "has ended" not in log
+
+
+async def test_without_one_rank_the_engine_ends_and_says_why(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    async with engine_of_two(checkpoint, tmp_path / "log") as service:
+        async with connect(service.target) as channel:
+            worker = rank(service, 1)
+            call = EngineServiceStub(channel).Generate(make_request(40, 50))
+            await anext(aiter(call))
+            worker.kill()
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                async for _ in call:
+                    pass
+            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert await service.process.wait() != 0
+    assert "rank 1 has ended" in (tmp_path / "log").read_text()
