@@ -5,18 +5,33 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenwire.channel import connect
+from tokenwire.engine.v1.engine_pb2 import Load, WatchLoadRequest
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 
-__all__ = ["RunningService", "Stack", "free_ports", "running_service"]
+__all__ = [
+    "MortalEngine",
+    "RunningService",
+    "Stack",
+    "free_ports",
+    "is_busy",
+    "is_idle",
+    "left_early",
+    "mortal_engine",
+    "running_service",
+    "watch_load",
+]
 
 _METRICS_OFFSET = 1000
+_HANG_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +92,17 @@ class RunningService:
 
 
 @asynccontextmanager
-async def running_service(name: str, *arguments: str, log: Path) -> AsyncIterator[RunningService]:
-    """`python -m services.NAME` on a free port, from when it is healthy to its end."""
+async def running_service(
+    name: str, *arguments: str, log: Path, launcher: Sequence[str] = ()
+) -> AsyncIterator[RunningService]:
+    """`python -m services.NAME` on a free port, from when it is healthy to its end.
+
+    launcher: stands between python and -m.
+    """
     [port] = free_ports(1)
+    command = (sys.executable, *launcher, "-m", f"services.{name}", "--port", str(port), *arguments)
     with log.open("wb") as stderr:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", f"services.{name}", "--port", str(port), *arguments, stderr=stderr
-        )
+        process = await asyncio.create_subprocess_exec(*command, stderr=stderr)
     service = RunningService(f"127.0.0.1:{port}", process, log)
     serving = asyncio.ensure_future(_serving(service.target))
     died = asyncio.ensure_future(process.wait())
@@ -96,6 +115,86 @@ async def running_service(name: str, *arguments: str, log: Path) -> AsyncIterato
         serving.cancel()
         await service.stop()
         await died
+
+
+class MortalEngine:
+    """An engine in float32 that can be killed, and started again at the same address."""
+
+    def __init__(self, model: Path) -> None:
+        _, port = free_ports(2)  # the first is the next service's
+        self.target = f"127.0.0.1:{port}"
+        self._command = [
+            *(sys.executable, "-m", "services.engine", "--port", str(port), "--dtype", "float32"),
+            *("--model", str(model), "--kv-memory", "64MiB"),
+        ]
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Returns at once; whoever needs it waits for it."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stderr=asyncio.subprocess.DEVNULL
+        )
+
+    async def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+
+@asynccontextmanager
+async def mortal_engine(model: Path) -> AsyncIterator[MortalEngine]:
+    """Started; ready when whoever needs it finds it so."""
+    engine = MortalEngine(model)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.kill()
+
+
+async def watch_load(engine: str, *, until: Callable[[Load], bool]) -> Load:
+    """The first load of the engine at "host:port" that is so, as soon as it tells."""
+    async with connect(engine) as channel, asyncio.timeout(_HANG_SECONDS):
+        control = EngineControlServiceStub(channel)
+        async for answer in control.WatchLoad(WatchLoadRequest(interval_seconds=0.05)):
+            if until(answer.load):
+                return answer.load
+    raise AssertionError("the watch ended")
+
+
+@asynccontextmanager
+async def left_early(engine: str, tokens: int) -> AsyncIterator[None]:
+    """Inside, somebody asks for so many tokens and leaves: the engine must not go on to the end."""
+    await watch_load(engine, until=is_idle)
+    before = await _generated_tokens(engine)
+    yield
+    await watch_load(engine, until=is_idle)
+    assert await _generated_tokens(engine) - before < tokens, "all of it was generated"
+
+
+async def _generated_tokens(engine: str) -> float:
+    """As the engine counts them."""
+    host, port = engine.split(":")
+    async with httpx.AsyncClient() as client:
+        answer = await client.get(f"http://{host}:{int(port) + _METRICS_OFFSET}/metrics")
+    name = "tokenwire_engine_generated_tokens_total"
+    (line,) = [line for line in answer.text.splitlines() if line.startswith(name)]
+    return float(line.split()[-1])
+
+
+def is_busy(load: Load) -> bool:
+    """Something runs."""
+    return load.running_sequences > 0
+
+
+def is_idle(load: Load) -> bool:
+    """Nothing runs or waits, and every block is free."""
+    return (
+        load.running_sequences == load.waiting_sequences == 0
+        and load.free_blocks == load.total_blocks
+    )
 
 
 async def _serving(target: str) -> None:

@@ -16,13 +16,11 @@ ServiceError. Leaving `async with client.stream(...)`, or cancelling the task th
 the request down to its KV blocks.
 """
 
-import asyncio
 import json
-from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
 
 import grpc
 
@@ -50,6 +48,7 @@ from tokenwire.results import (
     Usage,
 )
 from tokenwire.session import CompletionSession, Session, completion_session, engine_session
+from tokenwire.stream import RequestStream
 from tokenwire.tokenizer.v1 import tokenizer_pb2
 from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.types.v1 import types_pb2
@@ -73,8 +72,7 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int]
-Event = TypeVar("Event")
-DeltaType = TypeVar("DeltaType")
+TextDelta = TypeVar("TextDelta", Delta, ChatDelta)
 Answer = TypeVar("Answer")
 
 
@@ -160,12 +158,9 @@ class Client:
     ) -> Completion:
         """Complete one prompt or several, each a text or token ids."""
         request = _complete_request(prompt, dict(options), completion_pb2.DELIVERY_WHOLE)
-        deltas: dict[int, list[Delta]] = defaultdict(list)
-        async with CompletionStream(self._session, request) as stream:
-            async for delta in stream:
-                deltas[delta.index].append(delta)
+        stream = CompletionStream(self._session, request)
+        choices = tuple(Choice.join(deltas) for deltas in await _by_choice(stream))
         accepted, usage = stream.ended
-        choices = tuple(Choice.join(deltas[index]) for index in sorted(deltas))
         return Completion(
             accepted.model, accepted.system_fingerprint, accepted.seed, choices, usage
         )
@@ -187,12 +182,9 @@ class Client:
     ) -> ChatAnswer:
         """Answer a conversation; a string stands for one message of the user."""
         request = _chat_request(messages, dict(options), completion_pb2.DELIVERY_WHOLE)
-        deltas: dict[int, list[ChatDelta]] = defaultdict(list)
-        async with ChatStream(self._session, request) as stream:
-            async for delta in stream:
-                deltas[delta.index].append(delta)
+        stream = ChatStream(self._session, request)
+        choices = tuple(ChatChoice.join(deltas) for deltas in await _by_choice(stream))
         accepted, usage = stream.ended
-        choices = tuple(ChatChoice.join(deltas[index]) for index in sorted(deltas))
         return ChatAnswer(
             accepted.model, accepted.system_fingerprint, accepted.seed, choices, usage
         )
@@ -313,111 +305,30 @@ class EngineClient:
         await self.aclose()
 
 
-class _Inbox(Generic[Event]):
-    """Keeps the events of one request until they are taken."""
-
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque()
-        self._error: ServiceError | None = None
-        self._arrived = asyncio.Event()
-
-    def on_event(self, event: Event) -> None:
-        self._events.append(event)
-        self._arrived.set()
-
-    def on_error(self, error: ServiceError) -> None:
-        self._error = error
-        self._arrived.set()
-
-    async def take(self) -> Event:
-        """The next event; raises ServiceError once the request has failed."""
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._events.popleft()
-
-
-class _Stream(ABC, Generic[Event, DeltaType]):
-    """One request of a Session, as an async iterator of its deltas."""
-
-    usage: Usage | None = None
-    """Set once the iteration has ended"""
-
-    def __init__(self, session: Session[Any, Event]) -> None:
-        self._session = session
-        self._inbox: _Inbox[Event] = _Inbox()
-        self._handle = session.open(self._inbox)
-        self._over = False
-
-    @abstractmethod
-    def _cancel_command(self) -> object: ...
-
-    @abstractmethod
-    def _read(self, event: Event) -> DeltaType | None:
-        """The delta in an event, if any. Sets `usage` at the last event."""
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> DeltaType:
-        while not self._over:
-            try:
-                event = await self._inbox.take()
-            except ServiceError:
-                self._over = True
-                raise
-            delta = self._read(event)
-            self._over = self.usage is not None
-            if delta is not None:
-                return delta
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Cancel the request unless it has ended."""
-        if not self._over:
-            self._over = True
-            self._session.forget(self._handle)
-            self._session.send(self._cancel_command())
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-
-class _TextStream(_Stream[completion_pb2.SessionEvent, DeltaType]):
+class _TextStream(RequestStream[completion_pb2.SessionEvent, TextDelta]):
     """Deltas of a completion or a chat."""
 
     accepted: completion_pb2.CompleteAccepted | None = None
     """What was admitted; set before the first delta"""
-    _delta: type[Delta | ChatDelta]
+    _delta: type[TextDelta]
 
     def _cancel_command(self) -> object:
         cancel = completion_pb2.Cancel()
         return completion_pb2.SessionCommand(handle=self._handle, cancel=cancel)
 
-    def _read(self, event: completion_pb2.SessionEvent) -> DeltaType | None:
+    def _read(self, event: completion_pb2.SessionEvent) -> TextDelta | None:
         response: Any = event.chat if event.HasField("chat") else event.complete
         match response.WhichOneof("event"):
             case "delta":
-                return cast(DeltaType, self._delta.read(response.delta))
+                return self._delta.read(response.delta)
             case "finished":
                 finished = response.finished
-                end = self._delta(
+                return self._delta(
                     index=finished.index,
                     position=finished.completion_tokens,
                     finish_reason=FinishReason.read(finished.reason),
                     stop=_matched(finished.match),
                 )
-                return cast(DeltaType, end)
             case "accepted":
                 self.accepted = response.accepted
             case "completed":
@@ -452,7 +363,7 @@ class ChatStream(_TextStream[ChatDelta]):
         session.send(completion_pb2.SessionCommand(handle=self._handle, start_chat=start))
 
 
-class GenerationStream(_Stream[engine_pb2.SessionEvent, TokenDelta]):
+class GenerationStream(RequestStream[engine_pb2.SessionEvent, TokenDelta]):
     """Deltas of a request at token level."""
 
     accepted: engine_pb2.Accepted | None = None
@@ -490,6 +401,15 @@ class GenerationStream(_Stream[engine_pb2.SessionEvent, TokenDelta]):
             case "completed":
                 self.usage = Usage.read(event.completed.usage)
         return None
+
+
+async def _by_choice(stream: _TextStream[TextDelta]) -> list[list[TextDelta]]:
+    """All deltas of each choice, in the order of the choices."""
+    deltas: dict[int, list[TextDelta]] = defaultdict(list)
+    async with stream:
+        async for delta in stream:
+            deltas[delta.index].append(delta)
+    return [deltas[index] for index in sorted(deltas)]
 
 
 def _complete_request(

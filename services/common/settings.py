@@ -17,7 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["ServerSettings", "StartupError", "parse", "require_directory", "setting"]
+__all__ = [
+    "ServerSettings",
+    "StartupError",
+    "StreamSettings",
+    "parse",
+    "require_directory",
+    "setting",
+]
 
 S = TypeVar("S")
 
@@ -44,6 +51,22 @@ class ServerSettings:
     log_level: str = setting(
         "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamSettings(ServerSettings):
+    """What every service that streams to clients can be told besides."""
+
+    heartbeat_seconds: float = setting(
+        10.0, "Seconds of silence after which a stream says that it is alive."
+    )
+    stall_seconds: float = setting(
+        30.0, "Seconds without being read, or without credit, after which a client is cut."
+    )
+
+    def __post_init__(self) -> None:
+        if not (self.heartbeat_seconds > 0 and self.stall_seconds > 0):
+            raise StartupError("--heartbeat-seconds and --stall-seconds must be above 0.")
 
 
 def parse(settings: type[S], prog: str, prefix: str, arguments: Sequence[str] | None = None) -> S:

@@ -1,7 +1,6 @@
 """What waits to be sent to one client. Deltas of a sequence merge until the client takes them."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -42,12 +41,12 @@ class Outbox(Generic[E]):
         self._taken_at = 0.0  # in the loop's time
         self._pause: asyncio.TimerHandle | None = None
         """Ends the wait of tokens for a further step, if none comes"""
-        self.untaken_since: float | None = None
-        """time.monotonic() of the oldest event that the client has not taken"""
+        self._sending_since: float | None = None
+        """In the loop's time: since when the client has not taken the message that it is sent"""
 
     def put(self, event: E) -> None:
         """Add an event."""
-        self._append(event)
+        self._events.append(event)
         self._wake.set()
 
     def put_token(self, handle: int, token: Token, make: Callable[[], E]) -> None:
@@ -59,7 +58,7 @@ class Outbox(Generic[E]):
             delta.sequence = token.sequence
             delta.position = token.position
             self._deltas[handle, token.sequence] = delta
-            self._append(event)
+            self._events.append(event)
         delta.tokens.ids.append(token.id)
         if token.score is not None:
             add_scores(delta.tokens, [token.score])
@@ -87,6 +86,12 @@ class Outbox(Generic[E]):
         return events
 
     @property
+    def sending_seconds(self) -> float:
+        """How long the client has left a message untaken; 0 where none is being sent."""
+        since = self._sending_since
+        return 0.0 if since is None else self._loop.time() - since
+
+    @property
     def pending(self) -> bool:
         """Whether events wait."""
         return bool(self._events)
@@ -101,14 +106,13 @@ class Outbox(Generic[E]):
         """Let `take` return, though there may be nothing to take."""
         self._wake.set()
 
-    def taken(self) -> None:
-        """The client's stream took what `take` returned."""
-        self.untaken_since = time.monotonic() if self._events else None
+    def sending(self) -> None:
+        """The client's stream is given a message, for which there may be no room."""
+        self._sending_since = self._loop.time()
 
-    def _append(self, event: E) -> None:
-        self._events.append(event)
-        if self.untaken_since is None:
-            self.untaken_since = time.monotonic()
+    def sent(self) -> None:
+        """It took the message."""
+        self._sending_since = None
 
 
 def add_scores(columns: TokenColumns, scores: Sequence[Score]) -> None:

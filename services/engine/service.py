@@ -38,9 +38,6 @@ __all__ = ["EngineApplication"]
 _LOG = logging.getLogger("engine")
 _NICENESS = 5
 """Of this process, beside the loop's: what the loop reports would interrupt its next step"""
-_HEARTBEAT_SECONDS = 10.0
-_STALL_SECONDS = 30.0
-"""How long a client may leave events untaken"""
 _CAPABILITIES = (
     Capability.CAPABILITY_SAMPLING,
     Capability.CAPABILITY_PENALTIES,
@@ -68,7 +65,7 @@ class EngineApplication(Application):
         if not settings.model.is_dir():
             raise StartupError(f"--model {settings.model} is not a directory.")
         self._frontend = Frontend(settings, self._on_failure)
-        self._sessions = _Engine(self._frontend)
+        self._sessions = _Engine(self._frontend, settings)
         self._control = _EngineControl(self._frontend, settings, self.set_serving)
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
@@ -105,25 +102,26 @@ class EngineApplication(Application):
 
 
 class _Engine(engine_pb2_grpc.EngineServiceServicer):
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, settings: EngineSettings) -> None:
         self._frontend = frontend
+        self._heartbeat_seconds = settings.heartbeat_seconds
+        self._stall_seconds = settings.stall_seconds
 
     async def Generate(
         self, request: GenerateRequest, context: GenerateContext
     ) -> AsyncIterator[GenerateResponse]:
         call = _Call()
         handle = await self._frontend.submit(request, _caller(context), None, call)
-        watching = asyncio.ensure_future(
-            _cut_when_stalled(call.outbox, context, lambda: self._frontend.drop(handle))
-        )
+        watching = self._watch(call.outbox, context, lambda: self._frontend.drop(handle))
         try:
             while call.outbox.pending or not call.ended:
-                events = await call.outbox.take(_HEARTBEAT_SECONDS)
+                events = await call.outbox.take(self._heartbeat_seconds)
                 if not events and not call.ended:
-                    yield GenerateResponse(heartbeat=engine_pb2.Heartbeat())
+                    events = [GenerateResponse(heartbeat=engine_pb2.Heartbeat())]
                 for event in events:
+                    call.outbox.sending()
                     yield event
-                call.outbox.taken()
+                    call.outbox.sent()
             if call.error is not None:
                 raise call.error
         finally:
@@ -135,21 +133,27 @@ class _Engine(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[SessionResponse]:
         session = _Session(self._frontend)
         reading = asyncio.ensure_future(session.read(requests))
-        watching = asyncio.ensure_future(_cut_when_stalled(session.outbox, context, session.close))
+        watching = self._watch(session.outbox, context, session.close)
         try:
             while session.outbox.pending or not session.ended:
-                events = await session.outbox.take(_HEARTBEAT_SECONDS)
+                events = await session.outbox.take(self._heartbeat_seconds)
                 if not events and not session.ended:
                     events = [SessionEvent(heartbeat=engine_pb2.Heartbeat())]
                 if events:
+                    session.outbox.sending()
                     yield SessionResponse(events=events)
-                session.outbox.taken()
+                    session.outbox.sent()
             if session.error is not None:
                 raise session.error
         finally:
             reading.cancel()
             watching.cancel()
             session.close()
+
+    def _watch(
+        self, outbox: Outbox[Any], context: Context, abandon: Callable[[], None]
+    ) -> asyncio.Task[None]:
+        return asyncio.create_task(_cut_when_stalled(outbox, context, abandon, self._stall_seconds))
 
 
 class _Call:
@@ -416,17 +420,17 @@ class _EngineControl(engine_pb2_grpc.EngineControlServiceServicer):
 
 
 async def _cut_when_stalled(
-    outbox: Outbox[Any], context: Context, abandon: Callable[[], None]
+    outbox: Outbox[Any], context: Context, abandon: Callable[[], None], stall_seconds: float
 ) -> None:
     """End a call whose client takes nothing for too long. Its handler is blocked meanwhile."""
     while True:
-        await asyncio.sleep(1.0)
-        since = outbox.untaken_since
-        if since is not None and time.monotonic() - since > _STALL_SECONDS:
+        left = stall_seconds - outbox.sending_seconds
+        if left <= 0:
             break
+        await asyncio.sleep(left)
     abandon()
     outbox.clear()
-    message = f"Nothing was read for {_STALL_SECONDS:g} s."
+    message = f"Nothing was read for {stall_seconds:g} s."
     error = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "STALLED", message)
     details = (DETAILS_KEY, error.to_status().SerializeToString())
     with suppress(grpc.aio.AbortError):

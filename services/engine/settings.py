@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.settings import ServerSettings, StartupError, setting
+from services.common.settings import StartupError, StreamSettings, setting
 
 __all__ = ["EngineSettings", "parse_bytes"]
 
@@ -12,7 +12,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(ServerSettings):
+class EngineSettings(StreamSettings):
     """The engine: token ids in, token ids out."""
 
     port: int = setting(50052, "Port of the gRPC server; 0 = any free one.")
@@ -46,6 +46,7 @@ class EngineSettings(ServerSettings):
     max_logprobs: int = setting(20, "Most candidates that a token may be scored with.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("max_running", "max_waiting", "max_step_tokens"):
             if getattr(self, name) < 1:
                 raise StartupError(f"--{name.replace('_', '-')} must be at least 1.")

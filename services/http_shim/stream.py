@@ -16,8 +16,6 @@ __all__ = ["CREDIT", "send_stream"]
 
 _LOG = logging.getLogger("stream")
 CREDIT = 1024  # tokens per choice that may be on their way to a client that does not read
-_PING_SECONDS = 10.0
-_STALL_SECONDS = 30.0
 _START: dict[str, Any] = {
     "type": "http.response.start",
     "status": 200,
@@ -30,7 +28,13 @@ _START: dict[str, Any] = {
 
 
 async def send_stream(
-    send: Send, running: Running[Delta], submission: Submission, events: EventStream[Delta]
+    send: Send,
+    running: Running[Delta],
+    submission: Submission,
+    events: EventStream[Delta],
+    *,
+    ping_seconds: float = 10.0,
+    stall_seconds: float = 30.0,
 ) -> None:
     """Send everything until the completion ends; ClientGoneError if the client stops reading.
 
@@ -40,7 +44,7 @@ async def send_stream(
     await send(dict(_START))
     try:
         async with asyncio.timeout(None) as patience:
-            pulse = _Pulse(running, patience)
+            pulse = _Pulse(running, patience, ping_seconds, stall_seconds)
             try:
                 while True:
                     await running.changed.wait()
@@ -65,20 +69,28 @@ async def send_stream(
             finally:
                 pulse.stop()
     except TimeoutError:
-        _LOG.warning("the client read nothing for %g s and was cut", _STALL_SECONDS)
+        _LOG.warning("the client read nothing for %g s and was cut", stall_seconds)
         raise ClientGoneError from None
 
 
 class _Pulse:
     """One timer a stream: asks for a ping in silence, and loses patience with a stuck socket."""
 
-    def __init__(self, running: Running[Any], patience: asyncio.Timeout) -> None:
+    def __init__(
+        self,
+        running: Running[Any],
+        patience: asyncio.Timeout,
+        ping_seconds: float,
+        stall_seconds: float,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._running = running
         self._patience = patience
+        self._ping_seconds = ping_seconds
+        self._stall_seconds = stall_seconds
         self._is_writing = False
         self._since = self._loop.time()
-        self._timer = self._loop.call_later(_PING_SECONDS, self._beat)
+        self._timer = self._loop.call_later(self._ping_seconds, self._beat)
         self.ping_is_due = False
 
     def writing(self) -> None:
@@ -96,12 +108,12 @@ class _Pulse:
 
     def _beat(self) -> None:
         quiet = self._loop.time() - self._since
-        limit = _STALL_SECONDS if self._is_writing else _PING_SECONDS
+        limit = self._stall_seconds if self._is_writing else self._ping_seconds
         if quiet < limit:
-            self._timer = self._loop.call_later(min(limit - quiet, _PING_SECONDS), self._beat)
+            self._timer = self._loop.call_later(min(limit - quiet, self._ping_seconds), self._beat)
         elif self._is_writing:
             self._patience.reschedule(self._loop.time())
         else:
             self.ping_is_due = True
             self._running.changed.set()
-            self._timer = self._loop.call_later(_PING_SECONDS, self._beat)
+            self._timer = self._loop.call_later(self._ping_seconds, self._beat)

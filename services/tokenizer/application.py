@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 
 from services.common.server import Application
-from services.common.settings import ServerSettings, StartupError, require_directory, setting
+from services.common.settings import StartupError, StreamSettings, require_directory, setting
 from services.tokenizer.chat.prompt import ChatTemplates
 from services.tokenizer.chat.tool_formats import JSON_FORMAT, REASONING_FORMATS, TOOL_FORMATS
 from services.tokenizer.completion import Completions
@@ -25,7 +25,7 @@ __all__ = ["TokenizerApplication", "TokenizerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerSettings(ServerSettings):
+class TokenizerSettings(StreamSettings):
     """Text to token ids and back, and completions at text level."""
 
     port: int = setting(50051, "Port of the gRPC server; 0 = any free one.")
@@ -97,7 +97,9 @@ class TokenizerApplication(Application):
         )
         works = Works(vocabulary, infill, self._templates)
         created = int((directory / "tokenizer.json").stat().st_mtime)
-        self._completion_servicer = CompletionServicer(self._completions, works, model, created)
+        self._completion_servicer = CompletionServicer(
+            self._completions, works, model, created, settings
+        )
         self._tokenizer_servicer = TokenizerServicer(
             vocabulary, infill, self._templates, self._link, model
         )

@@ -11,11 +11,12 @@ import grpc
 
 from services.common.interceptor import metadata_priority, metadata_value, sane_request_id
 from services.common.logging import request_id
+from services.common.settings import StreamSettings
 from services.tokenizer.chat.prompt import ChatTemplates
 from services.tokenizer.chat.work import ChatWork
 from services.tokenizer.completion import CallContext, Completion, Completions
 from services.tokenizer.infill import InfillTemplate
-from services.tokenizer.outbox import STALL_SECONDS, Outbox
+from services.tokenizer.outbox import Outbox
 from services.tokenizer.plan import CompleteWork, Work
 from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
@@ -51,11 +52,19 @@ class Works:
 class CompletionServicer(CompletionServiceServicer):
     """The rpcs; what they share is in `Completions`."""
 
-    def __init__(self, completions: Completions, works: Works, model: str, created: int) -> None:
+    def __init__(
+        self,
+        completions: Completions,
+        works: Works,
+        model: str,
+        created: int,
+        settings: StreamSettings,
+    ) -> None:
         self._completions = completions
         self._works = works
         self._model = model
         self._created = created
+        self._settings = settings
         self._cutting: set[asyncio.Task[None]] = set()
 
     async def Complete(
@@ -86,7 +95,7 @@ class CompletionServicer(CompletionServiceServicer):
         make: type[R],
         write: Callable[[Completion, Callable[[], R]], None],
     ) -> AsyncIterator[R]:
-        outbox = Outbox(lambda: self._cut(context, completion.abandon))
+        outbox = Outbox(self._settings, lambda: self._cut(context, completion.abandon))
         completion: Completion = self._completions.start(
             work, _context_of_call(context, user), outbox, windowed=True
         )
@@ -105,6 +114,7 @@ class CompletionServicer(CompletionServiceServicer):
                 write(completion, add)
                 for response in responses:
                     yield response
+                    outbox.sent()
                 responses.clear()
                 completion.grant()
                 if completion.error is not None:
@@ -119,7 +129,7 @@ class CompletionServicer(CompletionServiceServicer):
         """Many completions. What the client starts before it ends its side is still answered; what
         runs when the call breaks is cancelled."""
         await context.send_initial_metadata(())
-        outbox = Outbox(lambda: self._cut(context, client.abandon))
+        outbox = Outbox(self._settings, lambda: self._cut(context, client.abandon))
         client = _ClientSession(self._completions, self._works, outbox)
         reader = asyncio.ensure_future(client.read(request_iterator))
         reader.add_done_callback(lambda _: outbox.wake())
@@ -162,7 +172,7 @@ class CompletionServicer(CompletionServiceServicer):
         """End a call whose handler is blocked, because its client reads nothing. The handler itself
         goes on, to its end, only when the client reads or disconnects."""
         abandon()
-        task = asyncio.ensure_future(_refuse_stalled(context))
+        task = asyncio.ensure_future(_refuse_stalled(context, self._settings.stall_seconds))
         self._cutting.add(task)
         task.add_done_callback(self._cutting.discard)
 
@@ -258,11 +268,11 @@ class _ClientSession:
         return completion
 
 
-async def _refuse_stalled(context: Context) -> None:
+async def _refuse_stalled(context: Context, stall_seconds: float) -> None:
     error = ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "CLIENT_STALLED",
-        f"The client read nothing for {STALL_SECONDS:g} s.",
+        f"The client read nothing for {stall_seconds:g} s.",
         retry_seconds=1,
     )
     details = (DETAILS_KEY, error.to_status().SerializeToString())

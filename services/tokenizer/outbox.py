@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["HEARTBEAT_SECONDS", "STALL_SECONDS", "Outbox", "Source"]
+from services.common.settings import StreamSettings
 
-HEARTBEAT_SECONDS = 10.0
-STALL_SECONDS = 30.0
+__all__ = ["Outbox", "Source"]
 
 
 class Source(Protocol):
@@ -20,16 +19,19 @@ class Outbox:
     Sources gather their output themselves, so that what a slow client has not taken merges.
     """
 
-    def __init__(self, on_stall: Callable[[], None]) -> None:
-        """`on_stall` is called once when the client has taken nothing for STALL_SECONDS."""
+    def __init__(self, settings: StreamSettings, on_stall: Callable[[], None]) -> None:
+        """`on_stall` is called once when the client has taken nothing for `stall_seconds`."""
         self._loop = asyncio.get_running_loop()
+        self._heartbeat_seconds = settings.heartbeat_seconds
+        self._stall_seconds = settings.stall_seconds
         self._on_stall = on_stall
         self._marked: dict[Source, None] = {}
         self._wake = asyncio.Event()
         self._sending_since: float | None = None
         self._sent_at = self._loop.time()
         self._heartbeat = False
-        self._timer = self._loop.call_later(HEARTBEAT_SECONDS, self._tick)
+        first = min(self._heartbeat_seconds, self._stall_seconds)
+        self._timer = self._loop.call_later(first, self._tick)
 
     def mark(self, source: Source) -> None:
         """The source has output."""
@@ -51,6 +53,10 @@ class Outbox:
         due, self._heartbeat = self._heartbeat and not self._marked, False
         return due
 
+    def sent(self) -> None:
+        """The client took one of several messages, and is given the next."""
+        self._sending_since = self._loop.time()
+
     def take(self) -> list[Source]:
         """The sources that have output, in the order in which they were marked."""
         marked = list(self._marked)
@@ -63,12 +69,16 @@ class Outbox:
 
     def _tick(self) -> None:
         now = self._loop.time()
-        if self._sending_since is not None and now - self._sending_since >= STALL_SECONDS:
-            self._on_stall()
-            return
-        silent = now - self._sent_at
-        if self._sending_since is None and silent >= HEARTBEAT_SECONDS:
-            self._heartbeat = True
-            self._wake.set()
-            silent = 0.0
-        self._timer = self._loop.call_later(max(0.1, HEARTBEAT_SECONDS - silent), self._tick)
+        heartbeat_in, stall_in = self._heartbeat_seconds, self._stall_seconds
+        if self._sending_since is not None:
+            stall_in += self._sending_since - now
+            if stall_in <= 0:
+                self._on_stall()
+                return
+        else:
+            heartbeat_in += self._sent_at - now
+            if heartbeat_in <= 0:
+                self._heartbeat = True
+                self._wake.set()
+                heartbeat_in = self._heartbeat_seconds
+        self._timer = self._loop.call_later(min(heartbeat_in, stall_in), self._tick)

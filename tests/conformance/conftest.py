@@ -1,24 +1,29 @@
-"""OpenAI's SDK for Node.js, installed once."""
+"""OpenAI's SDKs: a client of the Python one, and the one for Node.js, installed once."""
 
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
+from openai import OpenAI
 
+from tests.conformance.sdk import Answer, Fields, Node
 from tests.stack import Stack
 
 NODE = Path(__file__).parent / "node"
 
 
 @pytest.fixture(scope="session")
-def node(
-    stack: Stack, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:
-    """Makes calls of "completions" or "chat", by name: the answer, its chunks, or the error."""
+def client(stack: Stack) -> OpenAI:
+    """OpenAI's, of the stack."""
+    return OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def node(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Node:
+    """The SDK for Node.js."""
     if shutil.which("npm") is None:
         pytest.skip("this machine has no Node.js")
     folder = tmp_path_factory.mktemp("node")
@@ -27,7 +32,7 @@ def node(
     install = ["npm", "install", "--no-audit", "--no-fund"]
     subprocess.run(install, cwd=folder, check=True, capture_output=True, timeout=300)
 
-    def run(endpoint: str, calls: Mapping[str, Any]) -> dict[str, Any]:
+    def run(endpoint: str, calls: Mapping[str, Fields]) -> dict[str, Answer]:
         done = subprocess.run(
             ["node", "calls.mjs", f"{stack.url}/v1", endpoint],
             cwd=folder,
@@ -38,7 +43,7 @@ def node(
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        answers: dict[str, Any] = json.loads(done.stdout)
+        answers: dict[str, Answer] = json.loads(done.stdout)
         return answers
 
     return run

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.stack import Stack
+from tests.stack import Stack, is_busy, left_early, watch_load
 from tokenwire.client import (
     ChatOptions,
     Client,
@@ -151,23 +151,17 @@ async def test_refusals_name_the_field_and_leave_the_client_usable(stack: Stack)
 
 async def test_leaving_a_stream_frees_the_engine(stack: Stack) -> None:
     """A client that loses interest must not cost others their KV blocks."""
-    async with Client(stack.tokenizer) as client, EngineClient(stack.engine) as engine:
-        async with client.stream(
-            "x", max_tokens=1500, stop_token_ids=[], ignore_eos=True
-        ) as stream:
+    async with Client(stack.tokenizer) as client:
+        async with (
+            left_early(stack.engine, 1500),
+            client.stream("x", max_tokens=1500, ignore_eos=True) as stream,
+        ):
             await anext(stream)
-            assert (await engine.load()).running_sequences >= 1
-        waiting = asyncio.create_task(client.complete("x", max_tokens=1500, ignore_eos=True))
-        async with asyncio.timeout(30):
-            while (await engine.load()).running_sequences == 0:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        waiting.cancel()
-        async with asyncio.timeout(30):
-            while True:  # until both are gone
-                load = await engine.load()
-                if load.running_sequences == 0 and load.free_blocks == load.total_blocks:
-                    break
-                await asyncio.sleep(0.02)
+        async with left_early(stack.engine, 1500):
+            waiting = asyncio.create_task(client.complete("x", max_tokens=1500, ignore_eos=True))
+            await watch_load(stack.engine, until=is_busy)
+            waiting.cancel()
+        assert waiting.cancelled()
 
 
 async def test_what_is_served_is_told(stack: Stack) -> None:

@@ -4,18 +4,15 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import jsonschema
 
 from services.http_shim.openapi import document
-from tokenwire.channel import connect
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 
-__all__ = ["Shim", "assert_documented", "running_sequences", "running_shim"]
+__all__ = ["Shim", "assert_documented", "running_shim"]
 
 
 class Shim:
@@ -66,16 +63,6 @@ class Shim:
 def assert_documented(value: object, name: str) -> None:
     """It is as the OpenAPI document says."""
     jsonschema.validate(value, document() | {"$ref": f"#/components/schemas/{name}"})
-
-
-async def running_sequences(engine: str, wanted: Callable[[int], bool]) -> None:
-    """Until the engine at "host:port" runs so many sequences."""
-    async with connect(engine) as channel:
-        control = EngineControlServiceStub(channel)
-        watch = control.WatchLoad(engine_pb2.WatchLoadRequest(interval_seconds=0.05))
-        async for answer in watch:
-            if wanted(answer.load.running_sequences):
-                return
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
-from tests.stack import Stack, free_ports, running_service
+from tests.stack import Stack, mortal_engine, running_service
 from tokenwire.channel import connect
 from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
@@ -258,6 +257,7 @@ async def test_stop_strings_cut_the_content(services: _Services) -> None:
         _user("Hello!"), sampling=_GREEDY, stop=["an I"], include_stop_string=True, logprobs=0
     )
     before, match, _ = plain.message.content.partition("an I")
+    assert match
     assert cut.message.content == before
     assert cut.message.data.decode() == before
     assert kept.message.content == kept.message.data.decode() == before + match
@@ -467,43 +467,28 @@ async def test_a_session_carries_chats_beside_completions(stack: Stack) -> None:
 
 async def test_a_chat_survives_the_engine(embedded_model: Path, tmp_path: Path) -> None:
     """Continued from ids, its text and calls are those of an undisturbed run, each part once."""
-    _, port = free_ports(2)  # the first will be the tokenizer service's
-    command = [
-        *(sys.executable, "-m", "services.engine", "--port", str(port), "--dtype", "float32"),
-        *("--model", str(embedded_model), "--kv-memory", "64MiB"),
-    ]
-
-    async def start_engine() -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-
-    engine = await start_engine()
-    arguments = ("--model", str(embedded_model), "--engine", f"127.0.0.1:{port}")
-    try:
-        async with (
-            running_service(
-                "tokenizer", *arguments, "--engine-wait", "120", log=tmp_path / "log"
-            ) as service,
-            connect(service.target) as channel,
-        ):
-            stub = CompletionServiceStub(channel)
-            request = _request(
-                _user("What is the weather in Paris?"), tools=[_tool()], n=2, sampling=_GREEDY,
-                stopping=types.StoppingParams(max_tokens=64, ignore_eos=True), logprobs=2,
-            )  # fmt: skip
-            calm, stormy, killed = _Answer(), _Answer(), False
-            async for event in stub.Chat(request):
-                calm.take(event)
-            async for event in stub.Chat(request):
-                stormy.take(event)
-                if not killed and 1 in stormy.messages and len(stormy.messages[1].ids) >= 20:
-                    killed = True
-                    engine.kill()
-                    await engine.wait()
-                    engine = await start_engine()
-    finally:
-        if engine.returncode is None:
-            engine.terminate()
-        await engine.wait()
+    async with (
+        mortal_engine(embedded_model) as engine,
+        running_service(
+            "tokenizer", "--model", str(embedded_model), "--engine", engine.target,
+            "--engine-wait", "120", log=tmp_path / "log",
+        ) as service,
+        connect(service.target) as channel,
+    ):  # fmt: skip
+        stub = CompletionServiceStub(channel)
+        request = _request(
+            _user("What is the weather in Paris?"), tools=[_tool()], n=2, sampling=_GREEDY,
+            stopping=types.StoppingParams(max_tokens=64, ignore_eos=True), logprobs=2,
+        )  # fmt: skip
+        calm, stormy, killed = _Answer(), _Answer(), False
+        async for event in stub.Chat(request):
+            calm.take(event)
+        async for event in stub.Chat(request):
+            stormy.take(event)
+            if not killed and 1 in stormy.messages and len(stormy.messages[1].ids) >= 20:
+                killed = True
+                await engine.kill()
+                await engine.start()
     assert killed
     for index, message in calm.messages.items():
         other = stormy.messages[index]

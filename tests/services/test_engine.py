@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from google.rpc import status_pb2
 
-from tests.stack import RunningService, running_service
+from tests.stack import RunningService, is_idle, running_service, watch_load
 from tests.unit.engine.tiny import CONTEXT, EOS, VOCABULARY, make_checkpoint
 from tokenwire.channel import connect
 from tokenwire.engine.v1 import engine_pb2
@@ -230,7 +230,10 @@ CAPABLE = {
 async def test_what_is_advertised_is_accepted_and_nothing_else(
     channel: grpc.aio.Channel, capability: Capability.ValueType
 ) -> None:
+    """All there is, but grammars: this engine has no grammar service."""
+    assert {*CAPABLE, Capability.CAPABILITY_UNSPECIFIED} == set(Capability.values())
     model = await EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())
+    assert {*CAPABLE} - {*model.capabilities} == {Capability.CAPABILITY_GRAMMAR}
     if capability in model.capabilities:
         assert (await generate(channel, CAPABLE[capability]))[-1].HasField("completed")
     else:
@@ -500,31 +503,19 @@ async def test_credit_holds_a_sequence_back_and_lets_it_go_on(channel: grpc.aio.
     session.call.cancel()
 
 
-async def wait_for_load(channel: grpc.aio.Channel, running: int) -> engine_pb2.Load:
-    watch = EngineControlServiceStub(channel).WatchLoad(
-        engine_pb2.WatchLoadRequest(interval_seconds=0.05)
-    )
-    async for answer in watch:
-        load = answer.load
-        if load.running_sequences == running and not load.waiting_sequences:
-            watch.cancel()
-            return load
-    raise AssertionError("the watch ended")
-
-
-async def test_a_client_that_leaves_frees_its_blocks(channel: grpc.aio.Channel) -> None:
+async def test_a_client_that_leaves_frees_its_blocks(
+    channel: grpc.aio.Channel, engine: RunningService
+) -> None:
     session = SessionClient(channel)
     await session.send(start(1, make_request([1, 2, 3], n=4, max_tokens=90), credit=10))
     await session.until("delta", 1)
-    assert (await wait_for_load(channel, 4)).running_sequences == 4
+    await watch_load(engine.target, until=lambda load: load.running_sequences == 4)
     session.call.cancel()
-    load = await wait_for_load(channel, 0)
-    assert load.free_blocks == load.total_blocks
+    await watch_load(engine.target, until=is_idle)
     call = EngineServiceStub(channel).Generate(make_request([1, 2], n=64, max_tokens=90))
     await call.read()
     call.cancel()
-    load = await wait_for_load(channel, 0)
-    assert load.free_blocks == load.total_blocks
+    await watch_load(engine.target, until=is_idle)
 
 
 async def test_an_operator_can_abort_by_id(channel: grpc.aio.Channel) -> None:
@@ -618,6 +609,7 @@ def loop_process(service: int) -> int:
     [
         (("--model", "/nowhere"), "is not a directory"),
         (("--model", "{model}", "--port", "99999"), "--port"),
+        (("--model", "{model}", "--stall-seconds", "0"), "must be above 0"),
         (("--model", "{model}", "--kv-memory", "lots"), "no amount of memory"),
         (("--model", "{model}", "--kv-memory", "900GiB"), "bytes of memory are missing"),
         (("--model", "{model}", "--kv-memory", "1"), "holds no block"),

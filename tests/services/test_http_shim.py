@@ -11,10 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.stack import Stack
-from tokenwire.channel import connect
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tests.stack import Stack, is_busy, left_early, watch_load
 
 PROMPT = "def add(a, b):\n    return a +"
 
@@ -285,36 +282,16 @@ async def test_models(sdk: openai.AsyncOpenAI, stack: Stack) -> None:
         await sdk.models.retrieve("gpt-4")
 
 
-async def generated_tokens(stack: Stack) -> float:
-    """As the engine counts them."""
-    host, port = stack.engine.split(":")
-    async with httpx.AsyncClient() as client:
-        text = (await client.get(f"http://{host}:{int(port) + 1000}/metrics")).text
-    lines = text.splitlines()
-    (line,) = [line for line in lines if line.startswith("tokenwire_engine_generated_tokens_total")]
-    return float(line.split()[-1])
-
-
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_client_that_leaves_frees_its_blocks(
     http: httpx.AsyncClient, stack: Stack, streams: bool
 ) -> None:
     """Cancelled down to the KV blocks, not generated to the end for nobody."""
     body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "n": 16, "stream": streams}
-    async with connect(stack.engine) as channel:
-        control = EngineControlServiceStub(channel)
-        watch = control.WatchLoad(engine_pb2.WatchLoadRequest(interval_seconds=0.05))
-        idle = (await watch.read()).load
-        assert idle.running_sequences == 0
-        before = await generated_tokens(stack)
+    async with left_early(stack.engine, 16 * 2000):
         asking = asyncio.ensure_future(http.post("/v1/completions", json=body))
-        while (await watch.read()).load.running_sequences == 0:
-            assert not asking.done()
+        await watch_load(stack.engine, until=is_busy)
         asking.cancel()
-        while (load := (await watch.read()).load).running_sequences:
-            pass
-        assert load.free_blocks == idle.free_blocks
-    assert await generated_tokens(stack) - before < 16 * 2000, "all of it was generated"
 
 
 async def test_metrics_count_what_was_served(http: httpx.AsyncClient) -> None:

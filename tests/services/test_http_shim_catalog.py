@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.services.shim import Shim, assert_documented, running_sequences, running_shim
-from tests.stack import Stack, free_ports, running_service
+from tests.services.shim import Shim, assert_documented, running_shim
+from tests.stack import Stack, free_ports, left_early, running_service, watch_load
 
 PROMPT = "def add(a, b):\n    return a +"
 HELLO = {"role": "user", "content": "Hello!"}
@@ -379,12 +379,11 @@ async def test_a_client_that_leaves_all_models(
     http: httpx.AsyncClient, shim: Shim, stack: Stack
 ) -> None:
     """Every one of them stops."""
-    await running_sequences(stack.engine, lambda count: count == 0)
     body = {"model": ["one"] * 40, "prompt": PROMPT, "max_tokens": 1900}
-    asking = asyncio.ensure_future(
-        http.post("/v1/completion", json=body, headers={"x-request-id": "leaves"})
-    )
-    await running_sequences(stack.engine, lambda count: count > 1)
-    asking.cancel()
-    assert (await shim.answered("leaves"))["status"] == 499
-    await running_sequences(stack.engine, lambda count: count == 0)
+    async with left_early(stack.engine, 10_000):
+        asking = asyncio.ensure_future(
+            http.post("/v1/completion", json=body, headers={"x-request-id": "leaves"})
+        )
+        await watch_load(stack.engine, until=lambda load: load.running_sequences > 1)
+        asking.cancel()
+        assert (await shim.answered("leaves"))["status"] == 499

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from tests.services.shim import Shim, running_sequences, running_shim
-from tests.stack import Stack
+from tests.services.shim import Shim, running_shim
+from tests.stack import Stack, is_busy, is_idle, watch_load
 from tokenwire.keys import add_key, key_id, revoke_key
 
 PROMPT = "def add(a, b):\n    return a +"
@@ -171,12 +171,12 @@ async def test_who_leaves_pays_for_what_came(shim: Shim, keys: Path) -> None:
 async def test_who_leaves_unseen_pays_what_was_reserved(
     stack: Stack, shim: Shim, keys: Path
 ) -> None:
-    await running_sequences(stack.engine, lambda count: count == 0)
+    await watch_load(stack.engine, until=is_idle)
     async with await client_of(shim, keys, "rich") as http:
         body = LONG | {"stream": False}
         began, named = time.monotonic(), {"x-request-id": "left-unseen"}
         asking = asyncio.ensure_future(http.post("/v1/completions", json=body, headers=named))
-        await running_sequences(stack.engine, lambda count: count == 1)
+        await watch_load(stack.engine, until=is_busy)
         asking.cancel()
         assert (await shim.answered("left-unseen"))["status"] == 499
         _, most = await charged(http, began)

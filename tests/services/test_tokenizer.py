@@ -12,12 +12,17 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from tests.stack import RunningService, free_ports, running_service
+from tests.stack import (
+    RunningService,
+    is_idle,
+    left_early,
+    mortal_engine,
+    running_service,
+    watch_load,
+)
 from tokenwire.channel import connect
 from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.errors import ServiceError
 from tokenwire.session import CompletionSession, completion_session
 from tokenwire.tokenizer.v1 import tokenizer_pb2
@@ -64,7 +69,8 @@ class _Answer:
 class _Services:
     completion: CompletionServiceStub
     tokenizer: TokenizerServiceStub
-    engine: EngineControlServiceStub
+    engine: str
+    """host:port"""
     session: CompletionSession
 
     async def complete(self, *prompts: str | list[int], **fields: object) -> _Answer:
@@ -80,10 +86,7 @@ class _Services:
 
     async def idle(self) -> None:
         """Returns when the engine runs nothing."""
-        request = engine_pb2.WatchLoadRequest(interval_seconds=0.05)
-        async for answer in self.engine.WatchLoad(request):
-            if not answer.load.running_sequences and not answer.load.waiting_sequences:
-                return
+        await watch_load(self.engine, until=is_idle)
 
 
 class _Events:
@@ -149,13 +152,12 @@ async def services(
     async with (
         running_service("tokenizer", *arguments, log=log) as service,
         connect(service.target) as channel,
-        connect(engine.target) as engine_channel,
     ):
         session = completion_session(channel)
         yield _Services(
             CompletionServiceStub(channel),
             TokenizerServiceStub(channel),
-            EngineControlServiceStub(engine_channel),
+            engine.target,
             session,
         )
         await session.close()
@@ -375,19 +377,19 @@ async def test_a_deadline_in_a_session_ends_the_request(services: _Services) -> 
 
 
 async def test_a_client_that_goes_away_ends_its_work(services: _Services) -> None:
-    call = services.completion.Complete(_request("import", n=4, stopping=_endless()))
-    async for response in call:
-        if response.HasField("delta"):
-            call.cancel()
-            break
-    await services.idle()
-    stream = services.completion.Session()
-    start = completion.StartComplete(request=_request("import", n=4, stopping=_endless()))
-    command = completion.SessionCommand(handle=1, start_complete=start)
-    await stream.write(completion.SessionRequest(commands=[command]))
-    await stream.read()
-    stream.cancel()
-    await services.idle()
+    async with left_early(services.engine, 4 * 1_500):
+        call = services.completion.Complete(_request("import", n=4, stopping=_endless()))
+        async for response in call:
+            if response.HasField("delta"):
+                call.cancel()
+                break
+    async with left_early(services.engine, 4 * 1_500):
+        stream = services.completion.Session()
+        start = completion.StartComplete(request=_request("import", n=4, stopping=_endless()))
+        command = completion.SessionCommand(handle=1, start_complete=start)
+        await stream.write(completion.SessionRequest(commands=[command]))
+        await stream.read()
+        stream.cancel()
 
 
 async def test_decode_stream_holds_unfinished_characters(services: _Services) -> None:
@@ -435,59 +437,44 @@ async def test_offsets_lead_from_tokens_to_text_and_bytes(services: _Services) -
 async def test_what_runs_survives_the_engine(embedded_model: Path, tmp_path: Path) -> None:
     """Killed and started again, the engine continues from prompt + generated ids: the client sees
     the same text, each token once, whatever state its sampling is in."""
-    _, port = free_ports(2)  # the first will be the tokenizer service's
-    command = [
-        *(sys.executable, "-m", "services.engine", "--port", str(port), "--dtype", "float32"),
-        *("--model", str(embedded_model), "--kv-memory", "64MiB"),
-    ]
-
-    async def start_engine() -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-
-    engine = await start_engine()
-    arguments = ("--model", str(embedded_model), "--engine", f"127.0.0.1:{port}")
-    try:
-        async with (
-            running_service(
-                "tokenizer", *arguments, "--engine-wait", "120", log=tmp_path / "log"
-            ) as service,
-            connect(service.target) as channel,
-        ):
-            stub = CompletionServiceStub(channel)
-            sampling = types.SamplingParams(
-                seed=1,
-                frequency_penalty=0.3,
-                repetition_penalty=1.1,
-                dry=types.DryParams(multiplier=0.8),
-                mirostat=types.MirostatParams(target_perplexity=8),
-            )
-            request = _request(
-                "import", n=2, sampling=sampling, logprobs=0, echo=True,
-                stopping=_tokens(64, ignore_eos=True),
-            )  # fmt: skip
-            # beside it one whose candidates are only ranked at the end
-            ranked = _request(
-                "def ", n=2, best_of=4, sampling=types.SamplingParams(seed=2), logprobs=0,
-                stopping=_tokens(200, ignore_eos=True), delivery=completion.DELIVERY_WHOLE,
-            )  # fmt: skip
-            calm, stormy, killed = _Answer(), _Answer(), False
-            async for response in stub.Complete(request):
-                calm.take(response)
-            calm_ranked = await _completed(stub.Complete(ranked))
-            ranking = asyncio.ensure_future(_completed(stub.Complete(ranked)))
-            async for response in stub.Complete(request):
-                stormy.take(response)
-                if len(stormy.ids.get(1, ())) >= 20 and not killed:
-                    killed = True
-                    engine.kill()
-                    await engine.wait()
-                    assert not ranking.done()
-                    engine = await start_engine()
-            stormy_ranked = await ranking
-    finally:
-        if engine.returncode is None:
-            engine.terminate()
-        await engine.wait()
+    async with (
+        mortal_engine(embedded_model) as engine,
+        running_service(
+            "tokenizer", "--model", str(embedded_model), "--engine", engine.target,
+            "--engine-wait", "120", log=tmp_path / "log",
+        ) as service,
+        connect(service.target) as channel,
+    ):  # fmt: skip
+        stub = CompletionServiceStub(channel)
+        sampling = types.SamplingParams(
+            seed=1,
+            frequency_penalty=0.3,
+            repetition_penalty=1.1,
+            dry=types.DryParams(multiplier=0.8),
+            mirostat=types.MirostatParams(target_perplexity=8),
+        )
+        request = _request(
+            "import", n=2, sampling=sampling, logprobs=0, echo=True,
+            stopping=_tokens(64, ignore_eos=True),
+        )  # fmt: skip
+        # beside it one whose candidates are only ranked at the end
+        ranked = _request(
+            "def ", n=2, best_of=4, sampling=types.SamplingParams(seed=2), logprobs=0,
+            stopping=_tokens(200, ignore_eos=True), delivery=completion.DELIVERY_WHOLE,
+        )  # fmt: skip
+        calm, stormy, killed = _Answer(), _Answer(), False
+        async for response in stub.Complete(request):
+            calm.take(response)
+        calm_ranked = await _completed(stub.Complete(ranked))
+        ranking = asyncio.ensure_future(_completed(stub.Complete(ranked)))
+        async for response in stub.Complete(request):
+            stormy.take(response)
+            if len(stormy.ids.get(1, ())) >= 20 and not killed:
+                killed = True
+                await engine.kill()
+                assert not ranking.done()
+                await engine.start()
+        stormy_ranked = await ranking
     assert stormy.texts == calm.texts
     assert stormy.ids == calm.ids
     assert stormy.usage is not None

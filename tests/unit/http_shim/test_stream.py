@@ -55,12 +55,14 @@ class Credits:
         self.granted += tokens
 
 
-def begin(socket: Socket, credits_: Credits) -> tuple[Running, "asyncio.Task[None]"]:
+def begin(
+    socket: Socket, credits_: Credits, **intervals: float
+) -> tuple[Running, "asyncio.Task[None]"]:
     running = Running()
     feed(running, ACCEPTED)
     body = CompletionBody(prompt="x", stream=True)
     events = EventStream(running, CompletionShape.of(body), None, envelope(), exchange())
-    sending = stream.send_stream(socket.send, running, credits_, events)
+    sending = stream.send_stream(socket.send, running, credits_, events, **intervals)
     return running, asyncio.ensure_future(sending)
 
 
@@ -96,19 +98,16 @@ async def test_credit_follows_what_left() -> None:
     await sending
 
 
-async def test_silence_is_broken_by_a_ping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_PING_SECONDS", 0.01)
+async def test_silence_is_broken_by_a_ping() -> None:
     socket = Socket()
-    running, sending = begin(socket, Credits())
+    running, sending = begin(socket, Credits(), ping_seconds=0.01)
     assert await socket.next() == b": ping\n\n"
     feed(running, finished(), USAGE)
     await sending
 
 
-async def test_a_client_that_stops_reading_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_PING_SECONDS", 0.01)
-    monkeypatch.setattr(stream, "_STALL_SECONDS", 0.02)
-    running, sending = begin(Socket(reads=False), Credits())
+async def test_a_client_that_stops_reading_is_cut() -> None:
+    running, sending = begin(Socket(reads=False), Credits(), ping_seconds=0.01, stall_seconds=0.02)
     feed(running, delta("a", [1]))
     with pytest.raises(ClientGoneError):
         await sending

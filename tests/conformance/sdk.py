@@ -1,0 +1,134 @@
+"""OpenAI's SDKs for Python and Node.js on both endpoints, and the fields that both share."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+__all__ = [
+    "ENDLESS",
+    "NEWLINE",
+    "OWN_PARAMETERS",
+    "SCHEMA",
+    "SHARED_BAD",
+    "SHARED_CALLS",
+    "Answer",
+    "Call",
+    "Fields",
+    "Node",
+    "create",
+    "first",
+    "has_output",
+]
+
+Fields: TypeAlias = dict[str, Any]
+Answer: TypeAlias = dict[str, Any]
+Call: TypeAlias = tuple[Fields, Callable[[Answer], bool]]
+"""The fields that go with a call, and what shows that they were understood"""
+Node: TypeAlias = Callable[[str, Mapping[str, Fields]], dict[str, Answer]]
+"""Makes calls of "completions" or "chat", by name: the answer, its chunks, or the error"""
+
+OWN_PARAMETERS = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+"""Of the SDK's methods; no fields"""
+NEWLINE = "207"
+"""Id of the end of a line in the embedded vocabulary"""
+ENDLESS: Fields = {"ignore_eos": True}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+
+
+def first(answer: Answer) -> Answer:
+    """The first choice."""
+    choice: Answer = answer["choices"][0]
+    return choice
+
+
+def has_output(answer: Answer) -> bool:
+    """Something was generated, to a reason."""
+    ended = first(answer)["finish_reason"] in ("stop", "length")
+    return ended and 1 <= answer["usage"]["completion_tokens"] <= 6
+
+
+SHARED_CALLS: Mapping[str, Call] = {
+    "model": ({}, lambda answer: answer["model"] != "default"),
+    "max_tokens": (
+        {"max_tokens": 3} | ENDLESS, lambda answer: answer["usage"]["completion_tokens"] == 3
+    ),
+    "max_completion_tokens": (
+        {"max_tokens": None, "max_completion_tokens": 3} | ENDLESS,
+        lambda answer: answer["usage"]["completion_tokens"] == 3,
+    ),
+    "min_tokens": ({"min_tokens": 6}, lambda a: a["usage"]["completion_tokens"] == 6),
+    "ignore_eos": (ENDLESS, lambda answer: answer["usage"]["completion_tokens"] == 6),
+    "stop_token_ids": (
+        {"stop_token_ids": [300], "logit_bias": {"300": 100}},
+        lambda answer: first(answer)["stop_reason"] == 300,
+    ),
+    "temperature": ({"temperature": 0}, has_output),
+    "top_p": ({"top_p": 0.9}, has_output),
+    "top_k": ({"top_k": 40}, has_output),
+    "min_p": ({"min_p": 0.1}, has_output),
+    "seed": ({"seed": -1}, has_output),
+    "frequency_penalty": ({"frequency_penalty": 1.5}, has_output),
+    "presence_penalty": ({"presence_penalty": -1.5}, has_output),
+    "repetition_penalty": ({"repetition_penalty": 1.2}, has_output),
+    "logit_bias": (
+        {"logit_bias": {"300": 100}, "return_token_ids": True} | ENDLESS,
+        lambda answer: set(first(answer)["token_ids"]) == {300},
+    ),
+    "dry_multiplier": ({"dry_multiplier": 0.8}, has_output),
+    "dry_base": ({"dry_multiplier": 0.8, "dry_base": 2}, has_output),
+    "dry_allowed_length": ({"dry_multiplier": 0.8, "dry_allowed_length": 3}, has_output),
+    "dry_sequence_breakers": ({"dry_multiplier": 0.8, "dry_sequence_breakers": ["#"]}, has_output),
+    "mirostat_target": ({"mirostat_target": 5}, has_output),
+    "mirostat_lr": ({"mirostat_lr": 0.2}, has_output),
+    "n": ({"n": 3}, lambda answer: [c["index"] for c in answer["choices"]] == [0, 1, 2]),
+    "context_length_exceeded_behavior": (
+        {"context_length_exceeded_behavior": "error"}, has_output
+    ),
+    "stream": ({"stream": True, "stream_options": {"include_usage": True}}, has_output),
+    "stream_options": ({"stream": True, "stream_options": {"include_usage": True}}, has_output),
+    "user": ({"user": "me"}, has_output),
+    "return_token_ids": (
+        {"return_token_ids": True}, lambda answer: bool(first(answer)["prompt_token_ids"])
+    ),
+}  # fmt: skip
+SHARED_BAD: Mapping[str, Fields] = {
+    "max_tokens": {"max_tokens": -1},
+    "max_completion_tokens": {"max_completion_tokens": "x"},
+    "min_tokens": {"min_tokens": 7},
+    "ignore_eos": {"ignore_eos": 1},
+    "stop": {"stop": [""]},
+    "stop_token_ids": {"stop_token_ids": [10**9]},
+    "include_stop_str_in_output": {"include_stop_str_in_output": "x"},
+    "temperature": {"temperature": 9},
+    "top_p": {"top_p": 1.1},
+    "top_k": {"top_k": 129},
+    "min_p": {"min_p": 1.1},
+    "seed": {"seed": 2**63},
+    "frequency_penalty": {"frequency_penalty": 2.1},
+    "presence_penalty": {"presence_penalty": -2.1},
+    "repetition_penalty": {"repetition_penalty": 2.1},
+    "logit_bias": {"logit_bias": {"300": 101}},
+    "dry_multiplier": {"dry_multiplier": -1},
+    "dry_base": {"dry_multiplier": 0.8, "dry_base": 0.9},
+    "dry_allowed_length": {"dry_multiplier": 0.8, "dry_allowed_length": -1},
+    "dry_sequence_breakers": {"dry_multiplier": 0.8, "dry_sequence_breakers": [""]},
+    "mirostat_target": {"mirostat_target": -1},
+    "mirostat_lr": {"mirostat_target": 5, "mirostat_lr": -1},
+    "n": {"n": 129},
+    "grammar": {"grammar": {"type": "regex", "value": "("}},
+}
+"""Values out of range: refused by the name of the field, which shows that it is read"""
+
+
+def create(
+    method: Callable[..., Any], fields: Fields, joined: Callable[[list[Answer]], Answer]
+) -> Answer:
+    """The answer of an SDK's method; of a stream, what `joined` makes of its chunks."""
+    known = inspect.signature(method).parameters
+    named = {name: value for name, value in fields.items() if name in known}
+    extra = {name: value for name, value in fields.items() if name not in known}
+    answer = method(**named, extra_body=extra)
+    if fields.get("stream"):
+        return joined([chunk.to_dict() for chunk in answer])
+    whole: Answer = answer.to_dict()
+    return whole

@@ -1,0 +1,253 @@
+"""Silence, clients that do not read, and clients that grant no credit, at both levels.
+
+The intervals are so short that a test can await what they bring.
+"""
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from tests.stack import RunningService, is_idle, running_service, watch_load
+from tokenwire.channel import connect
+from tokenwire.client import EngineClient
+from tokenwire.completion.v1 import completion_pb2 as completion
+from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.engine.v1 import engine_pb2 as generation
+from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1 import types_pb2 as types
+
+Call: TypeAlias = Any  # of grpc.aio; its stubs give each rpc another type
+Commands: TypeAlias = generation.SessionRequest | completion.SessionRequest
+
+IMPATIENT = ("--heartbeat-seconds", "0.1", "--stall-seconds", "1.5")
+HANG_SECONDS = 60
+PROMPT = [5, 6, 7]
+MANY = 900
+"""Tokens of each sequence whose client is cut; it never comes so far"""
+FEW = 40
+"""Tokens of a neighbour"""
+NARROW = [
+    ("grpc.http2.lookahead_bytes", 65_535),
+    ("grpc.http2.bdp_probe", 0),  # which would widen it
+    ("grpc.use_local_subchannel_pool", 1),
+]
+"""Options of a channel that takes little unless it is read from"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def engine(
+    embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RunningService]:
+    log = tmp_path_factory.mktemp("log") / "engine.log"
+    arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
+    async with running_service("engine", *arguments, *IMPATIENT, log=log) as service:
+        yield service
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def tokenizer(
+    engine: RunningService, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RunningService]:
+    log = tmp_path_factory.mktemp("log") / "tokenizer.log"
+    arguments = ("--model", str(embedded_model), "--engine", engine.target)
+    async with running_service("tokenizer", *arguments, *IMPATIENT, log=log) as service:
+        yield service
+
+
+def fields(n: int, tokens: int) -> dict[str, Any]:
+    """One greedy choice, or many of different texts, with scores: so much that it fills buffers."""
+    return {
+        "n": n,
+        "logprobs": 5 if n > 1 else None,
+        "sampling": types.SamplingParams(temperature=float(n > 1), seed=1),
+        "stopping": types.StoppingParams(max_tokens=tokens, ignore_eos=True),
+    }
+
+
+class TokenLevel:
+    """EngineService."""
+
+    reason = "STALLED"
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = EngineServiceStub(channel)
+
+    def session(self) -> Call:
+        return self._stub.Session()
+
+    def call(self, n: int) -> Call:
+        return self._stub.Generate(self._request(n, MANY))
+
+    def start(
+        self, handle: int, *, n: int = 1, tokens: int = MANY, credit: int | None = None
+    ) -> Commands:
+        start = generation.SessionStart(request=self._request(n, tokens), credit=credit)
+        command = generation.SessionCommand(handle=handle, start=start)
+        return generation.SessionRequest(commands=[command])
+
+    def read(self, event: generation.SessionEvent) -> tuple[str | None, list[int]]:
+        """What it is, and its ids."""
+        return event.WhichOneof("event"), list(event.delta.tokens.ids)
+
+    def _request(self, n: int, tokens: int) -> generation.GenerateRequest:
+        prompt = types.TokenIds(ids=PROMPT)
+        return generation.GenerateRequest(prompts=[prompt], **fields(n, tokens))
+
+
+class TextLevel:
+    """CompletionService."""
+
+    reason = "CLIENT_STALLED"
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = CompletionServiceStub(channel)
+
+    def session(self) -> Call:
+        return self._stub.Session()
+
+    def call(self, n: int) -> Call:
+        return self._stub.Complete(self._request(n, MANY))
+
+    def start(
+        self, handle: int, *, n: int = 1, tokens: int = MANY, credit: int | None = None
+    ) -> Commands:
+        start = completion.StartComplete(request=self._request(n, tokens), credit=credit)
+        command = completion.SessionCommand(handle=handle, start_complete=start)
+        return completion.SessionRequest(commands=[command])
+
+    def read(self, event: completion.SessionEvent) -> tuple[str | None, list[int]]:
+        """What it is, and its ids."""
+        if not event.HasField("complete"):
+            return event.WhichOneof("event"), []
+        return event.complete.WhichOneof("event"), list(event.complete.delta.tokens.ids)
+
+    def _request(self, n: int, tokens: int) -> completion.CompleteRequest:
+        prompt = completion.Prompt(token_ids=types.TokenIds(ids=PROMPT))
+        return completion.CompleteRequest(prompts=[prompt], **fields(n, tokens))
+
+
+Level: TypeAlias = TokenLevel | TextLevel
+
+
+@pytest.fixture(params=[TokenLevel, TextLevel])
+def level(request: pytest.FixtureRequest) -> type[Level]:
+    kind: type[Level] = request.param
+    return kind
+
+
+@pytest.fixture
+def target(level: type[Level], engine: RunningService, tokenizer: RunningService) -> str:
+    return engine.target if level is TokenLevel else tokenizer.target
+
+
+async def in_session(level: type[Level], channel: grpc.aio.Channel) -> Call:
+    call = level(channel).session()
+    await call.write(level(channel).start(1, n=32))
+    return call
+
+
+async def in_a_call_of_its_own(level: type[Level], channel: grpc.aio.Channel) -> Call:
+    return level(channel).call(32)
+
+
+class Listener:
+    """Reads a Session."""
+
+    def __init__(self, level: Level, session: Call) -> None:
+        self.ids: dict[int, list[int]] = defaultdict(list)
+        self.errors: dict[int, ServiceError] = {}
+        self._level = level
+        self._session = session
+
+    async def completed(self, handle: int) -> None:
+        """Reads on until this request is."""
+        kinds: dict[int, str | None] = {}
+        while kinds.get(handle) != "completed":
+            for event in (await self._session.read()).events:
+                kinds[event.handle], ids = self._level.read(event)
+                self.ids[event.handle] += ids
+                if event.HasField("error"):
+                    self.errors[event.handle] = ServiceError.from_status(event.error)
+
+
+async def neighbour(engine: RunningService) -> list[int]:
+    """What a client that behaves is told."""
+    async with EngineClient(engine.target) as client:
+        answer = await client.generate(PROMPT, temperature=0, max_tokens=FEW, ignore_eos=True)
+    return list(answer.token_ids)
+
+
+async def test_a_silent_session_hears_heartbeats(
+    level: type[Level], target: str, engine: RunningService
+) -> None:
+    """And is there when it is needed."""
+    async with connect(target) as channel, asyncio.timeout(HANG_SECONDS):
+        session = level(channel).session()
+        for _ in range(3):
+            [event] = (await session.read()).events
+            assert level(channel).read(event) == ("heartbeat", [])
+        listener = Listener(level(channel), session)
+        await session.write(level(channel).start(1, tokens=FEW))
+        await listener.completed(1)
+        assert listener.ids[1] == await neighbour(engine)
+        session.cancel()
+
+
+async def test_without_credit_a_request_is_cut_and_the_rest_of_its_session_goes_on(
+    level: type[Level], target: str, engine: RunningService
+) -> None:
+    """It holds blocks that others need."""
+    alone = await neighbour(engine)
+    async with connect(target) as channel, asyncio.timeout(HANG_SECONDS):
+        session = level(channel).session()
+        listener = Listener(level(channel), session)
+        await session.write(level(channel).start(1, credit=5))
+        for handle in itertools.count(2):
+            await session.write(level(channel).start(handle, tokens=FEW))
+            await listener.completed(handle)
+            assert listener.ids[handle] == alone
+            if 1 in listener.errors:
+                break
+        assert listener.ids[1] == alone[:5]
+        assert listener.errors.keys() == {1}
+        assert listener.errors[1].code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert listener.errors[1].reason == "STALLED"
+        await watch_load(engine.target, until=is_idle)
+        session.cancel()
+
+
+@pytest.mark.parametrize("ask", [in_session, in_a_call_of_its_own])
+async def test_who_does_not_read_is_cut_and_a_neighbour_goes_on(
+    level: type[Level],
+    target: str,
+    engine: RunningService,
+    ask: Callable[[type[Level], grpc.aio.Channel], Awaitable[Call]],
+) -> None:
+    """Else every client that hangs would keep its memory here, and its blocks."""
+    alone = await neighbour(engine)
+    async with (
+        asyncio.timeout(HANG_SECONDS),
+        grpc.aio.insecure_channel(target, options=NARROW) as channel,
+    ):
+        call = await ask(level, channel)
+        await watch_load(engine.target, until=lambda load: load.running_sequences >= 32)
+        cut = asyncio.create_task(
+            watch_load(engine.target, until=lambda load: load.running_sequences < 32)
+        )
+        while not cut.done():
+            assert await neighbour(engine) == alone
+        await watch_load(engine.target, until=is_idle)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+    error = ServiceError.from_rpc_error(raised.value)
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.reason == level.reason
