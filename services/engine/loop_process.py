@@ -19,7 +19,7 @@ import torch
 
 from services.common import logging as service_logging
 from services.common.settings import StartupError
-from services.engine.attention import DEFAULT_BLOCK_SIZE, KVCache
+from services.engine.attention import KVCache
 from services.engine.block_pool import BlockPool
 from services.engine.kernels.memory import touch
 from services.engine.memory import choose_num_blocks
@@ -27,7 +27,7 @@ from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescri
 from services.engine.model.errors import CheckpointError
 from services.engine.model.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_generation_defaults, load_model, resolve_dtype
-from services.engine.model_runner import ModelRunner
+from services.engine.model_runner import ModelRunner, StepRoom
 from services.engine.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
 from services.engine.step_loop import LoopLimits, StepLoop
@@ -83,14 +83,15 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
         device=device,
         weights=settings.weights,
     )
-    spec, size = decoder.spec, DEFAULT_BLOCK_SIZE
+    spec, size = decoder.spec, decoder.block_size
     per_block = KVCache.bytes_per_block(spec, size, decoder.dtype)
     least = -(-spec.context_length // size)
     num_blocks = choose_num_blocks(
         settings.kv_memory, per_block, least * settings.max_running, least, device
     )
     allocating = time.monotonic()
-    cache = decoder.allocate_cache(num_blocks, size)
+    is_cuda = device.type == "cuda"
+    cache = decoder.allocate_cache(num_blocks + is_cuda, size)  # one that padding writes to
     if device.type == "cpu":
         for tensor in (*cache.keys, *cache.values):
             touch(tensor)
@@ -134,7 +135,9 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription]:
         weight_bytes=decoder.weight_bytes,
         load_seconds=time.monotonic() - began,
     )
-    return StepLoop(scheduler, ModelRunner(decoder, cache), limits), description
+    room = StepRoom(settings.max_step_tokens + settings.max_running, settings.max_running, least)
+    runner = ModelRunner(decoder, cache, room if is_cuda and decoder.is_capturable else None)
+    return StepLoop(scheduler, runner, limits, overlaps=is_cuda), description
 
 
 def _device(name: str) -> torch.device:
