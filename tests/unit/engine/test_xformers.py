@@ -105,6 +105,96 @@ def test_decodes_like_torch(
     torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
 
 
+class _Flash:
+    """What flash attention computes of packed sequences, by torch."""
+
+    @staticmethod
+    def forward(  # as xformers calls it
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        query_starts: Tensor,
+        key_starts: Tensor,
+        seqused: None,
+        most_queries: int,
+        most_keys: int,
+        dropout: float,
+        scale: float,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        **rest: object,
+    ) -> tuple[Tensor, None, None]:
+        assert causal
+        out = torch.empty_like(queries)
+        group = queries.shape[1] // keys.shape[1]
+        for i in range(len(query_starts) - 1):
+            mine = slice(*query_starts[i : i + 2].tolist())
+            theirs = slice(*key_starts[i : i + 2].tolist())
+            some = queries[mine].float().transpose(0, 1)
+            seen = keys[theirs].float().transpose(0, 1).repeat_interleave(group, 0)
+            scores = some @ seen.transpose(1, 2) * scale
+            behind = scores.shape[2] - scores.shape[1]
+            mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(behind)
+            if window_left >= 0:
+                mask = mask.triu(behind - window_left)
+            weights = scores.masked_fill(~mask, -torch.inf).softmax(2)
+            content = values[theirs].float().transpose(0, 1).repeat_interleave(group, 0)
+            out[mine] = (weights @ content).transpose(0, 1).to(out.dtype)
+        return out, None, None
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (8, 1)])
+@pytest.mark.parametrize("contexts", [(5, 70, 1), (5, 130, 64)])
+def test_prompts_reach_flash_attention_as_they_should(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    contexts: tuple[int, ...],
+) -> None:
+    """With prefixes and without; the operator itself is replaced by its definition."""
+    flash = backend.fmha.flash
+    monkeypatch.setattr(flash.FwOp, "SUPPORTED_DEVICES", {"cpu"})
+    monkeypatch.setattr(flash.FwOp, "OPERATOR", _Flash.forward)
+    spec = make_spec(tmp_path, heads, kv_heads, window)
+    torch.manual_seed(0)
+    lengths = (5, 70, 1)
+    pages = [-(-context // PAGE) for context in contexts]
+    tables = torch.zeros(len(contexts), 16, dtype=torch.int32)
+    for row, blocks in enumerate(torch.randperm(sum(pages)).split(pages)):
+        tables[row, : len(blocks)] = blocks
+    spans = list(zip(lengths, contexts, strict=True))
+    positions = torch.cat([torch.arange(context - n, context) for n, context in spans])
+    owners = torch.arange(len(contexts)).repeat_interleave(torch.tensor(lengths))
+    batch = StepBatch(
+        token_ids=positions,
+        positions=positions,
+        slots=tables[owners, positions // PAGE].long() * PAGE + positions % PAGE,
+        query_starts=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        context_lengths=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        num_decodes=0,
+        query_lengths_host=lengths,
+        context_lengths_host=contexts,
+    )
+    dtype, count = torch.float16, sum(lengths)
+    tried = backend.XformersAttention(spec, dtype, CPU)
+    plain = TorchAttention(spec, dtype, CPU)
+    caches = [each.allocate(sum(pages), PAGE) for each in (tried, plain)]
+    for kind in ("keys", "values"):
+        [one], [other] = (getattr(cache, kind) for cache in caches)
+        other.copy_(one.copy_(torch.randn(one.shape)))
+    together = torch.randn(count, heads + 2 * kv_heads, 16, dtype=dtype)
+    parts = together.tensor_split((heads, heads + kv_heads), dim=1)
+    outs = [torch.empty(count, heads * 16, dtype=dtype) for _ in caches]
+    for each, cache, out in zip((tried, plain), caches, outs, strict=True):
+        each.attend(0, *parts, batch, cache, out)
+    torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
+
+
 def test_gathers_the_slots_of_all_contexts() -> None:
     tables = torch.tensor([[5, 9, 0], [2, 7, 4]], dtype=torch.int32)
     batch = StepBatch(
