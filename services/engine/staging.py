@@ -69,15 +69,18 @@ class Staging:
     def reserve(self, tokens: int, sequences: int, blocks: int) -> None:
         """Make room for steps of so many tokens and sequences with so many blocks each."""
         for host in self._hosts:
-            host.reserve(tokens, sequences, blocks)
+            host.grow(tokens, sequences, blocks)
 
     def lay_out(self, tokens: int, tables: Sequence[list[int]]) -> Fields:
         """Room for the integers of a step; `tables` are the blocks of each of its sequences.
 
         A sequence's list of blocks may only grow from step to step; it is known by its identity.
         """
+        widest = max(map(len, tables))
+        if not self._hosts[0].holds(tokens, len(tables), widest):
+            self.reserve(2 * tokens, 2 * len(tables), 2 * widest)
         self._hosts.reverse()
-        return self._hosts[0].lay_out(tokens, tables)
+        return self._hosts[0].lay_out(tokens, tables, widest)
 
     def send(self) -> Staged:
         """What was filled in, on the device."""
@@ -110,11 +113,13 @@ class _Stretch:
         """By row of the tables, the blocks that it holds, and how many they were"""
         self._fields: Fields | None = None
 
-    def reserve(self, tokens: int, sequences: int, blocks: int) -> None:
-        """Grow until a step of this size fits. The tables are empty again if that takes more."""
+    def holds(self, tokens: int, sequences: int, blocks: int) -> bool:
+        """Whether a step of this size fits."""
+        return tokens <= self._tokens and sequences <= self._rows and blocks <= self._columns
+
+    def grow(self, tokens: int, sequences: int, blocks: int) -> None:
+        """Until a step of this size fits. The tables are empty again."""
         columns = table_width(blocks)
-        if tokens <= self._tokens and sequences <= self._rows and columns <= self._columns:
-            return
         self._tokens = max(self._tokens, tokens)
         self._rows, self._columns = max(self._rows, sequences), max(self._columns, columns)
         size = _fields_size(self._tokens, self._rows) + 4 * self._rows * self._columns
@@ -124,10 +129,7 @@ class _Stretch:
         self._filled = [([], 0)] * self._rows
         self._fields = None
 
-    def lay_out(self, tokens: int, tables: Sequence[list[int]]) -> Fields:
-        widest = max(map(len, tables))
-        if tokens > self._tokens or len(tables) > self._rows or widest > self._columns:
-            self.reserve(2 * tokens, 2 * len(tables), 2 * widest)
+    def lay_out(self, tokens: int, tables: Sequence[list[int]], widest: int) -> Fields:
         if self._copied is not None:
             self._copied.synchronize()
         for row, blocks in enumerate(tables):
