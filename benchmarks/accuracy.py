@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.tables import markdown
-from services.engine.attention import DEFAULT_BLOCK_SIZE, KVCache
+from services.engine.attention import KVCache
 from services.engine.batch import StepBatch
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
@@ -69,8 +69,9 @@ def main() -> None:
         load_model(arguments.model, getattr(torch, dtype), weights=weights)
         for dtype, weights in KINDS
     ]
-    blocks = -(-arguments.length // DEFAULT_BLOCK_SIZE)
-    caches = [decoder.allocate_cache(blocks) for decoder in decoders]
+    caches = [
+        decoder.allocate_cache(-(-arguments.length // decoder.block_size)) for decoder in decoders
+    ]
     losses: list[list[float]] = [[] for _ in KINDS]
     divergences: list[list[Tensor]] = [[] for _ in KINDS]
     agreements: list[list[float]] = [[] for _ in KINDS]

@@ -20,7 +20,7 @@ import torch
 from benchmarks.prompts import Prompts
 from benchmarks.scenarios import ClosedLoop, Workload
 from services.engine import step_loop
-from services.engine.attention import DEFAULT_BLOCK_SIZE, AttentionBackend, KVCache
+from services.engine.attention import AttentionBackend, KVCache
 from services.engine.block_pool import BlockPool, hash_block
 from services.engine.messages import (
     AddRequest,
@@ -30,12 +30,13 @@ from services.engine.messages import (
     Refused,
     RequestDone,
     SamplingSettings,
+    ScoredPrompt,
     StoppingSettings,
     Token,
 )
 from services.engine.model.loader import load_model, resolve_dtype
 from services.engine.model.operators import Gate, Operators, Projection
-from services.engine.model_runner import ModelRunner
+from services.engine.model_runner import ModelRunner, StepRoom
 from services.engine.sampling import sample
 from services.engine.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
@@ -62,26 +63,36 @@ class Engine:
         tokens: int,
         speculate: bool = False,
         weights: str = "full",
+        device: str = "cpu",
     ) -> None:
         torch.set_grad_enabled(False)
         settings = EngineSettings()
-        decoder = load_model(model, resolve_dtype(dtype), weights=weights)
-        num_blocks = -(-tokens // DEFAULT_BLOCK_SIZE)
-        cache = decoder.allocate_cache(num_blocks)
+        decoder = load_model(
+            model, resolve_dtype(dtype), device=torch.device(device), weights=weights
+        )
+        self._block_size = decoder.block_size
+        num_blocks = -(-tokens // self._block_size)
+        cache = decoder.allocate_cache(num_blocks + 1)
         for tensor in (*cache.keys, *cache.values):
             tensor.fill_(0.01)  # memory that was never written is all one page, read from cache
         limits = SchedulerLimits(
             max_running=settings.max_running,
             max_step_tokens=settings.max_step_tokens,
             mixed_step_factor=settings.mixed_step_factor,
-            block_size=DEFAULT_BLOCK_SIZE,
+            block_size=self._block_size,
             speculate=speculate,
         )
         self._pool = BlockPool(num_blocks)
+        room = StepRoom(
+            settings.max_step_tokens + settings.max_running,
+            settings.max_running,
+            -(-decoder.spec.context_length // self._block_size),
+        )
         self._loop = StepLoop(
             Scheduler(limits, self._pool),
-            ModelRunner(decoder, cache),
+            ModelRunner(decoder, cache, room if decoder.is_capturable else None),
             LoopLimits(frozenset(), settings.max_waiting),
+            overlaps=device != "cpu",
         )
         self._context_length = decoder.spec.context_length
         self._ids = range(decoder.spec.vocab_size // 16, 15 * decoder.spec.vocab_size // 16)
@@ -89,8 +100,8 @@ class Engine:
         self._handles = 0
         self.weight_bytes = decoder.weight_bytes
         self.kv_bytes_per_token = (
-            KVCache.bytes_per_block(decoder.spec, DEFAULT_BLOCK_SIZE, decoder.dtype)
-            // DEFAULT_BLOCK_SIZE
+            KVCache.bytes_per_block(decoder.spec, self._block_size, decoder.dtype)
+            // self._block_size
         )
 
     def serve(self, workload: Workload, prompts: Prompts) -> tuple[int, float]:
@@ -125,6 +136,29 @@ class Engine:
                         unfinished += 1
         return tokens, time.perf_counter() - began
 
+    def complete_scored(self, prompt: Sequence[int], output: int) -> tuple[list[int], list[float]]:
+        """The likeliest continuation, and the log-probability of each of its tokens."""
+        self._add(prompt, output, logprobs=0)
+        tokens: list[Token] = []
+        done = False
+        while not done:
+            outputs = self._step()
+            tokens += [output for output in outputs if isinstance(output, Token)]
+            done = any(isinstance(output, RequestDone) for output in outputs)
+        return [t.id for t in tokens], [t.score.logprob for t in tokens if t.score is not None]
+
+    def score(self, prompt: Sequence[int]) -> list[float]:
+        """The log-probability of each token of a prompt but the first."""
+        self._add(prompt, 0, prompt_logprobs=0)
+        scores: list[float] = []
+        done = False
+        while not done:
+            outputs = self._step()
+            scored = [output for output in outputs if isinstance(output, ScoredPrompt)]
+            scores += [score.logprob for output in scored for score in output.scores]
+            done = any(isinstance(output, RequestDone) for output in outputs)
+        return scores
+
     def forget(self) -> None:
         """Empty the prefix cache."""
         self._loop.apply([FlushCache()])
@@ -144,7 +178,7 @@ class Engine:
         Gives a function that runs one step and returns its seconds.
         """
         # whole blocks, so that one token of each sequence is left to compute
-        cached = context // DEFAULT_BLOCK_SIZE * DEFAULT_BLOCK_SIZE
+        cached = context // self._block_size * self._block_size
         prompts = [self._random.choices(self._ids, k=cached + 1) for _ in range(batch)]
         for prompt in prompts:
             self._remember(prompt)
@@ -169,7 +203,14 @@ class Engine:
                 raise RuntimeError(f"the engine refused a request: {output.message}")
         return outputs
 
-    def _add(self, prompt: Sequence[int], output: int, temperature: float = 0.0) -> int:
+    def _add(
+        self,
+        prompt: Sequence[int],
+        output: int,
+        temperature: float = 0.0,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> int:
         self._handles += 1
         request = AddRequest(
             handle=self._handles,
@@ -177,8 +218,8 @@ class Engine:
             n=1,
             sampling=SamplingSettings(temperature, top_p=1.0, top_k=0, min_p=0.0, seed=0),
             stopping=StoppingSettings(output, 0, True, self._context_length, frozenset()),
-            logprobs=None,
-            prompt_logprobs=None,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             resume=(),
             constrained=False,
             credit=None,
@@ -192,11 +233,11 @@ class Engine:
     def _remember(self, prompt: Sequence[int]) -> None:
         """Put a prompt into the prefix cache without computing it: a step's time is the same."""
         ids = torch.tensor(prompt, dtype=torch.int32).numpy()
-        blocks = self._pool.allocate(len(prompt) // DEFAULT_BLOCK_SIZE)
+        blocks = self._pool.allocate(len(prompt) // self._block_size)
         name = _SALT
         for index, block in enumerate(blocks):
-            start = index * DEFAULT_BLOCK_SIZE
-            name = hash_block(name, ids[start : start + DEFAULT_BLOCK_SIZE])
+            start = index * self._block_size
+            name = hash_block(name, ids[start : start + self._block_size])
             self._pool.name(block, name)
         self._pool.release(blocks)
 

@@ -1,4 +1,7 @@
-"""Prints what the named extras of pyproject.toml require, so that images cache it in a layer."""
+"""Prints what the named extras of pyproject.toml require, so that images cache it in a layer.
+
+An extra's own extras are named beside it: `engine gpu`.
+"""
 
 import sys
 import tomllib
@@ -7,5 +10,6 @@ from pathlib import Path
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
 requirements = list(project["dependencies"])
 for extra in sys.argv[1:]:
-    requirements += project["optional-dependencies"][extra]
+    named = project["optional-dependencies"][extra]
+    requirements += [each for each in named if not each.startswith(project["name"])]
 print("\n".join(requirements))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.settings import StartupError
-from services.engine.attention import DEFAULT_BLOCK_SIZE, KVCache
+from services.engine.attention import KVCache
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import touch
 from services.engine.memory import choose_num_blocks
@@ -65,26 +65,26 @@ def load(settings: EngineSettings) -> LoadedModel:
             "kernels for": str(instruction_set()),
         }
     )
-    per_block = KVCache.bytes_per_block(decoder.spec, DEFAULT_BLOCK_SIZE, decoder.dtype)
-    cache = _allocate_cache(settings, decoder, team, per_block)
+    per_block = KVCache.bytes_per_block(decoder.spec, decoder.block_size, decoder.dtype)
+    num_blocks = _choose_num_blocks(settings, decoder, team, per_block)
     return LoadedModel(
         decoder,
-        cache,
+        _allocate_cache(decoder, num_blocks, per_block),
         team,
-        cache.num_blocks,
+        num_blocks,
         fingerprint,
-        kv_bytes=team.total(cache.num_blocks * per_block),
+        kv_bytes=team.total(num_blocks * per_block),
         weight_bytes=team.total(decoder.weight_bytes),
     )
 
 
-def _allocate_cache(
+def _choose_num_blocks(
     settings: EngineSettings, decoder: Decoder, team: Team, per_block: int
-) -> KVCache:
+) -> int:
     """As many blocks, of so many bytes each, as every rank has room for."""
-    spec, size, device = decoder.spec, DEFAULT_BLOCK_SIZE, decoder.device
-    least = -(-spec.context_length // size)
-    num_blocks = team.least(
+    device = decoder.device
+    least = -(-decoder.spec.context_length // decoder.block_size)
+    return team.least(
         choose_num_blocks(
             settings.kv_memory,
             per_block,
@@ -94,9 +94,14 @@ def _allocate_cache(
             team.rank.local_count if device.type == "cpu" else 1,
         )
     )
+
+
+def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCache:
+    size, is_on_gpu = decoder.block_size, decoder.device.type == "cuda"
     allocating = time.monotonic()
-    cache = decoder.allocate_cache(num_blocks, size)
-    if device.type == "cpu":
+    # on a GPU one more, which the padding of decode graphs writes to
+    cache = decoder.allocate_cache(num_blocks + is_on_gpu, size)
+    if not is_on_gpu:
         for tensor in (*cache.keys, *cache.values):
             touch(tensor)
     _LOG.info(

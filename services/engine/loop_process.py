@@ -18,11 +18,11 @@ from typing import NoReturn
 from services.common import logging as service_logging
 from services.common.settings import StartupError
 from services.engine.block_pool import BlockPool
-from services.engine.loaded_model import load
+from services.engine.loaded_model import LoadedModel, load
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription
 from services.engine.model.errors import CheckpointError
 from services.engine.model.loader import load_generation_defaults
-from services.engine.model_runner import ModelRunner
+from services.engine.model_runner import ModelRunner, StepRoom
 from services.engine.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
 from services.engine.step_loop import LoopLimits, StepLoop
@@ -107,7 +107,21 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
         weight_bytes=model.weight_bytes,
         load_seconds=time.monotonic() - began,
     )
-    return StepLoop(scheduler, ModelRunner(decoder, cache), limits), description, model.team
+    runner = ModelRunner(decoder, cache, _graph_room(settings, model))
+    overlaps = decoder.device.type == "cuda"
+    return StepLoop(scheduler, runner, limits, overlaps=overlaps), description, model.team
+
+
+def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepRoom | None:
+    """What decode steps hold at most, where they run as CUDA graphs.
+
+    Of several ranks none does: a graph would leave out what the host tells the others.
+    """
+    decoder = model.decoder
+    if decoder.device.type != "cuda" or not decoder.is_capturable or not model.team.rank.is_alone:
+        return None
+    blocks = -(-decoder.spec.context_length // decoder.block_size)
+    return StepRoom(settings.max_step_tokens + settings.max_running, settings.max_running, blocks)
 
 
 class _MessageSocket:

@@ -1,101 +1,139 @@
 """Runs a step plan through the decoder."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.engine.attention import KVCache
 from services.engine.batch import StepBatch
+from services.engine.buckets import row_bucket
+from services.engine.decode_graphs import DecodeGraphs
 from services.engine.model.decoder import Decoder
 from services.engine.scheduler import StepPlan
+from services.engine.sequence import Sequence
+from services.engine.staging import Staging
+from services.engine.transfer import to_device
 
-__all__ = ["ModelRunner"]
+__all__ = ["Drawn", "ModelRunner", "StepRoom"]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Newest tokens that are still on the device."""
+
+    ids: Tensor
+    """int64 [rows]"""
+    places: Mapping[Sequence, int]
+    """Where each sequence's newest token lies in `ids`"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRoom:
+    """The most that one step can hold."""
+
+    tokens: int
+    sequences: int
+    blocks: int
+    """Of one sequence"""
 
 
 class ModelRunner:
     """Turns plans into flat batches, and batches into hidden states and logits."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, graphs_for: StepRoom | None = None
+    ) -> None:
+        """graphs_for: on a GPU, run decode steps as graphs, where no step is larger than that.
+
+        Rows are then padded, and the last block of the cache is what padding writes to.
+        """
         self._decoder = decoder
         self._cache = cache
-        self._tables = _BlockTables()
+        self._staging = Staging(decoder.device)
+        self._spare = [cache.num_blocks - 1]
+        self._graphs: DecodeGraphs | None = None
+        self.device = decoder.device
+        if graphs_for is not None:
+            rows = row_bucket(graphs_for.sequences)
+            self._staging.reserve(max(graphs_for.tokens, rows), rows, graphs_for.blocks)
+            decoder.reserve(max(graphs_for.tokens, rows))
+            self._graphs = DecodeGraphs(decoder, cache)
 
-    def forward(self, plan: StepPlan) -> Tensor:
+    def forward(self, plan: StepPlan, drawn: Drawn | None = None) -> Tensor:
         """Compute the plan. Returns hidden states [tokens, hidden], in the order of the plan.
 
-        Valid until the next call.
+        Valid until the next call. `drawn`: of sequences with a token in flight, that token.
         """
-        return self._decoder.forward(self._batch(plan), self._cache)
+        if self._graphs is None or plan.chunks:
+            return self._decoder.forward(self._batch(plan, drawn), self._cache)
+        padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
+        return self._graphs.run(self._batch(plan, drawn, padding))
 
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), vocabulary] of some rows of `forward`'s result, in rising order."""
         if rows[-1] == len(rows) - 1:
             return self._decoder.logits(hidden[: len(rows)])
-        index = torch.tensor(rows, dtype=torch.int64, device=hidden.device)
+        index = to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)
         return self._decoder.logits(hidden.index_select(0, index))
 
-    def _batch(self, plan: StepPlan) -> StepBatch:
+    def wait(self) -> None:
+        """Return when everything launched so far has run."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _batch(self, plan: StepPlan, drawn: Drawn | None, padding: int = 0) -> StepBatch:
+        """The plan's batch; `padding`: rows to add to a plan without chunks."""
         decodes, chunks = plan.decodes, plan.chunks
-        counts = [1] * len(decodes) + [chunk.count for chunk in chunks]
-        ends = [sequence.length for sequence in decodes] + [chunk.end for chunk in chunks]
-        starts = np.zeros(len(counts) + 1, dtype=np.int32)
+        # a padded row is a sequence of one token, in a block that is nobody's
+        counts = [1] * (len(decodes) + padding) + [chunk.count for chunk in chunks]
+        ends = [s.length + s.in_flight for s in decodes] + [chunk.end for chunk in chunks]
+        ends += [1] * padding
+        tables = [s.blocks for s in decodes] + [chunk.sequence.blocks for chunk in chunks]
+        tables += [self._spare] * padding
+        fields = self._staging.lay_out(sum(counts), tables)
+        starts, contexts, ids = fields.query_starts, fields.context_lengths, fields.token_ids
+        starts[0] = 0
         np.cumsum(counts, out=starts[1:])
-        contexts = np.array(ends, dtype=np.int32)
-        ids = np.empty(starts[-1], dtype=np.int64)
+        contexts[:] = ends
         ids[: len(decodes)] = [sequence.newest for sequence in decodes]
+        ids[len(ids) - padding :] = 0
         for start, chunk in zip(starts[len(decodes) :].tolist(), chunks, strict=False):
             known = chunk.count - len(chunk.draft)
             ids[start : start + known] = chunk.sequence.tokens[chunk.start : chunk.start + known]
             ids[start + known : start + chunk.count] = chunk.draft
-        tables = self._tables.of([s.blocks for s in decodes] + [c.sequence.blocks for c in chunks])
         owners = np.arange(len(counts))
-        positions = contexts.astype(np.int64) - 1
+        positions = fields.positions
         if chunks:
             owners = np.repeat(owners, counts)
-            positions = np.arange(starts[-1]) + (contexts - starts[1:])[owners]
+            np.add(np.arange(len(ids)), (contexts - starts[1:])[owners], out=positions)
+        else:
+            np.subtract(contexts, 1, out=positions)
         blocks, offsets = np.divmod(positions, self._cache.block_size)
-        slots = tables[owners, blocks].astype(np.int64) * self._cache.block_size + offsets
-        device = self._decoder.device
-
-        def tensor(array: "np.ndarray[tuple[int, ...], np.dtype[np.integer]]") -> Tensor:
-            return torch.from_numpy(array).to(device)
-
+        slots = fields.block_tables[owners, blocks].astype(np.int64) * self._cache.block_size
+        np.add(slots, offsets, out=fields.slots)
+        if drawn is not None:
+            fields.sources[: len(decodes)] = [
+                drawn.places.get(s, -1) if s.in_flight else -1 for s in decodes
+            ]
+        staged = self._staging.send()
+        if drawn is not None:
+            _take(staged.token_ids[: len(decodes)], staged.sources[: len(decodes)], drawn.ids)
         return StepBatch(
-            token_ids=tensor(ids),
-            positions=tensor(positions),
-            slots=tensor(slots),
-            query_starts=tensor(starts),
-            context_lengths=tensor(contexts),
-            block_tables=tensor(tables),
-            num_decodes=len(decodes),
+            token_ids=staged.token_ids,
+            positions=staged.positions,
+            slots=staged.slots,
+            query_starts=staged.query_starts,
+            context_lengths=staged.context_lengths,
+            block_tables=staged.block_tables,
+            num_decodes=len(decodes) + padding,
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
         )
 
 
-class _BlockTables:
-    """The block table of a step, kept from step to step: few sequences get a block in each."""
-
-    def __init__(self) -> None:
-        self._table = np.zeros((0, 0), dtype=np.int32)
-        self._filled: list[tuple[list[int], int]] = []
-        """By row, the blocks that it holds, and how many they were: a sequence's list only grows"""
-
-    def of(self, tables: list[list[int]]) -> "np.ndarray[tuple[int, int], np.dtype[np.int32]]":
-        """int32 [len(tables), widest], a view that is valid until the next call.
-
-        Behind a sequence's blocks is what an earlier step left there.
-        """
-        widest = max(map(len, tables))
-        rows, columns = self._table.shape
-        if len(tables) > rows or widest > columns:
-            rows, columns = max(rows, 2 * len(tables)), max(columns, 2 * widest)
-            self._table = np.zeros((rows, columns), dtype=np.int32)
-            self._filled = [([], 0)] * rows
-        for row, blocks in enumerate(tables):
-            held, count = self._filled[row]
-            if held is not blocks or count != len(blocks):
-                start = count if held is blocks else 0
-                self._table[row, start : len(blocks)] = blocks[start:]
-                self._filled[row] = (blocks, len(blocks))
-        return self._table[: len(tables), :widest]
+def _take(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
+    """Put what was drawn where a source is named. All int64; the first two [rows]."""
+    token_ids.copy_(torch.where(sources < 0, token_ids, drawn[sources.clamp(min=0)]))

@@ -161,6 +161,17 @@ class Scheduler:
                 if guesses:
                     yield sequence
 
+    def settle(self, sequence: Sequence) -> None:
+        """A token that was in flight has been appended: its block can be named, if that is full."""
+        sequence.in_flight -= 1
+        if sequence.state is SequenceState.RUNNING:
+            self._name_blocks(sequence, (sequence.length - 1) // self.limits.block_size)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take back what was computed for the newest token: it turned out to be another one."""
+        if sequence.state is SequenceState.RUNNING:
+            sequence.num_computed -= 1
+
     def _plan_decodes(self) -> tuple[list[Sequence], list[Chunk]]:
         """Sequences whose newest token is computed: those without guesses, and those with them."""
         decodes: list[Sequence] = []
@@ -170,7 +181,9 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.uncomputed == 0 or sequence.state is not SequenceState.RUNNING:
                 continue
-            if sequence.credit == 0 or not self._make_room(sequence):
+            if sequence.credit is not None and not sequence.has_credit:
+                continue
+            if not self._make_room(sequence):
                 continue
             if sequence.uncomputed > 1:
                 continue  # a prompt, or forced tokens, for which there is room now
@@ -240,12 +253,18 @@ class Scheduler:
         """Count tokens as computed, and make the blocks they fill known to the prefix cache.
 
         Known at once: keys and values of a step are written, layer by layer, before any sequence of
-        the step reads them.
+        the step reads them. But a block is named after its tokens: not before the last is here.
         """
         size = self.limits.block_size
         first = sequence.num_computed // size
         sequence.num_computed += count
-        for index in range(first, sequence.num_computed // size):
+        if sequence.num_computed // size > first:
+            self._name_blocks(sequence, first)
+
+    def _name_blocks(self, sequence: Sequence, first: int) -> None:
+        """Make the full blocks from `first` on known."""
+        known = min(sequence.num_computed, sequence.length)
+        for index in range(first, known // self.limits.block_size):
             self.pool.name(sequence.blocks[index], sequence.block_name(index))
 
     def _draft_room(self) -> int:
@@ -255,7 +274,7 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         """Guesses for what follows the newest token, with blocks for them; none without."""
-        if not (most or sequence.forced) or not sequence.is_guessable:
+        if sequence.in_flight or not (most or sequence.forced) or not sequence.is_guessable:
             return []
         if sequence.forced:
             draft = list(sequence.forced[: min(_MOST_FORCED, _room(sequence))])
@@ -278,7 +297,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Get the block for the sequence's newest token, by preemption if need be."""
-        while len(sequence.blocks) * self.limits.block_size < sequence.length:
+        tokens = sequence.length + sequence.in_flight
+        while len(sequence.blocks) * self.limits.block_size < tokens:
             if self.pool.num_free:
                 sequence.blocks += self.pool.allocate(1)
                 continue

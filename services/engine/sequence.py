@@ -49,6 +49,8 @@ class Sequence:
         """KV blocks. The list only grows: a sequence that starts anew gets another one"""
         self.num_computed = 0
         """Tokens whose KV is written (or will be by the step at hand)"""
+        self.in_flight = 0
+        """Tokens that a running step has drawn and whose ids are not here yet"""
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at first; None = never scheduled"""
         # one choice speaks for its prompt
@@ -84,6 +86,15 @@ class Sequence:
             and not command.constrained
         )
         """Whether it takes the most likely token, whichever that is"""
+        self.runs_ahead = (
+            self.penalties is None
+            and self.mirostat is None
+            and not command.constrained
+            and command.logprobs is None
+            and max_tokens > 0
+        )
+        """Whether a token can be drawn while the one before is not here yet: nothing that the host
+        makes of tokens decides about the next, and the host scores none"""
         generated = resume.generated if resume is not None else ()
         self._block_size = block_size
         self._tokens = np.empty(len(prompt) + len(generated) + 64, dtype=np.int32)
@@ -120,14 +131,19 @@ class Sequence:
         return self.mask is not None and self.mask.terminated and self.position == self.mask.end
 
     @property
+    def has_credit(self) -> bool:
+        """Whether it may draw a token more than those that it has drawn."""
+        return self.credit is None or self.credit > self.in_flight
+
+    @property
     def may_draw(self) -> bool:
         """Whether it knows what it may draw next, and has credit for it."""
         return self.may_draw_at(self.position)
 
     def may_draw_at(self, position: int) -> bool:
         """The same for a position that it may have come to by then."""
-        if self.credit == 0 or not self.request.command.constrained:
-            return self.credit != 0
+        if not self.has_credit or not self.request.command.constrained:
+            return self.has_credit
         return self.mask is not None and position <= self.mask.last
 
     @property
@@ -146,8 +162,14 @@ class Sequence:
 
     @property
     def uncomputed(self) -> int:
-        """Tokens whose KV is still to be written; 0 while it waits for a mask, or for credit."""
-        return self.length - self.num_computed
+        """Tokens whose KV is still to be written; 0 while it waits for a mask, or for credit.
+
+        One that is in flight counts, unless nothing comes after it.
+        """
+        left = self.length - self.num_computed
+        if self.in_flight and self.position + self.in_flight < self.max_tokens:
+            left += self.in_flight
+        return left
 
     def append(self, token: int) -> None:
         """Add a generated token: logits and mask that were held for its place are spent."""

@@ -1,5 +1,6 @@
 """The step loop: take commands, schedule, run, draw, report. Owns every sequence and KV block."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
@@ -32,8 +33,8 @@ from services.engine.messages import (
     Stop,
     Token,
 )
-from services.engine.model_runner import ModelRunner
-from services.engine.sampling import Row, argmax, sample, score
+from services.engine.model_runner import Drawn, ModelRunner
+from services.engine.sampling import Ahead, Row, argmax, sample, score
 from services.engine.scheduler import Scheduler, StepPlan
 from services.engine.sequence import Request, Sequence, SequenceState
 
@@ -66,6 +67,11 @@ class _Draw(NamedTuple):
     """The token before it, if that was only guessed when the row was computed"""
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether it can be drawn before the token in front of it is here."""
+        return self.sequence.runs_ahead and self.sequence.may_draw
+
+    @property
     def is_next(self) -> bool:
         """Whether the sequence has come to this position, and by the token that was guessed."""
         sequence = self.sequence
@@ -86,8 +92,32 @@ class _Late(NamedTuple):
         return self.draws[0].sequence
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that still runs while the next one is planned: its tokens are not here yet."""
+
+    plan: StepPlan
+    draws: list[_Draw]
+    tokens: Ahead
+    began: float
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """The newest tokens of its sequences, where the next step finds them."""
+        if not self.draws:
+            return None
+        return Drawn(self.tokens.taken, {draw.sequence: i for i, draw in enumerate(self.draws)})
+
+
 class StepLoop:
-    """Continuous batching. `step` is one turn; everything else prepares it or follows from it."""
+    """Continuous batching. `step` is one turn; everything else prepares it or follows from it.
+
+    Where steps overlap, a turn launches its step before it takes the tokens of the one before. A
+    step whose tokens can all be drawn without the host then stays in flight: the next step reads
+    them on the device, and what they mean, that a sequence has ended say, shows a turn later. The
+    row that such a sequence has in the next step is in vain. Its blocks are free at once all the
+    same: what is launched later writes later.
+    """
 
     def __init__(
         self,
@@ -95,7 +125,11 @@ class StepLoop:
         runner: ModelRunner,
         limits: LoopLimits,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        overlaps: bool = False,
     ) -> None:
+        """overlaps: launch a step before the tokens of the last one are here; not where tokens are
+        guessed, because guesses need them."""
         self._scheduler = scheduler
         self._runner = runner
         self._limits = limits
@@ -104,6 +138,10 @@ class StepLoop:
         self._outputs: list[Output] = []
         self._late: list[_Late] = []
         """What keeps its logits until a mask comes, or credit"""
+        self._overlaps = overlaps and not scheduler.limits.speculate
+        self._flight: _Flight | None = None
+        self._last_end = -math.inf
+        """When the last step had run"""
         self._steps = 0
         self.progressed = False
         """Whether the last step computed anything"""
@@ -124,19 +162,29 @@ class StepLoop:
         self._cut_starved()
         began = self._clock()
         plan = self._scheduler.plan()
-        self.progressed = not plan.is_empty
-        if self.progressed:
+        before, self._flight = self._flight, None
+        self.progressed = not plan.is_empty or before is not None
+        if not plan.is_empty:
             self._note_started(plan)
-            hidden = self._runner.forward(plan)
+            hidden = self._runner.forward(plan, before.drawn if before is not None else None)
             self._steps += 1
             self._score_prompts(plan, hidden)
             draws = self._draws(plan)
             logits = self._runner.logits(hidden, [draw.row for draw in draws]) if draws else None
+            if self._overlaps and all(draw.runs_ahead for draw in draws):
+                self._flight = self._launch(plan, draws, logits, began)
             self.apply(receive())
-            if logits is not None:
-                self._draw(draws, logits)
-            self._accept_guesses(plan)
-            self._scheduler.learn(plan, self._clock() - began)
+            if before is not None:
+                self._settle(before, draws)
+            if self._flight is None:
+                if logits is not None:
+                    self._draw(draws, logits)
+                else:
+                    self._runner.wait()
+                self._accept_guesses(plan)
+                self._learn(plan, began)
+        elif before is not None:
+            self._settle(before, [])
         self._draw_late()
         self._tell_guesses()
         return self.take_output()
@@ -280,6 +328,47 @@ class StepLoop:
             if request.started is None:
                 request.started = now
 
+    def _launch(
+        self, plan: StepPlan, draws: list[_Draw], logits: Tensor | None, began: float
+    ) -> _Flight:
+        """Draw on the device; the step is in flight from now on."""
+        rows = None
+        if logits is None:  # only parts of prompts
+            logits, rows = torch.empty((0, 1), device=self._runner.device), []
+        elif not all(draw.sequence.is_plainly_greedy for draw in draws):
+            rows = [self._row(draw) for draw in draws]
+        for draw in draws:
+            draw.sequence.in_flight += 1
+        return _Flight(plan, draws, Ahead(logits, rows), began)
+
+    def _settle(self, flight: _Flight, following: list[_Draw]) -> None:
+        """Take the tokens of a step that ran ahead; `following` is what is drawn after them."""
+        taken, tokens = flight.tokens.wait()
+        for draw, guess, token in zip(flight.draws, taken, tokens, strict=True):
+            if draw.guess is not None:
+                continue  # drawn after a token that turned out to be another one
+            if draw.is_next:
+                self._append(draw.sequence, token, None)
+            if token != guess:
+                self._withdraw(draw.sequence, guess, following)
+            self._scheduler.settle(draw.sequence)
+        self._learn(flight.plan, flight.began)
+
+    def _withdraw(self, sequence: Sequence, guess: int, following: list[_Draw]) -> None:
+        """Void what was computed from a guess that was wrong: the right token is computed next."""
+        for i, draw in enumerate(following):
+            if draw.sequence is sequence:
+                following[i] = draw._replace(guess=guess)
+                self._scheduler.withdraw(sequence)
+                if self._flight is not None:
+                    sequence.in_flight -= 1
+
+    def _learn(self, plan: StepPlan, began: float) -> None:
+        """What a step took, from when the one before it had run."""
+        now = self._clock()
+        self._scheduler.learn(plan, now - max(began, self._last_end))
+        self._last_end = now
+
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> None:
         """Report the scores of the prompt tokens whose predecessors were computed."""
         first_row = len(plan.decodes)
@@ -305,7 +394,7 @@ class StepLoop:
             if sequence.max_tokens == 0:
                 self._finish(sequence, FinishCause.LENGTH)
             else:
-                draws.append(_Draw(sequence, row, sequence.position))
+                draws.append(_Draw(sequence, row, sequence.position + sequence.in_flight))
         last_row = len(plan.decodes) - 1
         for chunk in plan.chunks:
             last_row += chunk.count

@@ -40,6 +40,12 @@ class KVCache:
 class AttentionBackend(ABC):
     """Causal attention over a paged cache. Made for one spec, dtype and device."""
 
+    block_size = DEFAULT_BLOCK_SIZE
+    """Tokens of a block that suit it best"""
+    is_capturable = False
+    """Whether what a step that only decodes launches depends on nothing but its rows and the width
+    of its block tables, so that a CUDA graph of it serves them all"""
+
     @abstractmethod
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
         """A zeroed cache in this backend's layout. ValueError for a block size it cannot do."""

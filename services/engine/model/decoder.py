@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.attention import DEFAULT_BLOCK_SIZE, AttentionBackend, KVCache
+from services.engine.attention import AttentionBackend, KVCache
 from services.engine.batch import StepBatch
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators import Operators, Projection
@@ -93,9 +93,29 @@ class Decoder:
         """Bytes of weights that a step reads at most."""
         return self._weights.num_bytes
 
-    def allocate_cache(self, num_blocks: int, block_size: int = DEFAULT_BLOCK_SIZE) -> KVCache:
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block that suit the attention backend best."""
+        return self._attention.block_size
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph of a step that only decodes serves all of its size."""
+        # the host looks at which experts were chosen, which a graph can't
+        return self._attention.is_capturable and self.spec.experts is None
+
+    @property
+    def buffers(self) -> object:
+        """What passes write into, to be kept by whoever captured one."""
+        return self._activations
+
+    def allocate_cache(self, num_blocks: int, block_size: int | None = None) -> KVCache:
         """A cache of `num_blocks` blocks for `forward`, in the layout of the attention backend."""
-        return self._attention.allocate(num_blocks, block_size)
+        return self._attention.allocate(num_blocks, block_size or self.block_size)
+
+    def reserve(self, tokens: int) -> None:
+        """Allocate what passes of up to so many tokens write into, at once."""
+        self._buffers(tokens)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.engine.sampling.row import Row
+from services.engine.transfer import to_device
 
 __all__ = ["adjust"]
 
@@ -58,7 +59,7 @@ def _penalise_seen(logits: Tensor, rows: Sequence[Row]) -> None:
         places = _places(logits, [(i, ids) for i, ids, _ in entries])
         lengths = [len(ids) for _, ids, _ in entries]
         factors = np.repeat(np.array([factor for _, _, factor in entries], np.float32), lengths)
-        factor = torch.from_numpy(factors).to(logits.device)
+        factor = to_device(torch.from_numpy(factors), logits.device)
         before = logits.view(-1)[places]
         after = torch.where(before > 0, before / factor, before * factor).clamp_(-_MOST, _MOST)
         logits.view(-1)[places] = after  # an id that is named twice gets the same twice
@@ -115,19 +116,17 @@ def _ban(logits: Tensor, rows: Sequence[Row]) -> None:
         flat = logits.view(-1)
         before = flat[places]
         flat[places] = -torch.inf
-        index = torch.tensor([i for i, _ in entries], device=logits.device)
-        emptied = logits.amax(dim=-1)[index] == -torch.inf
-        if emptied.any():
-            lengths = torch.tensor([len(ids) for _, ids in entries], device=logits.device)
-            again = emptied.repeat_interleave(lengths)
-            flat[places[again]] = before[again]
+        owners = np.repeat([i for i, _ in entries], [len(ids) for _, ids in entries])
+        emptied = logits.amax(dim=-1) == -torch.inf
+        again = emptied[to_device(torch.from_numpy(owners), logits.device)]
+        flat[places] = before.masked_fill(~again, -torch.inf)
 
 
 def _places(logits: Tensor, entries: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Tensor:
     """int64, where (row, ids) lie in the flattened logits."""
     width = logits.shape[1]
     places = np.concatenate([i * width + ids for i, ids in entries])
-    return torch.from_numpy(places).to(logits.device)
+    return to_device(torch.from_numpy(places), logits.device)
 
 
 def _add(
@@ -139,5 +138,5 @@ def _add(
     if entries:
         places = _places(logits, [(i, ids) for i, ids, _ in entries])
         amounts = np.concatenate([amounts for _, _, amounts in entries])
-        source = torch.from_numpy(amounts).to(logits.device)
+        source = to_device(torch.from_numpy(amounts), logits.device)
         logits.view(-1).index_add_(0, places, source, alpha=sign)

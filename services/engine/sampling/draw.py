@@ -7,7 +7,7 @@ top-p or min-p restrict the row, in the order of falling weight.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from services.engine.sampling.adjust import adjust
 from services.engine.sampling.row import Row
+from services.engine.transfer import to_device
 
-__all__ = ["argmax", "sample"]
+__all__ = ["argmax", "sample", "try_sample"]
 
 _CANDIDATES = 256
 """Of a restricted row, the tokens looked at before all are sorted"""
@@ -30,7 +31,7 @@ _LOG2_E = math.log2(math.e)
 _COLDEST = 1e-30
 """Of any two logits that differ, only the larger is drawn at this temperature"""
 
-_Draw = Callable[[Tensor, Sequence[Row]], list[int]]
+_Draw = Callable[[Tensor, Sequence[Row]], Tensor]
 
 
 def argmax(logits: Tensor) -> list[int]:
@@ -38,10 +39,7 @@ def argmax(logits: Tensor) -> list[int]:
 
     logits: float32 [rows, vocabulary].
     """
-    if logits.device.type == "cpu":
-        ids: list[int] = logits.numpy().argmax(axis=-1).tolist()  # ten times as fast as torch's
-        return ids
-    return _ids(logits.argmax(dim=-1))
+    return _ids(_draw_greedy(logits))
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -49,27 +47,59 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
 
     logits: float32 [rows, vocabulary]; left as they are.
     """
+    drawn = [0] * len(rows)
+    for draw, indices, some, theirs in _groups(logits, rows):
+        for i, token in zip(indices, _ids(draw(some, theirs)), strict=True):
+            drawn[i] = token
+    return drawn
+
+
+def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> tuple[Tensor, Tensor | None]:
+    """The same without waiting for the device; no row has mirostat. None: the most likely ids.
+
+    Returns int64 [rows], and bool [rows], which is False where `sample` has to be asked, because
+    more candidates must be looked at; None: nowhere.
+    """
+    if rows is None:
+        return _draw_greedy(logits), None
+    device = logits.device
+    drawn = torch.empty(len(rows), dtype=torch.int64, device=device)
+    is_settled: Tensor | None = None
+    for draw, indices, some, theirs in _groups(logits, rows):
+        index = to_device(torch.tensor(indices), device)
+        if draw is _draw_restricted:
+            if is_settled is None:
+                is_settled = torch.ones(len(rows), dtype=torch.bool, device=device)
+            ids, settled, _ = _draw_candidates(some, theirs)
+            is_settled.index_copy_(0, index, settled)
+        else:
+            ids = draw(some, theirs)
+        drawn.index_copy_(0, index, ids)
+    return drawn, is_settled
+
+
+def _groups(
+    logits: Tensor, rows: Sequence[Row]
+) -> Iterator[tuple[_Draw, Sequence[int], Tensor, Sequence[Row]]]:
+    """Rows that are drawn alike: how, which they are, their logits, adjusted, and themselves."""
     groups: dict[tuple[_Draw, bool], list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault((_draw_of(row), row.is_adjusted), []).append(i)
     size = max(_BLOCK // logits.shape[1], 1) if logits.device.type == "cpu" else len(rows)
-    drawn = [0] * len(rows)
     for (draw, adjusted), members in groups.items():
         for start in range(0, len(members), size):
             indices = members[start : start + size]
             some, theirs = _of_rows(logits, indices, adjusted), [rows[i] for i in indices]
             if adjusted:
                 adjust(some, theirs)
-            for i, token in zip(indices, draw(some, theirs), strict=True):
-                drawn[i] = token
-    return drawn
+            yield draw, indices, some, theirs
 
 
 def _of_rows(logits: Tensor, indices: Sequence[int], to_be_changed: bool) -> Tensor:
     """Some rows, in rising order; a copy where need be."""
     first, last = indices[0], indices[-1]
     if last - first + 1 > len(indices):
-        return logits[indices]
+        return logits[to_device(torch.tensor(indices), logits.device)]
     some = logits[first : last + 1]
     if not to_be_changed:
         return some
@@ -88,16 +118,18 @@ def _draw_of(row: Row) -> _Draw:
     return _draw_plain
 
 
-def _draw_greedy(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    return argmax(logits)
+def _draw_greedy(logits: Tensor, rows: Sequence[Row] = ()) -> Tensor:
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # ten times as fast as torch's
+    return logits.argmax(dim=-1)
 
 
-def _draw_plain(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+def _draw_plain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Draw from the whole vocabulary, in the order of ids."""
-    return _ids(_pick(_weights(logits, rows), _noises(rows, logits.device)).squeeze(1))
+    return _pick(_weights(logits, rows), _noises(rows, logits.device)).squeeze(1)
 
 
-def _draw_mirostat(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+def _draw_mirostat(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Draw from the tokens whose surprise is at most mu, or else the likeliest, in id order."""
     states = [row.mirostat for row in rows if row.mirostat is not None]
     weights = _weights(logits, rows)
@@ -110,14 +142,30 @@ def _draw_mirostat(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     surprises = -(weights.gather(1, ids) / totals).log2()
     for state, surprise in zip(states, surprises.squeeze(1).tolist(), strict=True):
         state.observe(surprise)
-    return _ids(ids.squeeze(1))
+    return ids.squeeze(1)
 
 
-def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Draw from what top-k, then top-p, then min-p leave, in the order of falling weight.
 
     Equal logits are ordered by id, so that the outcome does not depend on how many candidates were
     looked at.
+    """
+    drawn, is_settled, normaliser = _draw_candidates(logits, rows)
+    unsettled = (~is_settled).nonzero().squeeze(1).tolist()
+    if unsettled:
+        some, theirs = logits[unsettled], [rows[i] for i in unsettled]
+        ids = _falling(some)
+        values = some.gather(1, ids).double() / _temperatures(theirs, logits.device)
+        index, _ = _pick_restricted(values, normaliser[unsettled], theirs, False)
+        drawn[unsettled] = ids.gather(1, index).squeeze(1)
+    return drawn
+
+
+def _draw_candidates(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from the likeliest tokens alone, and where the others could change that.
+
+    Returns int64 [rows], bool [rows], and float64 [rows, 1], what the probabilities divide by.
     """
     width = min(_CANDIDATES, logits.shape[1])
     ids = logits.topk(width, dim=-1).indices.sort(dim=-1).values
@@ -130,17 +178,7 @@ def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> list[int]:
         totals = _weights(logits, rows).sum(dim=-1, keepdim=True, dtype=torch.float64)
         normaliser = normaliser + totals.log()
     index, is_settled = _pick_restricted(values, normaliser, rows, width < logits.shape[1])
-    drawn = _ids(ids.gather(1, index).squeeze(1))
-    unsettled = (~is_settled).nonzero().squeeze(1).tolist()
-    if unsettled:
-        some = logits[unsettled]
-        ids = _falling(some)
-        values = some.gather(1, ids).double() / temperatures[unsettled]
-        theirs = [rows[i] for i in unsettled]
-        index, _ = _pick_restricted(values, normaliser[unsettled], theirs, False)
-        for i, token in zip(unsettled, _ids(ids.gather(1, index).squeeze(1)), strict=True):
-            drawn[i] = token
-    return drawn
+    return ids.gather(1, index).squeeze(1), is_settled, normaliser
 
 
 def _falling(logits: Tensor) -> Tensor:
@@ -167,12 +205,12 @@ def _pick_restricted(
     last = values[:, -1:]
 
     def column(numbers: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype, device=device).unsqueeze(1)
+        return _column(numbers, device, dtype)
 
     limits = [row.settings.top_k or count for row in rows]
     most = column([min(limit, count) for limit in limits], torch.int64)
     is_limited = most < count
-    if bool(is_limited.any()):
+    if any(limit < count for limit in limits):
         places = torch.arange(count, device=device)
         values = values.masked_fill(places >= most, -torch.inf)
         normaliser = torch.where(is_limited, values.logsumexp(dim=-1, keepdim=True), normaliser)
@@ -233,14 +271,19 @@ def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
 
 
 def _temperatures(rows: Sequence[Row], device: torch.device) -> Tensor:
-    values = [row.settings.temperature for row in rows]
-    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+    return _column([row.settings.temperature for row in rows], device)
 
 
 def _noises(rows: Sequence[Row], device: torch.device) -> Tensor:
-    values = [row.noise for row in rows]
-    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+    return _column([row.noise for row in rows], device)
 
 
-def _ids(tensor: Tensor) -> list[int]:
-    return [int(token) for token in tensor.tolist()]
+def _column(
+    numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    return to_device(torch.tensor(numbers, dtype=dtype), device).unsqueeze(1)
+
+
+def _ids(drawn: Tensor) -> list[int]:
+    ids: list[int] = drawn.tolist()
+    return ids

@@ -21,7 +21,7 @@ from services.engine.messages import (
 )
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
-from services.engine.model_runner import ModelRunner
+from services.engine.model_runner import ModelRunner, StepRoom
 from services.engine.scheduler import Scheduler, SchedulerLimits
 from services.engine.step_loop import LoopLimits, StepLoop
 
@@ -90,16 +90,26 @@ def make_loop(
     running: int = 64,
     waiting: int = 1000,
     speculate: bool = False,
+    overlaps: bool = False,
+    padded: bool = False,
     ticks: Sequence[float] = (0.01,),
 ) -> StepLoop:
-    """A loop whose clock goes on by `ticks`, over and over, each time it is read."""
+    """A loop whose clock goes on by `ticks`, over and over, each time it is read.
+
+    padded: run decode steps with as many rows as a GPU would.
+    """
     limits = SchedulerLimits(running, step_tokens, 2.0, BLOCK, speculate)
     clock = accumulate(cycle(ticks))
     return StepLoop(
         Scheduler(limits, BlockPool(blocks)),
-        ModelRunner(decoder, decoder.allocate_cache(blocks, BLOCK)),
+        ModelRunner(
+            decoder,
+            decoder.allocate_cache(blocks + 1, BLOCK),
+            StepRoom(step_tokens + running, running, CONTEXT // BLOCK) if padded else None,
+        ),
         LoopLimits(frozenset({EOS}), waiting),
         lambda: next(clock),
+        overlaps=overlaps,
     )
 
 

@@ -1,0 +1,276 @@
+"""Steps that overlap must give what steps one after the other give."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.engine.messages import (
+    CancelRequest,
+    FinishCause,
+    Finished,
+    FlushCache,
+    GrantCredit,
+    Mask,
+    Output,
+    RequestDone,
+    SamplingSettings,
+    SetMasks,
+    Token,
+)
+from services.engine.model.decoder import Decoder
+from services.engine.sampling import draw
+from services.engine.step_loop import StepLoop
+from tests.unit.engine.tiny import (
+    EOS,
+    VOCABULARY,
+    load_tiny,
+    make_loop,
+    make_request,
+    run,
+    tokens_of,
+)
+
+PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=40)
+KINDS: dict[str, SamplingSettings] = {
+    "greedy": SamplingSettings(0.0, 1.0, 0, 0.0, 1),
+    "plain": SamplingSettings(0.7, 1.0, 0, 0.0, 1),
+    "restricted": SamplingSettings(0.7, 0.9, 0, 0.05, 1),
+    "top-k": SamplingSettings(1.0, 1.0, 3, 0.0, 1),
+    "penalised": SamplingSettings(0.7, 1.0, 0, 0.0, 1, repetition_penalty=1.3),
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws among so few candidates that many have to be made again from all tokens."""
+    monkeypatch.setattr(draw, "_CANDIDATES", 3)
+
+
+@given(
+    prompts=st.lists(
+        st.tuples(PROMPTS, st.sampled_from(sorted(KINDS)), st.integers(1, 12), st.integers(1, 3)),
+        min_size=1,
+        max_size=6,
+    ),
+    blocks=st.integers(40, 120),
+    step_tokens=st.integers(3, 64),
+    logprobs=st.sampled_from([None, None, 0]),
+    credit=st.sampled_from([None, None, 1, 5]),
+)
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@pytest.mark.usefixtures("few_candidates")
+def test_overlap_never_changes_output(
+    decoder: Decoder,
+    prompts: list[tuple[list[int], str, int, int]],
+    blocks: int,
+    step_tokens: int,
+    logprobs: int | None,
+    credit: int | None,
+) -> None:
+    """Some end by a stop token, some are penalised and can't run ahead, n choices share blocks."""
+    requests = [
+        make_request(
+            handle,
+            [prompt],
+            n=n,
+            max_tokens=length,
+            sampling=replace(KINDS[kind], seed=handle),
+            stop=frozenset({handle, 17, 30}),
+            ignore_eos=handle % 2 == 0,
+            min_tokens=handle % 3,
+            logprobs=logprobs if handle == 0 else None,
+            credit=credit,
+        )
+        for handle, (prompt, kind, length, n) in enumerate(prompts)
+    ]
+    more = [GrantCredit(handle, 100) for handle in range(len(prompts))]
+
+    def outcome(overlaps: bool) -> tuple[object, object]:
+        loop = make_loop(decoder, blocks=blocks, step_tokens=step_tokens, overlaps=overlaps)
+        outputs = run(loop, requests) if credit is None else run_with_credit(loop, requests, more)
+        ends = {
+            (o.handle, o.sequence): (o.cause, o.token_id, o.completion_tokens)
+            for o in outputs
+            if isinstance(o, Finished)
+        }
+        positions: dict[tuple[int, int], int] = {}
+        for o in outputs:
+            if isinstance(o, Token):
+                assert o.position == positions.get((o.handle, o.sequence), 0)
+                positions[o.handle, o.sequence] = o.position + 1
+        return tokens_of(outputs), ends
+
+    assert outcome(True) == outcome(False)
+
+
+def run_with_credit(
+    loop: StepLoop, requests: Sequence[object], more: Sequence[GrantCredit]
+) -> list[Output]:
+    """Let all use their credit up before they get more."""
+    loop.apply(requests)  # type: ignore[arg-type]
+    outputs = list(loop.step(list).outputs)
+    while loop.progressed:
+        outputs += loop.step(list).outputs
+        loop.check()
+    return outputs + run(loop, more)
+
+
+@given(prompts=st.lists(PROMPTS, min_size=2, max_size=8), blocks=st.integers(14, 30))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_preemption_never_changes_output(
+    decoder: Decoder, prompts: list[list[int]], blocks: int
+) -> None:
+    requests = [
+        make_request(i, [prompt], max_tokens=14, temperature=0.5, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    plain, overlapped = (
+        tokens_of(run(make_loop(decoder, blocks=blocks, overlaps=overlaps), requests))
+        for overlaps in (False, True)
+    )
+    assert plain == overlapped
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), PROMPTS, st.integers(1, 3)),
+        st.tuples(st.just("cancel"), st.integers(0, 9), st.integers(0, 3)),
+        st.tuples(st.just("flush"), st.none(), st.none()),
+        st.tuples(st.just("step"), st.none(), st.none()),
+    ),
+    max_size=30,
+)
+
+
+@given(actions=ACTIONS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_request_ends_once_and_no_block_is_leaked(
+    decoder: Decoder, actions: list[tuple[str, object, object]]
+) -> None:
+    loop = make_loop(decoder, blocks=16, step_tokens=16, overlaps=True)
+    choices: list[int] = []
+    outputs: list[Output] = []
+    for action, first, second in actions:
+        if action == "add":
+            assert isinstance(first, list)
+            assert isinstance(second, int)
+            loop.apply([make_request(len(choices), [first], n=second, max_tokens=6)])
+            choices.append(second)
+        elif action == "cancel":
+            assert isinstance(first, int)
+            assert isinstance(second, int)
+            if first < len(choices):
+                sequences = (second,) if second < choices[first] else ()
+                loop.apply([CancelRequest(first, sequences)])
+        elif action == "flush":
+            loop.apply([FlushCache()])
+        else:
+            outputs += loop.step(list).outputs
+        loop.check()
+    outputs += run(loop, [])
+    ended = [o.handle for o in outputs if isinstance(o, RequestDone)]
+    assert sorted(ended) == list(range(len(choices)))
+    finished = [(o.handle, o.sequence) for o in outputs if isinstance(o, Finished)]
+    assert sorted(finished) == [(h, i) for h, n in enumerate(choices) for i in range(n)]
+    load = loop.take_output().load
+    assert load.free_blocks == load.total_blocks
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_reported(
+    decoder: Decoder,
+) -> None:
+    loop = make_loop(decoder, overlaps=True)
+    loop.apply([make_request(1, [[1, 2, 3]], max_tokens=4)])
+    reported = [len(tokens_of(loop.step(list).outputs).get((1, 0), [])) for _ in range(5)]
+    assert reported == [0, 1, 1, 1, 1]
+    assert loop.take_output().load.steps == 4  # none in vain: the end by length is foreseen
+    assert loop.is_idle
+
+
+def test_a_sequence_that_ended_costs_one_row_in_vain(decoder: Decoder) -> None:
+    prompt = [1, 2, 3]
+    tokens = tokens_of(run(make_loop(decoder), [make_request(1, [prompt], max_tokens=20)]))[1, 0]
+    stop = tokens[4]
+    loop = make_loop(decoder, overlaps=True)
+    outputs = run(loop, [make_request(1, [prompt], max_tokens=20, stop=frozenset({stop}))])
+    [finished] = [o for o in outputs if isinstance(o, Finished)]
+    assert (finished.cause, finished.token_id) == (FinishCause.STOP_TOKEN, stop)
+    length = tokens.index(stop) + 1
+    assert tokens_of(outputs)[1, 0] == tokens[:length]
+    assert loop.take_output().load.steps == length + 1
+    for was_in_flight in (True, False):
+        assert loop.step(list).outputs == []
+        assert loop.progressed == was_in_flight
+
+
+def test_blocks_of_what_ran_ahead_are_found_again(decoder: Decoder) -> None:
+    """And hold what they are named after: the continuation is the same without the cache."""
+    prompt = [1, 2, 3, 4, 5]
+    for overlaps in (False, True):
+        loop = make_loop(decoder, overlaps=overlaps)
+        first = tokens_of(run(loop, [make_request(1, [prompt], max_tokens=20, temperature=0.8)]))
+        longer = [*prompt, *first[1, 0], 7]
+        again = run(loop, [make_request(2, [longer], max_tokens=10)])
+        [done] = [o for o in again if isinstance(o, RequestDone)]
+        assert done.cached_tokens == 24  # 24 of the 25 tokens were computed: six whole blocks
+        alone = run(make_loop(decoder), [make_request(2, [longer], max_tokens=10)])
+        assert tokens_of(again) == tokens_of(alone)
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_wrong_guess_is_computed_again_and_never_cached(decoder: Decoder) -> None:
+    sampling = SamplingSettings(3.0, 0.95, 0, 0.0, 5)
+    request = make_request(1, [[1, 2, 3]], max_tokens=40, sampling=sampling)
+    plain, loop = make_loop(decoder), make_loop(decoder, overlaps=True)
+    tokens = tokens_of(run(plain, [request]))
+    assert tokens_of(run(loop, [request])) == tokens
+    assert loop.take_output().load.steps > plain.take_output().load.steps  # some were wrong
+    longer = make_request(2, [[1, 2, 3, *tokens[1, 0], 7]], max_tokens=10)
+    again = run(loop, [longer])
+    assert [o.cached_tokens for o in again if isinstance(o, RequestDone)] == [40]
+    assert tokens_of(again) == tokens_of(run(make_loop(decoder), [longer]))
+
+
+def test_one_that_waits_for_its_mask_stops_the_overlap_and_changes_nothing(
+    decoder: Decoder,
+) -> None:
+    allowed = bytes([0b11111110, *[255] * (VOCABULARY // 8 - 1)])
+
+    def outcome(overlaps: bool) -> dict[tuple[int, int], list[int]]:
+        loop = make_loop(decoder, overlaps=overlaps)
+        loop.apply([make_request(1, [[1, 2, 3]], max_tokens=20)])
+        outputs = [o for _ in range(3) for o in loop.step(list).outputs]
+        loop.apply([make_request(2, [[4, 5]], max_tokens=5, constrained=True)])
+        outputs += loop.step(list).outputs
+        for position in range(5):
+            loop.apply([SetMasks([Mask(2, 0, position, (), allowed, False)])])
+            outputs += loop.step(list).outputs
+            outputs += loop.step(list).outputs
+            loop.check()
+        return tokens_of([*outputs, *run(loop, [])])
+
+    assert outcome(True) == outcome(False)
+    assert EOS not in outcome(True)[2, 0]
+
+
+def test_padded_rows_change_nothing(decoder: Decoder) -> None:
+    """As a GPU's graphs want them; here the padded steps are run without graphs."""
+    requests = [
+        make_request(i, [[i + 1, 2, 3] * 4], max_tokens=6 + i, temperature=0.7, seed=i)
+        for i in range(5)
+    ]
+    for overlaps in (False, True):
+        padded = make_loop(decoder, padded=True, overlaps=overlaps)
+        assert tokens_of(run(padded, requests)) == tokens_of(run(make_loop(decoder), requests))
