@@ -1,12 +1,10 @@
 """Attention over a paged cache. Nothing outside this folder knows which backend is at work."""
 
-import logging
-
 import torch
 from torch import Tensor
 
 from services.engine.attention.interface import DEFAULT_BLOCK_SIZE, AttentionBackend, KVCache
-from services.engine.attention.native_backend import AmxAttention, NativeAttention, TiledAttention
+from services.engine.attention.native_backend import AmxAttention, NativeAttention
 from services.engine.attention.torch_backend import TorchAttention
 from services.engine.kernels.amx import runs_on_amx
 from services.engine.kernels.library import native
@@ -15,16 +13,13 @@ from services.engine.model.spec import ModelSpec
 __all__ = ["DEFAULT_BLOCK_SIZE", "AttentionBackend", "KVCache", "choose_backend"]
 
 
-_LOG = logging.getLogger(__name__)
-
-
 def choose_backend(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
     sinks: tuple[Tensor, ...] | None = None,
 ) -> AttentionBackend:
-    """The fastest backend that this machine, this dtype, this shape and this softmax allow.
+    """The fastest backend that this machine, this dtype and this shape allow.
 
     `sinks`: for each layer, float32 [heads], where the family has them.
     """
@@ -35,11 +30,6 @@ def choose_backend(
         return XformersAttention(spec, dtype, device, sinks)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchAttention(spec, dtype, device, sinks)
-    on_amx = runs_on_amx(spec, dtype, device)
-    if not spec.has_plain_attention:
-        _LOG.warning(
-            "attention runs in torch, slower than the kernels, which have no soft caps and no sinks"
-        )
-        plain = TorchAttention(spec, dtype, device, sinks)
-        return TiledAttention(plain) if on_amx else plain
-    return AmxAttention(native, spec) if on_amx else NativeAttention(native, spec, dtype)
+    if runs_on_amx(spec, dtype, device):
+        return AmxAttention(native, spec, sinks)
+    return NativeAttention(native, spec, dtype, sinks)

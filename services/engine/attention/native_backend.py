@@ -8,12 +8,12 @@ from torch import Tensor
 from services.engine.attention.interface import AttentionBackend, KVCache
 from services.engine.attention.torch_backend import TorchAttention
 from services.engine.batch import StepBatch
-from services.engine.kernels.amx import TILE, to_tiles
+from services.engine.kernels.amx import TILE
 from services.engine.kernels.library import DTYPES, AttentionCall, Native
 from services.engine.kernels.memory import allocate
 from services.engine.model.spec import ModelSpec
 
-__all__ = ["AmxAttention", "NativeAttention", "TiledAttention"]
+__all__ = ["AmxAttention", "NativeAttention"]
 
 
 class NativeAttention(TorchAttention):
@@ -22,8 +22,14 @@ class NativeAttention(TorchAttention):
     The cache's layout is TorchAttention's.
     """
 
-    def __init__(self, native: Native, spec: ModelSpec, dtype: torch.dtype) -> None:
-        super().__init__(spec, dtype, torch.device("cpu"))
+    def __init__(
+        self,
+        native: Native,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        sinks: tuple[Tensor, ...] | None = None,
+    ) -> None:
+        super().__init__(spec, dtype, torch.device("cpu"), sinks)
         self._native = native
 
     def _write_and_decode(
@@ -36,7 +42,7 @@ class NativeAttention(TorchAttention):
         cache: KVCache,
         out: Tensor,
     ) -> None:
-        call = _call(self._spec, layer, queries, keys, values, batch, cache, out)
+        call = _call(self._spec, self._sinks, layer, queries, keys, values, batch, cache, out)
         call.sequences = batch.num_decodes
         self._native.paged_decode(byref(call))
 
@@ -48,9 +54,12 @@ class AmxAttention(AttentionBackend):
     dimension in tiles (src/kernels.h, tw_amx_attend).
     """
 
-    def __init__(self, native: Native, spec: ModelSpec) -> None:
+    def __init__(
+        self, native: Native, spec: ModelSpec, sinks: tuple[Tensor, ...] | None = None
+    ) -> None:
         self._native = native
         self._spec = spec
+        self._sinks = sinks
 
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
         if block_size % TILE:
@@ -72,37 +81,13 @@ class AmxAttention(AttentionBackend):
         cache: KVCache,
         out: Tensor,
     ) -> None:
-        call = _call(self._spec, layer, queries, keys, values, batch, cache, out)
+        call = _call(self._spec, self._sinks, layer, queries, keys, values, batch, cache, out)
         self._native.amx_attend(byref(call))
-
-
-class TiledAttention(AttentionBackend):
-    """Another backend's attention where AMX computes the products: its output in tiles."""
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = backend
-
-    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
-        return self._backend.allocate(num_blocks, block_size)
-
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: StepBatch,
-        cache: KVCache,
-        out: Tensor,
-    ) -> None:
-        rows = torch.empty(out.shape, dtype=out.dtype)
-        self._backend.attend(layer, queries, keys, values, batch, cache, rows)
-        tiles = to_tiles(rows)
-        out.as_strided(tiles.shape, tiles.stride()).copy_(tiles)  # `out` ends in the last tile
 
 
 def _call(
     spec: ModelSpec,
+    sinks: tuple[Tensor, ...] | None,
     layer: int,
     queries: Tensor,
     keys: Tensor,
@@ -122,6 +107,7 @@ def _call(
         batch.query_starts.data_ptr(),
         batch.context_lengths.data_ptr(),
         batch.block_tables.data_ptr(),
+        None if sinks is None else sinks[layer].data_ptr(),
         queries.stride(0),
         batch.block_tables.stride(0),
         queries.shape[0],
@@ -132,5 +118,6 @@ def _call(
         cache.block_size,
         spec.windows[layer],
         spec.attention_scale,
+        spec.attention_cap,
         DTYPES[queries.dtype],
     )

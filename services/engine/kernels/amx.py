@@ -16,7 +16,7 @@ _MOST_HEAD_DIM = 256
 
 
 def runs_on_amx(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether AMX computes a model's products and, if it can, attention.
+    """Whether AMX computes a model's products and attention.
 
     Between them activations are kept in tiles (src/kernels.h), which only they understand.
     """

@@ -79,6 +79,7 @@ class AttentionCall(ctypes.Structure):
         ("query_starts", c_void_p),
         ("context_lengths", c_void_p),
         ("block_tables", c_void_p),
+        ("sinks", c_void_p),
         ("row_stride", c_int64),
         ("table_stride", c_int64),
         ("tokens", c_int64),
@@ -89,6 +90,7 @@ class AttentionCall(ctypes.Structure):
         ("block_size", c_int64),
         ("window", c_int64),
         ("scale", c_float),
+        ("cap", c_float),
         ("dtype", c_int32),
     ]
 

@@ -20,7 +20,7 @@ from services.engine.kernels.library import (
     native,
 )
 from services.engine.model.families import FAMILIES
-from services.engine.model.loader import load_model, load_spec
+from services.engine.model.loader import load_spec
 from services.engine.model.spec import ModelSpec
 
 from .checkpoints import CONFIGS, make_checkpoint
@@ -49,16 +49,18 @@ def make_spec(base: ModelSpec, heads: int, kv_heads: int, head_dim: int, window:
     )
 
 
-def make_backend(kind: str, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend:
+def make_backend(
+    kind: str, spec: ModelSpec, dtype: torch.dtype, sinks: tuple[Tensor, ...] | None = None
+) -> AttentionBackend:
     if kind == "torch":
-        return TorchAttention(spec, dtype, torch.device("cpu"))
+        return TorchAttention(spec, dtype, torch.device("cpu"), sinks)
     if native is None:
         pytest.skip("the kernels were not built")
     if kind == "native":
-        return NativeAttention(native, spec, dtype)
+        return NativeAttention(native, spec, dtype, sinks)
     if instruction_set() != InstructionSet.AMX:
         pytest.skip("this machine has no AMX")
-    return AmxAttention(native, spec)
+    return AmxAttention(native, spec, sinks)
 
 
 class Case:
@@ -227,47 +229,55 @@ def test_a_block_may_be_read_in_the_step_that_fills_it(
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 4, 8)], ids=["plain", "sinks"])
 @pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("window", [0, 45])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        ("torch", torch.float32, 1e-5),
+        ("native", torch.float32, 1e-5),
+        ("native", torch.bfloat16, 2e-2),
+        ("amx", torch.bfloat16, 2e-2),
+    ],
+)
 def test_caps_and_sinks_follow_the_definition(
     base: ModelSpec,
+    kind: str,
+    dtype: torch.dtype,
+    tolerance: float,
     window: int,
     cap: float,
     sinks: Tensor | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gemma 2's and gpt-oss's softmax, its logits computed in more than one piece."""
+    """Gemma 2's and gpt-oss's softmax, torch's logits computed in more than one piece."""
     monkeypatch.setattr(torch_backend, "_PIECE", 32)
     spec = make_spec(base, 8, 2, 64, window)
     family = base.family if sinks is None else FAMILIES["GptOssForCausalLM"]
-    case = Case(dataclasses.replace(spec, family=family, attention_cap=cap), torch.float32)
-    every_layer = None if sinks is None else (sinks,)
-    backend = TorchAttention(case.spec, torch.float32, torch.device("cpu"), every_layer)
+    case = Case(dataclasses.replace(spec, family=family, attention_cap=cap), dtype)
+    backend = make_backend(kind, case.spec, dtype, None if sinks is None else (sinks,))
     expected = case.expected(sinks)
-    torch.testing.assert_close(case.run(backend), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(case.run(backend), expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(case.run(backend, stale=torch.nan), case.run(backend))
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "told"),
-    [("gemma2", torch.float32, 1), ("gpt-oss", torch.bfloat16, 1), ("qwen3", torch.bfloat16, 0)],
+    ("kind", "dtype"), [("native", torch.float32), ("amx", torch.bfloat16)], ids=str
 )
-def test_it_is_said_where_the_kernels_are_not_used(
-    family: str,
-    dtype: torch.dtype,
-    told: int,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("sink", [-1e4, 1e4])
+def test_a_sink_may_be_far_from_the_scores(
+    base: ModelSpec, kind: str, dtype: torch.dtype, sink: float
 ) -> None:
-    if native is None:
-        pytest.skip("the kernels were not built")
-    make_checkpoint(tmp_path, CONFIGS[family])
-    caplog.clear()
-    load_model(tmp_path, dtype)
-    assert len([message for message in caplog.messages if "attention" in message]) == told
+    """It takes nothing, or everything."""
+    spec = make_spec(base, 8, 2, 64, 0)
+    case = Case(dataclasses.replace(spec, family=FAMILIES["GptOssForCausalLM"]), dtype)
+    expected = case.expected() if sink < 0 else torch.zeros_like(case.expected())
+    attended = case.run(make_backend(kind, case.spec, dtype, (torch.full((8,), sink),)))
+    torch.testing.assert_close(attended, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("highest", [InstructionSet.BASELINE, InstructionSet.AVX2])
 def test_older_machines_attend_alike(base: ModelSpec, highest: InstructionSet) -> None:
-    case = Case(make_spec(base, 6, 2, 24, 0), torch.float32)
+    spec = dataclasses.replace(make_spec(base, 6, 2, 24, 0), attention_cap=1.5)
+    case = Case(spec, torch.float32)
     with limit_instruction_set(highest):
         attended = case.run(make_backend("native", case.spec, torch.float32))
     torch.testing.assert_close(attended, case.expected(), atol=1e-5, rtol=1e-5)

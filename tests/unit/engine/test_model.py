@@ -1,15 +1,12 @@
 """The forward pass says what transformers says, however a prompt is cut and batched."""
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import services.engine.attention
 import services.engine.model.loader
@@ -17,7 +14,14 @@ from services.engine.attention.native_backend import AmxAttention
 from services.engine.kernels.library import InstructionSet, instruction_set, limit_instruction_set
 from services.engine.model.loader import load_model
 
-from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens, reference_logits
+from .checkpoints import (
+    CONFIGS,
+    Driver,
+    make_checkpoint,
+    make_packed_checkpoint,
+    random_tokens,
+    reference_logits,
+)
 
 TOKENS = 75
 
@@ -70,23 +74,7 @@ def test_logits_equal_those_of_transformers(checkpoint: tuple[Path, PreTrainedMo
 
 def test_packed_experts_compute_like_their_numbers(tmp_path: Path) -> None:
     """gpt-oss as it is published: MXFP4 blocks and scales, here decoded by transformers."""
-    model = make_checkpoint(tmp_path, CONFIGS["gpt-oss"])
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    generator = torch.Generator().manual_seed(5)
-    parameters = dict(model.named_parameters())
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        groups = (experts, outputs, inputs // 32)
-        blocks = torch.randint(256, (*groups, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(121, 126, groups, generator=generator, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        numbers = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-        parameters[name].data.copy_(numbers)
-    save_file(tensors, file)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = make_packed_checkpoint(tmp_path)
     tokens = random_tokens(TOKENS, 1)
     driver = Driver(load_model(tmp_path, torch.float32), [tokens])
     driver.step([(0, TOKENS)])

@@ -123,6 +123,7 @@ class Attention {
       Fetch fetch;
       if (most == kMostKeys) plan_fetch(unit, next, key + most, count, fetch);
       score(unit, key, count, fetch, s);
+      if (a_.cap) cap_scores(unit.num_rows, divide_up(count, kTileInner) * kTileInner, s);
       for (int64_t r = 0; r < unit.num_rows; r++) {
         weigh(unit, r, key, count, s);
         fetch.some();
@@ -133,7 +134,7 @@ class Attention {
       keep(unit, s);
     else
       for (int64_t r = 0; r < unit.num_rows; r++)
-        store(unit, r, s.state + r * a_.head_dim, total(r, s));
+        store(unit, r, s.state + r * a_.head_dim, s.base[r], total(r, s));
   }
 
   // Joins the parts of one unit. `unit.partial` is the first part's.
@@ -156,7 +157,7 @@ class Attention {
           _mm512_store_ps(sum + i, _mm512_fmadd_ps(factor, _mm512_loadu_ps(part + i),
                                                    _mm512_load_ps(sum + i)));
       }
-      store(unit, r, sum, total);
+      store(unit, r, sum, highest, total);
     }
   }
 
@@ -285,6 +286,15 @@ class Attention {
         _tile_stored(3, scores + kTileRows * kScoreStride + kTileRows, kScoreStride * 4);
       }
     }
+  }
+
+  // scores = cap * tanh(scores / cap), both before the scale.
+  void cap_scores(int64_t num_rows, int64_t width, Scratch &s) const {
+    float cap = a_.cap / a_.scale;
+    const __m512 shrink = _mm512_set1_ps(1.0f / cap), grow = _mm512_set1_ps(cap);
+    for (int64_t r = 0; r < num_rows; r++)
+      for (float *at = s.scores + r * kScoreStride, *end = at + width; at < end; at += kLanes)
+        _mm512_store_ps(at, _mm512_mul_ps(grow, tanh(_mm512_mul_ps(shrink, _mm512_load_ps(at)))));
   }
 
   // One row's online softmax step (https://arxiv.org/abs/1805.02867): scores to weights. Any base
@@ -427,11 +437,12 @@ class Attention {
     }
   }
 
-  void store(const Unit &unit, int64_t r, const float *state, float total) const {
+  void store(const Unit &unit, int64_t r, const float *state, float base, float total) const {
     int64_t row = unit.first_row + r;
     int64_t token = a_.query_starts[unit.sequence] + row / a_.group;
     int64_t head = unit.kv_head * a_.group + row % a_.group;
     int64_t width = a_.num_kv_heads * a_.group * a_.head_dim, column = head * a_.head_dim;
+    if (a_.sinks) total += power_of_two(a_.sinks[head] * kLog2E - base);
     __m512 scale = _mm512_set1_ps(1.0f / total);
     for (int64_t i = 0; i < a_.head_dim; i += 16) {
       auto out = static_cast<uint16_t *>(a_.out) + tiled(token, column + i, width);

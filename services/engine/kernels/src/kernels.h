@@ -57,6 +57,7 @@ struct tw_attention {
   const int32_t *query_starts;   // [sequences + 1]
   const int32_t *context_lengths;  // [sequences]
   const int32_t *block_tables;   // [sequences, table_stride]
+  const float *sinks;  // [num_kv_heads * group] logits that join the softmax's sum alone, or null
   int64_t row_stride;
   int64_t table_stride;
   int64_t tokens;
@@ -67,6 +68,7 @@ struct tw_attention {
   int64_t block_size;
   int64_t window;  // latest tokens a query sees; 0: all
   float scale;
+  float cap;  // scores are cap * tanh(score / cap); 0: as they are
   int32_t dtype;
 };
 

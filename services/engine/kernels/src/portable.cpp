@@ -61,6 +61,18 @@ inline float exponential(float x) {
   return p * power;
 }
 
+// tanh(x) to 2 ulp (Cephes tanhf), branch-free too.
+inline float hyperbolic_tangent(float x) {
+  float square = x * x;
+  float p = -5.70498872745e-3f;
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  float near = p * square * x + x, far = 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
+  return square < 0.390625f ? near : far;
+}
+
 template <typename T>
 void rms_norm_row(const T *row, const T *weight, T *out, int64_t width, float epsilon) {
   float squares = 0;
@@ -158,8 +170,13 @@ void attend_part(const tw_attention &a, const T *query, const int32_t *table, in
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < a.head_dim; i++) sum += load(q[i]) * load(key[i]);
         scores[t] = sum * a.scale;
-        highest = maximum(highest, scores[t]);
       }
+      if (a.cap) {
+#pragma omp simd
+        for (int64_t t = 0; t < count; t++)
+          scores[t] = a.cap * hyperbolic_tangent(scores[t] / a.cap);
+      }
+      for (int64_t t = 0; t < count; t++) highest = maximum(highest, scores[t]);
       float correction = exponential(state[a.head_dim] - highest), total = 0;
 #pragma omp simd reduction(+ : total)
       for (int64_t t = 0; t < count; t++) {
@@ -180,14 +197,17 @@ void attend_part(const tw_attention &a, const T *query, const int32_t *table, in
   }
 }
 
-// Joins the parts of one query head. parts: [num_parts] states, `stride` floats apart.
+// Joins the parts of one query head. parts: [num_parts] states, `stride` floats apart. `sink` is
+// the head's, or null.
 template <typename T>
-void merge_parts(const float *parts, int64_t num_parts, int64_t stride, int64_t head_dim, T *out) {
+void merge_parts(const float *parts, int64_t num_parts, int64_t stride, int64_t head_dim,
+                 const float *sink, T *out) {
   float highest = -1e30f, total = 0;
   for (int64_t p = 0; p < num_parts; p++)
     highest = maximum(highest, parts[p * stride + head_dim]);
   for (int64_t p = 0; p < num_parts; p++)
     total += parts[p * stride + head_dim + 1] * exponential(parts[p * stride + head_dim] - highest);
+  if (sink) total += exponential(*sink - highest);
   for (int64_t i = 0; i < head_dim; i++) {
     float sum = 0;
     for (int64_t p = 0; p < num_parts; p++)
@@ -229,11 +249,11 @@ void paged_decode(const tw_attention &a) {
   for_rows(units * a.group, [&](int64_t row) {
     int64_t unit = row / a.group, g = row % a.group, s = unit / a.num_kv_heads;
     int64_t num_parts = (a.context_lengths[s] + kPart - 1) / kPart;
+    int64_t head = unit % a.num_kv_heads * a.group + g;
     T *out = static_cast<T *>(a.out) +
-             (a.query_starts[s] * a.num_kv_heads + unit % a.num_kv_heads) * a.group * a.head_dim +
-             g * a.head_dim;
+             (a.query_starts[s] * a.num_kv_heads * a.group + head) * a.head_dim;
     merge_parts(parts + unit * most_parts * state + g * (a.head_dim + 2), num_parts, state,
-                a.head_dim, out);
+                a.head_dim, a.sinks ? a.sinks + head : nullptr, out);
   });
   free(parts);
 }
