@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.engine.messages import (
+    AddRequest,
     CancelRequest,
     FinishCause,
     Finished,
@@ -99,7 +100,10 @@ def test_overlap_never_changes_output(
 
     def outcome(overlaps: bool) -> tuple[object, object]:
         loop = make_loop(decoder, blocks=blocks, step_tokens=step_tokens, overlaps=overlaps)
-        outputs = run(loop, requests) if credit is None else run_with_credit(loop, requests, more)
+        if credit is None:
+            outputs = run(loop, requests)
+        else:
+            outputs = run_with_credit(loop, requests, credit, more)
         ends = {
             (o.handle, o.sequence): (o.cause, o.token_id, o.completion_tokens)
             for o in outputs
@@ -116,14 +120,15 @@ def test_overlap_never_changes_output(
 
 
 def run_with_credit(
-    loop: StepLoop, requests: Sequence[object], more: Sequence[GrantCredit]
+    loop: StepLoop, requests: Sequence[AddRequest], credit: int, more: Sequence[GrantCredit]
 ) -> list[Output]:
     """Let all use their credit up before they get more."""
-    loop.apply(requests)  # type: ignore[arg-type]
+    loop.apply(requests)
     outputs = list(loop.step(list).outputs)
     while loop.progressed:
         outputs += loop.step(list).outputs
         loop.check()
+    assert all(len(tokens) <= credit for tokens in tokens_of(outputs).values())
     return outputs + run(loop, more)
 
 
@@ -241,6 +246,22 @@ def test_a_wrong_guess_is_computed_again_and_never_cached(decoder: Decoder) -> N
     again = run(loop, [longer])
     assert [o.cached_tokens for o in again if isinstance(o, RequestDone)] == [40]
     assert tokens_of(again) == tokens_of(run(make_loop(decoder), [longer]))
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_block_computed_from_a_wrong_guess_is_not_cached(decoder: Decoder) -> None:
+    """Cancelled before the right token takes its place, which no later step then writes."""
+    sampling = SamplingSettings(3.0, 0.95, 0, 0.0, 5)
+    whole = make_request(1, [[1, 2, 3]], max_tokens=40, sampling=sampling)
+    tokens = tokens_of(run(make_loop(decoder), [whole]))[1, 0]
+    longer = make_request(2, [[1, 2, 3, *tokens, 7]], max_tokens=4)
+    expected = tokens_of(run(make_loop(decoder), [longer]))[2, 0]
+    for steps in range(2, 50):
+        loop = make_loop(decoder, overlaps=True)
+        loop.apply([whole])
+        for _ in range(steps):
+            loop.step(list)
+        assert tokens_of(run(loop, [CancelRequest(1), longer]))[2, 0] == expected
 
 
 def test_one_that_waits_for_its_mask_stops_the_overlap_and_changes_nothing(
