@@ -18,8 +18,7 @@ inline uint16_t round_to_bfloat16(float value) {
 }
 
 // Fetches the lines of a step. Requests made as fast as the core can make them fill its queues, and
-// all else waits: a pause of a few instructions between two of them is worth a quarter of the
-// bandwidth (24 to 33 GB/s at 32 rows; none with twice the pause).
+// all else waits: with a pause of a few instructions between two of them, more arrive in the end.
 inline void fetch_step(const uint16_t *from) {
 #pragma GCC unroll 1
   for (int64_t line = 0; line < kPair; line++) {
@@ -28,20 +27,13 @@ inline void fetch_step(const uint16_t *from) {
   }
 }
 
-// Fetches `lines` of `all` cache lines, in an order that goes along so many streams.
-inline void fetch_next(const uint16_t *from, int64_t all, int64_t streams, int64_t first,
+// Fetches `lines` of `all` cache lines, from `first` on: in order, or along several streams.
+inline void fetch_next(const uint16_t *from, int64_t all, bool streams, int64_t first,
                        int64_t lines) {
   for (int64_t i = first; i < first + lines; i++) {
-    const uint16_t *line = from + (i % streams * (all / streams) + i / streams) * kTileInner;
-    _mm_prefetch(reinterpret_cast<const char *>(line), _MM_HINT_T1);
+    int64_t line = streams ? i % kStreams * (all / kStreams) + i / kStreams : i;
+    _mm_prefetch(reinterpret_cast<const char *>(from + line * kTileInner), _MM_HINT_T1);
   }
-}
-
-// Some of the rows of finished products, `at` by `at`.
-inline void finish_some(const tw_linear &a, const Finished &finished, int64_t at, int64_t rows) {
-  int64_t end = smaller((at + 1) * rows, finished.count);
-  for (int64_t i = at * rows; i < end; i++)
-    finish_row(a, finished.products + i * kPair, finished.row + i, finished.panel);
 }
 
 // Up to 32 rows: memory is what takes the time. Panels are read while they are multiplied.
@@ -58,12 +50,12 @@ void multiply_block(const tw_linear &a, const Share &share, float *products) {
     zero_products();
     multiply_tiles<kTwoRowTiles>(rows, weights, depth, [&](int64_t at) {
       fetch_step(weights + kNear + at * kStep);
-      finish_some(a, finished, at, rows_a_step);
+      finish_rows(a, finished, at * rows_a_step, (at + 1) * rows_a_step);
     });
     store_products(sums);
     finished = {sums, share.start, count, panel};
   }
-  finish_some(a, finished, 0, kPair);
+  finish_rows(a, finished, 0, kPair);
 }
 
 // A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache while they meet; sums
@@ -71,45 +63,50 @@ void multiply_block(const tw_linear &a, const Share &share, float *products) {
 // order of the inputs, always in float32.
 void multiply(const tw_linear &a, const Share &share, const Order &order, float *products) {
   int64_t depth = a.inputs / kTileInner, blocks = divide_up(share.end - share.start, kPair);
-  const auto *tiles = static_cast<const uint16_t *>(a.rows);
+  const auto *rows = static_cast<const uint16_t *>(a.rows) + share.start * a.inputs;
   const auto *packed = static_cast<const uint16_t *>(a.packed);
+  auto operands = [&](int64_t block, const Part &part) {
+    return Operands{rows + (block * depth + part.step) * kStep,
+                    packed + (part.panel * depth + part.step) * kStep};
+  };
   int64_t lines = divide_up(kPair, blocks);  // to fetch in a step
-  int64_t streams = blocks > kFewBlocks ? 1 : kStreams;
-  int64_t configured = 0;
+  bool streams = blocks <= kFewBlocks;
+  alignas(64) float whole[2][kPair * kPair];  // sums that wait for nothing but being finished
   Finished finished{};
-  for (int64_t sweep = 0; sweep < depth; sweep += order.sweep) {
-    int64_t sweep_end = smaller(sweep + order.sweep, depth);
-    for (int64_t panel = share.first; panel < share.last; panel++) {
-      for (int64_t step = sweep; step < sweep_end; step += order.part) {
-        int64_t steps = smaller(order.part, sweep_end - step);
-        int64_t rows_a_step = divide_up(kPair, steps);
-        bool last = step + steps == depth;
-        const uint16_t *weights = packed + (panel * depth + step) * kStep;
-        const uint16_t *next = weights + steps * kStep;
-        if (step + steps == sweep_end) next += (depth - (sweep_end - sweep)) * kStep;
-        for (int64_t block = 0; block < blocks; block++) {
-          int64_t row = share.start + block * kPair, count = smaller(share.end - row, kPair);
-          if (count != configured) configure_tiles(configured = count);
-          int64_t slot = order.sweeps ? (panel - share.first) * blocks + block : block;
-          float *sums = products + slot * kPair * kPair;
-          if (step)
-            load_products(sums);
-          else
-            zero_products();
-          bool cold = panel == share.first && block == 0;
-          const uint16_t *rows = tiles + (row / kPair * depth + step) * kStep;
-          multiply_tiles<true>(rows, weights, steps, [&](int64_t at) {
-            if (cold) fetch_step(weights + kNear + at * kStep);
-            fetch_next(next, steps * kPair, streams, (block * steps + at) * lines, lines);
-            finish_some(a, finished, at, rows_a_step);
-          });
-          store_products(sums);
-          finished = {sums, row, last ? count : 0, panel};
-        }
-      }
+  Part part{0, share.first, 0, smaller(order.part, order.sweep)};
+  configure_tiles(kPair);
+  load_operands(operands(0, part));
+  while (part.sweep < depth) {
+    Part next = after(part, share, order, depth);
+    Operands ahead = operands(0, next.steps ? next : part);
+    // The block before is finished late: what tiles have just stored is slow to be read.
+    int64_t wait = part.steps * 3 / 4, rows_a_step = divide_up(kPair, part.steps - wait);
+    bool last = part.step + part.steps == depth;
+    for (int64_t block = 0; block < blocks; block++) {
+      int64_t row = share.start + block * kPair, count = smaller(share.end - row, kPair);
+      int64_t slot = order.sweeps ? (part.panel - share.first) * blocks + block : block;
+      float *sums = products + slot * kPair * kPair;
+      Operands at = operands(block, part);
+      bool cold = part.panel == share.first && block == 0;
+      if (part.step)
+        load_products(sums);
+      else
+        zero_products();
+      if (last) sums = whole[block % 2];
+      Operands following = block + 1 < blocks ? operands(block + 1, part) : ahead;
+      multiply_chained(at, part.steps, following, [&](int64_t step) {
+        if (cold) fetch_step(at.panel + kNear + step * kStep);
+        fetch_next(ahead.panel, part.steps * kPair, streams, (block * part.steps + step) * lines,
+                   lines);
+        if (step >= wait)
+          finish_rows(a, finished, (step - wait) * rows_a_step, (step - wait + 1) * rows_a_step);
+      });
+      store_products(sums);
+      finished = {sums, row, last ? count : 0, part.panel};
     }
+    part = next;
   }
-  finish_some(a, finished, 0, kPair);
+  finish_rows(a, finished, 0, kPair);
 }
 
 }  // namespace

@@ -5,34 +5,12 @@
 
 namespace {
 
-// Fetches what finish_row is going to write to some rows, where that is scattered.
+// Fetches what finish_rows is going to write to some rows, where that is scattered.
 void fetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
   if (a.epilogue == TW_GATE) return;
   int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.outputs * size;
   const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
   for (; row < end; row++) _mm_prefetch(out + row * stride, _MM_HINT_T1);
-}
-
-// Some steps of a panel, within a sweep that starts with step `sweep` of every panel.
-struct Part {
-  int64_t sweep, panel;
-  int64_t step, steps;
-};
-
-// The part after this one; past the last one: of no steps, in a sweep that starts at `depth`.
-inline Part after(Part at, const Share &share, const Order &order, int64_t depth) {
-  int64_t end = smaller(at.sweep + order.sweep, depth);
-  at.step += at.steps;
-  if (at.step == end) {
-    if (++at.panel == share.last) {
-      at.panel = share.first;
-      at.sweep = end;
-      end = smaller(at.sweep + order.sweep, depth);
-    }
-    at.step = at.sweep;
-  }
-  at.steps = smaller(order.part, end - at.step);
-  return at;
 }
 
 // Weights that are widened to bfloat16, which holds them exactly, while the part before theirs is
@@ -111,7 +89,6 @@ class Weights {
 
 alignas(64) thread_local uint16_t Weights::widened[2][kMostSteps * kStep];
 
-
 // As with bfloat16 weights (amx_linear.cpp), part after part: one is widened while the one before it
 // is multiplied.
 void multiply(const tw_linear &a, const Share &share, const Order &order, float *products) {
@@ -146,8 +123,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
         weights.prepare(block * part.steps + step);
         int64_t from = step * rows_a_step, to = from + rows_a_step;
         if (last) fetch_out(a, row + from, row + smaller(to, count), part.panel);
-        for (int64_t i = from; i < smaller(to, finished.count); i++)
-          finish_row(a, finished.products + i * kPair, finished.row + i, finished.panel);
+        finish_rows(a, finished, from, to);
       };
       const uint16_t *rows = tiles + (row / kPair * depth + part.step) * kStep;
       if (blocks > 1 || count > kTileRows)
@@ -159,8 +135,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
     }
     part = next;
   }
-  for (int64_t i = 0; i < finished.count; i++)
-    finish_row(a, finished.products + i * kPair, finished.row + i, finished.panel);
+  finish_rows(a, finished, 0, kPair);
 }
 
 }  // namespace

@@ -20,8 +20,8 @@ constexpr int64_t kFewestRows = 128;
 constexpr int64_t kMostRows = 512;
 constexpr int64_t kMostElements = 512 << 10;
 constexpr int64_t kMostPanels = 8;  // of an item whose sums wait for the next sweep
-// Shares of a thread: enough for one that is slow or away.
-constexpr int64_t kShares = 4;
+// Shares of a thread: enough for one that is slow; each reads its rows into the cache anew.
+constexpr int64_t kShares = 2;
 
 inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
   if (dtype == TW_FLOAT32) return static_cast<const float *>(weight)[index];
@@ -60,43 +60,35 @@ inline void multiply_tiles(const uint16_t *rows, const uint16_t *panel, int64_t 
   }
 }
 
-// Writes one row of 32 products where the epilogue wants them.
-inline void finish_row(const tw_linear &a, const float *product, int64_t row, int64_t panel) {
-  __m512 low = _mm512_load_ps(product), high = _mm512_load_ps(product + kTileRows);
-  int64_t column = panel * kPair;
-  if (a.scales) {
-    low = _mm512_mul_ps(low, _mm512_loadu_ps(a.scales + column));
-    high = _mm512_mul_ps(high, _mm512_loadu_ps(a.scales + column + kTileRows));
+// What a step multiplies: 32 rows and a panel.
+struct Operands {
+  const uint16_t *rows, *panel;
+};
+
+inline void load_operands(const Operands &at) {
+  _tile_stream_loadd(4, at.rows, 64);
+  _tile_loadd(6, at.panel, 64);
+  _tile_loadd(7, at.panel + kTile, 64);
+  _tile_stream_loadd(5, at.rows + kTile, 64);
+}
+
+// As multiply_tiles<true>, but the first step's operands are in their tiles already, and those that
+// follow are in the end: the sums are stored after that, which the tile unit need not wait for.
+template <typename Meanwhile>
+inline void multiply_chained(Operands at, int64_t steps, const Operands &following,
+                             const Meanwhile &meanwhile) {
+  for (int64_t step = 0; step < steps; step++) {
+    meanwhile(step);
+    at = step + 1 < steps ? Operands{at.rows + kStep, at.panel + kStep} : following;
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_stream_loadd(4, at.rows, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_loadd(6, at.panel, 64);
+    _tile_dpbf16ps(3, 5, 7);
+    _tile_loadd(7, at.panel + kTile, 64);
+    _tile_stream_loadd(5, at.rows + kTile, 64);
   }
-  if (a.bias) {
-    low = _mm512_add_ps(low, _mm512_loadu_ps(a.bias + column));
-    high = _mm512_add_ps(high, _mm512_loadu_ps(a.bias + column + kTileRows));
-  }
-  if (a.epilogue == TW_GATE) {
-    __m512 one = _mm512_set1_ps(1.0f);
-    __m512 decay = exp2(_mm512_mul_ps(low, _mm512_set1_ps(-kLog2E)));
-    __m512 gated = _mm512_mul_ps(_mm512_div_ps(low, _mm512_add_ps(one, decay)), high);
-    auto out = static_cast<uint16_t *>(a.out) +
-               tiled(row, panel * kTileRows, a.outputs / 2);
-    _mm256_store_si256(reinterpret_cast<__m256i *>(out), to_bfloat16(gated));
-    return;
-  }
-  int64_t left = a.outputs - column;
-  uint32_t mask = left >= kPair ? 0xffffffffu : (1u << left) - 1;
-  auto first = static_cast<__mmask16>(mask), second = static_cast<__mmask16>(mask >> 16);
-  if (a.epilogue == TW_STORE_FLOAT32) {
-    float *out = static_cast<float *>(a.out) + row * a.outputs + column;
-    _mm512_mask_storeu_ps(out, first, low);
-    _mm512_mask_storeu_ps(out + kTileRows, second, high);
-    return;
-  }
-  auto out = static_cast<uint16_t *>(a.out) + row * a.outputs + column;
-  if (a.epilogue == TW_ADD) {
-    low = _mm512_add_ps(low, to_float(_mm256_maskz_loadu_epi16(first, out)));
-    high = _mm512_add_ps(high, to_float(_mm256_maskz_loadu_epi16(second, out + kTileRows)));
-  }
-  _mm256_mask_storeu_epi16(out, first, to_bfloat16(low));
-  _mm256_mask_storeu_epi16(out + kTileRows, second, to_bfloat16(high));
 }
 
 // Rows start to end - 1 and panels first to last - 1, which one item of a loop multiplies.
@@ -111,6 +103,52 @@ struct Finished {
   int64_t row, count;
   int64_t panel;
 };
+
+// Writes rows `from` to `to` - 1 of them, as far as there are, where the epilogue wants them.
+inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t from, int64_t to) {
+  to = smaller(to, finished.count);
+  if (from >= to) return;
+  // Copies: the compiler must take it that a store of products changes `a`.
+  const int32_t epilogue = a.epilogue;
+  const int64_t outputs = a.outputs, column = finished.panel * kPair, left = outputs - column;
+  const float *scales = a.scales ? a.scales + column : nullptr;
+  const float *bias = a.bias ? a.bias + column : nullptr;
+  const float *product = finished.products + from * kPair;
+  void *const all = a.out;
+  const uint32_t mask = left >= kPair ? 0xffffffffu : (1u << left) - 1;
+  for (int64_t row = finished.row + from; row < finished.row + to; row++, product += kPair) {
+    __m512 low = _mm512_load_ps(product), high = _mm512_load_ps(product + kTileRows);
+    if (scales) {
+      low = _mm512_mul_ps(low, _mm512_loadu_ps(scales));
+      high = _mm512_mul_ps(high, _mm512_loadu_ps(scales + kTileRows));
+    }
+    if (bias) {
+      low = _mm512_add_ps(low, _mm512_loadu_ps(bias));
+      high = _mm512_add_ps(high, _mm512_loadu_ps(bias + kTileRows));
+    }
+    if (epilogue == TW_GATE) {
+      __m512 one = _mm512_set1_ps(1.0f);
+      __m512 decay = exp2(_mm512_mul_ps(low, _mm512_set1_ps(-kLog2E)));
+      __m512 gated = _mm512_mul_ps(_mm512_div_ps(low, _mm512_add_ps(one, decay)), high);
+      auto *out = static_cast<uint16_t *>(all) + tiled(row, column / 2, outputs / 2);
+      _mm256_store_si256(reinterpret_cast<__m256i *>(out), to_bfloat16(gated));
+    } else if (epilogue == TW_STORE_FLOAT32) {
+      auto *out = static_cast<float *>(all) + row * outputs + column;
+      _mm512_mask_storeu_ps(out, static_cast<__mmask16>(mask), low);
+      _mm512_mask_storeu_ps(out + kTileRows, static_cast<__mmask16>(mask >> 16), high);
+    } else {
+      auto *out = static_cast<uint16_t *>(all) + row * outputs + column;
+      if (epilogue == TW_ADD) {
+        __m512i before = _mm512_maskz_loadu_epi16(mask, out);
+        low = _mm512_add_ps(low, to_float(_mm512_castsi512_si256(before)));
+        high = _mm512_add_ps(high, to_float(_mm512_extracti64x4_epi64(before, 1)));
+      }
+      // One store of a cache line rather than two of its halves.
+      __m512bh line = _mm512_cvtne2ps_pbh(high, low);
+      _mm512_mask_storeu_epi16(out, mask, reinterpret_cast<__m512i>(line));
+    }
+  }
+}
 
 inline void zero_products() {
   _tile_zero(0);
@@ -153,6 +191,28 @@ struct Order {
     return divide_up(steps, divide_up(steps, larger(most, 1)));
   }
 };
+
+// Some steps of a panel, within a sweep that starts with step `sweep` of every panel.
+struct Part {
+  int64_t sweep, panel;
+  int64_t step, steps;
+};
+
+// The part after this one; past the last one: of no steps, in a sweep that starts at `depth`.
+inline Part after(Part at, const Share &share, const Order &order, int64_t depth) {
+  int64_t end = smaller(at.sweep + order.sweep, depth);
+  at.step += at.steps;
+  if (at.step == end) {
+    if (++at.panel == share.last) {
+      at.panel = share.first;
+      at.sweep = end;
+      end = smaller(at.sweep + order.sweep, depth);
+    }
+    at.step = at.sweep;
+  }
+  at.steps = smaller(order.part, end - at.step);
+  return at;
+}
 
 // Memory for the sums of the item that a thread works on.
 thread_local Buffer products;
