@@ -37,10 +37,11 @@ from services.engine.messages import (
 from services.engine.model.loader import load_model, resolve_dtype
 from services.engine.model.operators import Gate, Operators, Projection
 from services.engine.model_runner import ModelRunner, StepRoom
+from services.engine.requests import LoopLimits
 from services.engine.sampling import sample
 from services.engine.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
-from services.engine.step_loop import LoopLimits, StepLoop
+from services.engine.step_loop import StepLoop
 
 __all__ = ["Engine", "Stopwatch"]
 

@@ -23,9 +23,10 @@ from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescri
 from services.engine.model.errors import CheckpointError
 from services.engine.model.loader import load_generation_defaults
 from services.engine.model_runner import ModelRunner, StepRoom
+from services.engine.requests import LoopLimits
 from services.engine.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
-from services.engine.step_loop import LoopLimits, StepLoop
+from services.engine.step_loop import StepLoop
 from services.engine.team import Team
 
 __all__ = ["run"]

@@ -1,4 +1,4 @@
-"""The step loop: take commands, schedule, run, draw, report. Owns every sequence and KV block."""
+"""The step loop: take commands, schedule, run, draw, report."""
 
 import math
 import time
@@ -11,48 +11,25 @@ import torch
 from torch import Tensor
 
 from services.engine.messages import (
-    AddRequest,
-    Admitted,
-    CacheFlushed,
-    CancelRequest,
     Command,
     FinishCause,
-    Finished,
-    FlushCache,
-    GrantCredit,
     Guessed,
     LoadSnapshot,
-    Mask,
-    Output,
-    Refused,
-    RequestDone,
     Score,
     ScoredPrompt,
-    SetMasks,
     StepOutput,
     Stop,
-    Token,
 )
 from services.engine.model_runner import Drawn, ModelRunner
+from services.engine.requests import LoopLimits, Requests
 from services.engine.sampling import Ahead, Row, argmax, sample, score
 from services.engine.scheduler import Scheduler, StepPlan
-from services.engine.sequence import Request, Sequence, SequenceState
+from services.engine.sequence import Sequence, SequenceState
 
-__all__ = ["LoopLimits", "StepLoop"]
+__all__ = ["StepLoop"]
 
 _SCORED_ROWS = 256
 """Prompt rows whose logits exist at once"""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopLimits:
-    """What requests may ask of this model."""
-
-    eos_token_ids: frozenset[int]
-    max_waiting: int
-    """Sequences that may wait"""
-    starvation_seconds: float = 30.0
-    """How long a sequence may hold its blocks without credit"""
 
 
 class _Draw(NamedTuple):
@@ -134,8 +111,7 @@ class StepLoop:
         self._runner = runner
         self._limits = limits
         self._clock = clock
-        self._requests: dict[int, Request] = {}
-        self._outputs: list[Output] = []
+        self._requests = Requests(scheduler, limits, clock)
         self._late: list[_Late] = []
         """What keeps its logits until a mask comes, or credit"""
         self._overlaps = overlaps and not scheduler.limits.speculate
@@ -159,13 +135,13 @@ class StepLoop:
         again after it ran, because masks come while it runs.
         """
         self.apply(receive())
-        self._cut_starved()
+        self._requests.cut_starved()
         began = self._clock()
         plan = self._scheduler.plan()
         before, self._flight = self._flight, None
         self.progressed = not plan.is_empty or before is not None
         if not plan.is_empty:
-            self._note_started(plan)
+            self._requests.note_started(chunk.sequence for chunk in plan.chunks)
             hidden = self._runner.forward(plan, before.drawn if before is not None else None)
             self._steps += 1
             self._score_prompts(plan, hidden)
@@ -191,7 +167,6 @@ class StepLoop:
 
     def take_output(self) -> StepOutput:
         """What has happened since the last call."""
-        outputs, self._outputs = self._outputs, []
         scheduler = self._scheduler
         load = LoadSnapshot(
             running=len(scheduler.running),
@@ -202,131 +177,19 @@ class StepLoop:
             preemptions=scheduler.preemptions,
             steps=self._steps,
         )
-        return StepOutput(outputs, load)
+        return StepOutput(self._requests.take_outputs(), load)
 
     def apply(self, commands: Iterable[Command]) -> None:
         """Carry out commands, in order."""
         for command in commands:
-            match command:
-                case AddRequest():
-                    self._add(command)
-                case CancelRequest():
-                    self._cancel(command)
-                case GrantCredit():
-                    self._grant(command)
-                case SetMasks():
-                    for mask in command.masks:
-                        self._set_mask(mask)
-                case FlushCache():
-                    self._outputs.append(CacheFlushed(self._scheduler.pool.flush()))
-                case Stop():
-                    self.stopped = True
+            if isinstance(command, Stop):
+                self.stopped = True
+            else:
+                self._requests.carry_out(command)
 
     def check(self) -> None:
         """Raise AssertionError if a block is lost or shared wrongly. For tests."""
         self._scheduler.pool.check([s.blocks for s in self._scheduler.running])
-
-    # Commands.
-
-    def _add(self, command: AddRequest) -> None:
-        room = [command.stopping.context_length - len(prompt) for prompt in command.prompts]
-        max_tokens = [min(command.stopping.max_tokens, r) for r in room]
-        refused = self._refusal(command, max_tokens)
-        if refused is not None:
-            self._outputs.append(refused)
-            return
-        request = Request(command)
-        resumed = {resume.sequence: resume for resume in command.resume}
-        position = len(self._scheduler.waiting)
-        cached = [0] * len(command.prompts)
-        for index in range(len(command.prompts) * command.n):
-            prompt = index // command.n
-            sequence = Sequence(
-                request,
-                index,
-                command.prompts[prompt],
-                resumed.get(index),
-                max_tokens[prompt],
-                self._scheduler.limits.block_size,
-            )
-            request.sequences.append(sequence)
-            cached[prompt] = max(cached[prompt], self._scheduler.add(sequence))
-        request.unfinished = len(request.sequences)
-        self._requests[command.handle] = request
-        self._outputs.append(Admitted(command.handle, max_tokens, cached, position))
-        for sequence in request.sequences:
-            if sequence.position:
-                self._end_if_done(sequence, sequence.newest)
-
-    def _refusal(self, command: AddRequest, max_tokens: Items[int]) -> Refused | None:
-        waiting, count = len(self._scheduler.waiting), len(command.prompts) * command.n
-        if waiting and waiting + count > self._limits.max_waiting:
-            message = f"{waiting} sequences wait already; try again."
-            return Refused(command.handle, "RESOURCE_EXHAUSTED", "QUEUE_FULL", message, 1.0)
-        for prompt, most in zip(command.prompts, max_tokens, strict=True):
-            if not self._scheduler.fits(len(prompt) + most):
-                size = self._scheduler.limits.block_size * self._scheduler.pool.num_blocks
-                message = (
-                    f"{len(prompt)} prompt tokens and {most} to generate can never fit: the KV "
-                    f"cache holds {size} tokens."
-                )
-                return Refused(command.handle, "OUT_OF_RANGE", "KV_CACHE_TOO_SMALL", message)
-        return None
-
-    def _cancel(self, command: CancelRequest) -> None:
-        request = self._requests.get(command.handle)
-        if request is None:
-            return
-        for index in command.sequences or range(len(request.sequences)):
-            if request.sequences[index].state is not SequenceState.FINISHED:
-                self._finish(request.sequences[index], FinishCause.CANCELLED)
-
-    def _grant(self, command: GrantCredit) -> None:
-        request = self._requests.get(command.handle)
-        for sequence in request.sequences if request else ():
-            if sequence.credit is not None:
-                sequence.credit += command.tokens
-                sequence.starved_since = None
-                self._append_forced(sequence)
-
-    def _set_mask(self, mask: Mask) -> None:
-        request = self._requests.get(mask.handle)
-        if request is None:
-            return
-        sequence = request.sequences[mask.sequence]
-        # it may have drawn some of what the mask forces by an older one, of a service since lost
-        current = mask.position <= sequence.position <= mask.end
-        if sequence.state is SequenceState.FINISHED or not current:
-            return
-        sequence.mask = mask
-        if sequence.is_at_end:
-            self._finish(sequence, FinishCause.GRAMMAR)
-        else:
-            self._append_forced(sequence)
-
-    def _append_forced(self, sequence: Sequence) -> None:
-        """Append what the mask leaves no choice about, which takes no logits.
-
-        Where scores are asked for it is drawn like the rest: they are made of logits.
-        """
-        scores = sequence.request.command.logprobs is not None
-        if scores or sequence.scored < sequence.prompt_length or sequence.max_tokens == 0:
-            return
-        for token in sequence.forced:
-            if sequence.state is SequenceState.FINISHED or sequence.credit == 0:
-                return
-            if sequence.mirostat is not None:
-                sequence.mirostat.observe(0.0)  # what is certain surprises nobody
-            self._append(sequence, token, None)
-
-    # What a step brings.
-
-    def _note_started(self, plan: StepPlan) -> None:
-        now = self._clock()
-        for chunk in plan.chunks:
-            request = chunk.sequence.request
-            if request.started is None:
-                request.started = now
 
     def _launch(
         self, plan: StepPlan, draws: list[_Draw], logits: Tensor | None, began: float
@@ -348,7 +211,7 @@ class StepLoop:
             if draw.guess is not None:
                 continue  # drawn after a token that turned out to be another one
             if draw.is_next:
-                self._append(draw.sequence, token, None)
+                self._requests.append(draw.sequence, token, None)
             if token != guess:
                 self._withdraw(draw.sequence, guess, following)
             self._scheduler.settle(draw.sequence)
@@ -383,7 +246,7 @@ class StepLoop:
                     logits = self._runner.logits(hidden, list(range(row, row + len(ids))))
                     handle, prompt = sequence.request.command.handle, sequence.prompt_index
                     scores = score(logits, ids, width)
-                    self._outputs.append(ScoredPrompt(handle, prompt, start, ids, scores))
+                    self._requests.report(ScoredPrompt(handle, prompt, start, ids, scores))
             sequence.scored = max(sequence.scored, end)
             first_row += chunk.count
 
@@ -392,7 +255,7 @@ class StepLoop:
         draws: list[_Draw] = []
         for row, sequence in enumerate(plan.decodes):
             if sequence.max_tokens == 0:
-                self._finish(sequence, FinishCause.LENGTH)
+                self._requests.finish(sequence, FinishCause.LENGTH)
             else:
                 draws.append(_Draw(sequence, row, sequence.position + sequence.in_flight))
         last_row = len(plan.decodes) - 1
@@ -402,7 +265,7 @@ class StepLoop:
             if chunk.end - len(chunk.draft) < sequence.length:
                 continue
             if sequence.max_tokens == 0:
-                self._finish(sequence, FinishCause.LENGTH)
+                self._requests.finish(sequence, FinishCause.LENGTH)
                 continue
             row = last_row - len(chunk.draft)
             draws.append(_Draw(sequence, row, sequence.position))
@@ -471,7 +334,7 @@ class StepLoop:
         for sequence in self._scheduler.guess_ahead():
             _, guesses = sequence.guesses
             handle = sequence.request.command.handle
-            self._outputs.append(Guessed(handle, sequence.index, list(guesses)))
+            self._requests.report(Guessed(handle, sequence.index, list(guesses)))
 
     def _advance(self, draws: Items[_Draw], logits: Tensor) -> None:
         """Draw tokens, report them, and end the sequences that they end.
@@ -485,25 +348,9 @@ class StepLoop:
         scores = self._scores(draws, logits, tokens)
         for i, (draw, token) in enumerate(zip(draws, tokens, strict=True)):
             if draw.is_next:
-                self._append(draw.sequence, token, scores.get(i))
+                self._requests.append(draw.sequence, token, scores.get(i))
         for draw in draws:
             draw.sequence.leave_guesses()
-
-    def _append(self, sequence: Sequence, token: int, score: Score | None) -> None:
-        """Append a token, report it, and end the sequence if it ends it."""
-        request, position = sequence.request, sequence.position
-        if request.first_token is None:
-            request.first_token = self._clock()
-        sequence.append(token)
-        if sequence.credit is not None:
-            sequence.credit -= 1
-            if sequence.credit == 0:
-                sequence.starved_since = self._clock()
-        mu = sequence.mirostat.mu if sequence.mirostat is not None else None
-        self._outputs.append(
-            Token(request.command.handle, sequence.index, position, token, score, mu)
-        )
-        self._end_if_done(sequence, token)
 
     def _scores(self, draws: Items[_Draw], logits: Tensor, tokens: Items[int]) -> dict[int, Score]:
         """What was drawn, scored where that was asked for; by row."""
@@ -532,57 +379,3 @@ class StepLoop:
             sequence.penalties,
             sequence.mirostat,
         )
-
-    def _end_if_done(self, sequence: Sequence, token: int) -> None:
-        stopping = sequence.request.command.stopping
-        if token in stopping.stop_token_ids:
-            self._finish(sequence, FinishCause.STOP_TOKEN, token)
-        elif token in self._limits.eos_token_ids and not stopping.ignore_eos:
-            self._finish(sequence, FinishCause.EOS, token)
-        elif sequence.position >= sequence.max_tokens:
-            self._finish(sequence, FinishCause.LENGTH)
-        elif sequence.is_at_end:
-            self._finish(sequence, FinishCause.GRAMMAR)
-
-    def _finish(self, sequence: Sequence, cause: FinishCause, token: int | None = None) -> None:
-        """End a sequence, and its request with its last one."""
-        self._scheduler.remove(sequence)
-        request, handle = sequence.request, sequence.request.command.handle
-        self._outputs.append(Finished(handle, sequence.index, cause, token, sequence.position))
-        request.unfinished -= 1
-        if request.unfinished == 0:
-            del self._requests[handle]
-            self._outputs.append(self._done(request))
-
-    def _done(self, request: Request) -> RequestDone:
-        command, now = request.command, self._clock()
-        started = request.started if request.started is not None else now
-        # forced tokens may come before anything is computed
-        first = max(request.first_token, started) if request.first_token is not None else now
-        # the first choice of each prompt tells what was reused; the others share what it computed
-        firsts = request.sequences[:: command.n]
-        return RequestDone(
-            handle=command.handle,
-            prompt_tokens=sum(len(prompt) for prompt in command.prompts),
-            completion_tokens=sum(s.position for s in request.sequences),
-            cached_tokens=sum(s.cached_tokens or 0 for s in firsts),
-            queue_seconds=started - command.arrival,
-            prefill_seconds=first - started,
-            decode_seconds=now - first,
-        )
-
-    def _cut_starved(self) -> None:
-        """Cut requests that have had no credit for too long; their blocks are needed."""
-        limit = self._clock() - self._limits.starvation_seconds
-        starved = {
-            s.request.command.handle: s.request
-            for s in self._scheduler.running
-            if s.starved_since is not None and s.starved_since < limit
-        }
-        for handle, request in starved.items():
-            for sequence in request.sequences:
-                if sequence.state is not SequenceState.FINISHED:
-                    self._scheduler.remove(sequence)
-            del self._requests[handle]
-            message = f"No credit for {self._limits.starvation_seconds:g} s: the client is stalled."
-            self._outputs.append(Refused(handle, "RESOURCE_EXHAUSTED", "STALLED", message))

@@ -22,8 +22,9 @@ from services.engine.messages import (
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.model_runner import ModelRunner, StepRoom
+from services.engine.requests import LoopLimits
 from services.engine.scheduler import Scheduler, SchedulerLimits
-from services.engine.step_loop import LoopLimits, StepLoop
+from services.engine.step_loop import StepLoop
 
 VOCABULARY = 48
 CONTEXT = 96
