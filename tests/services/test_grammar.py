@@ -313,8 +313,14 @@ async def test_a_broken_matcher_leaves_its_neighbours_alone(
     decoder.stream.accept(3, [decoder.width - 1])
     decoder.stream.accept(4, fits)
     decoder.stream.open(5, "no such grammar", [])
+    decoder.stream.open(6, grammar_id, [])
+    decoder.stream.ask_ahead(6, fits * 65)
+    decoder.stream.ask_ahead(4, [*misfit, decoder.width])
     states = await decoder.states.get()
-    assert [state.matcher for state in states] == [1, 2, 3, 4, 5]
+    assert [state.matcher for state in states] == [1, 2, 3, 4, 5, 6]
+    assert states[3].ahead == ()
+    assert states[5].error is not None
+    assert "at most 64" in states[5].error.message
     assert decoder.allowed(states[0]) == decoder.allowed(states[3]) != []
     refused, outside, missing = states[1].error, states[2].error, states[4].error
     assert refused is not None

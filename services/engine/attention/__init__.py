@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from services.engine.attention.interface import DEFAULT_BLOCK_SIZE, AttentionBackend, KVCache
+from services.engine.attention.interface import AttentionBackend, KVCache
 from services.engine.attention.native_backend import AmxAttention, NativeAttention
 from services.engine.attention.torch_backend import TorchAttention
 from services.engine.kernels.amx import runs_on_amx
 from services.engine.kernels.library import native
 from services.engine.model.spec import ModelSpec
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "AttentionBackend", "KVCache", "choose_backend"]
+__all__ = ["AttentionBackend", "KVCache", "choose_backend"]
 
 
 def choose_backend(

@@ -9,10 +9,7 @@ from torch import Tensor
 from services.engine.batch import StepBatch
 from services.engine.model.spec import ModelSpec
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "AttentionBackend", "KVCache"]
-
-DEFAULT_BLOCK_SIZE = 32
-"""Tokens a block holds: one AMX tile's worth of keys"""
+__all__ = ["AttentionBackend", "KVCache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +37,8 @@ class KVCache:
 class AttentionBackend(ABC):
     """Causal attention over a paged cache. Made for one spec, dtype and device."""
 
-    block_size = DEFAULT_BLOCK_SIZE
-    """Tokens of a block that suit it best"""
+    block_size = 32
+    """Tokens of a block that suit it best: one AMX tile's worth of keys"""
     is_capturable = False
     """Whether what a step that only decodes launches depends on nothing but its rows and the width
     of its block tables, so that a CUDA graph of it serves them all"""

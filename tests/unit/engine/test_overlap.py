@@ -12,7 +12,6 @@ from services.engine.messages import (
     CancelRequest,
     FinishCause,
     Finished,
-    FlushCache,
     GrantCredit,
     Mask,
     Output,
@@ -146,51 +145,6 @@ def test_preemption_never_changes_output(
         for overlaps in (False, True)
     )
     assert plain == overlapped
-
-
-ACTIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), PROMPTS, st.integers(1, 3)),
-        st.tuples(st.just("cancel"), st.integers(0, 9), st.integers(0, 3)),
-        st.tuples(st.just("flush"), st.none(), st.none()),
-        st.tuples(st.just("step"), st.none(), st.none()),
-    ),
-    max_size=30,
-)
-
-
-@given(actions=ACTIONS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_request_ends_once_and_no_block_is_leaked(
-    decoder: Decoder, actions: list[tuple[str, object, object]]
-) -> None:
-    loop = make_loop(decoder, blocks=16, step_tokens=16, overlaps=True)
-    choices: list[int] = []
-    outputs: list[Output] = []
-    for action, first, second in actions:
-        if action == "add":
-            assert isinstance(first, list)
-            assert isinstance(second, int)
-            loop.apply([make_request(len(choices), [first], n=second, max_tokens=6)])
-            choices.append(second)
-        elif action == "cancel":
-            assert isinstance(first, int)
-            assert isinstance(second, int)
-            if first < len(choices):
-                sequences = (second,) if second < choices[first] else ()
-                loop.apply([CancelRequest(first, sequences)])
-        elif action == "flush":
-            loop.apply([FlushCache()])
-        else:
-            outputs += loop.step(list).outputs
-        loop.check()
-    outputs += run(loop, [])
-    ended = [o.handle for o in outputs if isinstance(o, RequestDone)]
-    assert sorted(ended) == list(range(len(choices)))
-    finished = [(o.handle, o.sequence) for o in outputs if isinstance(o, Finished)]
-    assert sorted(finished) == [(h, i) for h, n in enumerate(choices) for i in range(n)]
-    load = loop.take_output().load
-    assert load.free_blocks == load.total_blocks
 
 
 def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_reported(

@@ -100,12 +100,13 @@ ACTIONS = st.lists(
 )
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @given(actions=ACTIONS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_request_ends_once_and_no_block_is_leaked(
-    decoder: Decoder, actions: list[tuple[str, object, object]]
+    decoder: Decoder, overlaps: bool, actions: list[tuple[str, object, object]]
 ) -> None:
-    loop = make_loop(decoder, blocks=16, step_tokens=16)
+    loop = make_loop(decoder, blocks=16, step_tokens=16, overlaps=overlaps)
     choices: list[int] = []
     outputs: list[Output] = []
     for action, first, second in actions:
