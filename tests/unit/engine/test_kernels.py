@@ -108,6 +108,20 @@ def test_packed_products_equal_those_of_torch(
     assert (guarded[rows] == 7).all()  # nothing is written past the end
 
 
+def test_a_result_larger_than_the_caches_equals_its_parts(amx: AmxOperators) -> None:
+    """It is written past them, 4.3 MB of it; its parts of 0.8 MB are not."""
+    rows, outputs, part = 1040, 2080, 208
+    projection = amx.projection(torch.randn(outputs, 32), torch.randn(outputs))
+    x = torch.randn(rows, 32, dtype=torch.bfloat16)
+    whole = torch.full((rows + 1, outputs), 7.0, dtype=torch.bfloat16)
+    projection.into(to_tiles(x)[:rows], whole[:rows])
+    alone = torch.empty(part, outputs, dtype=torch.bfloat16)
+    for start in range(0, rows, part):
+        projection.into(to_tiles(x[start : start + part])[:part], alone)
+        assert torch.equal(alone, whole[start : start + part])
+    assert (whole[rows] == 7).all()  # nothing is written past the end
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 20, 90])
 def test_packed_gate_equals_that_of_torch(amx: AmxOperators, rows: int, biased: bool) -> None:

@@ -22,6 +22,9 @@ constexpr int64_t kMostElements = 512 << 10;
 constexpr int64_t kMostPanels = 8;  // of an item whose sums wait for the next sweep
 // Shares of a thread: enough for one that is slow; each reads its rows into the cache anew.
 constexpr int64_t kShares = 2;
+// A result larger than two L2 caches has left them before it is read, so it is written past them:
+// they would first fetch every line, one of each row at a time, which nothing foresees.
+constexpr int64_t kMostKept = 4 << 20;  // bytes
 
 inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
   if (dtype == TW_FLOAT32) return static_cast<const float *>(weight)[index];
@@ -104,6 +107,12 @@ struct Finished {
   int64_t panel;
 };
 
+// Whether the result is written past the caches, in whole lines.
+inline bool passes_caches(const tw_linear &a) {
+  bool whole_lines = a.outputs % kPair == 0 && reinterpret_cast<uintptr_t>(a.out) % 64 == 0;
+  return a.epilogue == TW_STORE && whole_lines && a.num_rows * a.outputs * 2 > kMostKept;
+}
+
 // Writes rows `from` to `to` - 1 of them, as far as there are, where the epilogue wants them.
 inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t from, int64_t to) {
   to = smaller(to, finished.count);
@@ -115,6 +124,7 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
   const float *bias = a.bias ? a.bias + column : nullptr;
   const float *product = finished.products + from * kPair;
   void *const all = a.out;
+  const bool streams = passes_caches(a);
   const uint32_t mask = left >= kPair ? 0xffffffffu : (1u << left) - 1;
   for (int64_t row = finished.row + from; row < finished.row + to; row++, product += kPair) {
     __m512 low = _mm512_load_ps(product), high = _mm512_load_ps(product + kTileRows);
@@ -145,7 +155,10 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
       }
       // One store of a cache line rather than two of its halves.
       __m512bh line = _mm512_cvtne2ps_pbh(high, low);
-      _mm512_mask_storeu_epi16(out, mask, reinterpret_cast<__m512i>(line));
+      if (streams)
+        _mm512_stream_si512(reinterpret_cast<__m512i *>(out), reinterpret_cast<__m512i>(line));
+      else
+        _mm512_mask_storeu_epi16(out, mask, reinterpret_cast<__m512i>(line));
     }
   }
 }
@@ -236,6 +249,7 @@ void share_out(const tw_linear &a, int64_t most_steps, const Multiply &multiply)
     int64_t start = item / columns * rows, first = item % columns * width;
     Share share{start, smaller(start + rows, a.num_rows), first, smaller(first + width, panels)};
     multiply(share, order, static_cast<float *>(products.reserve(sums * kPair * kPair * 4)));
+    _mm_sfence();  // what was written past the caches is there once this item counts as done
     _tile_release();
   });
 }
