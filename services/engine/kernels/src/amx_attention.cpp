@@ -13,16 +13,18 @@
 namespace {
 
 constexpr int64_t kMostRows = kPair;  // of a unit
-// Keys per update of the online softmax. Decodes read them from memory, the more in a row the
+// Keys per update of the weighted values. Decodes read them from memory, the more in a row the
 // better; chunks multiply, and what they work on should stay near the L1 cache.
 constexpr int64_t kMostKeys = 256;
 constexpr int64_t kChunkKeys = 128;
+constexpr int64_t kChunkScores = 64;  // keys whose scores become weights at a time
 constexpr int64_t kMostHeadDim = 256;
 // A context is cut into parts of this many tokens, whatever the number of threads, so that a result
 // does not depend on the machine or on what else is in the batch. Only decodes are cut: a prompt
 // chunk has rows enough to share.
 constexpr int64_t kPart = 512;
 constexpr int64_t kTogether = 16;  // decodes' units in one item of a loop, at most
+constexpr int64_t kNeighbours = 4;  // the same of chunks
 constexpr int64_t kShares = 4;     // of a thread, at least
 constexpr int64_t kTokens = 8;    // written by one item of a loop
 constexpr float kLowest = -1e30f;  // finite: a difference of two is no NaN
@@ -34,6 +36,38 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kScoreStride = kMostKeys + 16;
 constexpr int64_t kWeightStride = kMostKeys + 32;
 
+// Weights are made in bfloat16, where exponent and significand lie side by side: but for the seven
+// bits of its significand, 2^x is x in units of 1/128, plus the exponent of 1.
+constexpr float kUnits = 128;
+constexpr float kOne = 127;
+
+// The seven bits of significand of 2^(i / 128).
+struct alignas(64) Significands {
+  uint8_t of[128] = {};
+
+  constexpr Significands() {
+    double power = 1;
+    for (int i = 0; i < 128; i++, power *= 1.0054299011128028)
+      of[i] = static_cast<uint8_t>((power - 1) * 128 + 0.5);
+  }
+};
+
+constexpr Significands kSignificands;
+
+// The powers of 2 of 32 exponents in units, in bfloat16: nothing below 0, no number past 0x7fff.
+// They are rounded twice, the exponent to a unit (0.3 % of the power) and the power to bfloat16.
+inline __m512i powers(__m512i low, __m512i high) {
+  const __m512i near = _mm512_load_si512(kSignificands.of);
+  const __m512i far = _mm512_load_si512(kSignificands.of + 64);
+  __m512i units = _mm512_max_epi16(_mm512_packs_epi32(low, high), _mm512_setzero_si512());
+  __m512i significands = _mm512_permutex2var_epi8(near, units, far);
+  constexpr int kSelect = 0xca;  // where a bit of the first is set the second's, else the third's
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(0x7f), significands, units, kSelect);
+}
+
+// Which row of a value tile holds the `pair`th two of 32 tokens: as powers() orders their weights.
+constexpr int64_t pair_row(int64_t pair) { return pair % 8 / 2 * 4 + pair / 8 * 2 + pair % 2; }
+
 struct Unit {
   int64_t sequence;
   int64_t kv_head;
@@ -43,30 +77,47 @@ struct Unit {
   int64_t parts;   // of the first part, how many there are; of the others 0
 };
 
-// Fetches keys and values a little at a time, while others are worked on. Blocks lie in pages of
-// their own, within which the core fetches ahead by itself: so it goes along all of them at once.
+// Keys of one update, and where the tiles of each 32 of them lie.
+struct Span {
+  int64_t first = 0, count = 0;
+  int64_t num_steps = 0;
+  const uint16_t *keys[kMostKeys / kTileInner];
+  const uint16_t *values[kMostKeys / kTileInner];
+};
+
+// Keys of a span that are scored together: those of steps `step` to `end` - 1.
+struct Scored {
+  int64_t first;  // key
+  int64_t step, end;
+
+  int64_t width() const { return (end - step) * kTileInner; }
+};
+
+// Fetches a span a little at a time, while another is worked on. Blocks lie in pages of their own,
+// within which the core fetches ahead by itself: so it goes along all of them at once.
 class Fetch {
  public:
-  void add(const uint16_t *block) { blocks_[num_blocks_++] = block; }
-
-  // To be asked for `lines` of each block in so many calls of `some`.
-  void begin(int64_t lines, int64_t calls) {
-    left_ = num_blocks_ ? lines : 0;
-    share_ = divide_up(left_, larger(calls, 1));
-  }
+  // To be asked for `lines` of each step's keys, and of their values, in so many calls of `some`.
+  Fetch(const Span &span, int64_t lines, int64_t calls)
+      : span_(span), left_(span.num_steps ? lines : 0), share_(divide_up(left_, calls)) {}
 
   void some() {
     int64_t end = line_ + smaller(share_, left_);
     left_ -= end - line_;
     for (; line_ < end; line_++)
-      for (int64_t b = 0; b < num_blocks_; b++)
-        _mm_prefetch(reinterpret_cast<const char *>(blocks_[b] + line_ * kTileInner), _MM_HINT_T1);
+      for (int64_t step = 0; step < span_.num_steps; step++) {
+        fetch(span_.keys[step]);
+        fetch(span_.values[step]);
+      }
   }
 
  private:
-  const uint16_t *blocks_[2 * kMostKeys / kTileInner];
-  int64_t num_blocks_ = 0;
-  int64_t line_ = 0, left_ = 0, share_ = 0;
+  void fetch(const uint16_t *tiles) const {
+    _mm_prefetch(reinterpret_cast<const char *>(tiles + line_ * kTileInner), _MM_HINT_T1);
+  }
+
+  const Span &span_;
+  int64_t line_ = 0, left_, share_;
 };
 
 struct alignas(64) Scratch {
@@ -75,8 +126,11 @@ struct alignas(64) Scratch {
   uint16_t queries[kMostRows * kMostHeadDim];
   uint16_t weights[kMostRows * kWeightStride];
   uint16_t tail[kTileInner * kMostHeadDim];
-  float base[kMostRows];  // scores become weights as 2^(score - base)
-  float totals[kMostRows * kLanes];  // of the weights, a sum for each lane
+  int64_t tokens[kMostRows];          // whose queries the rows are,
+  int64_t heads[kMostRows];           // and of which heads
+  float base[kMostRows];              // scores become weights as 2^(score - base)
+  float totals[kMostRows * kLanes];   // of the weights, a sum for each lane
+  float addends[kMostRows * kLanes];  // what those scored last add to them
 };
 
 bool is_decode(const tw_attention &a, int64_t sequence) {
@@ -112,29 +166,35 @@ class Attention {
         is_private(unit.sequence))
       write(unit.sequence, unit.kv_head, false);
     load_queries(unit, s);
-    for (int64_t r = 0; r < unit.num_rows; r++) {
-      s.base[r] = kLowest;
-      _mm512_store_ps(s.totals + r * kLanes, _mm512_setzero_ps());
-    }
-    memset(s.state, 0, sizeof(float) * static_cast<size_t>(unit.num_rows * a_.head_dim));
-    int64_t most = is_decode(a_, unit.sequence) ? kMostKeys : kChunkKeys;
-    for (int64_t key = unit.first_key; key < unit.last_key; key += most) {
-      int64_t count = smaller(most, unit.last_key - key);
-      Fetch fetch;
-      if (most == kMostKeys) plan_fetch(unit, next, key + most, count, fetch);
-      score(unit, key, count, fetch, s);
-      if (a_.cap) cap_scores(unit.num_rows, divide_up(count, kTileInner) * kTileInner, s);
-      for (int64_t r = 0; r < unit.num_rows; r++) {
-        weigh(unit, r, key, count, s);
-        fetch.some();
+    bool decodes = is_decode(a_, unit.sequence);
+    int64_t most = decodes ? kMostKeys : kChunkKeys;
+    int64_t some = (decodes ? kMostKeys : kChunkScores) / kTileInner;
+    Span span = span_at(unit, unit.first_key, most);
+    for (;;) {
+      int64_t end = span.first + span.count;
+      Span following;
+      if (end < unit.last_key)
+        following = span_at(unit, end, most);
+      else if (next)
+        following = span_at(*next, next->first_key, most);
+      // Chunks find what they read in the L2 cache.
+      Fetch fetch(following, decodes ? a_.head_dim : 0,
+                  unit.num_rows + span.num_steps * (1 + a_.head_dim / kPair));
+      for (int64_t step = 0; step < span.num_steps; step += some) {
+        Scored scored{span.first + step * kTileInner, step, smaller(step + some, span.num_steps)};
+        score(unit, span, scored, fetch, s);
+        if (a_.cap) cap_scores(unit.num_rows, scored.width(), s);
+        weigh(unit, scored, fetch, s);
       }
-      gather(unit, key, count, fetch, s);
+      gather(unit, span, fetch, s);
+      if (end == unit.last_key) break;
+      span = following;
     }
     if (unit.partial)
       keep(unit, s);
     else
       for (int64_t r = 0; r < unit.num_rows; r++)
-        store(unit, r, s.state + r * a_.head_dim, s.base[r], total(r, s));
+        store(s.tokens[r], s.heads[r], s.state + r * a_.head_dim, s.base[r], total(r, s));
   }
 
   // Joins the parts of one unit. `unit.partial` is the first part's.
@@ -157,7 +217,9 @@ class Attention {
           _mm512_store_ps(sum + i, _mm512_fmadd_ps(factor, _mm512_loadu_ps(part + i),
                                                    _mm512_load_ps(sum + i)));
       }
-      store(unit, r, sum, highest, total);
+      int64_t row = unit.first_row + r;
+      store(a_.query_starts[unit.sequence] + row / a_.group,
+            unit.kv_head * a_.group + row % a_.group, sum, highest, total);
     }
   }
 
@@ -190,7 +252,7 @@ class Attention {
     auto to = reinterpret_cast<uint32_t *>(keys + offset / kTileRows * kTileRows * a_.head_dim) +
               offset % kTileRows;
     for (int64_t pair = 0; pair < a_.head_dim / 2; pair++) to[pair * kTileRows] = from[pair];
-    values += offset / 2 * kPair + offset % 2;
+    values += pair_row(offset / 2) * kPair + offset % 2;
     for (int64_t i = 0; i < a_.head_dim; i++)
       values[i / kTileRows * kTile + i % kTileRows * 2] = value[i];
   }
@@ -208,60 +270,70 @@ class Attention {
     const __m512i low = _mm512_or_si512(
         lane, _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(kTileInner)), 16));
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(kTileRows));
-    for (int64_t pair = 0; pair < kTileRows; pair++, value += 2 * a_.row_stride, values += kPair)
+    for (int64_t pair = 0; pair < kTileRows; pair++, value += 2 * a_.row_stride)
       for (int64_t i = 0; i < a_.head_dim; i += kTileInner) {
         __m512i even = _mm512_loadu_si512(value + i);
         __m512i odd = _mm512_loadu_si512(value + a_.row_stride + i);
-        uint16_t *to = values + i / kTileRows * kTile;
+        uint16_t *to = values + i / kTileRows * kTile + pair_row(pair) * kPair;
         _mm512_store_si512(to, _mm512_permutex2var_epi16(even, low, odd));
         _mm512_store_si512(to + kTile, _mm512_permutex2var_epi16(even, high, odd));
       }
   }
 
-  // The tiles of 32 tokens from `key` on, of one head.
-  int64_t tiles_at(const Unit &unit, int64_t key) const {
-    int64_t block = a_.block_tables[unit.sequence * a_.table_stride + key / a_.block_size];
-    return (block * a_.num_kv_heads + unit.kv_head) * head_size_ +
-           key % a_.block_size * a_.head_dim;
-  }
-
-  // What follows `count` keys: the unit's keys from `key` on, or the next unit's.
-  void plan_fetch(const Unit &unit, const Unit *next, int64_t key, int64_t count,
-                  Fetch &fetch) const {
-    const Unit *from = key < unit.last_key ? &unit : next;
-    if (!from) return;
-    if (from == next) key = next->first_key;
-    int64_t end = smaller(key + kMostKeys, from->last_key);
-    for (; key < end; key += kTileInner) {
-      int64_t at = tiles_at(*from, key);
-      fetch.add(static_cast<const uint16_t *>(a_.key_cache) + at);
-      fetch.add(static_cast<const uint16_t *>(a_.value_cache) + at);
+  // The unit's keys from `first` on, at most so many.
+  Span span_at(const Unit &unit, int64_t first, int64_t most) const {
+    Span span;
+    span.first = first;
+    span.count = smaller(most, unit.last_key - first);
+    const int32_t *blocks = a_.block_tables + unit.sequence * a_.table_stride;
+    int64_t block = first / a_.block_size, offset = first % a_.block_size;
+    for (int64_t key = 0; key < span.count; key += kTileInner) {
+      int64_t head = blocks[block] * a_.num_kv_heads + unit.kv_head;
+      int64_t at = head * head_size_ + offset * a_.head_dim;
+      span.keys[span.num_steps] = static_cast<const uint16_t *>(a_.key_cache) + at;
+      span.values[span.num_steps++] = static_cast<const uint16_t *>(a_.value_cache) + at;
+      offset += kTileInner;
+      if (offset == a_.block_size) {
+        offset = 0;
+        block++;
+      }
     }
-    int64_t steps = divide_up(count, kTileInner);
-    fetch.begin(a_.head_dim, unit.num_rows + steps + steps * (a_.head_dim / kPair));
+    return span;
   }
 
-  int64_t position(const Unit &unit, int64_t row) const {
-    int64_t length = a_.query_starts[unit.sequence + 1] - a_.query_starts[unit.sequence];
-    return a_.context_lengths[unit.sequence] - length + (unit.first_row + row) / a_.group;
+  // That of the latest key that row r sees.
+  int64_t position(const Unit &unit, int64_t r, const Scratch &s) const {
+    return a_.context_lengths[unit.sequence] - a_.query_starts[unit.sequence + 1] + s.tokens[r];
   }
 
+  // Puts the unit's queries in rows, and nothing in the sums.
   void load_queries(const Unit &unit, Scratch &s) const {
+    int64_t token = a_.query_starts[unit.sequence] + unit.first_row / a_.group;
+    int64_t member = unit.first_row % a_.group;
     for (int64_t r = 0; r < unit.num_rows; r++) {
-      int64_t row = unit.first_row + r;
-      const uint16_t *from = static_cast<const uint16_t *>(a_.queries) +
-                             (a_.query_starts[unit.sequence] + row / a_.group) * a_.row_stride +
-                             (unit.kv_head * a_.group + row % a_.group) * a_.head_dim;
-      memcpy(s.queries + r * a_.head_dim, from, static_cast<size_t>(a_.head_dim) * 2);
+      s.tokens[r] = token;
+      s.heads[r] = unit.kv_head * a_.group + member;
+      s.base[r] = kLowest;
+      _mm512_store_ps(s.totals + r * kLanes, _mm512_setzero_ps());
+      const uint16_t *from = static_cast<const uint16_t *>(a_.queries) + token * a_.row_stride +
+                             s.heads[r] * a_.head_dim;
+      for (int64_t i = 0; i < a_.head_dim; i += kTileInner)
+        _mm512_store_si512(s.queries + r * a_.head_dim + i, _mm512_loadu_si512(from + i));
+      if (++member == a_.group) {
+        member = 0;
+        token++;
+      }
     }
   }
 
   // scores [rows, keys] = queries @ keys.T
-  void score(const Unit &unit, int64_t key, int64_t count, Fetch &fetch, Scratch &s) const {
+  void score(const Unit &unit, const Span &span, const Scored &scored, Fetch &fetch,
+             Scratch &s) const {
     bool two = unit.num_rows > kTileRows;
-    for (int64_t k = 0; k < count; k += kTileInner) {
+    float *scores = s.scores;
+    for (int64_t step = scored.step; step < scored.end; step++, scores += kTileInner) {
       fetch.some();
-      const uint16_t *keys = static_cast<const uint16_t *>(a_.key_cache) + tiles_at(unit, key + k);
+      const uint16_t *keys = span.keys[step];
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
@@ -278,7 +350,6 @@ class Attention {
           _tile_dpbf16ps(3, 5, 7);
         }
       }
-      float *scores = s.scores + k;
       _tile_stored(0, scores, kScoreStride * 4);
       _tile_stored(1, scores + kTileRows, kScoreStride * 4);
       if (two) {
@@ -297,20 +368,26 @@ class Attention {
         _mm512_store_ps(at, _mm512_mul_ps(grow, tanh(_mm512_mul_ps(shrink, _mm512_load_ps(at)))));
   }
 
-  // One row's online softmax step (https://arxiv.org/abs/1805.02867): scores to weights. Any base
-  // will do that leaves the weights in range, so it is the first scores' highest until others
-  // exceed that by far.
-  void weigh(const Unit &unit, int64_t r, int64_t key, int64_t count, Scratch &s) const {
-    int64_t at = position(unit, r), width = divide_up(count, kTileInner) * kTileInner;
-    int64_t last = smaller(smaller(at + 1, unit.last_key) - key, count);
-    int64_t first = a_.window ? larger(at + 1 - a_.window - key, 0) : 0;
-    Visible visible{width, static_cast<int>(first), static_cast<int>(last)};
-    if (s.base[r] == kLowest) raise_base(r, visible, s);
-    bool all = first == 0 && last == width;
-    if (all ? weigh_row<false>(r, visible, false, s) : weigh_row<true>(r, visible, false, s))
-      return;
-    raise_base(r, visible, s);
-    weigh_row<true>(r, visible, true, s);
+  // The online softmax's step (https://arxiv.org/abs/1805.02867): scores to weights. Any base will
+  // do that leaves the weights in range, so it is that of a row's first scores until others exceed
+  // it by far.
+  void weigh(const Unit &unit, const Scored &scored, Fetch &fetch, Scratch &s) const {
+    int64_t width = scored.width(), end = scored.first + width;
+    int64_t lowest = position(unit, 0, s), highest = position(unit, unit.num_rows - 1, s);
+    bool all = end <= smaller(lowest + 1, unit.last_key) &&
+               (!a_.window || scored.first >= highest + 1 - a_.window);
+    if (all && weigh_all(unit.num_rows, scored, fetch, s)) return;
+    for (int64_t r = 0; r < unit.num_rows; r++) {
+      fetch.some();
+      int64_t after = position(unit, r, s) + 1;
+      int64_t first = a_.window ? larger(after - a_.window - scored.first, 0) : 0;
+      int64_t last = smaller(after, unit.last_key) - scored.first;
+      Visible visible{width, static_cast<int>(first), static_cast<int>(last)};
+      if (s.base[r] == kLowest) raise_base(r, visible, scored, s);
+      if (weigh_row(r, visible, false, scored, s)) continue;
+      raise_base(r, visible, scored, s);
+      weigh_row(r, visible, true, scored, s);
+    }
   }
 
   // Of `width` keys those that a row sees: first to last - 1.
@@ -330,30 +407,76 @@ class Attention {
   // Scores in powers of two: one multiplication serves the scale and the change of base.
   float scale() const { return a_.scale * kLog2E; }
 
-  // Stops short, with false, where the weights went out of range, unless the base is `final`.
-  template <bool kMasked>
-  bool weigh_row(int64_t r, const Visible &visible, bool final, Scratch &s) const {
-    const float *scores = s.scores + r * kScoreStride;
-    uint16_t *weights = s.weights + r * kWeightStride;
-    const __m512 scale = _mm512_set1_ps(this->scale()), base = _mm512_set1_ps(s.base[r]);
-    auto weigh = [&](int64_t i) {
-      __m512 weight = rough_exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + i), scale, base));
-      return kMasked ? _mm512_maskz_mov_ps(visible.lanes(i), weight) : weight;
-    };
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < visible.width; i += 2 * kLanes) {
-      __m512 low = weigh(i), high = weigh(i + kLanes);
-      sum = _mm512_add_ps(sum, _mm512_add_ps(low, high));
-      _mm512_store_si512(weights + i, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+  // Weighs keys that all rows see, or some of them: false where weights went out of range.
+  bool weigh_all(int64_t num_rows, const Scored &scored, Fetch &fetch, Scratch &s) const {
+    const __m512 scale = _mm512_set1_ps(this->scale() * kUnits);
+    __mmask16 beyond = 0;
+    for (int64_t r = 0; r < num_rows; r++) {
+      fetch.some();
+      const float *scores = s.scores + r * kScoreStride;
+      uint16_t *weights = s.weights + r * kWeightStride + scored.step * kTileInner;
+      if (s.base[r] == kLowest) {
+        __m512 some = _mm512_max_ps(_mm512_load_ps(scores), _mm512_load_ps(scores + kLanes));
+        s.base[r] = _mm512_reduce_max_ps(some) * this->scale();
+      }
+      const __m512 base = _mm512_set1_ps((kOne - s.base[r]) * kUnits);
+      __m512 sum = _mm512_setzero_ps();
+      for (int64_t i = 0; i < scored.width(); i += 2 * kLanes) {
+        __m512 low = _mm512_fmadd_ps(_mm512_load_ps(scores + i), scale, base);
+        __m512 high = _mm512_fmadd_ps(_mm512_load_ps(scores + i + kLanes), scale, base);
+        __m512i weight = powers(_mm512_cvtps_epi32(low), _mm512_cvtps_epi32(high));
+        sum = add_pairs(sum, weight);
+        _mm512_store_si512(weights + i, weight);
+      }
+      _mm512_store_ps(s.addends + r * kLanes, sum);
+      beyond |= out_of_range(sum);
     }
-    if (!final && _mm512_cmp_ps_mask(sum, _mm512_set1_ps(kMostWeight), _CMP_GT_OQ)) return false;
-    float *totals = s.totals + r * kLanes;
-    _mm512_store_ps(totals, _mm512_add_ps(sum, _mm512_load_ps(totals)));
+    if (beyond) return false;
+    for (int64_t r = 0; r < num_rows; r++)
+      add_to_total(r, _mm512_load_ps(s.addends + r * kLanes), s);
     return true;
   }
 
-  // Makes the highest visible score the base, and what was summed before relative to it.
-  void raise_base(int64_t r, const Visible &visible, Scratch &s) const {
+  // The same of one row and the keys that it sees, whatever the range if its base is `final`.
+  bool weigh_row(int64_t r, const Visible &visible, bool final, const Scored &scored,
+                 Scratch &s) const {
+    const float *scores = s.scores + r * kScoreStride;
+    uint16_t *weights = s.weights + r * kWeightStride + scored.step * kTileInner;
+    const __m512 scale = _mm512_set1_ps(this->scale() * kUnits);
+    const __m512 base = _mm512_set1_ps((kOne - s.base[r]) * kUnits);
+    auto exponents = [&](int64_t i) {
+      __m512 units = _mm512_fmadd_ps(_mm512_load_ps(scores + i), scale, base);
+      return _mm512_maskz_cvtps_epi32(visible.lanes(i), units);
+    };
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < visible.width; i += 2 * kLanes) {
+      __m512i weight = powers(exponents(i), exponents(i + kLanes));
+      sum = add_pairs(sum, weight);
+      _mm512_store_si512(weights + i, weight);
+    }
+    if (!final && out_of_range(sum)) return false;
+    add_to_total(r, sum, s);
+    return true;
+  }
+
+  static __m512 add_pairs(__m512 sum, __m512i weights) {
+    const __m512i ones = _mm512_set1_epi16(0x3f80);
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights),
+                            reinterpret_cast<__m512bh>(ones));
+  }
+
+  // Where a sum is too large, or no number.
+  static __mmask16 out_of_range(__m512 sum) {
+    return _mm512_cmp_ps_mask(sum, _mm512_set1_ps(kMostWeight), _CMP_NLE_UQ);
+  }
+
+  static void add_to_total(int64_t r, __m512 sum, Scratch &s) {
+    float *totals = s.totals + r * kLanes;
+    _mm512_store_ps(totals, _mm512_add_ps(sum, _mm512_load_ps(totals)));
+  }
+
+  // Makes the highest visible score the base, and what was weighed before relative to it.
+  void raise_base(int64_t r, const Visible &visible, const Scored &scored, Scratch &s) const {
     const float *scores = s.scores + r * kScoreStride;
     __m512 highest = _mm512_set1_ps(kLowest);
     for (int64_t i = 0; i < visible.width; i += kLanes)
@@ -367,6 +490,12 @@ class Attention {
     _mm512_store_ps(totals, _mm512_mul_ps(correction, _mm512_load_ps(totals)));
     for (int64_t i = 0; i < a_.head_dim; i += kLanes)
       _mm512_store_ps(state + i, _mm512_mul_ps(correction, _mm512_load_ps(state + i)));
+    uint16_t *weights = s.weights + r * kWeightStride;  // of this span, not yet gathered
+    for (int64_t i = 0; i < scored.step * kTileInner; i += kLanes) {
+      auto at = reinterpret_cast<__m256i *>(weights + i);
+      __m512 weight = to_float(_mm256_load_si256(at));
+      _mm256_store_si256(at, to_bfloat16(_mm512_mul_ps(correction, weight)));
+    }
   }
 
   static float total(int64_t r, const Scratch &s) {
@@ -374,35 +503,41 @@ class Attention {
   }
 
   // state [rows, head_dim] += weights @ values
-  void gather(const Unit &unit, int64_t key, int64_t count, Fetch &fetch, Scratch &s) const {
-    bool two = unit.num_rows > kTileRows;
-    const uint16_t *tiles[kMostKeys / kTileInner];
-    for (int64_t k = 0; k < count; k += kTileInner) {
-      tiles[k / kTileInner] = static_cast<const uint16_t *>(a_.value_cache) + tiles_at(unit, key + k);
-      // Behind the context lies what an earlier sequence left. Its weight is zero, but zero times
-      // a NaN is not.
-      if (count - k < kTileInner)
-        tiles[k / kTileInner] = clean(tiles[k / kTileInner], count - k, s.tail);
+  void gather(const Unit &unit, Span &span, Fetch &fetch, Scratch &s) const {
+    bool two = unit.num_rows > kTileRows, first = span.first == unit.first_key;
+    // Behind the context lies what an earlier sequence left. Its weight is zero, but zero times a
+    // NaN is not.
+    if (int64_t left = span.count % kTileInner) {
+      const uint16_t *&tail = span.values[span.num_steps - 1];
+      tail = clean(tail, left, s.tail);
     }
     int64_t stride = a_.head_dim * 4;
     for (int64_t i = 0; i < a_.head_dim; i += kPair) {
       float *state = s.state + i, *lower = state + kTileRows * a_.head_dim;
-      _tile_loadd(0, state, stride);
-      _tile_loadd(1, state + kTileRows, stride);
-      if (two) {
-        _tile_loadd(2, lower, stride);
-        _tile_loadd(3, lower + kTileRows, stride);
+      if (first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+      } else {
+        _tile_loadd(0, state, stride);
+        _tile_loadd(1, state + kTileRows, stride);
+        if (two) {
+          _tile_loadd(2, lower, stride);
+          _tile_loadd(3, lower + kTileRows, stride);
+        }
       }
-      for (int64_t k = 0; k < count; k += kTileInner) {
+      const uint16_t *weights = s.weights;
+      for (int64_t step = 0; step < span.num_steps; step++, weights += kTileInner) {
         fetch.some();
-        const uint16_t *values = tiles[k / kTileInner] + i * kTileInner;
+        const uint16_t *values = span.values[step] + i * kTileInner;
         _tile_loadd(6, values, 64);
         _tile_loadd(7, values + kTile, 64);
-        _tile_loadd(4, s.weights + k, kWeightStride * 2);
+        _tile_loadd(4, weights, kWeightStride * 2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
-          _tile_loadd(5, s.weights + kTileRows * kWeightStride + k, kWeightStride * 2);
+          _tile_loadd(5, weights + kTileRows * kWeightStride, kWeightStride * 2);
           _tile_dpbf16ps(2, 5, 6);
           _tile_dpbf16ps(3, 5, 7);
         }
@@ -422,7 +557,7 @@ class Attention {
       for (int64_t pair = 0; pair < kTileRows; pair++) {
         int64_t left = count - 2 * pair;  // tokens of a pair alternate
         __mmask32 kept = left >= 2 ? 0xffffffff : left == 1 ? 0x55555555 : 0;
-        int64_t at = tile * kTile + pair * kPair;
+        int64_t at = tile * kTile + pair_row(pair) * kPair;
         _mm512_store_si512(to + at, _mm512_maskz_loadu_epi16(kept, from + at));
       }
     return to;
@@ -437,17 +572,15 @@ class Attention {
     }
   }
 
-  void store(const Unit &unit, int64_t r, const float *state, float base, float total) const {
-    int64_t row = unit.first_row + r;
-    int64_t token = a_.query_starts[unit.sequence] + row / a_.group;
-    int64_t head = unit.kv_head * a_.group + row % a_.group;
-    int64_t width = a_.num_kv_heads * a_.group * a_.head_dim, column = head * a_.head_dim;
+  void store(int64_t token, int64_t head, const float *state, float base, float total) const {
+    int64_t width = a_.num_kv_heads * a_.group * a_.head_dim;
+    auto out = static_cast<uint16_t *>(a_.out) + tiled(token, head * a_.head_dim, width);
     if (a_.sinks) total += power_of_two(a_.sinks[head] * kLog2E - base);
     __m512 scale = _mm512_set1_ps(1.0f / total);
-    for (int64_t i = 0; i < a_.head_dim; i += 16) {
-      auto out = static_cast<uint16_t *>(a_.out) + tiled(token, column + i, width);
-      _mm256_storeu_si256(reinterpret_cast<__m256i *>(out),
-                          to_bfloat16(_mm512_mul_ps(scale, _mm512_loadu_ps(state + i))));
+    for (int64_t i = 0; i < a_.head_dim; i += kTileInner, out += kPair * kTileInner) {
+      __m512 low = _mm512_mul_ps(scale, _mm512_loadu_ps(state + i));
+      __m512 high = _mm512_mul_ps(scale, _mm512_loadu_ps(state + i + kLanes));
+      _mm512_store_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
     }
   }
 
@@ -518,13 +651,18 @@ void tw_amx_attend(const tw_attention *attention) {
     int64_t end = smaller((item + 1) * kTokens, a.tokens);
     for (int64_t token = item * kTokens; token < end; token++) kernel.write(token);
   });
-  // Decodes come several to an item, so that a thread knows what it goes on with.
-  int64_t together = smaller(larger(work.num_decodes / (kShares * num_threads()), 1), kTogether);
+  // Units come several to an item, so that a thread knows what it goes on with.
+  auto share = [](int64_t units, int64_t most) {
+    return smaller(larger(units / (kShares * num_threads()), 1), most);
+  };
+  int64_t num_chunks = work.num_units - work.num_decodes;
+  int64_t together = share(work.num_decodes, kTogether), beside = share(num_chunks, kNeighbours);
   int64_t groups = divide_up(work.num_decodes, together);
-  parallel_for(groups + work.num_units - work.num_decodes, [&](int64_t item) {
+  parallel_for(groups + divide_up(num_chunks, beside), [&](int64_t item) {
     bool decodes = item < groups;
-    int64_t first = decodes ? item * together : work.num_decodes + item - groups;
-    int64_t last = decodes ? smaller(first + together, work.num_decodes) : first + 1;
+    int64_t first = decodes ? item * together : work.num_decodes + (item - groups) * beside;
+    int64_t last = decodes ? smaller(first + together, work.num_decodes)
+                           : smaller(first + beside, work.num_units);
     Scratch scratch;
     int64_t configured = 0;
     for (int64_t i = first; i < last; i++) {
