@@ -10,9 +10,10 @@ from tokenwire.types.v1.types_pb2 import TokenColumns
 
 __all__ = ["Event", "Outbox", "add_scores"]
 
-_PACE_SECONDS = 0.005
-"""Least time between messages that only continue sequences. Where steps are shorter, the tokens of
-several go together: each message costs CPU time in every service up to the client"""
+_PACE_SECONDS = 0.008
+"""Least time between messages that only continue sequences: more a second than a display can show.
+Where steps are shorter, the tokens of several go together: each message costs CPU time in every
+service up to the client"""
 
 
 class Event(Protocol):

@@ -20,9 +20,11 @@ __all__ = ["Chunk", "Scheduler", "SchedulerLimits", "StepPlan"]
 
 _TILE_ROWS = 32
 """Rows that matrix products compute at once: a step that fills them wastes nothing"""
-_CROWD = 4
-"""Streams that each prompt but the first outweighs: a crowd takes less time in large chunks, and
-its streams then run together"""
+_CROWD, _SHORT_CROWD = 4, 12
+"""Streams that each prompt but the first outweighs, at least and where prompts are short: a crowd
+takes less time in large chunks, its streams then run together, and there are more of them"""
+_SHORT_STEPS = 4
+"""Steps beside which a short prompt can be computed, at most"""
 _CHEAP_ROWS = 16
 """Rows up to which a step takes within 5 % of what it takes for one: half a tile"""
 _MOST_FORCED = 16
@@ -121,7 +123,7 @@ class Scheduler:
         decodes, drafts = self._plan_decodes()
         decode_tokens = len(decodes) + sum(chunk.count for chunk in drafts)
         prompts = [s for s in self.running if s.uncomputed > 1 and s.credit != 0]
-        budget = self._prefill_budget(len(decodes) + len(drafts), decode_tokens, len(prompts))
+        budget = self._prefill_budget(len(decodes) + len(drafts), decode_tokens, prompts)
         prefills = list(self._plan_prefills(prompts, budget))
         if self.preemptions == preempted:
             prefills += self._admit(budget - sum(chunk.count for chunk in prefills))
@@ -318,16 +320,20 @@ class Scheduler:
         self.preemptions += 1
         self.add(sequence)
 
-    def _prefill_budget(self, streams: int, decode_tokens: int, prompts: int) -> int:
-        """Prompt tokens for a step in which so many streams decode, and prompts go on."""
+    def _prefill_budget(self, streams: int, decode_tokens: int, prompts: Items[Sequence]) -> int:
+        """Prompt tokens for a step in which so many streams decode, and `prompts` go on."""
         if streams == 0:
             return self.limits.max_step_tokens
-        prompts += min(len(self.waiting), self.limits.max_running - len(self.running))
-        # where many wait for their first token, those that wait for their next do so in proportion
-        factor = self.limits.mixed_step_factor * max(1.0, _CROWD * (prompts - 1) / streams)
+        crowd = [*prompts, *self.waiting[: self.limits.max_running - len(self.running)]]
+        factor = self.limits.mixed_step_factor
         budget = self._cost.prompt_tokens(decode_tokens, factor)
-        if budget is None:
+        if budget is None or not crowd:
             return 0
+        # where many wait for their first token, those that wait for their next do so in proportion
+        steps = sum(sequence.queued_tokens for sequence in crowd) / len(crowd) / max(budget, 1)
+        weight = min(max(_SHORT_CROWD * _SHORT_STEPS / steps, _CROWD), _SHORT_CROWD)
+        factor *= max(1.0, weight * (len(crowd) - 1) / streams)
+        budget = self._cost.prompt_tokens(decode_tokens, factor) or 0
         # full tiles, and never fewer than one: prompts go on, if slowly, however many streams run
         rows = (decode_tokens + budget) // _TILE_ROWS * _TILE_ROWS
         least = (-(-decode_tokens // _TILE_ROWS) + 1) * _TILE_ROWS

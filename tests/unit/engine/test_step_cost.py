@@ -111,6 +111,23 @@ def test_many_prompts_may_slow_few_streams_down_more() -> None:
     assert len(plan.decodes) == 2
 
 
+def test_short_prompts_that_wait_together_are_taken_sooner_than_long_ones() -> None:
+    """Few streams of many slots would decode for long, while the others wait for their prompts."""
+    tokens = []
+    for length in (128, 8192):
+        machine = Machine(linear(0.002, 0.00003, 1.4e-5))
+        machine.decode(24)
+        machine.prefill(2048)
+        for _ in range(8):
+            machine.add(length, 8)
+        plan, took = machine.step()
+        assert len(plan.decodes) == 24
+        tokens.append(plan.prompt_tokens)
+        if length == 8192:
+            assert took <= FACTOR * 1.3 * machine.seconds(24, 0)
+    assert tokens[0] > 2.5 * tokens[1]
+
+
 def test_growing_contexts_are_noticed_while_prompts_never_pause() -> None:
     """Else slow decodes would be taken for slow prompts, and throttle them."""
     machine = Machine(linear(0.02, 0.0, 1e-4))
