@@ -54,7 +54,8 @@ struct alignas(64) Significands {
 
 constexpr Significands kSignificands;
 
-// The powers of 2 of 32 exponents in units, in bfloat16: nothing below 0, no number past 0x7fff.
+// The powers of 2 of 32 exponents in units, in bfloat16: nothing below 0, no number past 0x7fff. An
+// exponent that no int32 holds, 2^24 above the base, arrives as the least, so is nothing too.
 // They are rounded twice, the exponent to a unit (0.3 % of the power) and the power to bfloat16.
 inline __m512i powers(__m512i low, __m512i high) {
   const __m512i near = _mm512_load_si512(kSignificands.of);
@@ -631,8 +632,9 @@ Plan plan(const tw_attention &a, int64_t leading, int64_t part_size) {
         for (int64_t part = 0; part < parts; part++) {
           int64_t first = larger(part * kPart, seen);
           int64_t last = parts > 1 ? smaller((part + 1) * kPart, context) : highest + 1;
-          *unit++ = {s, h, row, count, first, last, parts > 1 ? partial : nullptr, part ? 0 : parts};
-          if (parts > 1) partial += part_size;
+          float *state = parts > 1 ? partial : nullptr;
+          *unit++ = {s, h, row, count, first, last, state, part ? 0 : parts};
+          if (state) partial += part_size;
         }
       }
     if (s < leading) num_decodes = unit - units;

@@ -120,7 +120,7 @@ void tw_amx_linear(const tw_linear *linear);
 
 // Writes keys and values, then attends for decodes and prompt chunks alike; out is in tiles.
 // A cached block holds its keys as [block_size / 16][head_dim / 32] tiles and its values as
-// [block_size / 32][head_dim / 16] tiles, the pairs of 32 tokens in the order 0 1 8 9 2 3 10 11 ...;
+// [block_size / 32][head_dim / 16] tiles, pairs of 32 tokens in the order 0 1 8 9 2 3 10 11 etc.;
 // block_size and head_dim are multiples of 32.
 void tw_amx_attend(const tw_attention *attention);
 }
