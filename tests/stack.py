@@ -93,13 +93,18 @@ class RunningService:
 
 @asynccontextmanager
 async def running_service(
-    name: str, *arguments: str, log: Path, launcher: Sequence[str] = ()
+    name: str,
+    *arguments: str,
+    log: Path,
+    launcher: Sequence[str] = (),
+    port: int | None = None,
 ) -> AsyncIterator[RunningService]:
-    """`python -m services.NAME` on a free port, from when it is healthy to its end.
+    """`python -m services.NAME` on that or a free port, from when it is healthy to its end.
 
     launcher: stands between python and -m.
     """
-    [port] = free_ports(1)
+    if port is None:
+        [port] = free_ports(1)
     command = (sys.executable, *launcher, "-m", f"services.{name}", "--port", str(port), *arguments)
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(*command, stderr=stderr)

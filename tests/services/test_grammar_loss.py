@@ -99,8 +99,10 @@ async def generate(
 
 
 @asynccontextmanager
-async def grammar_service(model: Path, log: Path) -> AsyncIterator[RunningService]:
-    async with running_service("grammar", "--model", str(model), log=log) as service:
+async def grammar_service(
+    model: Path, log: Path, port: int | None = None
+) -> AsyncIterator[RunningService]:
+    async with running_service("grammar", "--model", str(model), log=log, port=port) as service:
         yield service
 
 
@@ -108,21 +110,21 @@ async def test_the_output_is_the_same_when_grammar_is_lost(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     """Once with a replica that takes over at once, once with a service that has to come back."""
-    ports = free_ports(5)  # of which services take the first that is free
-    target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports[1:])
+    _, *ports = free_ports(4)  # the first is the engine's
+    target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
     arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
     async with AsyncExitStack() as running:
         engine = await running.enter_async_context(
             running_service("engine", *arguments, "--grammar", target, log=tmp_path / "engine.log")
         )
         first = await running.enter_async_context(
-            grammar_service(embedded_model, tmp_path / "grammar-1.log")
+            grammar_service(embedded_model, tmp_path / "grammar-1.log", ports[0])
         )
         channel = await running.enter_async_context(connect(engine.target))
         undisturbed = await generate(channel, REQUESTS)
         assert all(end.HasField("completed") for end in undisturbed.ends.values())
         second = await running.enter_async_context(
-            grammar_service(embedded_model, tmp_path / "grammar-2.log")
+            grammar_service(embedded_model, tmp_path / "grammar-2.log", ports[1])
         )
 
         disturbed = await generate(channel, REQUESTS, credit=40)
@@ -141,7 +143,7 @@ async def test_the_output_is_the_same_when_grammar_is_lost(
         assert error.code is grpc.StatusCode.UNAVAILABLE
         assert error.retry_seconds
         await running.enter_async_context(
-            grammar_service(embedded_model, tmp_path / "grammar-3.log")
+            grammar_service(embedded_model, tmp_path / "grammar-3.log", ports[2])
         )
         while len(disturbed.ends) < len(REQUESTS):
             await disturbed.take()
