@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from ctypes import Array, c_double
 from itertools import islice
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -21,7 +22,9 @@ from benchmarks.prompts import Prompts
 from benchmarks.scenarios import ClosedLoop, Workload
 from services.engine import step_loop
 from services.engine.attention import AttentionBackend, KVCache
+from services.engine.batch import StepBatch
 from services.engine.block_pool import BlockPool, hash_block
+from services.engine.kernels.library import Kernel, OperationCall
 from services.engine.messages import (
     AddRequest,
     CancelRequest,
@@ -36,6 +39,7 @@ from services.engine.messages import (
 )
 from services.engine.model.loader import load_model, resolve_dtype
 from services.engine.model.operators import Gate, Operators, Projection
+from services.engine.model.recording import Recording
 from services.engine.model_runner import ModelRunner, StepRoom
 from services.engine.requests import LoopLimits
 from services.engine.sampling import sample
@@ -46,6 +50,13 @@ from services.engine.step_loop import StepLoop
 __all__ = ["Engine", "Stopwatch"]
 
 _SALT = b"benchmark"
+
+_PARTS = {
+    Kernel.NORM: "norm, rotation",
+    Kernel.LINEAR: "linear",
+    Kernel.ROTATION: "norm, rotation",
+    Kernel.ATTENTION: "attention",
+}
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -270,10 +281,10 @@ class Stopwatch:
     def watching(self) -> Iterator[None]:
         """Time the operators of every model, and sampling, inside the block."""
         operations: tuple[tuple[str, type[object], tuple[str, ...]], ...] = (
-            ("linear", Projection, ("into", "add_to")),
-            ("linear", Gate, ("into",)),
-            ("attention", AttentionBackend, ("attend",)),
-            ("norm, rotation", Operators, ("rms_norm", "rotate")),
+            (_PARTS[Kernel.LINEAR], Projection, ("into", "add_to")),
+            (_PARTS[Kernel.LINEAR], Gate, ("into",)),
+            (_PARTS[Kernel.ATTENTION], AttentionBackend, ("attend",)),
+            (_PARTS[Kernel.NORM], Operators, ("rms_norm", "rotate")),
         )
         with ExitStack() as patches:
             for part, base, names in operations:
@@ -282,9 +293,21 @@ class Stopwatch:
                         if name in vars(kind):
                             timed = self.timed(part, vars(kind)[name])
                             patches.enter_context(patch.object(kind, name, timed))
+            patches.enter_context(patch.object(Recording, "replay", self._timed_replay()))
             sampling = self.timed("sampling", sample)
             patches.enter_context(patch.object(step_loop, "sample", sampling))
             yield
+
+    def _timed_replay(self) -> Callable[..., None]:
+        replay = Recording.replay
+
+        def timed(recording: Recording, operations: Array[OperationCall], batch: StepBatch) -> None:
+            seconds = (c_double * len(Kernel))()
+            replay(recording, operations, batch, seconds)
+            for kernel in Kernel:
+                self.seconds[_PARTS[kernel]] += seconds[kernel]
+
+        return timed
 
 
 def _implementations(base: type[object]) -> Iterator[type[object]]:

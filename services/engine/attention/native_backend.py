@@ -9,7 +9,7 @@ from services.engine.attention.interface import AttentionBackend, KVCache
 from services.engine.attention.torch_backend import TorchAttention
 from services.engine.batch import StepBatch
 from services.engine.kernels.amx import TILE
-from services.engine.kernels.library import DTYPES, AttentionCall, Native
+from services.engine.kernels.library import DTYPES, AttentionCall, Kernel, Native
 from services.engine.kernels.memory import allocate
 from services.engine.model.spec import ModelSpec
 
@@ -82,7 +82,7 @@ class AmxAttention(AttentionBackend):
         out: Tensor,
     ) -> None:
         call = _call(self._spec, self._sinks, layer, queries, keys, values, batch, cache, out)
-        self._native.amx_attend(byref(call))
+        self._native.run(Kernel.ATTENTION, call)
 
 
 def _call(

@@ -52,6 +52,7 @@ _X86_64 = (
     _Unit("amx_linear_int8.cpp", _AMX),
     _Unit("amx_rms_norm.cpp", _AMX),
     _Unit("amx_attention.cpp", _AMX),
+    _Unit("amx_replay.cpp"),
 )
 
 

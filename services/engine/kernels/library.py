@@ -1,9 +1,10 @@
 """The compiled kernels, as ctypes sees them. src/kernels.h documents every field and function."""
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 
@@ -44,6 +45,28 @@ class Epilogue(IntEnum):
     ADD = 1
     GATE = 2
     STORE_FLOAT32 = 3
+
+
+class Kernel(IntEnum):
+    """What a layer is made of; enum tw_kernel."""
+
+    NORM = 0
+    LINEAR = 1
+    ROTATION = 2
+    ATTENTION = 3
+
+
+class NormCall(ctypes.Structure):
+    """struct tw_norm"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("weight", c_void_p),
+        ("tiles", c_void_p),
+        ("num_rows", c_int64),
+        ("width", c_int64),
+        ("epsilon", c_float),
+    ]
 
 
 class RotationCall(ctypes.Structure):
@@ -111,6 +134,37 @@ class LinearCall(ctypes.Structure):
     ]
 
 
+class _AnyCall(ctypes.Union):
+    _fields_ = [
+        ("norm", NormCall),
+        ("linear", LinearCall),
+        ("rotation", RotationCall),
+        ("attention", AttentionCall),
+    ]
+
+
+class OperationCall(ctypes.Structure):
+    """struct tw_operation"""
+
+    _anonymous_ = ("call",)
+    _fields_ = [("kernel", c_int32), ("call", _AnyCall)]
+
+
+class PassCall(ctypes.Structure):
+    """struct tw_pass"""
+
+    _fields_ = [
+        ("slots", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lengths", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("seconds", POINTER(c_double)),
+    ]
+
+
 class Native:
     """The library's functions, with their C types."""
 
@@ -145,11 +199,42 @@ class Native:
             *("tw_amx_pack_int8", None, c_int32, c_void_p, c_void_p, c_void_p),
             *(size, size, size, size),
         )
-        self.amx_rms_norm = function(
-            "tw_amx_rms_norm", None, c_void_p, c_void_p, c_void_p, size, size, c_float
+        self.amx_replay = function(
+            "tw_amx_replay", None, POINTER(OperationCall), size, POINTER(PassCall)
         )
-        self.amx_linear = function("tw_amx_linear", None, POINTER(LinearCall))
-        self.amx_attend = function("tw_amx_attend", None, POINTER(AttentionCall))
+        self._kernels = {
+            Kernel.NORM: function("tw_amx_rms_norm", None, POINTER(NormCall)),
+            Kernel.LINEAR: function("tw_amx_linear", None, POINTER(LinearCall)),
+            Kernel.ROTATION: self.rotate,
+            Kernel.ATTENTION: function("tw_amx_attend", None, POINTER(AttentionCall)),
+        }
+        self._noting = _Noting()
+
+    def run(self, kernel: Kernel, call: ctypes.Structure) -> None:
+        """Run one of a layer's kernels."""
+        if self._noting.notes is not None:
+            self._noting.notes.append(_operation(kernel, call))
+        self._kernels[kernel](byref(call))
+
+    @contextmanager
+    def noting(self) -> Iterator[list[OperationCall]]:
+        """What this thread runs within."""
+        notes: list[OperationCall] = []
+        self._noting.notes = notes
+        try:
+            yield notes
+        finally:
+            self._noting.notes = None
+
+
+class _Noting(threading.local):
+    notes: list[OperationCall] | None = None
+
+
+def _operation(kernel: Kernel, call: ctypes.Structure) -> OperationCall:
+    operation = OperationCall(kernel=kernel)
+    setattr(operation, kernel.name.lower(), call)  # a copy
+    return operation
 
 
 def _load() -> Native | None:

@@ -1,6 +1,7 @@
 """The one decoder, driven by a spec."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,22 +46,42 @@ class DecoderWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class _Heads:
+    """Views of what `qkv` makes: [tokens, heads, head_dim] each."""
+
+    rotated: Tensor
+    """Queries and keys"""
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def first(self, tokens: int) -> "_Heads":
+        some = (self.rotated, self.queries, self.keys, self.values)
+        return _Heads(*(heads[:tokens] for heads in some))
+
+
+@dataclass(frozen=True, slots=True)
 class _Activations:
     """Buffers of one forward pass, reused by every layer and every step: [tokens, width] each."""
 
     hidden: Tensor
     normed: Tensor
     qkv: Tensor
+    heads: _Heads
     attended: Tensor
     inner: Tensor
+    rotations: tuple[Rotation, ...]
+    """One for each way to rotate"""
 
     def first(self, tokens: int) -> "_Activations":
         return _Activations(
             self.hidden[:tokens],
             self.normed[:tokens],
             self.qkv[:tokens],
+            self.heads.first(tokens),
             self.attended[:tokens],
             self.inner[:tokens],
+            tuple(rotation.first(tokens) for rotation in self.rotations),
         )
 
 
@@ -86,7 +107,8 @@ class Decoder:
         self._rotary_of_layer = [
             None if rotary is None else different.index(rotary) for rotary in spec.rotaries
         ]
-        self._activations = self._allocate(64)
+        self._activations = self._rows = self._allocate(64)
+        self._recording = operators.recording()
 
     @property
     def weight_bytes(self) -> int:
@@ -123,25 +145,15 @@ class Decoder:
 
         Writes the step's keys and values into `cache`.
         """
-        spec, operators, epsilon = self.spec, self._operators, self.spec.norm_epsilon
-        tokens = batch.token_ids.shape[0]
-        at = self._buffers(tokens)
-        heads = at.qkv.view(tokens, -1, spec.head_dim)
-        rotated, values = heads.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
-        queries, keys = rotated.tensor_split((spec.num_heads,), dim=1)
+        at = self._buffers(len(batch.token_ids))
         self._embed(batch, at.hidden)
-        rotations = self._rotations(batch.positions)
-        for index, layer in enumerate(self._weights.layers):
-            self._norm(at.hidden, layer.attention_norm, at.normed)
-            layer.qkv.into(at.normed, at.qkv)
-            if (rotation := rotations[index]) is not None:
-                operators.rotate(
-                    rotated, spec.num_heads, rotation, layer.query_norm, layer.key_norm, epsilon
-                )
-            self._attention.attend(index, queries, keys, values, batch, cache, at.attended)
-            layer.output.add_to(at.attended, at.hidden)
-            self._norm(at.hidden, layer.feed_forward_norm, at.normed)
-            layer.feed_forward.add_to(at.normed, at.hidden, at.inner)
+        for rotary, rotation in zip(self._rotaries, at.rotations, strict=True):
+            rotary.into(batch.positions, rotation)
+        layers = partial(self._run_layers, batch, cache, at)
+        if self._recording is None:
+            layers()
+        else:
+            self._recording.run(batch, cache, layers)
         return at.hidden
 
     @torch.inference_mode()
@@ -158,17 +170,30 @@ class Decoder:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
+    def _run_layers(self, batch: StepBatch, cache: KVCache, at: _Activations) -> None:
+        """Everything between the embedding and the final norm."""
+        spec, operators, epsilon = self.spec, self._operators, self.spec.norm_epsilon
+        heads = at.heads
+        for index, layer in enumerate(self._weights.layers):
+            self._norm(at.hidden, layer.attention_norm, at.normed)
+            layer.qkv.into(at.normed, at.qkv)
+            if (rotary := self._rotary_of_layer[index]) is not None:
+                rotation = at.rotations[rotary]
+                norms = layer.query_norm, layer.key_norm
+                operators.rotate(heads.rotated, spec.num_heads, rotation, *norms, epsilon)
+            self._attention.attend(
+                index, heads.queries, heads.keys, heads.values, batch, cache, at.attended
+            )
+            layer.output.add_to(at.attended, at.hidden)
+            self._norm(at.hidden, layer.feed_forward_norm, at.normed)
+            layer.feed_forward.add_to(at.normed, at.hidden, at.inner)
+
     def _embed(self, batch: StepBatch, hidden: Tensor) -> None:
         torch.index_select(self._weights.embedding, 0, batch.token_ids, out=hidden)
         if self.spec.embedding_scale != 1:
             hidden *= self.spec.embedding_scale
         if self._weights.positions is not None:
             hidden += self._weights.positions[batch.positions]
-
-    def _rotations(self, positions: Tensor) -> list[Rotation | None]:
-        """One for each layer; layers that rotate alike share it."""
-        made = [rotary.at(positions) for rotary in self._rotaries]
-        return [None if index is None else made[index] for index in self._rotary_of_layer]
 
     def _norm(self, rows: Tensor, weight: Tensor | None, out: Tensor) -> None:
         if weight is None:
@@ -178,15 +203,25 @@ class Decoder:
 
     def _buffers(self, tokens: int) -> _Activations:
         if tokens > self._activations.hidden.shape[0]:
-            self._activations = self._allocate(tokens)
-        return self._activations.first(tokens)
+            self._activations = self._rows = self._allocate(tokens)
+            if self._recording is not None:
+                self._recording.forget()
+        if tokens != len(self._rows.hidden):
+            self._rows = self._activations.first(tokens)
+        return self._rows
 
     def _allocate(self, tokens: int) -> _Activations:
         spec, empty = self.spec, self._operators.empty
+        qkv = empty(tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+        heads = qkv.view(tokens, -1, spec.head_dim)
+        rotated, values = heads.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
+        queries, keys = rotated.tensor_split((spec.num_heads,), dim=1)
         return _Activations(
             hidden=empty(tokens, spec.hidden_size),
             normed=empty(tokens, spec.hidden_size),
-            qkv=empty(tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim),
+            qkv=qkv,
+            heads=_Heads(rotated, queries, keys, values),
             attended=empty(tokens, spec.num_heads * spec.head_dim),
             inner=empty(tokens, spec.intermediate_size),
+            rotations=tuple(rotary.empty(tokens) for rotary in self._rotaries),
         )

@@ -1,16 +1,24 @@
 """The operators on our own CPU kernels."""
 
-from ctypes import byref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from services.engine.kernels.amx import TILE, to_tiles
-from services.engine.kernels.library import DTYPES, Epilogue, LinearCall, Native, RotationCall
+from services.engine.kernels.library import (
+    DTYPES,
+    Epilogue,
+    Kernel,
+    LinearCall,
+    Native,
+    NormCall,
+    RotationCall,
+)
 from services.engine.kernels.memory import Arena, allocate
 from services.engine.model.activation import SWIGLU, Activation
 from services.engine.model.operators import Gate, Operators, Projection
+from services.engine.model.recording import Recording
 from services.engine.model.rotary import Rotation
 from services.engine.model.torch_operators import TorchGate, TorchOperators, join, normalize
 
@@ -106,7 +114,7 @@ class NativeOperators(Operators):
             epsilon,
             self._code,
         )
-        self._native.rotate(byref(call))
+        self._native.run(Kernel.ROTATION, call)
 
 
 class _NativeGate(Gate):
@@ -163,7 +171,7 @@ class AmxOperators(NativeOperators):
         return gathered
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        self.native.amx_rms_norm(
+        call = NormCall(
             rows.data_ptr(),
             weight.data_ptr(),
             out.data_ptr(),
@@ -171,6 +179,10 @@ class AmxOperators(NativeOperators):
             rows.shape[1],
             epsilon,
         )
+        self.native.run(Kernel.NORM, call)
+
+    def recording(self) -> Recording:
+        return Recording(self.native)
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return self.packed_projection(self.pack((weight,)), weight.shape, bias)
@@ -250,7 +262,7 @@ class _PackedWeight:
         call.out = out.data_ptr()
         call.num_rows = rows.shape[0]
         call.epilogue = epilogue
-        native.amx_linear(byref(call))
+        native.run(Kernel.LINEAR, call)
 
 
 class _AmxProjection(Projection):

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from services.engine.model.activation import SWIGLU, Activation
+from services.engine.model.recording import Recording
 from services.engine.model.rotary import Rotation
 
 __all__ = ["Gate", "NormedProjection", "Operators", "Projection"]
@@ -65,6 +66,10 @@ class Operators(ABC):
         activation: Activation = SWIGLU,
     ) -> Gate:
         """`gate`, `up`: [outputs, inputs] each; they are copied. `up` where `activation` gates."""
+
+    def recording(self) -> Recording | None:
+        """What runs a decoder's layers by one call; None where they can't be recorded."""
+        return None
 
     @abstractmethod
     def weight_bytes(self, outputs: int, inputs: int) -> int:

@@ -97,6 +97,9 @@ class Rotation:
     cosines: Tensor
     sines: Tensor
 
+    def first(self, tokens: int) -> "Rotation":
+        return Rotation(self.cosines[:tokens], self.sines[:tokens])
+
 
 class Rotary:
     """Makes a step's rotation. Computed each step: a table would weigh 0.5 GB at 1M positions."""
@@ -109,12 +112,21 @@ class Rotary:
             self._factors = torch.ones(head_dim // 2, device=device)
             self._factors[: len(spec.frequencies)] = spec.attention_factor
 
-    def at(self, positions: Tensor) -> Rotation:
+    def empty(self, tokens: int) -> Rotation:
+        """Room for the rotation of so many positions."""
+        size = (tokens, len(self._frequencies))
+        device = self._frequencies.device
+        return Rotation(torch.empty(size, device=device), torch.empty(size, device=device))
+
+    def into(self, positions: Tensor, out: Rotation) -> None:
         """`positions`: int64 [tokens]."""
-        angles = torch.outer(positions.to(torch.float32), self._frequencies)
-        if self._factors is None:
-            return Rotation(angles.cos(), angles.sin())
-        return Rotation(angles.cos() * self._factors, angles.sin() * self._factors)
+        angles = out.sines
+        torch.outer(positions.to(torch.float32), self._frequencies, out=angles)
+        torch.cos(angles, out=out.cosines)
+        angles.sin_()
+        if self._factors is not None:
+            out.cosines.mul_(self._factors)
+            out.sines.mul_(self._factors)
 
 
 def _frequencies(base: float, head_dim: int) -> Tensor:

@@ -276,10 +276,10 @@ class Driver:
         positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
         lengths = torch.tensor([count for _, count in chunks])
         rows = torch.tensor([index for index, _ in chunks])
-        tables = self._tables[rows]
+        contexts = [end for _, _, end in spans]
+        tables = self._tables[rows, : -(-max(contexts) // self._size)]
         owners = torch.repeat_interleave(torch.arange(len(chunks)), lengths)
         blocks = tables[owners, positions // self._size].long()
-        contexts = [end for _, _, end in spans]
         return StepBatch(
             token_ids=torch.cat([self._sequences[i][start:end] for i, start, end in spans]),
             positions=positions,

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,40 @@ def test_what_the_kernels_lack_is_done_beside_them(family: str, tmp_path: Path) 
     # the median, since rounding may send a token to another expert, there and here
     error, usual = (driver.logits[0] - exact).abs(), (rounded - exact).abs()
     assert error.median() < 1.2 * usual.median()
+
+
+def test_a_replayed_pass_computes_what_its_kernels_do_one_by_one(
+    wide: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output would go wrong with the second step otherwise, or when the batch changes."""
+    if instruction_set() != InstructionSet.AMX:
+        pytest.skip("this machine has no AMX, or the kernels were not built")
+    path, _ = wide
+    passes = {"replayed": 0, "one by one": 0}
+    logits: dict[str, list[Tensor]] = {}
+    for kind in passes:
+        decoder = load_model(path, torch.bfloat16)
+        run_layers, recording = decoder._run_layers, decoder._recording
+        assert recording is not None
+
+        def counted(*args: Any, kind: str = kind, run: Any = run_layers) -> None:
+            passes[kind] += 1
+            run(*args)
+
+        monkeypatch.setattr(decoder, "_run_layers", counted)
+        driver = Driver(decoder, [random_tokens(TOKENS, seed) for seed in range(3)])
+        for chunks in (
+            *([(0, 1)], [(0, 20), (1, 20)], [(0, 1)]),
+            # needs larger buffers
+            *([(0, 1), (1, 50), (2, 40)], [(0, 1), (1, 1), (2, 1)], [(0, 1), (1, 1), (2, 30)]),
+        ):
+            if kind == "one by one":
+                recording.forget()
+            driver.step(chunks)
+        logits[kind] = driver.logits
+    assert passes == {"replayed": 2, "one by one": 6}
+    for replayed, single in zip(logits["replayed"], logits["one by one"], strict=True):
+        assert torch.equal(replayed, single)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -35,12 +35,12 @@ void normalize(const uint16_t *row, const uint16_t *weight, uint16_t *out, int64
 
 }  // namespace
 
-void tw_amx_rms_norm(const void *rows, const void *weight, void *tiles, int64_t num_rows,
-                     int64_t width, float epsilon) {
-  parallel_for(divide_up(num_rows, kRows), [=](int64_t item) {
-    for (int64_t row = item * kRows; row < smaller((item + 1) * kRows, num_rows); row++)
-      normalize(static_cast<const uint16_t *>(rows) + row * width,
-                static_cast<const uint16_t *>(weight),
-                static_cast<uint16_t *>(tiles) + tiled(row, 0, width), width, epsilon);
+void tw_amx_rms_norm(const tw_norm *norm) {
+  const tw_norm &a = *norm;
+  parallel_for(divide_up(a.num_rows, kRows), [&](int64_t item) {
+    for (int64_t row = item * kRows; row < smaller((item + 1) * kRows, a.num_rows); row++)
+      normalize(static_cast<const uint16_t *>(a.rows) + row * a.width,
+                static_cast<const uint16_t *>(a.weight),
+                static_cast<uint16_t *>(a.tiles) + tiled(row, 0, a.width), a.width, a.epsilon);
   });
 }
