@@ -8,6 +8,7 @@ from torch import Tensor
 
 from services.engine.attention import AttentionBackend, KVCache
 from services.engine.batch import StepBatch
+from services.engine.kernels.memory import touch
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators import Operators, Projection
 from services.engine.model.rotary import Rotary, Rotation
@@ -136,8 +137,14 @@ class Decoder:
         return self._attention.allocate(num_blocks, block_size or self.block_size)
 
     def reserve(self, tokens: int) -> None:
-        """Allocate what passes of up to so many tokens write into, at once."""
-        self._buffers(tokens)
+        """Allocate what passes of up to so many tokens write into, at once.
+
+        It is found now, or found missing, rather than when a prompt of that length comes.
+        """
+        at = self._buffers(tokens)
+        if self.device.type == "cpu":
+            for tensor in (at.hidden, at.normed, at.qkv, at.attended, at.inner):
+                touch(tensor)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
