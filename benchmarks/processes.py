@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -102,8 +103,10 @@ def free_port() -> int:
 def running(launch: Launch, log: Path, *, start_seconds: float = 300.0) -> Iterator[ProcessTree]:
     """Start a server, wait until it is ready, stop it and everything that it started.
 
-    Raises `ServerError` with the end of its log when it does not become ready.
+    It is stopped too when a SIGTERM ends the benchmark. Raises `ServerError` with the end of its
+    log when it does not become ready.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         server = subprocess.Popen(
