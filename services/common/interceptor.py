@@ -5,7 +5,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -88,16 +88,14 @@ def _unary(inner: Any, method: str) -> Any:
 
 
 def _stream(inner: Any, method: str) -> Any:
-    async def handle(
-        request: Any, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Any]:
+    async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         async with _Rpc(method, context):
             responses = inner(request, context)
             if not inspect.isasyncgen(responses):
                 raise TypeError(f"{method} must be an async generator")
             try:
                 async for response in responses:
-                    yield response
+                    await context.write(response)
             finally:
                 await responses.aclose()
 

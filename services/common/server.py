@@ -1,6 +1,7 @@
 """Runs a service: gRPC server with health and reflection, metrics, drain on SIGTERM."""
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -18,7 +19,7 @@ from services.common import logging as service_logging
 from services.common.interceptor import RpcInterceptor
 from services.common.settings import ServerSettings, StartupError, parse
 from services.common.telemetry import serve_metrics
-from tokenwire.channel import MESSAGE_LIMITS
+from tokenwire.channel import MESSAGE_LIMITS, QUIET
 
 __all__ = ["Application", "main"]
 
@@ -27,6 +28,7 @@ S = TypeVar("S", bound=ServerSettings)
 
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     *MESSAGE_LIMITS,
+    *QUIET,
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share it
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -117,6 +119,7 @@ async def _serve(name: str, settings: S, make: Callable[[S], Application]) -> in
         )
         if starting.done():
             starting.result()
+            gc.freeze()  # what start-up made stays: no collection need walk it
             await asyncio.wait([stop, application.failed], return_when=asyncio.FIRST_COMPLETED)
         else:
             starting.cancel()

@@ -3,21 +3,19 @@
 import asyncio
 import multiprocessing
 import os
-import pickle
 import socket
-import struct
 from collections.abc import Callable
+from typing import cast
 
 from services.common.settings import StartupError
+from services.engine.framing import Unpacker, pack
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription, StepOutput
 from services.engine.settings import EngineSettings
 
 __all__ = ["EngineProcess", "set_thread_waiting"]
 
-_HEADER = struct.Struct("<Q")
 
-
-class EngineProcess:
+class EngineProcess(asyncio.Protocol):
     """Starts the loop, sends it commands, and hands on what it reports."""
 
     def __init__(
@@ -30,8 +28,11 @@ class EngineProcess:
         self._on_output = on_output
         self._on_death = on_death
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._unpacker = Unpacker()
+        self._first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        """The first message; None where the process dies without one"""
+        self._is_up = False
 
     async def start(self) -> ModelDescription:
         """Start the process and wait until the model is loaded. Raises StartupError."""
@@ -44,51 +45,53 @@ class EngineProcess:
         set_thread_waiting()
         self._process.start()
         theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        first = await _read(reader)
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
+        first = await self._first
         if isinstance(first, LoopFailed):
             raise StartupError(first.message)
         if not isinstance(first, LoopReady):
             raise StartupError(f"The engine's process died while it loaded ({self._exit_code()}).")
-        self._reading = asyncio.ensure_future(self._read(reader))
         return first.model
 
     def send(self, command: Command) -> None:
         """Queue a command for the loop's next step."""
-        if self._writer is not None:
-            data = pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL)
-            self._writer.write(_HEADER.pack(len(data)) + data)
+        if self._transport is not None:
+            self._transport.write(pack(command))
 
     async def stop(self) -> None:
         """End the process; what it still runs is lost."""
-        if self._reading is not None:
-            self._reading.cancel()
-        if self._writer is not None:
-            self._writer.close()
+        self._is_up = False
+        if self._transport is not None:
+            self._transport.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.join, 5)
             if self._process.is_alive():
                 self._process.kill()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while isinstance(message := await _read(reader), StepOutput):
-            self._on_output(message)
-        self._on_death(f"The engine's process died ({self._exit_code()}).")
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._unpacker.feed(data):
+            if isinstance(message, StepOutput):
+                self._on_output(message)
+            elif not self._first.done():
+                self._is_up = isinstance(message, LoopReady)
+                self._first.set_result(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._first.done():
+            self._first.set_result(None)
+        elif self._is_up:
+            self._on_death(f"The engine's process died ({self._exit_code()}).")
 
     def _exit_code(self) -> str:
         if self._process is None:
             return "never started"
         self._process.join(1)
         return f"exit code {self._process.exitcode}"
-
-
-async def _read(reader: asyncio.StreamReader) -> object:
-    """One message; None at the end."""
-    try:
-        (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-        return pickle.loads(await reader.readexactly(size))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
 
 
 def _run(settings: EngineSettings, link: socket.socket) -> None:

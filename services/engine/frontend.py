@@ -361,8 +361,8 @@ class Frontend:
 
     def _notify(self) -> None:
         self.version += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.set()  # for those that wait by now
+        self._changed.clear()
 
 
 _FINISH: dict[FinishCause, FinishReason.ValueType] = {

@@ -5,11 +5,9 @@ It is a process of its own because a busy interpreter thread beside it stretches
 
 import logging
 import os
-import pickle
 import select
 import signal
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +16,7 @@ from typing import NoReturn
 from services.common import logging as service_logging
 from services.common.settings import StartupError
 from services.engine.block_pool import BlockPool
+from services.engine.framing import Unpacker, pack
 from services.engine.loaded_model import LoadedModel, load
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription
 from services.engine.model.errors import CheckpointError
@@ -32,7 +31,6 @@ from services.engine.team import Team
 __all__ = ["run"]
 
 _LOG = logging.getLogger("loop")
-_HEADER = struct.Struct("<Q")
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
@@ -126,15 +124,14 @@ def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepRoom | None
 
 
 class _MessageSocket:
-    """Pickled messages over a socket, each behind its length. The peer is our own parent."""
+    """The link to our parent."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._buffer = bytearray()
+        self._unpacker = Unpacker()
 
     def send(self, message: object) -> None:
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._link.sendall(_HEADER.pack(len(data)) + data)
+        self._link.sendall(pack(message))
 
     def wait(self, timeout: float | None) -> None:
         """Return when bytes have come, or after `timeout` seconds."""
@@ -147,13 +144,4 @@ class _MessageSocket:
             data = self._link.recv(1 << 20)
             if not data:
                 raise EOFError
-            self._buffer += data
-        start = 0
-        while len(self._buffer) - start >= _HEADER.size:
-            (size,) = _HEADER.unpack_from(self._buffer, start)
-            end = start + _HEADER.size + size
-            if len(self._buffer) < end:
-                break
-            yield pickle.loads(memoryview(self._buffer)[start + _HEADER.size : end].tobytes())
-            start = end
-        del self._buffer[:start]
+            yield from self._unpacker.feed(data)

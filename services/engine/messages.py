@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "AddRequest",
@@ -365,6 +365,16 @@ class StepOutput(NamedTuple):
 
     outputs: Sequence[Output]
     load: LoadSnapshot
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # pickle takes longer to name a token's type than for all that is in it
+        bare = [tuple(item) if type(item) is Token else item for item in self.outputs]
+        return _step_output, (bare, self.load)
+
+
+def _step_output(bare: Sequence[Any], load: LoadSnapshot) -> StepOutput:
+    outputs = [Token._make(item) if type(item) is tuple else item for item in bare]
+    return StepOutput(outputs, load)
 
 
 @dataclass(frozen=True, slots=True)

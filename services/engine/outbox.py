@@ -11,8 +11,8 @@ from tokenwire.types.v1.types_pb2 import TokenColumns
 __all__ = ["Event", "Outbox", "add_scores"]
 
 _PACE_SECONDS = 0.008
-"""Least time between messages that only continue sequences: more a second than a display can show.
-Where steps are shorter, the tokens of several go together: each message costs CPU time in every
+"""Least time between messages that only continue sequences: too short for a reader to notice. Where
+steps are shorter, the tokens of several go together: each message costs CPU time in every
 service up to the client"""
 
 
@@ -42,6 +42,9 @@ class Outbox(Generic[E]):
         self._taken_at = 0.0  # in the loop's time
         self._pause: asyncio.TimerHandle | None = None
         """Ends the wait of tokens for a further step, if none comes"""
+        self._silent_at = 0.0  # in the loop's time
+        self._silence: asyncio.TimerHandle | None = None
+        """Looks whether it is as late as that: one timer for many waits"""
         self._sending_since: float | None = None
         """In the loop's time: since when the client has not taken the message that it is sent"""
 
@@ -71,12 +74,12 @@ class Outbox(Generic[E]):
             self._pause = self._loop.call_later(_PACE_SECONDS, self._wake.set)
 
     async def take(self, timeout: float) -> list[E]:
-        """All events, once there are any; none after `timeout` seconds of silence."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self._wake.wait()
-        except TimeoutError:
-            return []
+        """All events, once there are any that should not wait; what there is after `timeout`
+        seconds of silence."""
+        self._silent_at = self._loop.time() + timeout
+        if self._silence is None:
+            self._silence = self._loop.call_later(timeout, self._end_silence)
+        await self._wake.wait()
         self._wake.clear()
         self._taken_at = self._loop.time()
         if self._pause is not None:
@@ -85,6 +88,14 @@ class Outbox(Generic[E]):
         events, self._events = self._events, []
         self._deltas.clear()
         return events
+
+    def _end_silence(self) -> None:
+        left = self._silent_at - self._loop.time()
+        if left > 0:
+            self._silence = self._loop.call_later(left, self._end_silence)
+        else:
+            self._silence = None
+            self._wake.set()
 
     @property
     def sending_seconds(self) -> float:
@@ -106,6 +117,11 @@ class Outbox(Generic[E]):
     def wake(self) -> None:
         """Let `take` return, though there may be nothing to take."""
         self._wake.set()
+
+    def close(self) -> None:
+        """Nothing more is taken."""
+        if self._silence is not None:
+            self._silence.cancel()
 
     def sending(self) -> None:
         """The client's stream is given a message, for which there may be no room."""

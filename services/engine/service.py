@@ -126,6 +126,7 @@ class _Engine(engine_pb2_grpc.EngineServiceServicer):
                 raise call.error
         finally:
             watching.cancel()
+            call.outbox.close()
             self._frontend.drop(handle)
 
     async def Session(
@@ -138,16 +139,18 @@ class _Engine(engine_pb2_grpc.EngineServiceServicer):
             while session.outbox.pending or not session.ended:
                 events = await session.outbox.take(self._heartbeat_seconds)
                 if not events and not session.ended:
-                    events = [SessionEvent(heartbeat=engine_pb2.Heartbeat())]
-                if events:
+                    session.add(heartbeat=engine_pb2.Heartbeat())
+                response = session.take_response()
+                if response.events:
                     session.outbox.sending()
-                    yield SessionResponse(events=events)
+                    yield response
                     session.outbox.sent()
             if session.error is not None:
                 raise session.error
         finally:
             reading.cancel()
             watching.cancel()
+            session.outbox.close()
             session.close()
 
     def _watch(
@@ -196,6 +199,8 @@ class _Session:
         self._frontend = frontend
         self._handles: dict[int, int] = {}
         """The client's handle to the engine's"""
+        self._response = SessionResponse()
+        """Of the events that wait in the outbox"""
         self._used: int = -1
         self._starting: dict[int, asyncio.Task[None]] = {}
 
@@ -213,13 +218,23 @@ class _Session:
         self.ended = True
         self.outbox.wake()
 
+    def add(self, **event: Any) -> SessionEvent:
+        """A new event, made in the response that it will leave with."""
+        return self._response.events.add(**event)
+
+    def take_response(self) -> SessionResponse:
+        """What to send, after all events were taken from the outbox."""
+        response, self._response = self._response, SessionResponse()
+        return response
+
     def close(self) -> None:
-        """Abort everything that the Session started."""
+        """Abort everything that the Session started, and drop what it was to be told."""
         for task in self._starting.values():
             task.cancel()
         for handle in self._handles.values():
             self._frontend.drop(handle)
         self._handles.clear()
+        self.take_response()
 
     def ended_request(self, client_handle: int) -> None:
         """A request had its terminal event."""
@@ -305,26 +320,26 @@ class _SessionSink:
         self._session = session
         self._outbox = session.outbox
         self._handle = handle
-        self._make = partial(SessionEvent, handle=handle)
+        self._add = partial(session.add, handle=handle)
 
     def on_accepted(self, accepted: engine_pb2.Accepted) -> None:
-        self._outbox.put(SessionEvent(handle=self._handle, accepted=accepted))
+        self._outbox.put(self._add(accepted=accepted))
 
     def on_prompt_scores(self, scores: engine_pb2.PromptScores) -> None:
-        self._outbox.put(SessionEvent(handle=self._handle, prompt_scores=scores))
+        self._outbox.put(self._add(prompt_scores=scores))
 
     def on_token(self, token: Token) -> None:
-        self._outbox.put_token(self._handle, token, self._make)
+        self._outbox.put_token(self._handle, token, self._add)
 
     def on_finished(self, finished: engine_pb2.SequenceFinished) -> None:
-        self._outbox.put(SessionEvent(handle=self._handle, finished=finished))
+        self._outbox.put(self._add(finished=finished))
 
     def on_completed(self, completed: engine_pb2.Completed) -> None:
-        self._outbox.put(SessionEvent(handle=self._handle, completed=completed))
+        self._outbox.put(self._add(completed=completed))
         self._session.ended_request(self._handle)
 
     def on_error(self, error: ServiceError) -> None:
-        self._outbox.put(SessionEvent(handle=self._handle, error=error.to_status()))
+        self._outbox.put(self._add(error=error.to_status()))
         self._session.ended_request(self._handle)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -76,6 +77,7 @@ async def serve(settings: HttpShimSettings) -> None:
     with _bind(settings) as bound:
         watching = _watch(keyring)
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
+        gc.freeze()  # what start-up made stays: no collection need walk it
         await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         _LOG.info("draining")
         if not await gate.close(settings.grace):

@@ -1,5 +1,6 @@
 """What waits for a client: merged, in order, and never left behind."""
 
+import asyncio
 from functools import partial
 
 import pytest
@@ -39,12 +40,22 @@ async def test_a_first_token_leaves_at_once() -> None:
 async def test_tokens_of_short_steps_go_together() -> None:
     outbox: Outbox[SessionEvent] = Outbox()
     put(outbox, 0)
-    await outbox.take(0)
-    put(outbox, 1)
-    assert await ids(outbox) == []
-    put(outbox, 2)
+    await outbox.take(60)
+    taking = asyncio.ensure_future(ids(outbox, timeout=60))
+    for position in (1, 2):
+        put(outbox, position)
+        await asyncio.sleep(0)
+        assert not taking.done()
     put(outbox, 0, handle=2)
-    assert await ids(outbox) == [(1, [101, 102]), (0, [100])]
+    assert await taking == [(1, [101, 102]), (0, [100])]
+
+
+async def test_silence_ends_the_wait_again_and_again() -> None:
+    outbox: Outbox[SessionEvent] = Outbox()
+    for _ in range(2):
+        assert await outbox.take(0.01) == []
+    put(outbox, 0)
+    assert await ids(outbox, timeout=60) == [(0, [100])]
 
 
 @pytest.mark.usefixtures("unhurried")
