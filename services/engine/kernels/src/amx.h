@@ -73,19 +73,6 @@ inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// 2^x to 8e-5 relative (fitted over [0, 1)): half the work, for what is rounded to bfloat16 anyway.
-// It never falls below the normal numbers, as the fit at 0 is a little less than 1: denormal ones
-// take ten times as long.
-inline __m512 rough_exp2(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-125.0f));
-  __m512 fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  __m512 p = _mm512_set1_ps(7.802436e-02f);
-  p = _mm512_fmadd_ps(p, fraction, _mm512_set1_ps(2.2606774e-01f));
-  p = _mm512_fmadd_ps(p, fraction, _mm512_set1_ps(6.9583313e-01f));
-  p = _mm512_fmadd_ps(p, fraction, _mm512_set1_ps(9.9992528e-01f));
-  return _mm512_scalef_ps(p, x);  // takes the whole part of x
-}
-
 // tanh(x) to 2e-6 absolute.
 inline __m512 tanh(__m512 x) {
   const __m512 one = _mm512_set1_ps(1.0f);

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "amx.h"
+#include "amx_powers.h"
 #include "buffer.h"
 #include "kernels.h"
 #include "threads.h"
@@ -35,39 +36,6 @@ constexpr int64_t kLanes = 16;
 // into different cache sets.
 constexpr int64_t kScoreStride = kMostKeys + 16;
 constexpr int64_t kWeightStride = kMostKeys + 32;
-
-// Weights are made in bfloat16, where exponent and significand lie side by side: but for the seven
-// bits of its significand, 2^x is x in units of 1/128, plus the exponent of 1.
-constexpr float kUnits = 128;
-constexpr float kOne = 127;
-
-// The seven bits of significand of 2^(i / 128).
-struct alignas(64) Significands {
-  uint8_t of[128] = {};
-
-  constexpr Significands() {
-    double power = 1;
-    for (int i = 0; i < 128; i++, power *= 1.0054299011128028)
-      of[i] = static_cast<uint8_t>((power - 1) * 128 + 0.5);
-  }
-};
-
-constexpr Significands kSignificands;
-
-// The powers of 2 of 32 exponents in units, in bfloat16: nothing below 0, no number past 0x7fff. An
-// exponent that no int32 holds, 2^24 above the base, arrives as the least, so is nothing too.
-// They are rounded twice, the exponent to a unit (0.3 % of the power) and the power to bfloat16.
-inline __m512i powers(__m512i low, __m512i high) {
-  const __m512i near = _mm512_load_si512(kSignificands.of);
-  const __m512i far = _mm512_load_si512(kSignificands.of + 64);
-  __m512i units = _mm512_max_epi16(_mm512_packs_epi32(low, high), _mm512_setzero_si512());
-  __m512i significands = _mm512_permutex2var_epi8(near, units, far);
-  constexpr int kSelect = 0xca;  // where a bit of the first is set the second's, else the third's
-  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(0x7f), significands, units, kSelect);
-}
-
-// Which row of a value tile holds the `pair`th two of 32 tokens: as powers() orders their weights.
-constexpr int64_t pair_row(int64_t pair) { return pair % 8 / 2 * 4 + pair / 8 * 2 + pair % 2; }
 
 struct Unit {
   int64_t sequence;
@@ -159,7 +127,7 @@ class Attention {
     for (int64_t h = 0; h < a_.num_kv_heads; h++) write(token, h, together);
   }
 
-  // `next` is the unit that the same thread goes on with, or null.
+  // `next` is the unit that the same thread goes on with, or null: decodes fetch ahead for it.
   void attend(const Unit &unit, const Unit *next, Scratch &s) const {
     // Written here, the cache lines are fetched once. Where a group has several units, each writes
     // the same before it reads.
@@ -176,7 +144,7 @@ class Attention {
       Span following;
       if (end < unit.last_key)
         following = span_at(unit, end, most);
-      else if (next)
+      else if (decodes && next)
         following = span_at(*next, next->first_key, most);
       // Chunks find what they read in the L2 cache.
       Fetch fetch(following, decodes ? a_.head_dim : 0,
@@ -383,17 +351,16 @@ class Attention {
       int64_t after = position(unit, r, s) + 1;
       int64_t first = a_.window ? larger(after - a_.window - scored.first, 0) : 0;
       int64_t last = smaller(after, unit.last_key) - scored.first;
-      Visible visible{width, static_cast<int>(first), static_cast<int>(last)};
+      Visible visible{static_cast<int>(first), static_cast<int>(last)};
       if (s.base[r] == kLowest) raise_base(r, visible, scored, s);
-      if (weigh_row(r, visible, false, scored, s)) continue;
+      if (weigh_visible(r, visible, false, scored, s)) continue;
       raise_base(r, visible, scored, s);
-      weigh_row(r, visible, true, scored, s);
+      weigh_visible(r, visible, true, scored, s);
     }
   }
 
-  // Of `width` keys those that a row sees: first to last - 1.
+  // Of the keys scored together those that a row sees: first to last - 1.
   struct Visible {
-    int64_t width;
     int first, last;
 
     __mmask16 lanes(int64_t i) const {
@@ -408,27 +375,35 @@ class Attention {
   // Scores in powers of two: one multiplication serves the scale and the change of base.
   float scale() const { return a_.scale * kLog2E; }
 
-  // Weighs keys that all rows see, or some of them: false where weights went out of range.
+  // Turns exponents(i), those of keys i to i + 15 in units, into the weights of a row; their sum.
+  template <typename Exponents>
+  static __m512 weigh_row(int64_t r, const Scored &scored, const Exponents &exponents, Scratch &s) {
+    uint16_t *weights = s.weights + r * kWeightStride + scored.step * kTileInner;
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < scored.width(); i += 2 * kLanes) {
+      __m512i weight = powers(exponents(i), exponents(i + kLanes));
+      sum = add_pairs(sum, weight);
+      _mm512_store_si512(weights + i, weight);
+    }
+    return sum;
+  }
+
+  // Weighs keys that all rows see: false where weights went out of range.
   bool weigh_all(int64_t num_rows, const Scored &scored, Fetch &fetch, Scratch &s) const {
     const __m512 scale = _mm512_set1_ps(this->scale() * kUnits);
     __mmask16 beyond = 0;
     for (int64_t r = 0; r < num_rows; r++) {
       fetch.some();
       const float *scores = s.scores + r * kScoreStride;
-      uint16_t *weights = s.weights + r * kWeightStride + scored.step * kTileInner;
       if (s.base[r] == kLowest) {
         __m512 some = _mm512_max_ps(_mm512_load_ps(scores), _mm512_load_ps(scores + kLanes));
         s.base[r] = _mm512_reduce_max_ps(some) * this->scale();
       }
       const __m512 base = _mm512_set1_ps((kOne - s.base[r]) * kUnits);
-      __m512 sum = _mm512_setzero_ps();
-      for (int64_t i = 0; i < scored.width(); i += 2 * kLanes) {
-        __m512 low = _mm512_fmadd_ps(_mm512_load_ps(scores + i), scale, base);
-        __m512 high = _mm512_fmadd_ps(_mm512_load_ps(scores + i + kLanes), scale, base);
-        __m512i weight = powers(_mm512_cvtps_epi32(low), _mm512_cvtps_epi32(high));
-        sum = add_pairs(sum, weight);
-        _mm512_store_si512(weights + i, weight);
-      }
+      auto exponents = [&](int64_t i) {
+        return _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_load_ps(scores + i), scale, base));
+      };
+      __m512 sum = weigh_row(r, scored, exponents, s);
       _mm512_store_ps(s.addends + r * kLanes, sum);
       beyond |= out_of_range(sum);
     }
@@ -439,31 +414,19 @@ class Attention {
   }
 
   // The same of one row and the keys that it sees, whatever the range if its base is `final`.
-  bool weigh_row(int64_t r, const Visible &visible, bool final, const Scored &scored,
-                 Scratch &s) const {
+  bool weigh_visible(int64_t r, const Visible &visible, bool final, const Scored &scored,
+                     Scratch &s) const {
     const float *scores = s.scores + r * kScoreStride;
-    uint16_t *weights = s.weights + r * kWeightStride + scored.step * kTileInner;
     const __m512 scale = _mm512_set1_ps(this->scale() * kUnits);
     const __m512 base = _mm512_set1_ps((kOne - s.base[r]) * kUnits);
     auto exponents = [&](int64_t i) {
       __m512 units = _mm512_fmadd_ps(_mm512_load_ps(scores + i), scale, base);
       return _mm512_maskz_cvtps_epi32(visible.lanes(i), units);
     };
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < visible.width; i += 2 * kLanes) {
-      __m512i weight = powers(exponents(i), exponents(i + kLanes));
-      sum = add_pairs(sum, weight);
-      _mm512_store_si512(weights + i, weight);
-    }
+    __m512 sum = weigh_row(r, scored, exponents, s);
     if (!final && out_of_range(sum)) return false;
     add_to_total(r, sum, s);
     return true;
-  }
-
-  static __m512 add_pairs(__m512 sum, __m512i weights) {
-    const __m512i ones = _mm512_set1_epi16(0x3f80);
-    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights),
-                            reinterpret_cast<__m512bh>(ones));
   }
 
   // Where a sum is too large, or no number.
@@ -480,7 +443,7 @@ class Attention {
   void raise_base(int64_t r, const Visible &visible, const Scored &scored, Scratch &s) const {
     const float *scores = s.scores + r * kScoreStride;
     __m512 highest = _mm512_set1_ps(kLowest);
-    for (int64_t i = 0; i < visible.width; i += kLanes)
+    for (int64_t i = 0; i < scored.width(); i += kLanes)
       highest = _mm512_mask_max_ps(highest, visible.lanes(i), highest, _mm512_load_ps(scores + i));
     float found = _mm512_reduce_max_ps(highest), before = s.base[r];
     if (found == kLowest) return;
@@ -604,8 +567,8 @@ int64_t count_parts(const tw_attention &a, int64_t sequence) {
   return is_decode(a, sequence) ? divide_up(a.context_lengths[sequence], kPart) : 1;
 }
 
-// Lists the step's units. A chunk's last rows see most keys and come
-// first, so that no thread is left with a long unit at the end.
+// Lists the step's units. A chunk's last rows see most keys and come first, so that no thread is
+// left with a long unit at the end.
 Plan plan(const tw_attention &a, int64_t leading, int64_t part_size) {
   int64_t num_units = 0, num_parts = 0;
   for (int64_t s = 0; s < a.sequences; s++) {

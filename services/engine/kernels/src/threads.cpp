@@ -60,7 +60,7 @@ class Pool {
   }
 
  private:
-  // About 100 microseconds: longer than the gaps within a step, far shorter than idleness.
+  // Some 20 microseconds: longer than the gaps within a step, far shorter than idleness.
   static constexpr int kSpins = 2000;
 
   void claim() {
