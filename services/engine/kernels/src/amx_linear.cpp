@@ -5,12 +5,14 @@ namespace {
 
 // The part of a panel that stays in the L1 cache while the rows pass by, in steps.
 constexpr int64_t kMostSteps = 16;
-constexpr int64_t kFewBlocks = 4;
+// So few blocks of rows meet a panel too seldom for keeping parts of it to pay, as sums would wait.
+constexpr int64_t kFewBlocks = 2;
 constexpr int64_t kNear = 4 * kStep;  // elements ahead
 // What comes next is fetched along so many lines of memory at once. In a single one, nearly every
 // fetch waits for memory, and the few requests that a core can have under way are not there for the
 // rows then; along several, the core's own prefetching has brought most of it to the L2 cache.
 constexpr int64_t kStreams = 8;
+constexpr int64_t kStreamedBlocks = 8;  // of rows; with more there is time enough
 
 inline uint16_t round_to_bfloat16(float value) {
   return static_cast<uint16_t>(
@@ -70,7 +72,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
                     packed + (part.panel * depth + part.step) * kStep};
   };
   int64_t lines = divide_up(kPair, blocks);  // to fetch in a step
-  bool streams = blocks <= kFewBlocks;
+  bool streams = blocks <= kStreamedBlocks;
   alignas(64) float whole[2][kPair * kPair];  // sums that wait for nothing but being finished
   Finished finished{};
   Part part{0, share.first, 0, smaller(order.part, order.sweep)};
@@ -135,7 +137,6 @@ void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t output
 void tw_amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
   if (a.scales) return multiply_int8(a);
-  // Few blocks of rows meet a panel too seldom for keeping parts of it to pay: the sums would wait.
   int64_t most_steps = a.num_rows > kFewBlocks * kPair ? kMostSteps : a.inputs / kTileInner;
   share_out(a, most_steps, [&](const Share &share, const Order &order, float *sums) {
     int64_t count = share.end - share.start;
