@@ -174,7 +174,10 @@ class Native:
         library = ctypes.CDLL(str(path))
 
         def function(name: str, result: type | None, *arguments: type) -> Callable[..., int]:
-            found = library[name]
+            try:
+                found = library[name]
+            except AttributeError:  # compiled for processors that have no AMX
+                return _absent
             found.restype, found.argtypes = result, arguments
             call: Callable[..., int] = found
             return call
@@ -235,6 +238,10 @@ def _operation(kernel: Kernel, call: ctypes.Structure) -> OperationCall:
     operation = OperationCall(kernel=kernel)
     setattr(operation, kernel.name.lower(), call)  # a copy
     return operation
+
+
+def _absent(*_: object) -> int:
+    raise NotImplementedError("the kernels were compiled without this one")
 
 
 def _load() -> Native | None:

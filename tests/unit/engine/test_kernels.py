@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import services.engine.kernels.build as builder
 from services.engine.kernels.amx import to_rows, to_tiles
 from services.engine.kernels.build import build
 from services.engine.kernels.library import (
@@ -188,6 +189,23 @@ def test_the_sources_compile(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("there is no C++ compiler")
     assert Native(built).instruction_set() >= InstructionSet.BASELINE
+
+
+def test_a_library_for_processors_without_amx_has_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine on ARM would not start otherwise."""
+    portable = tuple(unit for unit in builder._X86_64 if "amx" not in unit.source)
+    monkeypatch.setattr(builder, "_X86_64", portable)
+    try:
+        kernels = Native(build(tmp_path / "kernels.so"))
+    except OSError:
+        pytest.skip("there is no C++ compiler")
+    x, weight = torch.randn(3, 100), torch.randn(100)
+    ours, theirs = torch.empty(3, 100), torch.empty(3, 100)
+    NativeOperators(kernels, torch.float32).rms_norm(x, weight, 1e-5, ours)
+    TorchOperators(torch.float32, CPU).rms_norm(x, weight, 1e-5, theirs)
+    assert_close(ours, theirs, torch.float32)
 
 
 def test_memory_is_zeroed_aligned_and_apart() -> None:
