@@ -159,11 +159,11 @@ async def test_who_leaves_pays_for_what_came(shim: Shim, keys: Path) -> None:
         began, named = time.monotonic(), {"x-request-id": "left-midway"}
         async with http.stream("POST", "/v1/completions", json=LONG, headers=named) as response:
             lines = response.aiter_lines()
-            for _ in range(300):  # every other line is empty
+            for _ in range(40):  # every other line is empty, and the others bring a token or more
                 await anext(lines)
         line = await shim.answered("left-midway")
         assert line["status"] == 499
-        assert 100 < line["completion_tokens"] < 600
+        assert 20 <= line["completion_tokens"] < 600
         least, most = await charged(http, began)
         assert least - 1 <= line["prompt_tokens"] + line["completion_tokens"] <= most
 
