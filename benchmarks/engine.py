@@ -82,7 +82,7 @@ class Engine:
         decoder = load_model(
             model, resolve_dtype(dtype), device=torch.device(device), weights=weights
         )
-        decoder.reserve(settings.max_step_tokens + settings.max_running)
+        decoder.reserve(settings.max_step_tokens + settings.max_running, settings.max_running)
         self._block_size = decoder.block_size
         num_blocks = -(-tokens // self._block_size)
         cache = decoder.allocate_cache(num_blocks + 1)

@@ -56,7 +56,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         weights=settings.weights,
         team=team,
     )
-    decoder.reserve(settings.max_step_tokens + settings.max_running)
+    decoder.reserve(settings.max_step_tokens + settings.max_running, settings.max_running)
     fingerprint = weights_fingerprint(settings.model, settings.weights)
     team.agree(
         {

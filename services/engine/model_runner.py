@@ -59,7 +59,7 @@ class ModelRunner:
         if graphs_for is not None:
             rows = row_bucket(graphs_for.sequences)
             self._staging.reserve(max(graphs_for.tokens, rows), rows, graphs_for.blocks)
-            decoder.reserve(max(graphs_for.tokens, rows))
+            decoder.reserve(max(graphs_for.tokens, rows), rows)
             self._graphs = DecodeGraphs(decoder, cache)
 
     def forward(self, plan: StepPlan, drawn: Drawn | None = None) -> Tensor:
@@ -73,7 +73,10 @@ class ModelRunner:
         return self._graphs.run(self._batch(plan, drawn, padding))
 
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """float32 [len(rows), vocabulary] of some rows of `forward`'s result, in rising order."""
+        """float32 [len(rows), vocabulary] of some rows of `forward`'s result, in rising order.
+
+        Valid until the next call.
+        """
         if rows[-1] == len(rows) - 1:
             return self._decoder.logits(hidden[: len(rows)])
         index = to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)

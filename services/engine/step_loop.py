@@ -296,9 +296,8 @@ class StepLoop:
             self._advance([draws[row] for row in ready], some)
 
     def _hold(self, draws: Items[_Draw], logits: Tensor, late: Items[list[int]]) -> None:
-        """Keep some sequences' rows, but not the logits of a whole step for the sake of a few."""
-        rows = [row for mine in late for row in mine]
-        kept = logits if len(rows) == len(draws) else logits[rows]
+        """Keep a copy of some sequences' rows."""
+        kept = logits[[row for mine in late for row in mine]]
         for mine in late:
             held, kept = kept[: len(mine)], kept[len(mine) :]
             self._late.append(_Late([draws[row] for row in mine], held))

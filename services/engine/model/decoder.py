@@ -109,6 +109,7 @@ class Decoder:
             None if rotary is None else different.index(rotary) for rotary in spec.rotaries
         ]
         self._activations = self._rows = self._allocate(64)
+        self._logits = torch.empty((0, spec.vocab_size), device=self.device)
         self._recording = operators.recording()
 
     @property
@@ -136,14 +137,14 @@ class Decoder:
         """A cache of `num_blocks` blocks for `forward`, in the layout of the attention backend."""
         return self._attention.allocate(num_blocks, block_size or self.block_size)
 
-    def reserve(self, tokens: int) -> None:
-        """Allocate what passes of up to so many tokens write into, at once.
+    def reserve(self, tokens: int, rows: int) -> None:
+        """Allocate what passes of up to so many tokens write into, and logits of so many rows.
 
         It is found now, or found missing, rather than when a prompt of that length comes.
         """
-        at = self._buffers(tokens)
+        at, logits = self._buffers(tokens), self._logits_of(rows)
         if self.device.type == "cpu":
-            for tensor in (at.hidden, at.normed, at.qkv, at.attended, at.inner):
+            for tensor in (at.hidden, at.normed, at.qkv, at.attended, at.inner, logits):
                 touch(tensor)
 
     @torch.inference_mode()
@@ -165,11 +166,12 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [rows, vocab_size] of the given rows of `forward`'s result."""
+        """float32 [rows, vocab_size] of the given rows of `forward`'s result, valid until the next
+        call."""
         hidden = hidden.contiguous()
         normed = self._buffers(hidden.shape[0]).normed
         self._norm(hidden, self._weights.final_norm, normed)
-        logits = torch.empty((hidden.shape[0], self.spec.vocab_size), device=self.device)
+        logits = self._logits_of(hidden.shape[0])
         self._weights.output.into(normed, logits)
         if self.spec.logit_scale != 1:
             logits *= self.spec.logit_scale
@@ -216,6 +218,12 @@ class Decoder:
         if tokens != len(self._rows.hidden):
             self._rows = self._activations.first(tokens)
         return self._rows
+
+    def _logits_of(self, rows: int) -> Tensor:
+        # Allocated anew for every step, they would leave holes that small objects move into.
+        if rows > len(self._logits):
+            self._logits = torch.empty((rows, self.spec.vocab_size), device=self.device)
+        return self._logits[:rows]
 
     def _allocate(self, tokens: int) -> _Activations:
         spec, empty = self.spec, self._operators.empty

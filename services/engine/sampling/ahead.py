@@ -20,10 +20,10 @@ class Ahead:
 
     def __init__(self, logits: Tensor, rows: Sequence[Row] | None) -> None:
         """logits: float32 [rows, vocabulary]; rows: without mirostat, None = all plainly greedy."""
-        self._logits = logits
         self._rows = rows
         self.taken, is_settled = try_sample(logits, rows)
         self._settled = None if is_settled is None else Fetch(is_settled)
+        self._logits = logits if is_settled is None else logits.clone()
         self._fetch = Fetch(self.taken)
 
     def wait(self) -> tuple[list[int], list[int]]:
