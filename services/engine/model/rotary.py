@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,9 +122,16 @@ class Rotary:
     def into(self, positions: Tensor, out: Rotation) -> None:
         """`positions`: int64 [tokens]."""
         angles = out.sines
-        torch.outer(positions.to(torch.float32), self._frequencies, out=angles)
-        torch.cos(angles, out=out.cosines)
-        angles.sin_()
+        if angles.device.type == "cpu":
+            # torch would wake OpenMP's threads for a few hundred numbers
+            host = angles.numpy()
+            np.multiply.outer(positions.numpy(), self._frequencies.numpy(), out=host, dtype="f4")
+            np.cos(host, out=out.cosines.numpy())
+            np.sin(host, out=host)
+        else:
+            torch.outer(positions.to(torch.float32), self._frequencies, out=angles)
+            torch.cos(angles, out=out.cosines)
+            angles.sin_()
         if self._factors is not None:
             out.cosines.mul_(self._factors)
             out.sines.mul_(self._factors)
