@@ -77,10 +77,17 @@ class ModelRunner:
 
         Valid until the next call.
         """
-        if rows[-1] == len(rows) - 1:
-            return self._decoder.logits(hidden[: len(rows)])
-        index = to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)
-        return self._decoder.logits(hidden.index_select(0, index))
+        return self._decoder.logits(_rows_of(hidden, rows))
+
+    @property
+    def finds_most_likely(self) -> bool:
+        """Whether it has `most_likely`."""
+        return self._decoder.finds_most_likely
+
+    def most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
+        """The ids whose `logits` are highest, the first of equals."""
+        ids: list[int] = self._decoder.most_likely(_rows_of(hidden, rows)).tolist()
+        return ids
 
     def wait(self) -> None:
         """Return when everything launched so far has run."""
@@ -135,6 +142,13 @@ class ModelRunner:
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
         )
+
+
+def _rows_of(hidden: Tensor, rows: list[int]) -> Tensor:
+    if rows[-1] == len(rows) - 1:
+        return hidden[: len(rows)]
+    index = to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)
+    return hidden.index_select(0, index)
 
 
 def _take(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:

@@ -86,6 +86,8 @@ class Sequence:
             and not command.constrained
         )
         """Whether it takes the most likely token, whichever that is"""
+        self.needs_no_logits = self.is_plainly_greedy and command.logprobs is None
+        """Whether nothing but that token is of interest"""
         self.runs_ahead = (
             self.penalties is None
             and self.mirostat is None

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -146,14 +146,16 @@ class StepLoop:
             self._steps += 1
             self._score_prompts(plan, hidden)
             draws = self._draws(plan)
-            logits = self._runner.logits(hidden, [draw.row for draw in draws]) if draws else None
+            logits, tokens = self._look_at(draws, hidden)
             if self._overlaps and all(draw.runs_ahead for draw in draws):
                 self._flight = self._launch(plan, draws, logits, began)
             self.apply(receive())
             if before is not None:
                 self._settle(before, draws)
             if self._flight is None:
-                if logits is not None:
+                if tokens is not None:
+                    self._accept(draws, tokens, {})
+                elif logits is not None:
                     self._draw(draws, logits)
                 else:
                     self._runner.wait()
@@ -275,6 +277,17 @@ class StepLoop:
             ]
         return draws
 
+    def _look_at(
+        self, draws: Items[_Draw], hidden: Tensor
+    ) -> tuple[Tensor | None, Items[int] | None]:
+        """The logits to draw from; or the most likely tokens, where nothing else is of interest."""
+        rows = [draw.row for draw in draws]
+        if not rows:
+            return None, None
+        if self._runner.finds_most_likely and all(d.sequence.needs_no_logits for d in draws):
+            return None, self._runner.most_likely(hidden, rows)
+        return self._runner.logits(hidden, rows), None
+
     def _draw(self, draws: Items[_Draw], logits: Tensor) -> None:
         """Draw for those that may; the others keep their logits until they may."""
         ready: list[int] = []
@@ -344,7 +357,10 @@ class StepLoop:
             tokens = argmax(logits)
         else:
             tokens = sample(logits, [self._row(draw) for draw in draws])
-        scores = self._scores(draws, logits, tokens)
+        self._accept(draws, tokens, self._scores(draws, logits, tokens))
+
+    def _accept(self, draws: Items[_Draw], tokens: Items[int], scores: Mapping[int, Score]) -> None:
+        """Report what was drawn, with the scores of some rows, and end what it ends."""
         for i, (draw, token) in enumerate(zip(draws, tokens, strict=True)):
             if draw.is_next:
                 self._requests.append(draw.sequence, token, scores.get(i))

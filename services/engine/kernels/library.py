@@ -45,6 +45,7 @@ class Epilogue(IntEnum):
     ADD = 1
     GATE = 2
     STORE_FLOAT32 = 3
+    ARGMAX = 4
 
 
 class Kernel(IntEnum):

@@ -168,9 +168,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocab_size] of the given rows of `forward`'s result, valid until the next
         call."""
-        hidden = hidden.contiguous()
-        normed = self._buffers(hidden.shape[0]).normed
-        self._norm(hidden, self._weights.final_norm, normed)
+        normed = self._final(hidden)
         logits = self._logits_of(hidden.shape[0])
         self._weights.output.into(normed, logits)
         if self.spec.logit_scale != 1:
@@ -178,6 +176,26 @@ class Decoder:
         if cap := self.spec.logit_cap:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+    @property
+    def finds_most_likely(self) -> bool:
+        """Whether it has `most_likely`."""
+        spec = self.spec
+        return self._weights.output.finds_largest and spec.logit_scale == 1 and not spec.logit_cap
+
+    @torch.inference_mode()
+    def most_likely(self, hidden: Tensor) -> Tensor:
+        """int64 [rows]: where `logits` are highest, the first of equals, without storing them."""
+        normed = self._final(hidden)
+        ids = torch.empty(len(hidden), dtype=torch.int64)
+        self._weights.output.largest(normed, ids)
+        return ids
+
+    def _final(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.contiguous()
+        normed = self._buffers(hidden.shape[0]).normed
+        self._norm(hidden, self._weights.final_norm, normed)
+        return normed
 
     def _run_layers(self, batch: StepBatch, cache: KVCache, at: _Activations) -> None:
         """Everything between the embedding and the final norm."""

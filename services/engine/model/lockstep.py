@@ -51,6 +51,10 @@ class LeadingDecoder(Decoder):
         self._team.share(hidden)
         return super().logits(hidden)
 
+    @property
+    def finds_most_likely(self) -> bool:
+        return False  # each rank has some of the ids
+
 
 @torch.inference_mode()
 def follow(decoder: Decoder, cache: KVCache, team: Team) -> None:

@@ -266,6 +266,8 @@ class _PackedWeight:
 
 
 class _AmxProjection(Projection):
+    finds_largest = True
+
     def __init__(self, native: Native, weight: _PackedWeight) -> None:
         self._native = native
         self._weight = weight
@@ -277,6 +279,9 @@ class _AmxProjection(Projection):
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         self._weight.multiply(self._native, rows, out, Epilogue.ADD)
+
+    def largest(self, rows: Tensor, out: Tensor) -> None:
+        self._weight.multiply(self._native, rows, out, Epilogue.ARGMAX)
 
 
 class _AmxGate(Gate):

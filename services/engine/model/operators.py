@@ -14,6 +14,9 @@ __all__ = ["Gate", "NormedProjection", "Operators", "Projection"]
 class Projection(ABC):
     """A linear layer that owns its weight, in whatever layout it computes fastest from."""
 
+    finds_largest = False
+    """Whether it has `largest`"""
+
     @abstractmethod
     def into(self, rows: Tensor, out: Tensor) -> None:
         """out [n, outputs] = rows [n, inputs] @ weight.T + bias. Both contiguous.
@@ -24,6 +27,10 @@ class Projection(ABC):
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         """out += rows @ weight.T + bias"""
+
+    def largest(self, rows: Tensor, out: Tensor) -> None:
+        """out int64 [n] = which output is largest for each row, the first of equals."""
+        raise NotImplementedError
 
 
 class Gate(ABC):

@@ -21,6 +21,7 @@ from services.engine.model.loader import load_model
 from services.engine.model.torch_operators import TorchOperators
 
 from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from .test_kernels import assert_finds_largest
 
 CPU = torch.device("cpu")
 
@@ -67,6 +68,12 @@ def test_products_are_those_of_the_rounded_weight(
     projection.add_to(x, guarded[:rows])
     torch.testing.assert_close(guarded[:rows].float(), 2 * expected, atol=3e-2, rtol=3e-2)
     assert (guarded[rows] == 7).all()  # nothing is written past the end
+
+
+@pytest.mark.parametrize("rows", [1, 33, 300])
+def test_the_largest_product_is_found_without_storing_any(int8: Int8Operators, rows: int) -> None:
+    """A greedy token would be another one otherwise."""
+    assert_finds_largest(int8, rows, 1000)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e4])

@@ -109,6 +109,29 @@ def test_packed_products_equal_those_of_torch(
     assert (guarded[rows] == 7).all()  # nothing is written past the end
 
 
+@pytest.mark.parametrize("outputs", [17, 100, 1000])
+@pytest.mark.parametrize("rows", [1, 17, 33, 70, 600])
+def test_the_largest_product_is_found_without_storing_any(
+    amx: AmxOperators, rows: int, outputs: int
+) -> None:
+    """A greedy token would be another one otherwise."""
+    assert_finds_largest(amx, rows, outputs)
+
+
+def assert_finds_largest(operators: AmxOperators, rows: int, outputs: int) -> None:
+    torch.manual_seed(rows)
+    weight, x = torch.randn(outputs, 256), torch.randn(rows, 256, dtype=torch.bfloat16)
+    weight[outputs // 2 :] = weight[: outputs - outputs // 2].clone()  # the first of equals counts
+    x[-1] = 0  # all are equal
+    tiles = to_tiles(x)[:rows]
+    for offset in (0.0, -1000.0):
+        projection = operators.projection(weight, torch.full((outputs,), offset))
+        exact, found = torch.empty(rows, outputs), torch.full((rows + 1,), -7)
+        projection.into(tiles, exact)
+        projection.largest(tiles, found[:rows])
+        assert found.tolist() == [*exact.numpy().argmax(axis=1).tolist(), -7]
+
+
 def test_a_result_larger_than_the_caches_equals_its_parts(amx: AmxOperators) -> None:
     """It is written past them, 4.3 MB of it; its parts of 0.8 MB are not."""
     rows, outputs, part = 1040, 2080, 208

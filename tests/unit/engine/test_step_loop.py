@@ -30,6 +30,7 @@ from services.engine.messages import (
 )
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from tests.unit.engine import checkpoints
 from tests.unit.engine.tiny import (
     CONTEXT,
     EOS,
@@ -489,6 +490,29 @@ def test_bfloat16_neighbours_change_logprobs_by_rounding_only(
     for i, prompt in enumerate(prompts):
         alone = run(make_loop(model), [make_request(i, [prompt], max_tokens=0, prompt_logprobs=0)])
         assert scores_of(together, i) == pytest.approx(scores_of(alone, i), abs=0.05)
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_asking_for_logprobs_does_not_change_a_greedy_token(
+    tmp_path_factory: pytest.TempPathFactory, speculate: bool
+) -> None:
+    """Without them, where the machine has AMX, logits are searched but never stored."""
+    path = tmp_path_factory.mktemp("wide")
+    checkpoints.make_checkpoint(path, checkpoints.CONFIGS["llama, wide heads"])
+    model = load_model(path, torch.bfloat16)
+    prompts = [[i, 2, 3, i + 1] * i for i in range(1, 9)]
+
+    def generated(logprobs: int | None) -> dict[tuple[int, int], list[int]]:
+        requests = [
+            make_request(i, [p], max_tokens=5 * i, logprobs=logprobs)
+            for i, p in enumerate(prompts, start=1)
+        ]
+        loop = make_loop(model, blocks=16, step_tokens=24, block=32, speculate=speculate)
+        return tokens_of(run(loop, requests))
+
+    tokens = generated(None)
+    assert tokens == generated(0)
+    assert [len(tokens[i, 0]) for i in range(1, 9)] == [5 * i for i in range(1, 9)]
 
 
 def scores_of(outputs: list[Output], handle: int) -> list[float]:

@@ -94,19 +94,20 @@ def make_loop(
     overlaps: bool = False,
     padded: bool = False,
     ticks: Sequence[float] = (0.01,),
+    block: int = BLOCK,
 ) -> StepLoop:
     """A loop whose clock goes on by `ticks`, over and over, each time it is read.
 
     padded: run decode steps with as many rows as a GPU would.
     """
-    limits = SchedulerLimits(running, step_tokens, 2.0, BLOCK, speculate)
+    limits = SchedulerLimits(running, step_tokens, 2.0, block, speculate)
     clock = accumulate(cycle(ticks))
     return StepLoop(
         Scheduler(limits, BlockPool(blocks)),
         ModelRunner(
             decoder,
-            decoder.allocate_cache(blocks + 1, BLOCK),
-            StepRoom(step_tokens + running, running, CONTEXT // BLOCK) if padded else None,
+            decoder.allocate_cache(blocks + 1, block),
+            StepRoom(step_tokens + running, running, CONTEXT // block) if padded else None,
         ),
         LoopLimits(frozenset({EOS}), waiting),
         lambda: next(clock),

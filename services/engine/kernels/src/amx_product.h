@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "amx.h"
+#include "amx_argmax.h"
 #include "buffer.h"
 #include "kernels.h"
 #include "threads.h"
@@ -124,6 +125,7 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
   const float *bias = a.bias ? a.bias + column : nullptr;
   const float *product = finished.products + from * kPair;
   void *const all = a.out;
+  auto *const found = static_cast<Largest *>(largest.reserve(0));
   const bool streams = passes_caches(a);
   const uint32_t mask = left >= kPair ? 0xffffffffu : (1u << left) - 1;
   for (int64_t row = finished.row + from; row < finished.row + to; row++, product += kPair) {
@@ -142,6 +144,8 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
       __m512 gated = _mm512_mul_ps(_mm512_div_ps(low, _mm512_add_ps(one, decay)), high);
       auto *out = static_cast<uint16_t *>(all) + tiled(row, column / 2, outputs / 2);
       _mm256_store_si256(reinterpret_cast<__m256i *>(out), to_bfloat16(gated));
+    } else if (epilogue == TW_ARGMAX) {
+      search(found[row], column, low, high, mask);
     } else if (epilogue == TW_STORE_FLOAT32) {
       auto *out = static_cast<float *>(all) + row * outputs + column;
       _mm512_mask_storeu_ps(out, static_cast<__mmask16>(mask), low);
@@ -245,13 +249,19 @@ void share_out(const tw_linear &a, int64_t most_steps, const Multiply &multiply)
   if (order.sweeps) width = smaller(width, kMostPanels);
   int64_t columns = divide_up(panels, width);
   int64_t sums = order.sweeps ? width * blocks : larger(blocks, 2);
+  auto *best = a.epilogue == TW_ARGMAX ? static_cast<uint64_t *>(a.out) : nullptr;
+  if (best) memset(best, 0, static_cast<size_t>(a.num_rows) * sizeof *best);
   parallel_for(chunks * columns, [&](int64_t item) {
     int64_t start = item / columns * rows, first = item % columns * width;
     Share share{start, smaller(start + rows, a.num_rows), first, smaller(first + width, panels)};
+    const Largest *found = best ? begin_search(a, share.start, share.end) : nullptr;
     multiply(share, order, static_cast<float *>(products.reserve(sums * kPair * kPair * 4)));
+    if (best) end_search(found, share.start, share.end, best);
     _mm_sfence();  // what was written past the caches is there once this item counts as done
     _tile_release();
   });
+  if (best)
+    for (int64_t row = 0; row < a.num_rows; row++) best[row] = column_of(best[row]);
 }
 
 }  // namespace
