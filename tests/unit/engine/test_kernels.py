@@ -170,6 +170,17 @@ def test_norms_in_tiles_equal_those_of_torch(amx: AmxOperators, rows: int) -> No
     assert_close(to_rows(ours)[:rows], theirs, torch.bfloat16)
 
 
+def test_norms_larger_than_the_caches_equal_their_parts(amx: AmxOperators) -> None:
+    """They are written past them, 4.4 MB of them; their parts of 0.4 MB are not."""
+    rows, width, part = 2080, 1056, 208
+    x, weight = torch.randn(rows, width).bfloat16(), torch.randn(width).bfloat16()
+    whole, alone = to_tiles(torch.zeros_like(x)), to_tiles(torch.zeros_like(x[:part]))
+    amx.rms_norm(x, weight, 1e-5, whole[:rows])
+    for start in range(0, rows, part):
+        amx.rms_norm(x[start : start + part], weight, 1e-5, alone[:part])
+        assert torch.equal(to_rows(alone)[:part], to_rows(whole)[start : start + part])
+
+
 def test_a_row_does_not_feel_its_neighbours(amx: AmxOperators) -> None:
     projection = amx.projection(torch.randn(64, 256), None)
     x = torch.randn(50, 256, dtype=torch.bfloat16)

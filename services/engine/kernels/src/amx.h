@@ -12,6 +12,9 @@ constexpr int64_t kTile = 512;     // bfloat16 elements in a full tile
 constexpr int64_t kTileRows = 16;  // rows of a tile: rows of a product, or pairs of its inner index
 constexpr int64_t kTileInner = 32;
 constexpr int64_t kPair = 2 * kTileRows;  // rows and columns that a 2 x 2 block of tiles covers
+// A result larger than two L2 caches has left them before it is read, so whole lines of it are
+// written past them: they would first fetch every line.
+constexpr int64_t kMostKept = 4 << 20;  // bytes
 
 // Where an element of a [rows, width] activation lies that products read: in blocks of 32 rows by
 // 32 columns, so that what fills a tile is in one place.

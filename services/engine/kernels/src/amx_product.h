@@ -23,9 +23,6 @@ constexpr int64_t kMostElements = 512 << 10;
 constexpr int64_t kMostPanels = 8;  // of an item whose sums wait for the next sweep
 // Shares of a thread: enough for one that is slow; each reads its rows into the cache anew.
 constexpr int64_t kShares = 2;
-// A result larger than two L2 caches has left them before it is read, so it is written past them:
-// they would first fetch every line, one of each row at a time, which nothing foresees.
-constexpr int64_t kMostKept = 4 << 20;  // bytes
 
 inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
   if (dtype == TW_FLOAT32) return static_cast<const float *>(weight)[index];
@@ -108,7 +105,7 @@ struct Finished {
   int64_t panel;
 };
 
-// Whether the result is written past the caches, in whole lines.
+// Whether the result is written past the caches; not where products are added to what is there.
 inline bool passes_caches(const tw_linear &a) {
   bool whole_lines = a.outputs % kPair == 0 && reinterpret_cast<uintptr_t>(a.out) % 64 == 0;
   return a.epilogue == TW_STORE && whole_lines && a.num_rows * a.outputs * 2 > kMostKept;

@@ -6,8 +6,6 @@
 namespace {
 
 constexpr int64_t kRows = 8;  // of one item of a loop
-// More than two L2 caches hold is read from memory again: it is written past them, whole lines.
-constexpr int64_t kMostKept = 4 << 20;  // bytes
 constexpr int64_t kHalf = kTileInner / 2;
 
 inline __m512 load16(const uint16_t *from) {
@@ -44,7 +42,8 @@ void normalize(const uint16_t *row, const uint16_t *weight, uint16_t *out, int64
 
 void tw_amx_rms_norm(const tw_norm *norm) {
   const tw_norm &a = *norm;
-  const auto &normalize_row = a.num_rows * a.width * 2 > kMostKept ? normalize<true> : normalize<false>;
+  bool streams = a.num_rows * a.width * 2 > kMostKept;
+  const auto normalize_row = streams ? normalize<true> : normalize<false>;
   parallel_for(divide_up(a.num_rows, kRows), [&](int64_t item) {
     for (int64_t row = item * kRows; row < smaller((item + 1) * kRows, a.num_rows); row++)
       normalize_row(static_cast<const uint16_t *>(a.rows) + row * a.width,
