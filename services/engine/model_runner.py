@@ -17,7 +17,10 @@ from services.engine.sequence import Sequence
 from services.engine.staging import Staging
 from services.engine.transfer import to_device
 
-__all__ = ["Drawn", "ModelRunner", "StepRoom"]
+__all__ = ["SCORED_ROWS", "Drawn", "ModelRunner", "StepRoom"]
+
+SCORED_ROWS = 256
+"""Prompt rows whose logits exist at once"""
 
 
 @dataclass(frozen=True, slots=True)

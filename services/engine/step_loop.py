@@ -20,16 +20,13 @@ from services.engine.messages import (
     StepOutput,
     Stop,
 )
-from services.engine.model_runner import Drawn, ModelRunner
+from services.engine.model_runner import SCORED_ROWS, Drawn, ModelRunner
 from services.engine.requests import LoopLimits, Requests
 from services.engine.sampling import Ahead, Row, argmax, sample, score
 from services.engine.scheduler import Scheduler, StepPlan
 from services.engine.sequence import Sequence, SequenceState
 
 __all__ = ["StepLoop"]
-
-_SCORED_ROWS = 256
-"""Prompt rows whose logits exist at once"""
 
 
 class _Draw(NamedTuple):
@@ -242,8 +239,8 @@ class StepLoop:
             end = min(chunk.end + 1, sequence.prompt_length)
             width = sequence.request.command.prompt_logprobs
             if width is not None:
-                for start in range(max(sequence.scored, chunk.start + 1), end, _SCORED_ROWS):
-                    ids = sequence.tokens[start : min(start + _SCORED_ROWS, end)].tolist()
+                for start in range(max(sequence.scored, chunk.start + 1), end, SCORED_ROWS):
+                    ids = sequence.tokens[start : min(start + SCORED_ROWS, end)].tolist()
                     row = first_row + start - 1 - chunk.start
                     logits = self._runner.logits(hidden, list(range(row, row + len(ids))))
                     handle, prompt = sequence.request.command.handle, sequence.prompt_index
@@ -280,11 +277,15 @@ class StepLoop:
     def _look_at(
         self, draws: Items[_Draw], hidden: Tensor
     ) -> tuple[Tensor | None, Items[int] | None]:
-        """The logits to draw from; or the most likely tokens, where nothing else is of interest."""
+        """The logits to draw from; or the most likely tokens, where nothing else is of interest.
+
+        Steps that overlap draw from logits on the device.
+        """
         rows = [draw.row for draw in draws]
         if not rows:
             return None, None
-        if self._runner.finds_most_likely and all(d.sequence.needs_no_logits for d in draws):
+        may_search = self._runner.finds_most_likely and not self._overlaps
+        if may_search and all(draw.sequence.needs_no_logits for draw in draws):
             return None, self._runner.most_likely(hidden, rows)
         return self._runner.logits(hidden, rows), None
 

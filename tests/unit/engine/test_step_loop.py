@@ -492,9 +492,9 @@ def test_bfloat16_neighbours_change_logprobs_by_rounding_only(
         assert scores_of(together, i) == pytest.approx(scores_of(alone, i), abs=0.05)
 
 
-@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("kind", ["speculate", "overlaps", None])
 def test_asking_for_logprobs_does_not_change_a_greedy_token(
-    tmp_path_factory: pytest.TempPathFactory, speculate: bool
+    tmp_path_factory: pytest.TempPathFactory, kind: str | None
 ) -> None:
     """Without them, where the machine has AMX, logits are searched but never stored."""
     path = tmp_path_factory.mktemp("wide")
@@ -507,7 +507,14 @@ def test_asking_for_logprobs_does_not_change_a_greedy_token(
             make_request(i, [p], max_tokens=5 * i, logprobs=logprobs)
             for i, p in enumerate(prompts, start=1)
         ]
-        loop = make_loop(model, blocks=16, step_tokens=24, block=32, speculate=speculate)
+        loop = make_loop(
+            model,
+            blocks=16,
+            step_tokens=24,
+            block=32,
+            speculate=kind == "speculate",
+            overlaps=kind == "overlaps",
+        )
         return tokens_of(run(loop, requests))
 
     tokens = generated(None)

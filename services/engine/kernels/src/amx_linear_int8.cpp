@@ -7,7 +7,7 @@ namespace {
 
 // Fetches what finish_rows is going to write to some rows, where that is scattered.
 void fetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
-  if (a.epilogue == TW_GATE) return;
+  if (a.epilogue == TW_GATE || a.epilogue == TW_ARGMAX) return;
   int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.outputs * size;
   const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
   for (; row < end; row++) _mm_prefetch(out + row * stride, _MM_HINT_T1);

@@ -122,7 +122,8 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
   const float *bias = a.bias ? a.bias + column : nullptr;
   const float *product = finished.products + from * kPair;
   void *const all = a.out;
-  auto *const found = static_cast<Largest *>(largest.reserve(0));
+  Largest *const found =
+      epilogue == TW_ARGMAX ? static_cast<Largest *>(largest.reserve(0)) : nullptr;
   const bool streams = passes_caches(a);
   const uint32_t mask = left >= kPair ? 0xffffffffu : (1u << left) - 1;
   for (int64_t row = finished.row + from; row < finished.row + to; row++, product += kPair) {
