@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from services.engine.attention.interface import AttentionBackend, KVCache
-from services.engine.attention.native_backend import AmxAttention, NativeAttention
+from services.engine.attention.native_backend import NativeAttention, TiledAttention
 from services.engine.attention.torch_backend import TorchAttention
-from services.engine.kernels.amx import runs_on_amx
 from services.engine.kernels.library import native
+from services.engine.kernels.tiles import runs_in_tiles
 from services.engine.model.spec import ModelSpec
 
 __all__ = ["AttentionBackend", "KVCache", "choose_backend"]
@@ -30,6 +30,6 @@ def choose_backend(
         return XformersAttention(spec, dtype, device, sinks)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchAttention(spec, dtype, device, sinks)
-    if runs_on_amx(spec, dtype, device):
-        return AmxAttention(native, spec, sinks)
+    if runs_in_tiles(spec, dtype, device):
+        return TiledAttention(native, spec, sinks)
     return NativeAttention(native, spec, dtype, sinks)

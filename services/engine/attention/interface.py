@@ -38,7 +38,7 @@ class AttentionBackend(ABC):
     """Causal attention over a paged cache. Made for one spec, dtype and device."""
 
     block_size = 32
-    """Tokens of a block that suit it best: one AMX tile's worth of keys"""
+    """Tokens of a block that suit it best: one tile's worth of keys"""
     is_capturable = False
     """Whether what a step that only decodes launches depends on nothing but its rows and the width
     of its block tables, so that a CUDA graph of it serves them all"""

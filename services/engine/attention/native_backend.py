@@ -8,12 +8,12 @@ from torch import Tensor
 from services.engine.attention.interface import AttentionBackend, KVCache
 from services.engine.attention.torch_backend import TorchAttention
 from services.engine.batch import StepBatch
-from services.engine.kernels.amx import TILE
 from services.engine.kernels.library import DTYPES, AttentionCall, Kernel, Native
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.tiles import TILE
 from services.engine.model.spec import ModelSpec
 
-__all__ = ["AmxAttention", "NativeAttention"]
+__all__ = ["NativeAttention", "TiledAttention"]
 
 
 class NativeAttention(TorchAttention):
@@ -47,11 +47,11 @@ class NativeAttention(TorchAttention):
         self._native.paged_decode(byref(call))
 
 
-class AmxAttention(AttentionBackend):
-    """bfloat16 on AMX: one kernel for decodes and prompt chunks. Its output is in tiles.
+class TiledAttention(AttentionBackend):
+    """bfloat16 in tiles: one kernel for decodes and prompt chunks. Its output is in tiles too.
 
     Layout of a layer's keys and of its values: [blocks, kv_heads, block_size * head_dim], the last
-    dimension in tiles (src/kernels.h, tw_amx_attend).
+    dimension in tiles (src/kernels.h, tw_tiled_attend).
     """
 
     def __init__(

@@ -21,7 +21,8 @@ LIBRARY = Path(__file__).parent / "libtokenwire_kernels.so"
 # GCC 12 warns of uninitialised values inside its own intrinsics.
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-pthread", "-fno-exceptions", "-fno-rtti"),
-    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+    *("-fno-math-errno", "-fno-trapping-math"),
 )
 
 
@@ -31,28 +32,33 @@ class _Unit:
 
     source: str
     flags: tuple[str, ...] = ()
-    table: str = ""
+    defines: str = ""
 
 
 _ANYWHERE = (
     _Unit("dispatch.cpp"),
     _Unit("threads.cpp"),
-    _Unit("portable.cpp", table="portable_baseline"),
+    _Unit("portable.cpp", defines="TW_TABLE=portable_baseline"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (
     *_AVX2,
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
 )
-_AMX = (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mavx512vbmi")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
+_AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")
 _X86_64 = (
-    _Unit("portable.cpp", _AVX2, "portable_avx2"),
-    _Unit("portable.cpp", _AVX512, "portable_avx512"),
+    _Unit("portable.cpp", _AVX2, "TW_TABLE=portable_avx2"),
+    _Unit("portable.cpp", _AVX512, "TW_TABLE=portable_avx512"),
+    _Unit("pack.cpp", _AVX512_BF16),
+    _Unit("avx512_linear.cpp", _AVX512_BF16),
     _Unit("amx_linear.cpp", _AMX),
     _Unit("amx_linear_int8.cpp", _AMX),
-    _Unit("amx_rms_norm.cpp", _AMX),
-    _Unit("amx_attention.cpp", _AMX),
-    _Unit("amx_replay.cpp"),
+    _Unit("tiled_attention.cpp", _AVX512_BF16, "TW_ATTEND=avx512_attend"),
+    _Unit("tiled_attention.cpp", _AMX, "TW_ATTEND=amx_attend"),
+    _Unit("tiled_rms_norm.cpp", _AVX512_BF16),
+    _Unit("tiled.cpp"),
+    _Unit("replay.cpp"),
 )
 
 
@@ -69,9 +75,9 @@ def build(output: Path = LIBRARY) -> Path:
         objects = [Path(scratch) / f"{index}.o" for index in range(len(units))]
 
         def compile_unit(unit: _Unit, to: Path) -> None:
-            table = [f"-DTW_TABLE={unit.table}"] if unit.table else []
+            defines = [f"-D{unit.defines}"] if unit.defines else []
             source = str(_SOURCES / unit.source)
-            command = [*compiler, *_FLAGS, *unit.flags, *table, "-c", source, "-o", str(to)]
+            command = [*compiler, *_FLAGS, *unit.flags, *defines, "-c", source, "-o", str(to)]
             subprocess.run(command, check=True)
 
         with ThreadPoolExecutor() as pool:

@@ -30,12 +30,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class InstructionSet(IntEnum):
-    """Each includes those before it."""
+    """Each includes those before it; enum tw_set."""
 
     BASELINE = 0
     AVX2 = 1
     AVX512 = 2
-    AMX = 3
+    AVX512_BF16 = 3
+    AMX = 4
 
 
 class Epilogue(IntEnum):
@@ -177,7 +178,7 @@ class Native:
         def function(name: str, result: type | None, *arguments: type) -> Callable[..., int]:
             try:
                 found = library[name]
-            except AttributeError:  # compiled for processors that have no AMX
+            except AttributeError:  # compiled for other processors
                 return _absent
             found.restype, found.argtypes = result, arguments
             call: Callable[..., int] = found
@@ -195,22 +196,20 @@ class Native:
             "tw_silu_multiply", None, c_int32, c_void_p, c_void_p, size, size
         )
         self.paged_decode = function("tw_paged_decode", None, POINTER(AttentionCall))
-        self.amx_packed_elements = function("tw_amx_packed_elements", size, size, size)
-        self.amx_pack = function(
-            "tw_amx_pack", None, c_int32, c_void_p, c_void_p, size, size, size, size
+        self.packed_elements = function("tw_tiled_packed_elements", size, size, size)
+        self.pack = function(
+            "tw_tiled_pack", None, c_int32, c_void_p, c_void_p, size, size, size, size
         )
-        self.amx_pack_int8 = function(
-            *("tw_amx_pack_int8", None, c_int32, c_void_p, c_void_p, c_void_p),
+        self.pack_int8 = function(
+            *("tw_tiled_pack_int8", None, c_int32, c_void_p, c_void_p, c_void_p),
             *(size, size, size, size),
         )
-        self.amx_replay = function(
-            "tw_amx_replay", None, POINTER(OperationCall), size, POINTER(PassCall)
-        )
+        self.replay = function("tw_replay", None, POINTER(OperationCall), size, POINTER(PassCall))
         self._kernels = {
-            Kernel.NORM: function("tw_amx_rms_norm", None, POINTER(NormCall)),
-            Kernel.LINEAR: function("tw_amx_linear", None, POINTER(LinearCall)),
+            Kernel.NORM: function("tw_tiled_rms_norm", None, POINTER(NormCall)),
+            Kernel.LINEAR: function("tw_tiled_linear", None, POINTER(LinearCall)),
             Kernel.ROTATION: self.rotate,
-            Kernel.ATTENTION: function("tw_amx_attend", None, POINTER(AttentionCall)),
+            Kernel.ATTENTION: function("tw_tiled_attend", None, POINTER(AttentionCall)),
         }
         self._noting = _Noting()
 
@@ -272,4 +271,4 @@ def limit_instruction_set(highest: InstructionSet) -> Iterator[None]:
         yield
     finally:
         if native is not None:
-            native.limit_instruction_set(InstructionSet.AMX)
+            native.limit_instruction_set(max(InstructionSet))

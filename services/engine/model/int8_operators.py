@@ -1,16 +1,16 @@
-"""The operators on AMX with weights in int8: half the bytes that a decode step reads."""
+"""The operators in tiles with weights in int8: half the bytes that a decode step reads."""
 
 import torch
 from torch import Tensor
 
 from services.engine.kernels.library import DTYPES
-from services.engine.model.native_operators import AmxOperators, Packed
+from services.engine.model.native_operators import Packed, TiledOperators
 from services.engine.model.operators import Projection
 
 __all__ = ["Int8Operators"]
 
 
-class Int8Operators(AmxOperators):
+class Int8Operators(TiledOperators):
     """Products read weights rounded to int8, with a scale for each output.
 
     The kernels widen them to bfloat16, which holds every int8: activations and sums are as exact as
@@ -30,7 +30,7 @@ class Int8Operators(AmxOperators):
         scales = torch.zeros(elements // inputs, dtype=torch.float32)
         for first, weight in enumerate(weights):
             weight = weight.contiguous()
-            self.native.amx_pack_int8(
+            self.native.pack_int8(
                 DTYPES[weight.dtype],
                 weight.data_ptr(),
                 tiles.data_ptr(),

@@ -8,8 +8,8 @@ import torch
 
 from services.common.settings import StartupError
 from services.engine.attention import choose_backend
-from services.engine.kernels.amx import runs_on_amx
 from services.engine.kernels.library import native
+from services.engine.kernels.tiles import runs_in_tiles
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.config import Config
 from services.engine.model.decoder import Decoder
@@ -17,7 +17,7 @@ from services.engine.model.errors import CheckpointError
 from services.engine.model.int8_operators import Int8Operators
 from services.engine.model.layout import Layout
 from services.engine.model.lockstep import LeadingDecoder
-from services.engine.model.native_operators import AmxOperators, NativeOperators
+from services.engine.model.native_operators import NativeOperators, TiledOperators
 from services.engine.model.operators import Operators
 from services.engine.model.precision import resolve_dtype
 from services.engine.model.progress import LoadProgress
@@ -133,14 +133,15 @@ def _choose_operators(
 ) -> Operators:
     """The fastest operators that this machine, this dtype and this shape allow."""
     if weights == "int8":
-        if native is None or not runs_on_amx(spec, dtype, device):
+        if native is None or not runs_in_tiles(spec, dtype, device):
             raise StartupError(
-                "--weights int8 needs a CPU with AMX, the compiled kernels, --dtype bfloat16 and "
-                "layers whose widths, cut by the ranks, are multiples of 32; start without it."
+                "--weights int8 needs a CPU with AMX or AVX-512 BF16 and VBMI, the compiled "
+                "kernels, --dtype bfloat16 and layers whose widths, cut by the ranks, are "
+                "multiples of 32; start without it."
             )
         return Int8Operators(native)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchOperators(dtype, device)
-    if runs_on_amx(spec, dtype, device):
-        return AmxOperators(native)
+    if runs_in_tiles(spec, dtype, device):
+        return TiledOperators(native)
     return NativeOperators(native, dtype)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.kernels.amx import TILE, to_tiles
 from services.engine.kernels.library import (
     DTYPES,
     Epilogue,
@@ -16,13 +15,14 @@ from services.engine.kernels.library import (
     RotationCall,
 )
 from services.engine.kernels.memory import Arena, allocate
+from services.engine.kernels.tiles import TILE, to_tiles
 from services.engine.model.activation import SWIGLU, Activation
 from services.engine.model.operators import Gate, Operators, Projection
 from services.engine.model.recording import Recording
 from services.engine.model.rotary import Rotation
 from services.engine.model.torch_operators import TorchGate, TorchOperators, join, normalize
 
-__all__ = ["AmxOperators", "NativeOperators", "Packed"]
+__all__ = ["NativeOperators", "Packed", "TiledOperators"]
 
 _TILE_OUTPUTS = 16
 
@@ -140,8 +140,8 @@ class Packed:
     """What int8 stands for: float32, one per packed column; None: `tiles` are bfloat16"""
 
 
-class AmxOperators(NativeOperators):
-    """bfloat16 on AMX: matrix products by the kernels too, from weights packed into tiles.
+class TiledOperators(NativeOperators):
+    """bfloat16 on AMX or AVX-512 BF16: products by the kernels too, of weights packed into tiles.
 
     What a product reads is in tiles as well: the outputs of norms and gates.
     """
@@ -196,7 +196,7 @@ class AmxOperators(NativeOperators):
         if bias is not None:
             padded = torch.zeros(_round_up(outputs, 2 * _TILE_OUTPUTS), dtype=torch.float32)
             padded[:outputs] = bias
-        return _AmxProjection(self.native, _PackedWeight(packed, padded, inputs, outputs))
+        return _TiledProjection(self.native, _PackedWeight(packed, padded, inputs, outputs))
 
     def gate(
         self,
@@ -216,7 +216,7 @@ class AmxOperators(NativeOperators):
             both = torch.zeros(2, _round_up(outputs, _TILE_OUTPUTS), dtype=torch.float32)
             both[0, :outputs], both[1, :outputs] = gate_bias, up_bias
             interleaved = both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
-        return _AmxGate(self.native, _PackedWeight(packed, interleaved, inputs, 2 * outputs))
+        return _TiledGate(self.native, _PackedWeight(packed, interleaved, inputs, 2 * outputs))
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Packs weights of one shape, their tiles taking turns."""
@@ -224,7 +224,7 @@ class AmxOperators(NativeOperators):
         packed = self.arena.take(self.packed_elements(weights), torch.bfloat16)
         for first, weight in enumerate(weights):
             weight = weight.contiguous()
-            self.native.amx_pack(
+            self.native.pack(
                 DTYPES[weight.dtype],
                 weight.data_ptr(),
                 packed.data_ptr(),
@@ -239,7 +239,7 @@ class AmxOperators(NativeOperators):
         """What `pack` has to reserve, padding included."""
         outputs, inputs = weights[0].shape
         columns = len(weights) * _round_up(outputs, _TILE_OUTPUTS)
-        return self.native.amx_packed_elements(columns, inputs)
+        return self.native.packed_elements(columns, inputs)
 
 
 class _PackedWeight:
@@ -265,7 +265,7 @@ class _PackedWeight:
         native.run(Kernel.LINEAR, call)
 
 
-class _AmxProjection(Projection):
+class _TiledProjection(Projection):
     finds_largest = True
 
     def __init__(self, native: Native, weight: _PackedWeight) -> None:
@@ -284,7 +284,7 @@ class _AmxProjection(Projection):
         self._weight.multiply(self._native, rows, out, Epilogue.ARGMAX)
 
 
-class _AmxGate(Gate):
+class _TiledGate(Gate):
     def __init__(self, native: Native, weight: _PackedWeight) -> None:
         self._native = native
         self._weight = weight

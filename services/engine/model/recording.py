@@ -60,7 +60,7 @@ class Recording:
             len(batch.context_lengths),
             seconds,
         )
-        self._native.amx_replay(operations, len(operations), byref(rows))
+        self._native.replay(operations, len(operations), byref(rows))
 
     def _record(self, cache: KVCache, layers: Callable[[], None]) -> None:
         witness = _Witness()  # type: ignore[no-untyped-call]

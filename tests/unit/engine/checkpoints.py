@@ -49,7 +49,7 @@ _SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_WIDE = _SHAPE | {"head_dim": 32}  # which AMX takes
+_WIDE = _SHAPE | {"head_dim": 32}  # which tiles take
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,

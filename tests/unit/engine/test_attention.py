@@ -1,6 +1,7 @@
 """Every backend attends like a plain softmax over all of a sequence's tokens."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,16 +10,15 @@ from torch import Tensor
 
 from services.engine.attention import torch_backend
 from services.engine.attention.interface import AttentionBackend, KVCache
-from services.engine.attention.native_backend import AmxAttention, NativeAttention
+from services.engine.attention.native_backend import NativeAttention, TiledAttention
 from services.engine.attention.torch_backend import TorchAttention
 from services.engine.batch import StepBatch
-from services.engine.kernels.amx import TILE, to_rows
 from services.engine.kernels.library import (
     InstructionSet,
-    instruction_set,
     limit_instruction_set,
     native,
 )
+from services.engine.kernels.tiles import TILE, to_rows
 from services.engine.model.families import FAMILIES
 from services.engine.model.loader import load_spec
 from services.engine.model.spec import ModelSpec
@@ -58,9 +58,21 @@ def make_backend(
         pytest.skip("the kernels were not built")
     if kind == "native":
         return NativeAttention(native, spec, dtype, sinks)
-    if instruction_set() != InstructionSet.AMX:
-        pytest.skip("this machine has no AMX")
-    return AmxAttention(native, spec, sinks)
+    if native.limit_instruction_set(MACHINES[kind]) != MACHINES[kind]:
+        pytest.skip(f"this machine has no {kind}")
+    return TiledAttention(native, spec, sinks)
+
+
+@pytest.fixture(autouse=True)
+def whole_machine() -> Iterator[None]:
+    """Once a test is done that stood for a machine with less."""
+    yield
+    if native is not None:
+        native.limit_instruction_set(max(InstructionSet))
+
+
+MACHINES = {"avx512 bf16": InstructionSet.AVX512_BF16, "amx": InstructionSet.AMX}
+"""The kinds that work on tiles"""
 
 
 class Case:
@@ -143,7 +155,7 @@ class Case:
         rows = len(positions)
         out = torch.empty(-(-rows // TILE) * TILE, queries[0].numel(), dtype=keys.dtype)
         backend.attend(0, *parts, batch, cache, out[:rows])
-        tiled = isinstance(backend, AmxAttention)
+        tiled = isinstance(backend, TiledAttention)
         return (to_rows(out) if tiled else out)[:rows].float()
 
     def expected(self, sinks: Tensor | None = None) -> Tensor:
@@ -192,6 +204,7 @@ SHAPES = [
         ("torch", torch.float32, 1e-5),
         ("native", torch.float32, 1e-5),
         ("native", torch.bfloat16, 2e-2),
+        ("avx512 bf16", torch.bfloat16, 2e-2),
         ("amx", torch.bfloat16, 2e-2),
     ],
 )
@@ -212,6 +225,7 @@ def test_decodes_and_chunks_follow_the_definition(
     [
         ("torch", torch.float32, 1e-5),
         ("native", torch.float32, 1e-5),
+        ("avx512 bf16", torch.bfloat16, 2e-2),
         ("amx", torch.bfloat16, 2e-2),
     ],
 )
@@ -235,6 +249,7 @@ def test_a_block_may_be_read_in_the_step_that_fills_it(
         ("torch", torch.float32, 1e-5),
         ("native", torch.float32, 1e-5),
         ("native", torch.bfloat16, 2e-2),
+        ("avx512 bf16", torch.bfloat16, 2e-2),
         ("amx", torch.bfloat16, 2e-2),
     ],
 )
@@ -260,7 +275,9 @@ def test_caps_and_sinks_follow_the_definition(
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("native", torch.float32), ("amx", torch.bfloat16)], ids=str
+    ("kind", "dtype"),
+    [("native", torch.float32), *((kind, torch.bfloat16) for kind in MACHINES)],
+    ids=str,
 )
 @pytest.mark.parametrize("sink", [-1e4, 1e4])
 def test_a_sink_may_be_far_from_the_scores(
@@ -285,7 +302,12 @@ def test_older_machines_attend_alike(base: ModelSpec, highest: InstructionSet) -
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("torch", torch.float32), ("native", torch.float32), ("amx", torch.bfloat16)],
+    [
+        ("torch", torch.float32),
+        ("native", torch.float32),
+        ("avx512 bf16", torch.bfloat16),
+        ("amx", torch.bfloat16),
+    ],
 )
 def test_what_an_earlier_sequence_left_is_not_seen(
     base: ModelSpec, kind: str, dtype: torch.dtype
@@ -301,6 +323,7 @@ def test_what_an_earlier_sequence_left_is_not_seen(
     [
         ("native", torch.float32, 1e-4),
         ("native", torch.bfloat16, 5e-2),
+        ("avx512 bf16", torch.bfloat16, 5e-2),
         ("amx", torch.bfloat16, 5e-2),
     ],
 )
@@ -315,7 +338,10 @@ def test_scores_may_grow_along_the_context(
     torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("native", torch.float32), ("amx", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("native", torch.float32), *((kind, torch.bfloat16) for kind in MACHINES)],
+)
 def test_a_sequence_that_overflowed_harms_itself_alone(
     base: ModelSpec, kind: str, dtype: torch.dtype
 ) -> None:
@@ -328,9 +354,10 @@ def test_a_sequence_that_overflowed_harms_itself_alone(
     assert torch.equal(case.run(backend)[:-rows], before[:-rows])
 
 
-def test_amx_refuses_blocks_that_are_not_whole_tiles(base: ModelSpec) -> None:
+@pytest.mark.parametrize("kind", MACHINES)
+def test_blocks_that_are_not_whole_tiles_are_refused(base: ModelSpec, kind: str) -> None:
     with pytest.raises(ValueError, match="multiple of 32"):
-        make_backend("amx", make_spec(base, 8, 2, 64, 0), torch.bfloat16).allocate(4, 16)
+        make_backend(kind, make_spec(base, 8, 2, 64, 0), torch.bfloat16).allocate(4, 16)
 
 
 def test_a_cache_takes_the_memory_it_says(base: ModelSpec) -> None:

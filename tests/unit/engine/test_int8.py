@@ -8,30 +8,28 @@ import torch
 from torch import Tensor
 
 from services.common.settings import StartupError
-from services.engine.kernels.amx import to_rows, to_tiles
 from services.engine.kernels.library import (
     InstructionSet,
-    instruction_set,
     limit_instruction_set,
-    native,
 )
+from services.engine.kernels.tiles import to_rows, to_tiles
 from services.engine.model.fingerprint import weights_fingerprint
 from services.engine.model.int8_operators import Int8Operators
 from services.engine.model.loader import load_model
 from services.engine.model.torch_operators import TorchOperators
 
 from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from .machines import TILED, limited_to
 from .test_kernels import assert_finds_largest
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def int8() -> Iterator[Int8Operators]:
-    if native is None or instruction_set() != InstructionSet.AMX:
-        pytest.skip("this machine has no AMX, or the kernels were not built")
-    yield Int8Operators(native)
-    native.use_pool(0)
+@pytest.fixture(params=TILED, ids=lambda each: each.name)
+def int8(request: pytest.FixtureRequest) -> Iterator[Int8Operators]:
+    with limited_to(request.param) as native:
+        yield Int8Operators(native)
+        native.use_pool(0)
 
 
 def rounded(weight: Tensor) -> Tensor:

@@ -9,42 +9,34 @@ import torch
 from torch import Tensor
 
 import services.engine.kernels.build as builder
-from services.engine.kernels.amx import to_rows, to_tiles
 from services.engine.kernels.build import build
-from services.engine.kernels.library import (
-    InstructionSet,
-    Native,
-    instruction_set,
-    limit_instruction_set,
-    native,
-)
+from services.engine.kernels.library import InstructionSet, Native
 from services.engine.kernels.memory import Arena, allocate
-from services.engine.model.native_operators import AmxOperators, NativeOperators
+from services.engine.kernels.tiles import to_rows, to_tiles
+from services.engine.model.native_operators import NativeOperators, TiledOperators
 from services.engine.model.operators import Projection
 from services.engine.model.rotary import Rotation
 from services.engine.model.torch_operators import TorchOperators
+
+from .machines import TILED, limited_to
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(params=InstructionSet, ids=lambda level: level.name)
+@pytest.fixture(params=InstructionSet, ids=lambda each: each.name)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Native]:
     """The kernels as each kind of machine runs them."""
-    if native is None:
-        pytest.skip("the kernels were not built")
-    with limit_instruction_set(request.param):
-        if instruction_set() != request.param:
-            pytest.skip("this machine lacks the instructions")
+    with limited_to(request.param) as native:
         yield native
 
 
-@pytest.fixture
-def amx() -> Iterator[AmxOperators]:
-    if native is None or instruction_set() != InstructionSet.AMX:
-        pytest.skip("this machine has no AMX, or the kernels were not built")
-    yield AmxOperators(native)
-    native.use_pool(0)
+@pytest.fixture(params=TILED, ids=lambda each: each.name)
+def tiled(request: pytest.FixtureRequest) -> Iterator[TiledOperators]:
+    """What works on tiles, as each kind of machine does it."""
+    with limited_to(request.param) as native:
+        yield TiledOperators(native)
+        native.use_pool(0)
 
 
 def assert_close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
@@ -85,7 +77,7 @@ def test_small_operators_equal_those_of_torch(
 @pytest.mark.parametrize("shape", [(100, 64), (32, 96), (1000, 1024), (17, 32)], ids=str)
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 70, 600])
 def test_packed_products_equal_those_of_torch(
-    amx: AmxOperators, rows: int, shape: tuple[int, int], stored: torch.dtype
+    tiled: TiledOperators, rows: int, shape: tuple[int, int], stored: torch.dtype
 ) -> None:
     """Whatever the number of rows, the widths, and the dtype the checkpoint stores."""
     torch.manual_seed(rows)
@@ -94,7 +86,7 @@ def test_packed_products_equal_those_of_torch(
     bias = torch.randn(outputs).to(stored)
     x = torch.randn(rows, inputs, dtype=torch.bfloat16)
     expected = x.float() @ weight.to(torch.bfloat16).float().T + bias.float()
-    projection = amx.projection(weight, bias)
+    projection = tiled.projection(weight, bias)
     x = to_tiles(x)[:rows]
 
     exact = torch.empty(rows, outputs)
@@ -112,13 +104,13 @@ def test_packed_products_equal_those_of_torch(
 @pytest.mark.parametrize("outputs", [17, 100, 1000])
 @pytest.mark.parametrize("rows", [1, 17, 33, 70, 600])
 def test_the_largest_product_is_found_without_storing_any(
-    amx: AmxOperators, rows: int, outputs: int
+    tiled: TiledOperators, rows: int, outputs: int
 ) -> None:
     """A greedy token would be another one otherwise."""
-    assert_finds_largest(amx, rows, outputs)
+    assert_finds_largest(tiled, rows, outputs)
 
 
-def assert_finds_largest(operators: AmxOperators, rows: int, outputs: int) -> None:
+def assert_finds_largest(operators: TiledOperators, rows: int, outputs: int) -> None:
     torch.manual_seed(rows)
     weight, x = torch.randn(outputs, 256), torch.randn(rows, 256, dtype=torch.bfloat16)
     weight[outputs // 2 :] = weight[: outputs - outputs // 2].clone()  # the first of equals counts
@@ -132,10 +124,10 @@ def assert_finds_largest(operators: AmxOperators, rows: int, outputs: int) -> No
         assert found.tolist() == [*exact.numpy().argmax(axis=1).tolist(), -7]
 
 
-def test_a_result_larger_than_the_caches_equals_its_parts(amx: AmxOperators) -> None:
+def test_a_result_larger_than_the_caches_equals_its_parts(tiled: TiledOperators) -> None:
     """It is written past them, 4.3 MB of it; its parts of 0.8 MB are not."""
     rows, outputs, part = 1040, 2080, 208
-    projection = amx.projection(torch.randn(outputs, 32), torch.randn(outputs))
+    projection = tiled.projection(torch.randn(outputs, 32), torch.randn(outputs))
     x = torch.randn(rows, 32, dtype=torch.bfloat16)
     whole = torch.full((rows + 1, outputs), 7.0, dtype=torch.bfloat16)
     projection.into(to_tiles(x)[:rows], whole[:rows])
@@ -148,41 +140,41 @@ def test_a_result_larger_than_the_caches_equals_its_parts(amx: AmxOperators) -> 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 20, 90])
-def test_packed_gate_equals_that_of_torch(amx: AmxOperators, rows: int, biased: bool) -> None:
+def test_packed_gate_equals_that_of_torch(tiled: TiledOperators, rows: int, biased: bool) -> None:
     torch.manual_seed(rows)
     gate, up = torch.randn(2, 96, 64) / 8
     biases = list(torch.randn(2, 96)) if biased else [None, None]
     x = torch.randn(rows, 64, dtype=torch.bfloat16)
     theirs = torch.empty(rows, 96)
     ours = to_tiles(torch.full((rows, 96), 7.0, dtype=torch.bfloat16))
-    amx.gate(gate, up, *biases).into(to_tiles(x)[:rows], ours[:rows])
+    tiled.gate(gate, up, *biases).into(to_tiles(x)[:rows], ours[:rows])
     TorchOperators(torch.float32, CPU).gate(gate, up, *biases).into(x.float(), theirs)
     assert_close(to_rows(ours)[:rows], theirs, torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 41])
-def test_norms_in_tiles_equal_those_of_torch(amx: AmxOperators, rows: int) -> None:
+def test_norms_in_tiles_equal_those_of_torch(tiled: TiledOperators, rows: int) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 96).bfloat16() * 5, torch.randn(96).bfloat16()
     theirs, ours = torch.empty_like(x), to_tiles(torch.zeros_like(x))
-    amx.rms_norm(x, weight, 1e-5, ours[:rows])
+    tiled.rms_norm(x, weight, 1e-5, ours[:rows])
     TorchOperators(torch.bfloat16, CPU).rms_norm(x, weight, 1e-5, theirs)
     assert_close(to_rows(ours)[:rows], theirs, torch.bfloat16)
 
 
-def test_norms_larger_than_the_caches_equal_their_parts(amx: AmxOperators) -> None:
+def test_norms_larger_than_the_caches_equal_their_parts(tiled: TiledOperators) -> None:
     """They are written past them, 4.4 MB of them; their parts of 0.4 MB are not."""
     rows, width, part = 2080, 1056, 208
     x, weight = torch.randn(rows, width).bfloat16(), torch.randn(width).bfloat16()
     whole, alone = to_tiles(torch.zeros_like(x)), to_tiles(torch.zeros_like(x[:part]))
-    amx.rms_norm(x, weight, 1e-5, whole[:rows])
+    tiled.rms_norm(x, weight, 1e-5, whole[:rows])
     for start in range(0, rows, part):
-        amx.rms_norm(x[start : start + part], weight, 1e-5, alone[:part])
+        tiled.rms_norm(x[start : start + part], weight, 1e-5, alone[:part])
         assert torch.equal(to_rows(alone)[:part], to_rows(whole)[start : start + part])
 
 
-def test_a_row_does_not_feel_its_neighbours(amx: AmxOperators) -> None:
-    projection = amx.projection(torch.randn(64, 256), None)
+def test_a_row_does_not_feel_its_neighbours(tiled: TiledOperators) -> None:
+    projection = tiled.projection(torch.randn(64, 256), None)
     x = torch.randn(50, 256, dtype=torch.bfloat16)
     together, alone = torch.empty(50, 64), torch.empty(1, 64)
     projection.into(to_tiles(x)[:50], together)
@@ -191,15 +183,14 @@ def test_a_row_does_not_feel_its_neighbours(amx: AmxOperators) -> None:
         assert torch.equal(alone[0], together[row])
 
 
-def test_two_models_may_compute_at_once(amx: AmxOperators) -> None:
+def test_two_models_may_compute_at_once(tiled: TiledOperators) -> None:
     """A pool that mixed up two loops would lose or repeat their items."""
-    assert native is not None
-    native.use_pool(3)
+    tiled.native.use_pool(3)
     weight = torch.randn(640, 256)
     x = to_tiles(torch.randn(8, 256, dtype=torch.bfloat16))[:8]
     expected = torch.empty(8, 640)
-    amx.projection(weight, None).into(x, expected)
-    projections = [amx.projection(weight, None) for _ in range(3)]
+    tiled.projection(weight, None).into(x, expected)
+    projections = [tiled.projection(weight, None) for _ in range(3)]
     right: list[bool] = []
 
     def compute(projection: Projection) -> None:
@@ -225,11 +216,11 @@ def test_the_sources_compile(tmp_path: Path) -> None:
     assert Native(built).instruction_set() >= InstructionSet.BASELINE
 
 
-def test_a_library_for_processors_without_amx_has_the_rest(
+def test_a_library_without_what_works_on_tiles_has_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine on ARM would not start otherwise."""
-    portable = tuple(unit for unit in builder._X86_64 if "amx" not in unit.source)
+    portable = tuple(unit for unit in builder._X86_64 if unit.source == "portable.cpp")
     monkeypatch.setattr(builder, "_X86_64", portable)
     try:
         kernels = Native(build(tmp_path / "kernels.so"))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import services.engine.attention
 import services.engine.model.loader
-from services.engine.attention.native_backend import AmxAttention
+from services.engine.attention.native_backend import TiledAttention
 from services.engine.kernels.library import InstructionSet, instruction_set, limit_instruction_set
 from services.engine.model.loader import load_model
 
@@ -23,6 +23,7 @@ from .checkpoints import (
     random_tokens,
     reference_logits,
 )
+from .machines import needs_tiles
 
 TOKENS = 75
 
@@ -84,7 +85,7 @@ def test_packed_experts_compute_like_their_numbers(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    """Heads of 32, which AMX takes."""
+    """Heads of 32, which tiles take."""
     path = tmp_path_factory.mktemp("wide")
     return path, make_checkpoint(path, CONFIGS["qwen3"])
 
@@ -93,6 +94,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
     ("dtype", "highest"),
     [
         (torch.bfloat16, InstructionSet.AVX2),
+        (torch.bfloat16, InstructionSet.AVX512_BF16),
         (torch.bfloat16, InstructionSet.AMX),
         (torch.float16, InstructionSet.AMX),
     ],
@@ -114,13 +116,12 @@ def test_half_precision_stays_close_to_float32(
     assert (driver.logits[0] - exact).std() < 1.2 * (rounded - exact).std()
 
 
+@needs_tiles
 @pytest.mark.parametrize(
     "family", ["gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"]
 )
 def test_what_the_kernels_lack_is_done_beside_them(family: str, tmp_path: Path) -> None:
-    """Norms, activations, experts and attention on rows that AMX keeps in tiles."""
-    if instruction_set() != InstructionSet.AMX:
-        pytest.skip("this machine has no AMX, or the kernels were not built")
+    """Norms, activations, experts and attention on rows that are kept in tiles."""
     model = make_checkpoint(tmp_path, CONFIGS[family])
     tokens = random_tokens(TOKENS, 1)
     exact = reference_logits(model, tokens)
@@ -135,12 +136,11 @@ def test_what_the_kernels_lack_is_done_beside_them(family: str, tmp_path: Path) 
     assert error.median() < 1.2 * usual.median()
 
 
+@needs_tiles
 def test_a_replayed_pass_computes_what_its_kernels_do_one_by_one(
     wide: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output would go wrong with the second step otherwise, or when the batch changes."""
-    if instruction_set() != InstructionSet.AMX:
-        pytest.skip("this machine has no AMX, or the kernels were not built")
     path, _ = wide
     passes = {"replayed": 0, "one by one": 0}
     logits: dict[str, list[Tensor]] = {}
@@ -185,6 +185,6 @@ def test_a_sequence_does_not_feel_its_neighbours(
         alone.step([(0, 1)])
         others = [(index, 3) for index in range(2, 9)]
         crowd.step([(0, 1), (1, 1), *others] if step % 2 else [(0, 1), (1, 1)])
-    if isinstance(decoder._attention, AmxAttention):  # sums in the same order whatever the batch
+    if isinstance(decoder._attention, TiledAttention):  # sums in the same order whatever the batch
         assert torch.equal(alone.logits[0], crowd.logits[0])
     assert_equal(alone.logits[0], crowd.logits[0])

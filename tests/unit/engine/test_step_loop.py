@@ -496,7 +496,7 @@ def test_bfloat16_neighbours_change_logprobs_by_rounding_only(
 def test_asking_for_logprobs_does_not_change_a_greedy_token(
     tmp_path_factory: pytest.TempPathFactory, kind: str | None
 ) -> None:
-    """Without them, where the machine has AMX, logits are searched but never stored."""
+    """Without them, where products are in tiles, logits are searched but never stored."""
     path = tmp_path_factory.mktemp("wide")
     checkpoints.make_checkpoint(path, checkpoints.CONFIGS["llama, wide heads"])
     model = load_model(path, torch.bfloat16)

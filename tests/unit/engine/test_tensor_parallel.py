@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import LlamaConfig, Olmo2Config, PreTrainedConfig, Qwen3MoeConfig
 
 from services.common.settings import StartupError
-from services.engine.kernels.library import InstructionSet, instruction_set
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
 from services.engine.model.lockstep import follow
@@ -22,6 +21,7 @@ from services.engine.team import Team
 from tests.stack import free_ports
 
 from .checkpoints import CONFIGS, Driver, make_checkpoint, make_packed_checkpoint, random_tokens
+from .machines import needs_tiles
 
 RANKS = 2
 TOKENS = 60
@@ -54,7 +54,7 @@ _WIDE = {
     "head_dim": 32,
     "initializer_range": 0.2,
 }
-ON_AMX: dict[str, PreTrainedConfig] = {
+IN_TILES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_WIDE, attention_bias=True, mlp_bias=True),
     "olmo2": Olmo2Config(**_WIDE | {"num_key_value_heads": 1}),
     "qwen3 moe": Qwen3MoeConfig(
@@ -67,7 +67,7 @@ ON_AMX: dict[str, PreTrainedConfig] = {
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     configs = {name: CONFIGS[name] for name in FAMILIES if name in CONFIGS}
-    configs |= {f"{name}, wide": config for name, config in ON_AMX.items()}
+    configs |= {f"{name}, wide": config for name, config in IN_TILES.items()}
     made = {}
     for name, config in configs.items():
         made[name] = tmp_path_factory.mktemp("checkpoint")
@@ -142,12 +142,11 @@ def test_two_ranks_have_the_logits_of_one(
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("name", [f"{name}, wide" for name in ON_AMX])
-def test_shards_on_amx_lose_no_more_to_rounding_than_the_whole(
+@needs_tiles
+@pytest.mark.parametrize("name", [f"{name}, wide" for name in IN_TILES])
+def test_shards_in_tiles_lose_no_more_to_rounding_than_the_whole(
     name: str, checkpoints: dict[str, Path], by_two: dict[str, list[Tensor]]
 ) -> None:
-    if instruction_set() != InstructionSet.AMX:
-        pytest.skip("this machine has no AMX, or the kernels were not built")
     exact, rounded = (
         torch.cat(_drive(_driver(load_model(checkpoints[name], dtype))))
         for dtype in (torch.float32, torch.bfloat16)

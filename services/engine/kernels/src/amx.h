@@ -1,27 +1,10 @@
-// AMX tiles: eight registers of 16 rows by 64 bytes. One instruction multiplies 16x32 by 32x16
+// AMX: eight tile registers of 16 rows by 64 bytes. One instruction multiplies 16x32 by 32x16
 // bfloat16 into 16x16 float32.
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstdint>
+#include "tiles.h"
 
 namespace {
-
-constexpr int64_t kTile = 512;     // bfloat16 elements in a full tile
-constexpr int64_t kTileRows = 16;  // rows of a tile: rows of a product, or pairs of its inner index
-constexpr int64_t kTileInner = 32;
-constexpr int64_t kPair = 2 * kTileRows;  // rows and columns that a 2 x 2 block of tiles covers
-// A result larger than two L2 caches has left them before it is read, so whole lines of it are
-// written past them: they would first fetch every line.
-constexpr int64_t kMostKept = 4 << 20;  // bytes
-
-// Where an element of a [rows, width] activation lies that products read: in blocks of 32 rows by
-// 32 columns, so that what fills a tile is in one place.
-inline int64_t tiled(int64_t row, int64_t column, int64_t width) {
-  return (row / kPair * (width / kTileInner) + column / kTileInner) * (kPair * kTileInner) +
-         row % kPair * kTileInner + column % kTileInner;
-}
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
@@ -48,41 +31,55 @@ inline void configure_tiles(int64_t rows) {
   _tile_loadconfig(&config);
 }
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline void release_tiles() { _tile_release(); }
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+// What a step multiplies: rows of 32 inputs, by two tiles of 16 columns.
+struct Factors {
+  const uint16_t *rows;
+  int64_t row_stride;
+  const uint16_t *left, *right;
+};
 
-inline __m256i to_bfloat16(__m512 values) {
-  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values));
+// sums [rows, 32] = those at `from`, or zero, + the products of factors(0), factors(1) and so on. The
+// tiles are configured for `rows`.
+template <typename Steps>
+inline void multiply_block(int64_t rows, const float *from, float *sums, int64_t stride,
+                           int64_t steps, const Steps &factors) {
+  bool two = rows > kTileRows;
+  if (from) {
+    const float *lower = from + kTileRows * stride;
+    _tile_loadd(0, from, stride * 4);
+    _tile_loadd(1, from + kTileRows, stride * 4);
+    if (two) {
+      _tile_loadd(2, lower, stride * 4);
+      _tile_loadd(3, lower + kTileRows, stride * 4);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t step = 0; step < steps; step++) {
+    const Factors at = factors(step);
+    _tile_loadd(6, at.left, 64);
+    _tile_loadd(7, at.right, 64);
+    _tile_loadd(4, at.rows, at.row_stride * 2);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (two) {
+      _tile_loadd(5, at.rows + kTileRows * at.row_stride, at.row_stride * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  float *lower = sums + kTileRows * stride;
+  _tile_stored(0, sums, stride * 4);
+  _tile_stored(1, sums + kTileRows, stride * 4);
+  if (two) {
+    _tile_stored(2, lower, stride * 4);
+    _tile_stored(3, lower + kTileRows, stride * 4);
+  }
 }
-
-inline __m512 to_float(__m256i values) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
-}
-
-constexpr float kLog2E = 1.44269504088896341f;
-
-// 2^x to 3e-6 relative (a fitted polynomial over [-1/2, 1/2]), ample for bfloat16 results.
-inline __m512 exp2(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
-  __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m512 r = _mm512_sub_ps(x, n);
-  __m512 p = _mm512_set1_ps(9.6003955171e-03f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5916893825e-02f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4023718463e-01f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9312199484e-01f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
-}
-
-// tanh(x) to 2e-6 absolute.
-inline __m512 tanh(__m512 x) {
-  const __m512 one = _mm512_set1_ps(1.0f);
-  __m512 power = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2 * kLog2E)));
-  return _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(power, one)));
-}
-
-inline float power_of_two(float x) { return _mm512_cvtss_f32(exp2(_mm512_set1_ps(x))); }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Linear layers on AMX, from bfloat16 weights packed once into tiles.
 #include "amx_product.h"
+#include "tiled.h"
 
 namespace {
 
@@ -13,11 +14,6 @@ constexpr int64_t kNear = 4 * kStep;  // elements ahead
 // rows then; along several, the core's own prefetching has brought most of it to the L2 cache.
 constexpr int64_t kStreams = 8;
 constexpr int64_t kStreamedBlocks = 8;  // of rows; with more there is time enough
-
-inline uint16_t round_to_bfloat16(float value) {
-  return static_cast<uint16_t>(
-      _mm_extract_epi16(reinterpret_cast<__m128i>(_mm_cvtneps_pbh(_mm_set_ss(value))), 0));
-}
 
 // Fetches the lines of a step. Requests made as fast as the core can make them fill its queues, and
 // all else waits: with a pause of a few instructions between two of them, more arrive in the end.
@@ -113,30 +109,9 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
 
 }  // namespace
 
-int64_t tw_amx_packed_elements(int64_t outputs, int64_t inputs) {
-  return divide_up(outputs, kPair) * kPair * divide_up(inputs, kTileInner) * kTileInner;
-}
-
-void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t outputs, int64_t inputs,
-                 int64_t first_tile, int64_t tile_step) {
-  int64_t depth = divide_up(inputs, kTileInner);
-  parallel_for(divide_up(outputs, kTileRows), [=](int64_t tile) {
-    int64_t column = first_tile + tile * tile_step;
-    uint16_t *panel = static_cast<uint16_t *>(packed) + column / 2 * depth * 2 * kTile;
-    for (int64_t k = 0; k < depth * kTileInner; k++) {
-      uint16_t *to = panel + tile_index(k, column);
-      for (int64_t n = 0; n < kTileRows; n++) {
-        int64_t output = tile * kTileRows + n;
-        bool inside = output < outputs && k < inputs;
-        to[2 * n] = inside ? round_to_bfloat16(weight_at(dtype, weight, output * inputs + k)) : 0;
-      }
-    }
-  });
-}
-
-void tw_amx_linear(const tw_linear *linear) {
+void amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
-  if (a.scales) return multiply_int8(a);
+  if (a.scales) return amx_linear_int8(a);
   int64_t most_steps = a.num_rows > kFewBlocks * kPair ? kMostSteps : a.inputs / kTileInner;
   share_out(a, most_steps, [&](const Share &share, const Order &order, float *sums) {
     int64_t count = share.end - share.start;
@@ -146,5 +121,6 @@ void tw_amx_linear(const tw_linear *linear) {
       multiply_block<true>(a, share, sums);
     else
       multiply(a, share, order, sums);
+    _tile_release();
   });
 }

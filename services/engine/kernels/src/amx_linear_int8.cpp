@@ -1,7 +1,6 @@
 // Linear layers on AMX, from int8 weights that are widened to bfloat16 just before use.
-#include <math.h>
-
 #include "amx_product.h"
+#include "int8.h"
 
 namespace {
 
@@ -18,8 +17,6 @@ void fetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
 class Weights {
  public:
   static constexpr int64_t kMostSteps = 8;  // of a part: two have to share the L1 cache
-  static constexpr float kLargest = 127;
-  static constexpr float kUnit = 0x1p-104f;  // what the integer 1 becomes
 
   Weights(const void *packed, int64_t depth, int64_t blocks, const Part &first)
       : packed_(static_cast<const int8_t *>(packed)), depth_(depth), blocks_(blocks) {
@@ -59,7 +56,7 @@ class Weights {
   }
 
   // Widens 32 weights, by way of float16: that has an instruction, and where its eight upper bits
-  // of significand are bfloat16's, its exponent is one that counts from another origin (kUnit).
+  // of significand are bfloat16's, its exponent is one that counts from another origin (kInt8Unit).
   static void widen(const int8_t *from, uint16_t *to) {
     const __m512i spread = _mm512_set_epi64(0x1f001e001d001c00, 0x1b001a0019001800,
                                             0x1700160015001400, 0x1300120011001000,
@@ -140,26 +137,9 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
 
 }  // namespace
 
-void tw_amx_pack_int8(int32_t dtype, const void *weight, void *packed, float *scales,
-                      int64_t outputs, int64_t inputs, int64_t first_tile, int64_t tile_step) {
-  int64_t depth = divide_up(inputs, kTileInner);
-  parallel_for(outputs, [=](int64_t output) {
-    int64_t column = first_tile + output / kTileRows * tile_step, n = output % kTileRows;
-    float largest = 0;
-    for (int64_t k = 0; k < inputs; k++)
-      largest = fmaxf(largest, fabsf(weight_at(dtype, weight, output * inputs + k)));
-    scales[column * kTileRows + n] = largest / (Weights::kLargest * Weights::kUnit);
-    float inverse = largest ? Weights::kLargest / largest : 0;
-    auto *panel = static_cast<int8_t *>(packed) + column / 2 * depth * 2 * kTile;
-    for (int64_t k = 0; k < inputs; k++) {
-      float value = weight_at(dtype, weight, output * inputs + k) * inverse;
-      panel[tile_index(k, column) + 2 * n] = static_cast<int8_t>(lrintf(value));
-    }
-  });
-}
-
-void multiply_int8(const tw_linear &a) {
+void amx_linear_int8(const tw_linear &a) {
   share_out(a, Weights::kMostSteps, [&](const Share &share, const Order &order, float *sums) {
     multiply(a, share, order, sums);
+    _tile_release();
   });
 }

@@ -11,17 +11,13 @@
 
 namespace {
 
-enum InstructionSet : int32_t { BASELINE, AVX2, AVX512, AMX };
-
 #if defined(__x86_64__)
-bool has_amx_bf16() {
+// Every processor with AMX has AVX-512 FP16, but a virtual machine may hide it.
+bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  // Every processor with AMX has the other two, but a virtual machine may hide them.
-  bool vbmi = c & (1u << 1), fp16 = d & (1u << 23);
-  bool bf16 = d & (1u << 22), tile = d & (1u << 24);
-  if (!vbmi || !fp16 || !bf16 || !tile) return false;
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & (1u << 5))) return false;
+  bool fp16 = d & (1u << 23), bf16 = d & (1u << 22), tile = d & (1u << 24);
+  if (!fp16 || !bf16 || !tile) return false;
 #if defined(__linux__)
   // Linux hands out the tile registers only to processes that ask (ARCH_REQ_XCOMP_PERM, XTILEDATA).
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
@@ -31,25 +27,28 @@ bool has_amx_bf16() {
 }
 #endif
 
-InstructionSet detect() {
+tw_set detect() {
 #if defined(__x86_64__)
   // __builtin_cpu_supports also asks whether the operating system saves the registers.
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-    return has_amx_bf16() ? AMX : AVX512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512bf16"))
+      return TW_AVX512;
+    return has_amx() ? TW_AMX : TW_AVX512_BF16;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return TW_AVX2;
 #endif
-  return BASELINE;
+  return TW_BASELINE;
 }
 
-const InstructionSet available = detect();
-InstructionSet in_use = available;
+const tw_set available = detect();
+tw_set in_use = available;
 
 const PortableKernels &portable() {
 #if defined(__x86_64__)
-  if (in_use >= AVX512) return portable_avx512;
-  if (in_use == AVX2) return portable_avx2;
+  if (in_use >= TW_AVX512) return portable_avx512;
+  if (in_use == TW_AVX2) return portable_avx2;
 #endif
   return portable_baseline;
 }
@@ -59,7 +58,7 @@ const PortableKernels &portable() {
 int32_t tw_instruction_set() { return in_use; }
 
 int32_t tw_limit_instruction_set(int32_t highest) {
-  in_use = highest < available ? static_cast<InstructionSet>(highest) : available;
+  in_use = highest < available ? static_cast<tw_set>(highest) : available;
   return in_use;
 }
 

@@ -9,8 +9,16 @@ extern "C" {
 
 enum tw_dtype : int32_t { TW_FLOAT32 = 0, TW_BFLOAT16 = 1, TW_FLOAT16 = 2 };
 
-// The best instruction set compiled in that this processor and kernel allow:
-// 0 baseline, 1 AVX2 + FMA, 2 AVX-512, 3 AVX-512 + AMX bf16.
+// Each includes those before it.
+enum tw_set : int32_t {
+  TW_BASELINE = 0,
+  TW_AVX2 = 1,         // and FMA
+  TW_AVX512 = 2,       // F, BW, VL, DQ
+  TW_AVX512_BF16 = 3,  // and VBMI
+  TW_AMX = 4,          // bf16, and AVX-512 FP16
+};
+
+// The best instruction set compiled in that this processor and kernel allow.
 int32_t tw_instruction_set();
 
 // Makes calls use at most this instruction set, for tests. Returns the one in use.
@@ -76,7 +84,7 @@ struct tw_attention {
 // Cache layout: [blocks, num_kv_heads, block_size, head_dim].
 void tw_paged_decode(const tw_attention *attention);
 
-// ---- bfloat16 on AMX (instruction set 3) ----
+// ---- bfloat16 in tiles, from TW_AVX512_BF16 on ----
 
 // Activations that products read are in tiles: [rows / 32][width / 32] blocks of [32][32] elements,
 // width a multiple of 32, the last rows padded with anything.
@@ -90,19 +98,19 @@ struct tw_norm {
   int64_t width;
   float epsilon;
 };
-void tw_amx_rms_norm(const tw_norm *norm);
+void tw_tiled_rms_norm(const tw_norm *norm);
 
 // Weights are packed in tiles of 16 outputs by 32 inputs, laid out as TDPBF16PS wants them (pairs
 // of inputs interleaved), two tiles of neighbouring outputs side by side: a panel.
-int64_t tw_amx_packed_elements(int64_t outputs, int64_t inputs);
+int64_t tw_tiled_packed_elements(int64_t outputs, int64_t inputs);
 
 // Packs weight [outputs, inputs] into the tile columns first_tile, first_tile + tile_step, ...
-void tw_amx_pack(int32_t dtype, const void *weight, void *packed, int64_t outputs, int64_t inputs,
+void tw_tiled_pack(int32_t dtype, const void *weight, void *packed, int64_t outputs, int64_t inputs,
                  int64_t first_tile, int64_t tile_step);
 
 // The same with weights rounded to int8, -127 to 127, times a scale for each output: as many bytes as
 // there would be elements. scales has one for each packed column; padding stays as it is.
-void tw_amx_pack_int8(int32_t dtype, const void *weight, void *packed, float *scales,
+void tw_tiled_pack_int8(int32_t dtype, const void *weight, void *packed, float *scales,
                       int64_t outputs, int64_t inputs, int64_t first_tile, int64_t tile_step);
 
 enum tw_epilogue : int32_t {
@@ -115,7 +123,7 @@ enum tw_epilogue : int32_t {
 
 struct tw_linear {
   const void *rows;     // bfloat16 [num_rows, inputs] in tiles
-  const void *packed;   // from tw_amx_pack, or tw_amx_pack_int8 with its scales
+  const void *packed;   // from tw_tiled_pack, or tw_tiled_pack_int8 with its scales
   const float *scales;  // one per packed column where packed is int8, or null
   const float *bias;    // one per packed column, or null
   void *out;            // [num_rows, outputs]; half as many columns after TW_GATE
@@ -124,13 +132,13 @@ struct tw_linear {
   int64_t outputs;  // columns of the product, before TW_GATE halves them
   int32_t epilogue;
 };
-void tw_amx_linear(const tw_linear *linear);
+void tw_tiled_linear(const tw_linear *linear);
 
 // Writes keys and values, then attends for decodes and prompt chunks alike; out is in tiles.
 // A cached block holds its keys as [block_size / 16][head_dim / 32] tiles and its values as
 // [block_size / 32][head_dim / 16] tiles, pairs of 32 tokens in the order 0 1 8 9 2 3 10 11 etc.;
 // block_size and head_dim are multiples of 32.
-void tw_amx_attend(const tw_attention *attention);
+void tw_tiled_attend(const tw_attention *attention);
 
 // A pass through a model's layers, recorded: on its way from Python, with caches full of weights, a
 // call takes as long as a small kernel.
@@ -159,5 +167,5 @@ struct tw_pass {
 };
 
 // Runs the operations in their order, on the rows of this pass.
-void tw_amx_replay(const tw_operation *operations, int64_t count, const tw_pass *pass);
+void tw_replay(const tw_operation *operations, int64_t count, const tw_pass *pass);
 }

@@ -1,4 +1,4 @@
-"""What runs on AMX, and how it keeps activations."""
+"""What our kernels compute in tiles, and how these lie."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.model.spec import ModelSpec
 
-__all__ = ["TILE", "runs_on_amx", "to_rows", "to_tiles"]
+__all__ = ["TILE", "runs_in_tiles", "to_rows", "to_tiles"]
 
 TILE = 32
 """Rows and columns of a block of activations; inputs that one product of tiles sums over"""
@@ -15,12 +15,12 @@ _MOST_HEAD_DIM = 256
 """What the attention kernel has buffers for"""
 
 
-def runs_on_amx(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether AMX computes a model's products and attention.
+def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether our kernels compute a model's products and attention, on AMX or AVX-512 BF16.
 
     Between them activations are kept in tiles (src/kernels.h), which only they understand.
     """
-    if native is None or native.instruction_set() != InstructionSet.AMX:
+    if native is None or native.instruction_set() < InstructionSet.AVX512_BF16:
         return False
     widths = [spec.hidden_size, spec.intermediate_size, spec.head_dim]
     if spec.experts is not None:

@@ -1,7 +1,7 @@
 // The largest product of each row, found while products are made: they need not be stored then.
 #pragma once
 
-#include "amx.h"
+#include "tiles.h"
 #include "buffer.h"
 #include "kernels.h"
 

@@ -1,5 +1,5 @@
 // RMSNorm whose result products read.
-#include "amx.h"
+#include "tiles.h"
 #include "kernels.h"
 #include "threads.h"
 
@@ -40,7 +40,7 @@ void normalize(const uint16_t *row, const uint16_t *weight, uint16_t *out, int64
 
 }  // namespace
 
-void tw_amx_rms_norm(const tw_norm *norm) {
+void tw_tiled_rms_norm(const tw_norm *norm) {
   const tw_norm &a = *norm;
   bool streams = a.num_rows * a.width * 2 > kMostKept;
   const auto normalize_row = streams ? normalize<true> : normalize<false>;

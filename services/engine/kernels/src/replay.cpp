@@ -14,10 +14,10 @@ void run(tw_operation operation, const tw_pass &pass) {
   switch (operation.kernel) {
     case TW_NORM:
       operation.norm.num_rows = pass.tokens;
-      return tw_amx_rms_norm(&operation.norm);
+      return tw_tiled_rms_norm(&operation.norm);
     case TW_LINEAR:
       operation.linear.num_rows = pass.tokens;
-      return tw_amx_linear(&operation.linear);
+      return tw_tiled_linear(&operation.linear);
     case TW_ROTATION:
       operation.rotation.tokens = pass.tokens;
       return tw_rotate(&operation.rotation);
@@ -29,13 +29,13 @@ void run(tw_operation operation, const tw_pass &pass) {
       operation.attention.table_stride = pass.table_stride;
       operation.attention.tokens = pass.tokens;
       operation.attention.sequences = pass.sequences;
-      return tw_amx_attend(&operation.attention);
+      return tw_tiled_attend(&operation.attention);
   }
 }
 
 }  // namespace
 
-void tw_amx_replay(const tw_operation *operations, int64_t count, const tw_pass *pass) {
+void tw_replay(const tw_operation *operations, int64_t count, const tw_pass *pass) {
   for (int64_t i = 0; i < count; i++) {
     double began = pass->seconds ? now() : 0;
     run(operations[i], *pass);

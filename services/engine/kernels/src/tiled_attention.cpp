@@ -1,15 +1,22 @@
-// Attention over the paged cache on AMX, one kernel for decodes and prompt chunks.
+// Attention over the paged cache, one kernel for decodes and prompt chunks. Compiled once for each
+// instruction set that works on tiles; TW_ATTEND names what this compilation defines.
 //
 // The query heads that share a key head become rows of one matrix (row = query * group + head), up
 // to 32 of them at a time, which is what a 2 x 2 block of tiles holds. Cached blocks are already in
-// tiles, so keys and values go from memory to tile registers untouched.
+// tiles, so keys and values go from memory to registers untouched.
 #include <string.h>
 
-#include "amx.h"
-#include "amx_powers.h"
 #include "buffer.h"
 #include "kernels.h"
+#include "powers.h"
 #include "threads.h"
+#include "tiled.h"
+#include "tiles.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#else
+#include "avx512.h"
+#endif
 
 namespace {
 
@@ -298,33 +305,16 @@ class Attention {
   // scores [rows, keys] = queries @ keys.T
   void score(const Unit &unit, const Span &span, const Scored &scored, Fetch &fetch,
              Scratch &s) const {
-    bool two = unit.num_rows > kTileRows;
     float *scores = s.scores;
     for (int64_t step = scored.step; step < scored.end; step++, scores += kTileInner) {
       fetch.some();
       const uint16_t *keys = span.keys[step];
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t i = 0; i < a_.head_dim; i += kTileInner) {
-        _tile_loadd(6, keys + i * kTileRows, 64);
-        _tile_loadd(7, keys + (a_.head_dim + i) * kTileRows, 64);
-        _tile_loadd(4, s.queries + i, a_.head_dim * 2);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (two) {
-          _tile_loadd(5, s.queries + kTileRows * a_.head_dim + i, a_.head_dim * 2);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-      _tile_stored(0, scores, kScoreStride * 4);
-      _tile_stored(1, scores + kTileRows, kScoreStride * 4);
-      if (two) {
-        _tile_stored(2, scores + kTileRows * kScoreStride, kScoreStride * 4);
-        _tile_stored(3, scores + kTileRows * kScoreStride + kTileRows, kScoreStride * 4);
-      }
+      multiply_block(unit.num_rows, nullptr, scores, kScoreStride, a_.head_dim / kTileInner,
+                     [&](int64_t at) {
+                       const uint16_t *tile = keys + at * kTile;
+                       return Factors{s.queries + at * kTileInner, a_.head_dim, tile,
+                                      tile + kTileRows * a_.head_dim};
+                     });
     }
   }
 
@@ -468,50 +458,22 @@ class Attention {
 
   // state [rows, head_dim] += weights @ values
   void gather(const Unit &unit, Span &span, Fetch &fetch, Scratch &s) const {
-    bool two = unit.num_rows > kTileRows, first = span.first == unit.first_key;
+    bool first = span.first == unit.first_key;
     // Behind the context lies what an earlier sequence left. Its weight is zero, but zero times a
     // NaN is not.
     if (int64_t left = span.count % kTileInner) {
       const uint16_t *&tail = span.values[span.num_steps - 1];
       tail = clean(tail, left, s.tail);
     }
-    int64_t stride = a_.head_dim * 4;
     for (int64_t i = 0; i < a_.head_dim; i += kPair) {
-      float *state = s.state + i, *lower = state + kTileRows * a_.head_dim;
-      if (first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-      } else {
-        _tile_loadd(0, state, stride);
-        _tile_loadd(1, state + kTileRows, stride);
-        if (two) {
-          _tile_loadd(2, lower, stride);
-          _tile_loadd(3, lower + kTileRows, stride);
-        }
-      }
-      const uint16_t *weights = s.weights;
-      for (int64_t step = 0; step < span.num_steps; step++, weights += kTileInner) {
-        fetch.some();
-        const uint16_t *values = span.values[step] + i * kTileInner;
-        _tile_loadd(6, values, 64);
-        _tile_loadd(7, values + kTile, 64);
-        _tile_loadd(4, weights, kWeightStride * 2);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (two) {
-          _tile_loadd(5, weights + kTileRows * kWeightStride, kWeightStride * 2);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-      _tile_stored(0, state, stride);
-      _tile_stored(1, state + kTileRows, stride);
-      if (two) {
-        _tile_stored(2, lower, stride);
-        _tile_stored(3, lower + kTileRows, stride);
-      }
+      float *state = s.state + i;
+      multiply_block(unit.num_rows, first ? nullptr : state, state, a_.head_dim, span.num_steps,
+                     [&](int64_t step) {
+                       fetch.some();
+                       const uint16_t *tile = span.values[step] + i * kTileInner;
+                       return Factors{s.weights + step * kTileInner, kWeightStride, tile,
+                                      tile + kTile};
+                     });
     }
   }
 
@@ -607,7 +569,7 @@ Plan plan(const tw_attention &a, int64_t leading, int64_t part_size) {
 
 }  // namespace
 
-void tw_amx_attend(const tw_attention *attention) {
+void TW_ATTEND(const tw_attention *attention) {
   const tw_attention &a = *attention;
   Attention kernel(a);
   int64_t part_size = smaller(kMostRows, a.group) * (a.head_dim + 2);
@@ -635,7 +597,7 @@ void tw_amx_attend(const tw_attention *attention) {
       if (rows != configured) configure_tiles(configured = rows);
       kernel.attend(work.units[i], i + 1 < last ? work.units + i + 1 : nullptr, scratch);
     }
-    _tile_release();
+    release_tiles();
   });
   if (work.is_cut)
     parallel_for(work.num_units, [&](int64_t i) {

@@ -1,0 +1,87 @@
+// AVX-512 BF16: one instruction adds, for 16 columns, the products of two inputs to their sums.
+#pragma once
+
+#include <string.h>
+
+#include "tiles.h"
+
+namespace {
+
+constexpr int kGroup = 8;  // rows whose sums with 32 columns stay in registers
+
+// What a step multiplies: up to 8 rows of 32 inputs, by two tiles of 16 columns.
+struct Factors {
+  const uint16_t *rows;
+  int64_t row_stride;
+  const uint16_t *left, *right;
+};
+
+// sums [kRows, 32] = those at `from`, or zero, + the products of factors(0), factors(1) and so on.
+template <int kRows, typename Steps>
+inline void multiply_group(const float *from, float *sums, int64_t stride, int64_t steps,
+                           const Steps &factors) {
+  __m512 left[kRows], right[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; r++) {
+    left[r] = from ? _mm512_loadu_ps(from + r * stride) : _mm512_setzero_ps();
+    right[r] = from ? _mm512_loadu_ps(from + r * stride + kTileRows) : _mm512_setzero_ps();
+  }
+  for (int64_t step = 0; step < steps; step++) {
+    const Factors at = factors(step);
+#pragma GCC unroll 4
+    for (int64_t pair = 0; pair < kTileRows; pair++) {
+      auto some = reinterpret_cast<__m512bh>(_mm512_loadu_si512(at.left + pair * kPair));
+      auto others = reinterpret_cast<__m512bh>(_mm512_loadu_si512(at.right + pair * kPair));
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) {
+        int inputs;
+        memcpy(&inputs, at.rows + r * at.row_stride + 2 * pair, sizeof inputs);
+        auto row = reinterpret_cast<__m512bh>(_mm512_set1_epi32(inputs));
+        left[r] = _mm512_dpbf16_ps(left[r], row, some);
+        right[r] = _mm512_dpbf16_ps(right[r], row, others);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; r++) {
+    _mm512_storeu_ps(sums + r * stride, left[r]);
+    _mm512_storeu_ps(sums + r * stride + kTileRows, right[r]);
+  }
+}
+
+// The same of 1 to 8 rows.
+template <typename Steps>
+inline void multiply_group(int64_t rows, const float *from, float *sums, int64_t stride,
+                           int64_t steps, const Steps &factors) {
+  switch (rows) {
+    case 1: return multiply_group<1>(from, sums, stride, steps, factors);
+    case 2: return multiply_group<2>(from, sums, stride, steps, factors);
+    case 3: return multiply_group<3>(from, sums, stride, steps, factors);
+    case 4: return multiply_group<4>(from, sums, stride, steps, factors);
+    case 5: return multiply_group<5>(from, sums, stride, steps, factors);
+    case 6: return multiply_group<6>(from, sums, stride, steps, factors);
+    case 7: return multiply_group<7>(from, sums, stride, steps, factors);
+    default: return multiply_group<kGroup>(from, sums, stride, steps, factors);
+  }
+}
+
+// The same of up to 32 rows.
+template <typename Steps>
+inline void multiply_block(int64_t rows, const float *from, float *sums, int64_t stride,
+                           int64_t steps, const Steps &factors) {
+  for (int64_t first = 0; first < rows; first += kGroup) {
+    auto group = [&](int64_t step) {
+      Factors at = factors(step);
+      at.rows += first * at.row_stride;
+      return at;
+    };
+    multiply_group(smaller(kGroup, rows - first), from ? from + first * stride : nullptr,
+                   sums + first * stride, stride, steps, group);
+  }
+}
+
+// There are none: what every instruction set does before and after its products (amx.h).
+inline void configure_tiles(int64_t) {}
+inline void release_tiles() {}
+
+}  // namespace

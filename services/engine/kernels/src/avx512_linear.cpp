@@ -1,0 +1,135 @@
+// Linear layers on AVX-512 BF16.
+#include "avx512.h"
+#include "int8.h"
+#include "product.h"
+#include "tiled.h"
+
+namespace {
+
+constexpr int64_t kMostSteps = 8;  // of a part: two have to share the L1 cache
+
+// Fetches the part of a panel that is multiplied next, a little at a time.
+class Fetch {
+ public:
+  // `lines` cache lines from `at` on, in so many calls of some().
+  Fetch(const void *at, int64_t lines, int64_t calls)
+      : at_(static_cast<const char *>(at)), left_(lines), share_(divide_up(lines, calls)) {}
+
+  void some() {
+    int64_t count = smaller(share_, left_);
+    left_ -= count;
+    for (; count > 0; count--, at_ += 64) _mm_prefetch(at_, _MM_HINT_T0);
+  }
+
+ private:
+  const char *at_;
+  int64_t left_, share_;
+};
+
+// Weights as they are multiplied.
+class Bfloat16Panels {
+ public:
+  static constexpr int64_t kBytes = 2;  // of a weight
+
+  const uint16_t *take(const void *part, int64_t) { return static_cast<const uint16_t *>(part); }
+};
+
+// In bfloat16 the two bytes of n * kInt8Unit.
+struct alignas(64) Bytes {
+  uint8_t low[128] = {}, high[128] = {};
+
+  constexpr Bytes() {
+    for (int n = 1; n < 128; n++) {
+      int exponent = 127 + kInt8UnitExponent, significand = n;
+      for (; significand < 128; exponent--) significand *= 2;
+      exponent += 7;
+      low[n] = static_cast<uint8_t>((exponent & 1) << 7 | (significand & 0x7f));
+      high[n] = static_cast<uint8_t>(exponent >> 1);
+    }
+  }
+};
+constexpr Bytes kBytesOf;
+
+// Weights that are widened to bfloat16, which holds them exactly.
+class Int8Panels {
+ public:
+  static constexpr int64_t kBytes = 1;
+
+  const uint16_t *take(const void *part, int64_t steps) {
+    auto from = static_cast<const int8_t *>(part);
+    for (int64_t i = 0; i < steps * kStep; i += 64) widen(from + i, widened_ + i);
+    return widened_;
+  }
+
+ private:
+  // Widens 64 weights: each of the two bytes that one becomes is looked up.
+  static void widen(const int8_t *from, uint16_t *to) {
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // as unpacking wants them
+    __m512i weights = _mm512_permutexvar_epi64(order, _mm512_load_si512(from));
+    __m512i size = _mm512_abs_epi8(weights);
+    __m512i low = look_up(kBytesOf.low, size), high = look_up(kBytesOf.high, size);
+    constexpr int kOrSign = 0xf8;  // the first, or both others
+    high = _mm512_ternarylogic_epi32(high, weights, _mm512_set1_epi8(-128), kOrSign);
+    _mm512_store_si512(to, _mm512_unpacklo_epi8(low, high));
+    _mm512_store_si512(to + kTileInner, _mm512_unpackhi_epi8(low, high));
+  }
+
+  static __m512i look_up(const uint8_t *bytes, __m512i index) {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), index,
+                                    _mm512_load_si512(bytes + 64));
+  }
+
+  alignas(64) uint16_t widened_[kMostSteps * kStep];
+};
+
+// A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache while they meet; sums
+// wait in `products` meanwhile. A row's sum is the same however many rows there are: always in the
+// order of the inputs, always in float32.
+template <typename Panels>
+void multiply(const tw_linear &a, const Share &share, const Order &order, float *products) {
+  int64_t depth = a.inputs / kTileInner, blocks = divide_up(share.end - share.start, kPair);
+  const auto *tiles = static_cast<const uint16_t *>(a.rows);
+  auto packed = [&](const Part &part) {
+    return static_cast<const char *>(a.packed) +
+           (part.panel * depth + part.step) * kStep * Panels::kBytes;
+  };
+  alignas(64) float whole[kPair * kPair];
+  Panels panels;
+  Part part{0, share.first, 0, smaller(order.part, order.sweep)};
+  while (part.sweep < depth) {
+    Part next = after(part, share, order, depth);
+    const uint16_t *panel = panels.take(packed(part), part.steps);
+    Fetch fetch(packed(next), next.steps * kStep * Panels::kBytes / 64,
+                divide_up(share.end - share.start, kGroup) * part.steps);
+    bool last = part.step + part.steps == depth;
+    for (int64_t block = 0; block < blocks; block++) {
+      int64_t row = share.start + block * kPair, count = smaller(share.end - row, kPair);
+      const uint16_t *rows = tiles + (row / kPair * depth + part.step) * kStep;
+      int64_t slot = order.sweeps ? (part.panel - share.first) * blocks + block : block;
+      float *sums = products + slot * kPair * kPair, *to = last ? whole : sums;
+      for (int64_t r = 0; r < count; r += kGroup) {
+        auto factors = [&](int64_t step) {
+          fetch.some();
+          const uint16_t *tile = panel + step * kStep;
+          return Factors{rows + step * kStep + r * kTileInner, kTileInner, tile, tile + kTile};
+        };
+        multiply_group(smaller(kGroup, count - r), part.step ? sums + r * kPair : nullptr,
+                       to + r * kPair, kPair, part.steps, factors);
+      }
+      if (last) finish_rows(a, {whole, row, count, part.panel}, 0, count);
+    }
+    part = next;
+  }
+}
+
+}  // namespace
+
+void avx512_linear(const tw_linear *linear) {
+  const tw_linear &a = *linear;
+  share_out(a, kMostSteps, [&](const Share &share, const Order &order, float *sums) {
+    if (a.scales)
+      multiply<Int8Panels>(a, share, order, sums);
+    else
+      multiply<Bfloat16Panels>(a, share, order, sums);
+  });
+}

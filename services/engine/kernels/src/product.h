@@ -1,0 +1,170 @@
+// What linear layers have in common, whatever multiplies them and their weights are kept as.
+#pragma once
+
+#include <string.h>
+
+#include "argmax.h"
+#include "buffer.h"
+#include "kernels.h"
+#include "threads.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr int64_t kStep = kPair * kTileInner;  // elements of 32 rows, or of a panel, in 32 inputs
+// Rows that one item of a loop multiplies at most where there are many: between these, so many
+// that they stay in the L2 cache, with all their inputs or those of a sweep, while panels pass by.
+constexpr int64_t kFewestRows = 128;
+constexpr int64_t kMostRows = 512;
+constexpr int64_t kMostElements = 512 << 10;
+constexpr int64_t kMostPanels = 8;  // of an item whose sums wait for the next sweep
+// Shares of a thread: enough for one that is slow; each reads its rows into the cache anew.
+constexpr int64_t kShares = 2;
+
+// Rows start to end - 1 and panels first to last - 1, which one item of a loop multiplies.
+struct Share {
+  int64_t start, end;
+  int64_t first, last;
+};
+
+// Products of up to 32 rows and one panel that are to be finished.
+struct Finished {
+  const float *products;
+  int64_t row, count;
+  int64_t panel;
+};
+
+// Whether the result is written past the caches; not where products are added to what is there.
+inline bool passes_caches(const tw_linear &a) {
+  bool whole_lines = a.outputs % kPair == 0 && reinterpret_cast<uintptr_t>(a.out) % 64 == 0;
+  return a.epilogue == TW_STORE && whole_lines && a.num_rows * a.outputs * 2 > kMostKept;
+}
+
+// Writes rows `from` to `to` - 1 of them, as far as there are, where the epilogue wants them.
+inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t from, int64_t to) {
+  to = smaller(to, finished.count);
+  if (from >= to) return;
+  // Copies: the compiler must take it that a store of products changes `a`.
+  const int32_t epilogue = a.epilogue;
+  const int64_t outputs = a.outputs, column = finished.panel * kPair, left = outputs - column;
+  const float *scales = a.scales ? a.scales + column : nullptr;
+  const float *bias = a.bias ? a.bias + column : nullptr;
+  const float *product = finished.products + from * kPair;
+  void *const all = a.out;
+  Largest *const found =
+      epilogue == TW_ARGMAX ? static_cast<Largest *>(largest.reserve(0)) : nullptr;
+  const bool streams = passes_caches(a);
+  const uint32_t mask = left >= kPair ? 0xffffffffu : (1u << left) - 1;
+  for (int64_t row = finished.row + from; row < finished.row + to; row++, product += kPair) {
+    __m512 low = _mm512_load_ps(product), high = _mm512_load_ps(product + kTileRows);
+    if (scales) {
+      low = _mm512_mul_ps(low, _mm512_loadu_ps(scales));
+      high = _mm512_mul_ps(high, _mm512_loadu_ps(scales + kTileRows));
+    }
+    if (bias) {
+      low = _mm512_add_ps(low, _mm512_loadu_ps(bias));
+      high = _mm512_add_ps(high, _mm512_loadu_ps(bias + kTileRows));
+    }
+    if (epilogue == TW_GATE) {
+      __m512 one = _mm512_set1_ps(1.0f);
+      __m512 decay = exp2(_mm512_mul_ps(low, _mm512_set1_ps(-kLog2E)));
+      __m512 gated = _mm512_mul_ps(_mm512_div_ps(low, _mm512_add_ps(one, decay)), high);
+      auto *out = static_cast<uint16_t *>(all) + tiled(row, column / 2, outputs / 2);
+      _mm256_store_si256(reinterpret_cast<__m256i *>(out), to_bfloat16(gated));
+    } else if (epilogue == TW_ARGMAX) {
+      search(found[row], column, low, high, mask);
+    } else if (epilogue == TW_STORE_FLOAT32) {
+      auto *out = static_cast<float *>(all) + row * outputs + column;
+      _mm512_mask_storeu_ps(out, static_cast<__mmask16>(mask), low);
+      _mm512_mask_storeu_ps(out + kTileRows, static_cast<__mmask16>(mask >> 16), high);
+    } else {
+      auto *out = static_cast<uint16_t *>(all) + row * outputs + column;
+      if (epilogue == TW_ADD) {
+        __m512i before = _mm512_maskz_loadu_epi16(mask, out);
+        low = _mm512_add_ps(low, to_float(_mm512_castsi512_si256(before)));
+        high = _mm512_add_ps(high, to_float(_mm512_extracti64x4_epi64(before, 1)));
+      }
+      // One store of a cache line rather than two of its halves.
+      __m512bh line = _mm512_cvtne2ps_pbh(high, low);
+      if (streams)
+        _mm512_stream_si512(reinterpret_cast<__m512i *>(out), reinterpret_cast<__m512i>(line));
+      else
+        _mm512_mask_storeu_epi16(out, mask, reinterpret_cast<__m512i>(line));
+    }
+  }
+}
+
+// How a share's rows and panels meet: in sweeps over the panels, each with the inputs of some
+// steps, which it goes through in parts.
+struct Order {
+  int64_t sweep, part;  // steps
+  bool sweeps;          // more than one, so that sums wait
+
+  Order(int64_t depth, int64_t blocks, int64_t most_steps)
+      : sweep(depth), part(depth), sweeps(false) {
+    if (blocks > 1) sweep = evenly(depth, kMostElements / (blocks * kStep));
+    part = evenly(sweep, most_steps);
+    sweeps = sweep < depth;
+  }
+
+  // `steps` in pieces of at most `most`, all but the last equal.
+  static int64_t evenly(int64_t steps, int64_t most) {
+    return divide_up(steps, divide_up(steps, larger(most, 1)));
+  }
+};
+
+// Some steps of a panel, within a sweep that starts with step `sweep` of every panel.
+struct Part {
+  int64_t sweep, panel;
+  int64_t step, steps;
+};
+
+// The part after this one; past the last one: of no steps, in a sweep that starts at `depth`.
+inline Part after(Part at, const Share &share, const Order &order, int64_t depth) {
+  int64_t end = smaller(at.sweep + order.sweep, depth);
+  at.step += at.steps;
+  if (at.step == end) {
+    if (++at.panel == share.last) {
+      at.panel = share.first;
+      at.sweep = end;
+      end = smaller(at.sweep + order.sweep, depth);
+    }
+    at.step = at.sweep;
+  }
+  at.steps = smaller(order.part, end - at.step);
+  return at;
+}
+
+// Memory for the sums of the item that a thread works on.
+thread_local Buffer products;
+
+// Shares the product out: multiply(share, order, sums) does one share. A part of a panel, of at most
+// `most_steps`, should stay in the L1 cache.
+template <typename Multiply>
+void share_out(const tw_linear &a, int64_t most_steps, const Multiply &multiply) {
+  int64_t panels = divide_up(a.outputs, kPair), shares = kShares * num_threads();
+  int64_t most = kMostElements / a.inputs / kPair * kPair;
+  most = larger(smaller(most, kMostRows), kFewestRows);
+  int64_t chunks = divide_up(a.num_rows, most);
+  int64_t rows = divide_up(divide_up(a.num_rows, chunks), kPair) * kPair, blocks = rows / kPair;
+  const Order order(a.inputs / kTileInner, blocks, most_steps);
+  // Neighbouring panels go to one thread, so that its reads run on.
+  int64_t width = larger(panels / divide_up(shares, chunks), 1);
+  if (order.sweeps) width = smaller(width, kMostPanels);
+  int64_t columns = divide_up(panels, width);
+  int64_t sums = order.sweeps ? width * blocks : larger(blocks, 2);
+  auto *best = a.epilogue == TW_ARGMAX ? static_cast<uint64_t *>(a.out) : nullptr;
+  if (best) memset(best, 0, static_cast<size_t>(a.num_rows) * sizeof *best);
+  parallel_for(chunks * columns, [&](int64_t item) {
+    int64_t start = item / columns * rows, first = item % columns * width;
+    Share share{start, smaller(start + rows, a.num_rows), first, smaller(first + width, panels)};
+    const Largest *found = best ? begin_search(a, share.start, share.end) : nullptr;
+    multiply(share, order, static_cast<float *>(products.reserve(sums * kPair * kPair * 4)));
+    if (best) end_search(found, share.start, share.end, best);
+    _mm_sfence();  // what was written past the caches is there once this item counts as done
+  });
+  if (best)
+    for (int64_t row = 0; row < a.num_rows; row++) best[row] = column_of(best[row]);
+}
+
+}  // namespace

@@ -1,0 +1,16 @@
+// Chooses at run time what computes on tiles.
+#include "tiled.h"
+
+namespace {
+
+bool has_amx() { return tw_instruction_set() >= TW_AMX; }
+
+}  // namespace
+
+void tw_tiled_linear(const tw_linear *linear) {
+  has_amx() ? amx_linear(linear) : avx512_linear(linear);
+}
+
+void tw_tiled_attend(const tw_attention *attention) {
+  has_amx() ? amx_attend(attention) : avx512_attend(attention);
+}
