@@ -6,6 +6,13 @@
 
 namespace {
 
+// Keys of a decode that are worked on at a time. Read from memory, the more in a row the better.
+constexpr int64_t kDecodeKeys = 256;
+
+inline void fetch_ahead(const void *line) {
+  _mm_prefetch(static_cast<const char *>(line), _MM_HINT_T1);
+}
+
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;

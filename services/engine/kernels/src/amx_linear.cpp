@@ -113,7 +113,7 @@ void amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
   if (a.scales) return amx_linear_int8(a);
   int64_t most_steps = a.num_rows > kFewBlocks * kPair ? kMostSteps : a.inputs / kTileInner;
-  share_out(a, most_steps, [&](const Share &share, const Order &order, float *sums) {
+  share_out(a, {most_steps, kMostElements, kMostPanels}, [&](const Share &share, const Order &order, float *sums) {
     int64_t count = share.end - share.start;
     if (count <= kTileRows)
       multiply_block<false>(a, share, sums);

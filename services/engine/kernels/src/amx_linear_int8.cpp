@@ -4,14 +4,6 @@
 
 namespace {
 
-// Fetches what finish_rows is going to write to some rows, where that is scattered.
-void fetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
-  if (a.epilogue == TW_GATE || a.epilogue == TW_ARGMAX) return;
-  int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.outputs * size;
-  const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
-  for (; row < end; row++) _mm_prefetch(out + row * stride, _MM_HINT_T1);
-}
-
 // Weights that are widened to bfloat16, which holds them exactly, while the part before theirs is
 // multiplied: the vector units are free then.
 class Weights {
@@ -138,7 +130,8 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
 }  // namespace
 
 void amx_linear_int8(const tw_linear &a) {
-  share_out(a, Weights::kMostSteps, [&](const Share &share, const Order &order, float *sums) {
+  const Limits limits{Weights::kMostSteps, kMostElements, kMostPanels};
+  share_out(a, limits, [&](const Share &share, const Order &order, float *sums) {
     multiply(a, share, order, sums);
     _tile_release();
   });

@@ -9,6 +9,9 @@ void amx_linear_int8(const tw_linear &linear);
 
 namespace {
 
+constexpr int64_t kMostElements = 512 << 10;
+constexpr int64_t kMostPanels = 8;
+
 // Adds the product of 32 rows and one panel, both in tiles, over `steps` steps to tiles 0 to 3.
 // meanwhile(step) is what the other units of the core do besides.
 template <bool kTwoRowTiles, typename Meanwhile>

@@ -7,6 +7,13 @@
 
 namespace {
 
+// Keys of a decode that are worked on at a time: these and the next stay in the L1 cache.
+constexpr int64_t kDecodeKeys = 128;
+
+inline void fetch_ahead(const void *line) {
+  _mm_prefetch(static_cast<const char *>(line), _MM_HINT_T0);
+}
+
 constexpr int kGroup = 8;  // rows whose sums with 32 columns stay in registers
 
 // What a step multiplies: up to 8 rows of 32 inputs, by two tiles of 16 columns.

@@ -6,7 +6,8 @@
 
 namespace {
 
-constexpr int64_t kMostSteps = 8;  // of a part: two have to share the L1 cache
+constexpr int64_t kMostSteps = 8;  // two parts of a panel share the L1 cache
+constexpr Limits kLimits{kMostSteps, 256 << 10, 32};
 
 // Fetches the part of a panel that is multiplied next, a little at a time.
 class Fetch {
@@ -107,6 +108,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
       const uint16_t *rows = tiles + (row / kPair * depth + part.step) * kStep;
       int64_t slot = order.sweeps ? (part.panel - share.first) * blocks + block : block;
       float *sums = products + slot * kPair * kPair, *to = last ? whole : sums;
+      if (last && !passes_caches(a)) fetch_out(a, row, row + count, part.panel);
       for (int64_t r = 0; r < count; r += kGroup) {
         auto factors = [&](int64_t step) {
           fetch.some();
@@ -126,7 +128,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
 
 void avx512_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
-  share_out(a, kMostSteps, [&](const Share &share, const Order &order, float *sums) {
+  share_out(a, kLimits, [&](const Share &share, const Order &order, float *sums) {
     if (a.scales)
       multiply<Int8Panels>(a, share, order, sums);
     else

@@ -16,10 +16,15 @@ constexpr int64_t kStep = kPair * kTileInner;  // elements of 32 rows, or of a p
 // that they stay in the L2 cache, with all their inputs or those of a sweep, while panels pass by.
 constexpr int64_t kFewestRows = 128;
 constexpr int64_t kMostRows = 512;
-constexpr int64_t kMostElements = 512 << 10;
-constexpr int64_t kMostPanels = 8;  // of an item whose sums wait for the next sweep
 // Shares of a thread: enough for one that is slow; each reads its rows into the cache anew.
 constexpr int64_t kShares = 2;
+
+// What suits the caches.
+struct Limits {
+  int64_t steps;     // of the part of a panel that stays in the L1 cache
+  int64_t elements;  // of the rows that stay in the L2 cache
+  int64_t panels;    // of an item whose sums wait for the next sweep
+};
 
 // Rows start to end - 1 and panels first to last - 1, which one item of a loop multiplies.
 struct Share {
@@ -94,16 +99,24 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
   }
 }
 
+// Fetches what finish_rows is going to write to some rows, where that is scattered.
+inline void fetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
+  if (a.epilogue == TW_GATE || a.epilogue == TW_ARGMAX) return;
+  int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.outputs * size;
+  const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
+  for (; row < end; row++) _mm_prefetch(out + row * stride, _MM_HINT_T1);
+}
+
 // How a share's rows and panels meet: in sweeps over the panels, each with the inputs of some
 // steps, which it goes through in parts.
 struct Order {
   int64_t sweep, part;  // steps
   bool sweeps;          // more than one, so that sums wait
 
-  Order(int64_t depth, int64_t blocks, int64_t most_steps)
+  Order(int64_t depth, int64_t blocks, const Limits &limits)
       : sweep(depth), part(depth), sweeps(false) {
-    if (blocks > 1) sweep = evenly(depth, kMostElements / (blocks * kStep));
-    part = evenly(sweep, most_steps);
+    if (blocks > 1) sweep = evenly(depth, limits.elements / (blocks * kStep));
+    part = evenly(sweep, limits.steps);
     sweeps = sweep < depth;
   }
 
@@ -138,19 +151,18 @@ inline Part after(Part at, const Share &share, const Order &order, int64_t depth
 // Memory for the sums of the item that a thread works on.
 thread_local Buffer products;
 
-// Shares the product out: multiply(share, order, sums) does one share. A part of a panel, of at most
-// `most_steps`, should stay in the L1 cache.
+// Shares the product out: multiply(share, order, sums) does one share.
 template <typename Multiply>
-void share_out(const tw_linear &a, int64_t most_steps, const Multiply &multiply) {
+void share_out(const tw_linear &a, const Limits &limits, const Multiply &multiply) {
   int64_t panels = divide_up(a.outputs, kPair), shares = kShares * num_threads();
-  int64_t most = kMostElements / a.inputs / kPair * kPair;
+  int64_t most = limits.elements / a.inputs / kPair * kPair;
   most = larger(smaller(most, kMostRows), kFewestRows);
   int64_t chunks = divide_up(a.num_rows, most);
   int64_t rows = divide_up(divide_up(a.num_rows, chunks), kPair) * kPair, blocks = rows / kPair;
-  const Order order(a.inputs / kTileInner, blocks, most_steps);
+  const Order order(a.inputs / kTileInner, blocks, limits);
   // Neighbouring panels go to one thread, so that its reads run on.
   int64_t width = larger(panels / divide_up(shares, chunks), 1);
-  if (order.sweeps) width = smaller(width, kMostPanels);
+  if (order.sweeps) width = smaller(width, limits.panels);
   int64_t columns = divide_up(panels, width);
   int64_t sums = order.sweeps ? width * blocks : larger(blocks, 2);
   auto *best = a.epilogue == TW_ARGMAX ? static_cast<uint64_t *>(a.out) : nullptr;

@@ -21,10 +21,10 @@
 namespace {
 
 constexpr int64_t kMostRows = kPair;  // of a unit
-// Keys per update of the weighted values. Decodes read them from memory, the more in a row the
-// better; chunks multiply, and what they work on should stay near the L1 cache.
-constexpr int64_t kMostKeys = 256;
+// Keys per update of the weighted values: kDecodeKeys, or of a chunk so many that what it works on
+// stays near the L1 cache.
 constexpr int64_t kChunkKeys = 128;
+constexpr int64_t kMostKeys = larger(kDecodeKeys, kChunkKeys);
 constexpr int64_t kChunkScores = 64;  // keys whose scores become weights at a time
 constexpr int64_t kMostHeadDim = 256;
 // A context is cut into parts of this many tokens, whatever the number of threads, so that a result
@@ -82,16 +82,12 @@ class Fetch {
     left_ -= end - line_;
     for (; line_ < end; line_++)
       for (int64_t step = 0; step < span_.num_steps; step++) {
-        fetch(span_.keys[step]);
-        fetch(span_.values[step]);
+        fetch_ahead(span_.keys[step] + line_ * kTileInner);
+        fetch_ahead(span_.values[step] + line_ * kTileInner);
       }
   }
 
  private:
-  void fetch(const uint16_t *tiles) const {
-    _mm_prefetch(reinterpret_cast<const char *>(tiles + line_ * kTileInner), _MM_HINT_T1);
-  }
-
   const Span &span_;
   int64_t line_ = 0, left_, share_;
 };
@@ -143,8 +139,8 @@ class Attention {
       write(unit.sequence, unit.kv_head, false);
     load_queries(unit, s);
     bool decodes = is_decode(a_, unit.sequence);
-    int64_t most = decodes ? kMostKeys : kChunkKeys;
-    int64_t some = (decodes ? kMostKeys : kChunkScores) / kTileInner;
+    int64_t most = decodes ? kDecodeKeys : kChunkKeys;
+    int64_t some = (decodes ? kDecodeKeys : kChunkScores) / kTileInner;
     Span span = span_at(unit, unit.first_key, most);
     for (;;) {
       int64_t end = span.first + span.count;

@@ -24,8 +24,8 @@ inline int64_t tiled(int64_t row, int64_t column, int64_t width) {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline __m256i to_bfloat16(__m512 values) {
   return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values));
