@@ -93,6 +93,7 @@ class Engine:
             max_step_tokens=settings.max_step_tokens,
             mixed_step_factor=settings.mixed_step_factor,
             block_size=self._block_size,
+            rows_at_once=decoder.rows_at_once,
             speculate=speculate,
         )
         self._pool = BlockPool(num_blocks)

@@ -78,6 +78,7 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
             max_step_tokens=settings.max_step_tokens,
             mixed_step_factor=settings.mixed_step_factor,
             block_size=cache.block_size,
+            rows_at_once=decoder.rows_at_once,
             speculate=settings.speculate == "ngram",
         ),
         BlockPool(model.num_blocks),

@@ -18,8 +18,6 @@ from services.engine.step_cost import StepCost
 
 __all__ = ["Chunk", "Scheduler", "SchedulerLimits", "StepPlan"]
 
-_TILE_ROWS = 32
-"""Rows that matrix products compute at once: a step that fills them wastes nothing"""
 _CROWD, _SHORT_CROWD = 4, 12
 """Streams that each prompt but the first outweighs, at least and where prompts are short: a crowd
 takes less time in large chunks, its streams then run together, and there are more of them"""
@@ -42,6 +40,8 @@ class SchedulerLimits:
     mixed_step_factor: float
     """How many times as long as without prompts a step may take that also decodes"""
     block_size: int
+    rows_at_once: int
+    """That products compute: a step that fills them wastes nothing"""
     speculate: bool = False
     """Whether tokens are guessed"""
 
@@ -91,7 +91,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.queued_tokens = 0
         self.preemptions = 0
-        self._cost = StepCost()
+        self._cost = StepCost(limits.rows_at_once)
 
     def add(self, sequence: Sequence) -> int:
         """Queue a sequence. Returns how many of its tokens the prefix cache holds now."""
@@ -334,9 +334,10 @@ class Scheduler:
         weight = min(max(_SHORT_CROWD * _SHORT_STEPS / steps, _CROWD), _SHORT_CROWD)
         factor *= max(1.0, weight * (len(crowd) - 1) / streams)
         budget = self._cost.prompt_tokens(decode_tokens, factor) or 0
-        # full tiles, and never fewer than one: prompts go on, if slowly, however many streams run
-        rows = (decode_tokens + budget) // _TILE_ROWS * _TILE_ROWS
-        least = (-(-decode_tokens // _TILE_ROWS) + 1) * _TILE_ROWS
+        # so many rows, or more: prompts go on, if slowly, however many streams run
+        size = self.limits.rows_at_once
+        rows = (decode_tokens + budget) // size * size
+        least = (-(-decode_tokens // size) + 1) * size
         return min(max(rows, least) - decode_tokens, self.limits.max_step_tokens)
 
     def _promised_blocks(self) -> set[bytes]:

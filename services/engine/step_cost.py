@@ -11,8 +11,6 @@ __all__ = ["StepCost"]
 
 _PACE = 0.3
 """Share of a new measurement in an estimate; a hiccup counts for twice the estimate at most"""
-_TELLING_TOKENS = 32
-"""Prompt tokens from which on a step tells what one of them adds"""
 _FRESH_STEPS = 16
 """Steps after which the cost of decoding is measured anew: contexts grow"""
 
@@ -20,7 +18,9 @@ _FRESH_STEPS = 16
 class StepCost:
     """Estimates the seconds of a decode step, by batch size, and those that a prompt token adds."""
 
-    def __init__(self) -> None:
+    def __init__(self, telling_tokens: int) -> None:
+        """telling_tokens: of prompts, from which on a step tells what one of them adds."""
+        self._telling_tokens = telling_tokens
         self._steps = 0
         self._last_decode_step = 0
         """The latest step without prompts"""
@@ -37,7 +37,7 @@ class StepCost:
             # what was faster once can be; too high an estimate would hurt the streams
             self._decode[size] = min(seconds, _towards(estimate, seconds))
             self._last_decode_step = self._steps
-        elif prompt_tokens >= _TELLING_TOKENS and (decodes or self._prompt_token is None):
+        elif prompt_tokens >= self._telling_tokens and (decodes or self._prompt_token is None):
             alone = self._decode_seconds(decodes) if decodes else 0.0
             added = max(seconds - alone, 1e-9) / prompt_tokens
             known = self._prompt_token
@@ -51,7 +51,7 @@ class StepCost:
         if not self._decode or self._steps - self._last_decode_step >= _FRESH_STEPS:
             return None
         if self._prompt_token is None:
-            return _TELLING_TOKENS
+            return self._telling_tokens
         return int((factor - 1) * self._decode_seconds(decodes) / self._prompt_token)
 
     def _decode_seconds(self, decodes: int) -> float:

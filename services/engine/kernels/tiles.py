@@ -3,14 +3,16 @@
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import InstructionSet, native
+from services.engine.kernels.library import InstructionSet, instruction_set, native
 from services.engine.model.spec import ModelSpec
 
-__all__ = ["TILE", "runs_in_tiles", "to_rows", "to_tiles"]
+__all__ = ["TILE", "rows_at_once", "runs_in_tiles", "to_rows", "to_tiles"]
 
 TILE = 32
 """Rows and columns of a block of activations; inputs that one product of tiles sums over"""
 
+_VECTOR_ROWS = 16
+"""Rows that AVX-512 BF16 multiplies in the time that weights take to arrive"""
 _MOST_HEAD_DIM = 256
 """What the attention kernel has buffers for"""
 
@@ -27,6 +29,11 @@ def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
         widths.append(spec.experts.width)
     fits = all(width % TILE == 0 for width in widths) and spec.head_dim <= _MOST_HEAD_DIM
     return device.type == "cpu" and dtype == torch.bfloat16 and fits
+
+
+def rows_at_once() -> int:
+    """Rows that a product computes at once: with fewer it takes as long."""
+    return TILE if instruction_set() == InstructionSet.AMX else _VECTOR_ROWS
 
 
 def to_tiles(rows: Tensor) -> Tensor:

@@ -123,6 +123,11 @@ class Decoder:
         return self._attention.block_size
 
     @property
+    def rows_at_once(self) -> int:
+        """Rows that products compute at once."""
+        return self._operators.rows_at_once
+
+    @property
     def is_capturable(self) -> bool:
         """Whether a CUDA graph of a step that only decodes serves all of its size."""
         # the host looks at which experts were chosen, which a graph can't

@@ -15,7 +15,7 @@ from services.engine.kernels.library import (
     RotationCall,
 )
 from services.engine.kernels.memory import Arena, allocate
-from services.engine.kernels.tiles import TILE, to_tiles
+from services.engine.kernels.tiles import TILE, rows_at_once, to_tiles
 from services.engine.model.activation import SWIGLU, Activation
 from services.engine.model.operators import Gate, Operators, Projection
 from services.engine.model.recording import Recording
@@ -150,6 +150,7 @@ class TiledOperators(NativeOperators):
         super().__init__(native, torch.bfloat16)
         self.native = native
         self.arena = Arena()
+        self.rows_at_once = rows_at_once()
         # torch multiplies nothing here, so its threads are free and ours do not compete with them.
         native.use_pool(torch.get_num_threads())
 

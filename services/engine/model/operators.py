@@ -47,6 +47,9 @@ class Gate(ABC):
 class Operators(ABC):
     """One implementation of all of them, for one dtype and device."""
 
+    rows_at_once = 32
+    """Rows that products compute at once: with fewer they take as long"""
+
     @abstractmethod
     def empty(self, rows: int, width: int) -> Tensor:
         """An uninitialised contiguous activation [rows, width] in the model's dtype."""

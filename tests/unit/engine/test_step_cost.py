@@ -20,8 +20,8 @@ ROWS = 32
 class Machine:
     """Plans steps and takes as long for each as `seconds(decodes, prompt tokens)` says."""
 
-    def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        limits = SchedulerLimits(256, 2048, FACTOR, block_size=32)
+    def __init__(self, seconds: Callable[[int, int], float], rows_at_once: int = ROWS) -> None:
+        limits = SchedulerLimits(256, 2048, FACTOR, block_size=32, rows_at_once=rows_at_once)
         self.scheduler = Scheduler(limits, BlockPool(10_000))
         self.seconds = seconds
         self.handles = 0
@@ -68,28 +68,33 @@ def linear(weights: float, per_stream: float, per_token: float) -> Callable[[int
     return lambda decodes, prompt: weights + per_stream * decodes + per_token * prompt
 
 
-@pytest.mark.parametrize("per_token", [1e-5, 1e-4, 3e-4])
+@pytest.mark.parametrize("rows", [16, ROWS])
+@pytest.mark.parametrize("per_token", [1e-5, 1e-4, 3e-4, 1e-3])
 @pytest.mark.parametrize("streams", [1, 8, 31, 100])
-def test_streams_are_slowed_down_by_the_factor_and_no_more(streams: int, per_token: float) -> None:
-    machine = Machine(linear(0.024, 0.0003, per_token))
+def test_streams_are_slowed_down_by_the_factor_and_no_more(
+    streams: int, per_token: float, rows: int
+) -> None:
+    machine = Machine(linear(0.024, 0.0003, per_token), rows)
     machine.decode(streams)
     alone = machine.seconds(streams, 0)
     for _ in range(10):
         machine.prefill(2048)  # learns what a prompt token costs
     times = machine.prefill(2048)
-    # what a full tile adds is the least that a prompt gets
-    tile = per_token * 2 * ROWS
-    assert max(times) <= max(FACTOR * alone, alone + tile) * 1.05
-    assert len(times) == 1 or max(times) >= FACTOR * alone - 1.05 * tile
+    # what full rows add is the least that a prompt gets
+    least = per_token * 2 * rows
+    assert max(times) <= max(FACTOR * alone, alone + least) * 1.05
+    assert len(times) == 1 or max(times) >= FACTOR * alone - 1.05 * least
 
 
-def test_a_faster_machine_gets_larger_chunks() -> None:
-    machine = Machine(linear(0.024, 0.0003, 3e-4))
+@pytest.mark.parametrize(("rows", "slow"), [(ROWS, 3e-4), (16, 2e-3)])
+def test_a_faster_machine_gets_larger_chunks(rows: int, slow: float) -> None:
+    """However small those are that it has to learn from."""
+    machine = Machine(linear(0.024, 0.0003, slow), rows)
     machine.decode(8)
-    slow = len(machine.prefill(2048))
-    machine.seconds = linear(0.024, 0.0003, 1e-4)
+    steps = len(machine.prefill(2048))
+    machine.seconds = linear(0.024, 0.0003, slow / 6)
     machine.prefill(2048)
-    assert len(machine.prefill(2048)) < slow / 2
+    assert len(machine.prefill(2048)) < steps / 2
 
 
 def test_nothing_limits_prompts_where_nothing_decodes() -> None:

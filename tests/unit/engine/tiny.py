@@ -100,7 +100,7 @@ def make_loop(
 
     padded: run decode steps with as many rows as a GPU would.
     """
-    limits = SchedulerLimits(running, step_tokens, 2.0, block, speculate)
+    limits = SchedulerLimits(running, step_tokens, 2.0, block, 32, speculate)
     clock = accumulate(cycle(ticks))
     return StepLoop(
         Scheduler(limits, BlockPool(blocks)),
