@@ -116,11 +116,11 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
       float *sums = products + slot * kPair * kPair, *to = last ? whole : sums;
       if (last && !passes_caches(a)) fetch_out(a, row, row + count, part.panel);
       for (int64_t r = 0; r < count; r += kGroup) {
-        const uint16_t *group = rows + r * kTileInner, *after = group + kGroup * kTileInner;
-        if (r + kGroup >= count) after = block + 1 < blocks ? rows + depth * kStep : nullptr;
+        const uint16_t *group = rows + r * kTileInner, *following = group + kGroup * kTileInner;
+        if (r + kGroup >= count) following = block + 1 < blocks ? rows + depth * kStep : nullptr;
         auto factors = [&](int64_t step) {
           fetch.some();
-          if (after) fetch_rows(after + step * kStep);
+          if (following) fetch_rows(following + step * kStep);
           const uint16_t *tile = panel + step * kStep;
           return Factors{group + step * kStep, kTileInner, tile, tile + kTile};
         };
