@@ -33,12 +33,18 @@ inline void fetch_rows(const uint16_t *rows) {
     _mm_prefetch(reinterpret_cast<const char *>(rows + r * kTileInner), _MM_HINT_T0);
 }
 
-// Weights as they are multiplied.
-class Bfloat16Panels {
+// A part of a panel, whose weights are multiplied as they are.
+class Bfloat16Part {
  public:
   static constexpr int64_t kBytes = 2;  // of a weight
 
-  const uint16_t *take(const void *part, int64_t) { return static_cast<const uint16_t *>(part); }
+  void begin(const void *packed) { packed_ = static_cast<const uint16_t *>(packed); }
+
+  // A step's tiles; `first` says that nobody has asked for them before.
+  const uint16_t *tiles(int64_t step, bool) const { return packed_ + step * kStep; }
+
+ private:
+  const uint16_t *packed_ = nullptr;
 };
 
 // In bfloat16 the two bytes of n * kInt8Unit.
@@ -57,15 +63,19 @@ struct alignas(64) Bytes {
 };
 constexpr Bytes kBytesOf;
 
-// Weights that are widened to bfloat16, which holds them exactly.
-class Int8Panels {
+// The same of weights that are widened to bfloat16, which holds them exactly, just before use: with
+// few rows, sums wait for each other, and there is time for it.
+class Int8Part {
  public:
   static constexpr int64_t kBytes = 1;
 
-  const uint16_t *take(const void *part, int64_t steps) {
-    auto from = static_cast<const int8_t *>(part);
-    for (int64_t i = 0; i < steps * kStep; i += 64) widen(from + i, widened_ + i);
-    return widened_;
+  void begin(const void *packed) { packed_ = static_cast<const int8_t *>(packed); }
+
+  const uint16_t *tiles(int64_t step, bool first) {
+    const int64_t at = step * kStep;
+    if (first)
+      for (int64_t i = at; i < at + kStep; i += 64) widen(packed_ + i, widened_ + i);
+    return widened_ + at;
   }
 
  private:
@@ -86,27 +96,28 @@ class Int8Panels {
                                     _mm512_load_si512(bytes + 64));
   }
 
+  const int8_t *packed_ = nullptr;
   alignas(64) uint16_t widened_[kMostSteps * kStep];
 };
 
 // A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache while they meet; sums
 // wait in `products` meanwhile. A row's sum is the same however many rows there are: always in the
 // order of the inputs, always in float32.
-template <typename Panels>
+template <typename Weights>
 void multiply(const tw_linear &a, const Share &share, const Order &order, float *products) {
   int64_t depth = a.inputs / kTileInner, blocks = divide_up(share.end - share.start, kPair);
   const auto *tiles = static_cast<const uint16_t *>(a.rows);
   auto packed = [&](const Part &part) {
     return static_cast<const char *>(a.packed) +
-           (part.panel * depth + part.step) * kStep * Panels::kBytes;
+           (part.panel * depth + part.step) * kStep * Weights::kBytes;
   };
   alignas(64) float whole[kPair * kPair];
-  Panels panels;
+  Weights weights;
   Part part{0, share.first, 0, smaller(order.part, order.sweep)};
   while (part.sweep < depth) {
     Part next = after(part, share, order, depth);
-    const uint16_t *panel = panels.take(packed(part), part.steps);
-    Fetch fetch(packed(next), next.steps * kStep * Panels::kBytes / 64,
+    weights.begin(packed(part));
+    Fetch fetch(packed(next), next.steps * kStep * Weights::kBytes / 64,
                 divide_up(share.end - share.start, kGroup) * part.steps);
     bool last = part.step + part.steps == depth;
     for (int64_t block = 0; block < blocks; block++) {
@@ -121,7 +132,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
         auto factors = [&](int64_t step) {
           fetch.some();
           if (following) fetch_rows(following + step * kStep);
-          const uint16_t *tile = panel + step * kStep;
+          const uint16_t *tile = weights.tiles(step, block == 0 && r == 0);
           return Factors{group + step * kStep, kTileInner, tile, tile + kTile};
         };
         multiply_group(smaller(kGroup, count - r), part.step ? sums + r * kPair : nullptr,
@@ -139,8 +150,8 @@ void avx512_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
   share_out(a, kLimits, [&](const Share &share, const Order &order, float *sums) {
     if (a.scales)
-      multiply<Int8Panels>(a, share, order, sums);
+      multiply<Int8Part>(a, share, order, sums);
     else
-      multiply<Bfloat16Panels>(a, share, order, sums);
+      multiply<Bfloat16Part>(a, share, order, sums);
   });
 }
