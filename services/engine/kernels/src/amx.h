@@ -8,6 +8,8 @@ namespace {
 
 // Keys of a decode that are worked on at a time. Read from memory, the more in a row the better.
 constexpr int64_t kDecodeKeys = 256;
+// Blocks lie in pages of their own, within which the core fetches ahead by itself.
+constexpr bool kFetchesAlong = true;
 
 inline void fetch_ahead(const void *line) {
   _mm_prefetch(static_cast<const char *>(line), _MM_HINT_T1);

@@ -9,6 +9,7 @@ namespace {
 
 // Keys of a decode that are worked on at a time: these and the next stay in the L1 cache.
 constexpr int64_t kDecodeKeys = 128;
+constexpr bool kFetchesAlong = false;
 
 inline void fetch_ahead(const void *line) {
   _mm_prefetch(static_cast<const char *>(line), _MM_HINT_T0);

@@ -69,26 +69,38 @@ struct Scored {
   int64_t width() const { return (end - step) * kTileInner; }
 };
 
-// Fetches a span a little at a time, while another is worked on. Blocks lie in pages of their own,
-// within which the core fetches ahead by itself: so it goes along all of them at once.
+// Fetches a span a little at a time, while another is worked on: its blocks one after the other, or
+// along all of them at once (kFetchesAlong).
 class Fetch {
  public:
   // To be asked for `lines` of each step's keys, and of their values, in so many calls of `some`.
   Fetch(const Span &span, int64_t lines, int64_t calls)
-      : span_(span), left_(span.num_steps ? lines : 0), share_(divide_up(left_, calls)) {}
+      : span_(span),
+        lines_(lines),
+        left_(span.num_steps ? lines : 0),
+        share_(divide_up(left_, calls)) {}
 
   void some() {
     int64_t end = line_ + smaller(share_, left_);
     left_ -= end - line_;
-    for (; line_ < end; line_++)
-      for (int64_t step = 0; step < span_.num_steps; step++) {
-        fetch_ahead(span_.keys[step] + line_ * kTileInner);
-        fetch_ahead(span_.values[step] + line_ * kTileInner);
-      }
+    if (kFetchesAlong) {
+      for (; line_ < end; line_++)
+        for (int64_t step = 0; step < span_.num_steps; step++) fetch(step, line_);
+    } else {
+      for (int64_t i = line_ * span_.num_steps; i < end * span_.num_steps; i++)
+        fetch(i / lines_, i % lines_);
+      line_ = end;
+    }
   }
 
  private:
+  void fetch(int64_t step, int64_t line) const {
+    fetch_ahead(span_.keys[step] + line * kTileInner);
+    fetch_ahead(span_.values[step] + line * kTileInner);
+  }
+
   const Span &span_;
+  const int64_t lines_;
   int64_t line_ = 0, left_, share_;
 };
 
