@@ -30,7 +30,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class InstructionSet(IntEnum):
-    """Each includes those before it; enum tw_set."""
+    """Each includes those before it; enum tw_instructions."""
 
     BASELINE = 0
     AVX2 = 1

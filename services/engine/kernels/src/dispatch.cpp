@@ -27,7 +27,7 @@ bool has_amx() {
 }
 #endif
 
-tw_set detect() {
+tw_instructions detect() {
 #if defined(__x86_64__)
   // __builtin_cpu_supports also asks whether the operating system saves the registers.
   __builtin_cpu_init();
@@ -42,8 +42,8 @@ tw_set detect() {
   return TW_BASELINE;
 }
 
-const tw_set available = detect();
-tw_set in_use = available;
+const tw_instructions available = detect();
+tw_instructions in_use = available;
 
 const PortableKernels &portable() {
 #if defined(__x86_64__)
@@ -58,7 +58,7 @@ const PortableKernels &portable() {
 int32_t tw_instruction_set() { return in_use; }
 
 int32_t tw_limit_instruction_set(int32_t highest) {
-  in_use = highest < available ? static_cast<tw_set>(highest) : available;
+  in_use = highest < available ? static_cast<tw_instructions>(highest) : available;
   return in_use;
 }
 

@@ -10,7 +10,7 @@ extern "C" {
 enum tw_dtype : int32_t { TW_FLOAT32 = 0, TW_BFLOAT16 = 1, TW_FLOAT16 = 2 };
 
 // Each includes those before it.
-enum tw_set : int32_t {
+enum tw_instructions : int32_t {
   TW_BASELINE = 0,
   TW_AVX2 = 1,         // and FMA
   TW_AVX512 = 2,       // F, BW, VL, DQ
