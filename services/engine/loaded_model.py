@@ -105,8 +105,7 @@ def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCach
     # on a GPU one more, which the padding of decode graphs writes to
     cache = decoder.allocate_cache(num_blocks + is_on_gpu, size)
     if not is_on_gpu:
-        for tensor in (*cache.keys, *cache.values):
-            touch(tensor)
+        touch((*cache.keys, *cache.values))
     _LOG.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB, allocated in %.1f s",
         num_blocks,

@@ -149,8 +149,7 @@ class Decoder:
         """
         at, logits = self._buffers(tokens), self._logits_of(rows)
         if self.device.type == "cpu":
-            for tensor in (at.hidden, at.normed, at.qkv, at.attended, at.inner, logits):
-                touch(tensor)
+            touch((at.hidden, at.normed, at.qkv, at.attended, at.inner, logits))
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:

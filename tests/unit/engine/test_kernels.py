@@ -1,5 +1,6 @@
 """The kernels compute what torch computes, on every instruction set, and share its threads."""
 
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 import services.engine.kernels.build as builder
 from services.engine.kernels.build import build
 from services.engine.kernels.library import InstructionSet, Native
-from services.engine.kernels.memory import Arena, allocate
+from services.engine.kernels.memory import Arena, allocate, touch
 from services.engine.kernels.tiles import to_rows, to_tiles
 from services.engine.model.native_operators import NativeOperators, TiledOperators
 from services.engine.model.operators import Projection
@@ -231,6 +232,17 @@ def test_a_library_without_what_works_on_tiles_has_the_rest(
     NativeOperators(kernels, torch.float32).rms_norm(x, weight, 1e-5, ours)
     TorchOperators(torch.float32, CPU).rms_norm(x, weight, 1e-5, theirs)
     assert_close(ours, theirs, torch.float32)
+
+
+def test_touched_memory_is_there() -> None:
+    """A long prompt would wait for it otherwise, or find that there is none."""
+    tensors = [allocate((64 << 20,), torch.uint8) for _ in range(3)]
+    touch(tensors)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for tensor in tensors:
+        tensor.numpy()[:] = 1
+    # untouched, it takes 96 at least, one for each huge page
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20
 
 
 def test_memory_is_zeroed_aligned_and_apart() -> None:
