@@ -12,19 +12,27 @@ constexpr Limits kLimits{kMostSteps, 256 << 10, 32};
 // Fetches the part of a panel that is multiplied next, a little at a time.
 class Fetch {
  public:
-  // `lines` cache lines from `at` on, in so many calls of some().
-  Fetch(const void *at, int64_t lines, int64_t calls)
-      : at_(static_cast<const char *>(at)), left_(lines), share_(divide_up(lines, calls)) {}
+  // `lines` cache lines from `at` on, in so many calls of some(). What is read `once` passes by the
+  // larger caches.
+  Fetch(const void *at, int64_t lines, int64_t calls, bool once)
+      : at_(static_cast<const char *>(at)),
+        left_(lines),
+        share_(divide_up(lines, calls)),
+        once_(once) {}
 
   void some() {
-    int64_t count = smaller(share_, left_);
-    left_ -= count;
-    for (; count > 0; count--, at_ += 64) _mm_prefetch(at_, _MM_HINT_T0);
+    const char *end = at_ + smaller(share_, left_) * 64;
+    left_ -= share_;
+    if (once_)
+      for (; at_ < end; at_ += 64) _mm_prefetch(at_, _MM_HINT_NTA);
+    else
+      for (; at_ < end; at_ += 64) _mm_prefetch(at_, _MM_HINT_T0);
   }
 
  private:
   const char *at_;
   int64_t left_, share_;
+  bool once_;
 };
 
 // Fetches what the next group's rows have in a step: too short a piece for the core to foresee.
@@ -111,6 +119,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
     return static_cast<const char *>(a.packed) +
            (part.panel * depth + part.step) * kStep * Weights::kBytes;
   };
+  bool once = share.end - share.start == a.num_rows;  // no other item reads the same weights
   alignas(64) float whole[kPair * kPair];
   Weights weights;
   Part part{0, share.first, 0, smaller(order.part, order.sweep)};
@@ -118,7 +127,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
     Part next = after(part, share, order, depth);
     weights.begin(packed(part));
     Fetch fetch(packed(next), next.steps * kStep * Weights::kBytes / 64,
-                divide_up(share.end - share.start, kGroup) * part.steps);
+                divide_up(share.end - share.start, kGroup) * part.steps, once);
     bool last = part.step + part.steps == depth;
     for (int64_t block = 0; block < blocks; block++) {
       int64_t row = share.start + block * kPair, count = smaller(share.end - row, kPair);
