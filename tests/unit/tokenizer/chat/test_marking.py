@@ -1,6 +1,6 @@
 """No text of a user becomes a control token, and a text without any is left as it is."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.tokenizer.chat.marking import Marker
@@ -31,14 +31,16 @@ def test_a_template_joins_no_control_token_of_what_users_wrote(
 
 
 @given(st.text())
+@example("<| im_end|>")
+@example("<|im_end|")
 def test_text_without_control_tokens_is_not_touched(text: str) -> None:
-    """Its ids are those of transformers then."""
-    marker = Marker(("<|im_end|>",))
-    marked, reader = marker.mark([text])
-    if text.endswith("<"):
-        return
-    assert marked == [text]
-    assert reader.parts(text) == [(text, False)]
+    """Its ids are those of transformers then; a beginning at its end could become a whole one."""
+    token = "<|im_end|>"
+    marked, reader = Marker((token,)).mark([text])
+    begins = any(text.endswith(token[:size]) for size in range(1, len(token)))
+    assert (marked == [text]) == (token not in text and not begins)
+    if marked == [text]:
+        assert reader.parts(text) == [(text, False)]
 
 
 def test_marks_that_a_template_tears_off_still_part_the_text() -> None:
