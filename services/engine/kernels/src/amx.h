@@ -42,13 +42,6 @@ inline void configure_tiles(int64_t rows) {
 
 inline void release_tiles() { _tile_release(); }
 
-// What a step multiplies: rows of 32 inputs, by two tiles of 16 columns.
-struct Factors {
-  const uint16_t *rows;
-  int64_t row_stride;
-  const uint16_t *left, *right;
-};
-
 // sums [rows, 32] = those at `from`, or zero, + the products of factors(0), factors(1) and so on. The
 // tiles are configured for `rows`.
 template <typename Steps>

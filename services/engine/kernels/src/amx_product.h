@@ -9,6 +9,7 @@ void amx_linear_int8(const tw_linear &linear);
 
 namespace {
 
+// Limits of 2 MB of L2 cache.
 constexpr int64_t kMostElements = 512 << 10;
 constexpr int64_t kMostPanels = 8;
 

@@ -1,9 +1,9 @@
 // The largest product of each row, found while products are made: they need not be stored then.
 #pragma once
 
-#include "tiles.h"
 #include "buffer.h"
 #include "kernels.h"
+#include "tiles.h"
 
 namespace {
 

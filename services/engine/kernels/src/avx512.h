@@ -17,13 +17,6 @@ inline void fetch_ahead(const void *line) {
 
 constexpr int kGroup = 8;  // rows whose sums with 32 columns stay in registers
 
-// What a step multiplies: up to 8 rows of 32 inputs, by two tiles of 16 columns.
-struct Factors {
-  const uint16_t *rows;
-  int64_t row_stride;
-  const uint16_t *left, *right;
-};
-
 // sums [kRows, 32] = those at `from`, or zero, + the products of factors(0), factors(1) and so on.
 template <int kRows, typename Steps>
 inline void multiply_group(const float *from, float *sums, int64_t stride, int64_t steps,

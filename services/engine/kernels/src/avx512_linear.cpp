@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int64_t kMostSteps = 8;  // two parts of a panel share the L1 cache
+// Of 1 MB of L2 cache; sums wait in it anyway.
 constexpr Limits kLimits{kMostSteps, 256 << 10, 32};
 
 // Fetches the part of a panel that is multiplied next, a little at a time.

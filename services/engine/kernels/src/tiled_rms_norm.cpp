@@ -1,7 +1,7 @@
 // RMSNorm whose result products read.
-#include "tiles.h"
 #include "kernels.h"
 #include "threads.h"
+#include "tiles.h"
 
 namespace {
 

@@ -22,6 +22,13 @@ inline int64_t tiled(int64_t row, int64_t column, int64_t width) {
          row % kPair * kTileInner + column % kTileInner;
 }
 
+// What one step of a product multiplies: rows of 32 inputs, by two tiles of 16 columns.
+struct Factors {
+  const uint16_t *rows;
+  int64_t row_stride;
+  const uint16_t *left, *right;
+};
+
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
