@@ -245,12 +245,18 @@ class Choice:
             types_pb2.FINISH_REASON_STOP, types_pb2.StopMatch(stop_string=match.string)
         )
 
+    def _begins_held_text(self, held: _HeldToken, limit: int) -> bool:
+        """Whether the token's bytes are text of a later one that is held from `limit` on."""
+        if not held.start == limit < self._decoded:
+            return False
+        return not self._detokenizer.is_silent(held.token)
+
     def _release(self, limit: int) -> None:
         """Make ready what ends at `limit` or before: whole tokens and, without scores, the text up
         to there."""
         count = 0
         for held in self._held[: len(self._held) - self._unsettled]:
-            if held.start + len(held.text) > limit:
+            if held.start + len(held.text) > limit or self._begins_held_text(held, limit):
                 break
             count += 1
         ready, self._held = self._held[:count], self._held[count:]

@@ -132,7 +132,14 @@ def _cases(draw: st.DrawFn) -> tuple[list[int], list[int], list[str], bool, int]
     return ids, cuts, draw(_STOPS), draw(st.booleans()), draw(st.integers(0, 6))
 
 
+_UNFINISHED, _SILENT = (
+    next(t for t in _IDS if _TABLE.pieces[t] == b"\xf0"),
+    next(t for t in _IDS if not _TABLE.pieces[t]),
+)
+
+
 @given(_cases())
+@example(([_UNFINISHED, _IDS[1], _IDS[1]], [], ["\ufffdbb"], False, 0))
 @settings(max_examples=500)
 def test_text_ids_and_usage_are_those_of_the_whole(
     case: tuple[list[int], list[int], list[str], bool, int],
@@ -150,14 +157,9 @@ def test_text_ids_and_usage_are_those_of_the_whole(
     assert (finished.match.stop_string or None) == expected.stop
 
 
-_UNFINISHED, _SILENT = (
-    next(t for t in _IDS if _TABLE.pieces[t] == b"\xf0"),
-    next(t for t in _IDS if not _TABLE.pieces[t]),
-)
-
-
 @given(_cases())
 @example(([_UNFINISHED, _SILENT], [], ["\ufffd"], False, 0))
+@example(([_UNFINISHED, _IDS[1], _IDS[1]], [], ["\ufffdbb"], False, 0))
 @settings(max_examples=500)
 def test_scores_stay_with_their_tokens(
     case: tuple[list[int], list[int], list[str], bool, int],
