@@ -56,6 +56,7 @@ _PARTS = {
     Kernel.LINEAR: "linear",
     Kernel.ROTATION: "norm, rotation",
     Kernel.ATTENTION: "attention",
+    Kernel.KEEP: "norm, rotation",
 }
 
 Arguments = ParamSpec("Arguments")
@@ -286,7 +287,7 @@ class Stopwatch:
             (_PARTS[Kernel.LINEAR], Projection, ("into", "add_to", "largest")),
             (_PARTS[Kernel.LINEAR], Gate, ("into",)),
             (_PARTS[Kernel.ATTENTION], AttentionBackend, ("attend",)),
-            (_PARTS[Kernel.NORM], Operators, ("rms_norm", "rotate")),
+            (_PARTS[Kernel.NORM], Operators, ("rms_norm", "rotate", "keep")),
         )
         with ExitStack() as patches:
             for part, base, names in operations:

@@ -1,10 +1,22 @@
 """The flat batch that one engine step runs through the decoder."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-__all__ = ["StepBatch"]
+__all__ = ["Kept", "StepBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The rows that somebody looks at: of each sequence its last ones, at least one."""
+
+    rows: Tensor
+    """int64 [kept], where they stand among the step's tokens"""
+    starts: Tensor
+    """int32 [sequences + 1], where each sequence's begin among them; the last entry is `kept`"""
+    lengths_host: tuple[int, ...]
+    """How many they are of each sequence, for decisions that must not wait for a device"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +44,17 @@ class StepBatch:
     """Query tokens of each sequence, for decisions that must not wait for a device"""
     context_lengths_host: tuple[int, ...]
     """`context_lengths` once more, for the same reason"""
+    kept: Kept | None = None
+    """The rows whose hidden states are of interest, or None for all of them"""
+
+    @property
+    def narrowed(self) -> "StepBatch":
+        """The batch whose queries are those rows. It still writes keys and values of all tokens."""
+        if self.kept is None:
+            return self
+        return replace(
+            self,
+            query_starts=self.kept.starts,
+            query_lengths_host=self.kept.lengths_host,
+            kept=None,
+        )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.engine.attention import KVCache
-from services.engine.batch import StepBatch
+from services.engine.batch import Kept, StepBatch
 from services.engine.buckets import row_bucket
 from services.engine.decode_graphs import DecodeGraphs
 from services.engine.model.decoder import Decoder
@@ -66,7 +66,8 @@ class ModelRunner:
             self._graphs = DecodeGraphs(decoder, cache)
 
     def forward(self, plan: StepPlan, drawn: Drawn | None = None) -> Tensor:
-        """Compute the plan. Returns hidden states [tokens, hidden], in the order of the plan.
+        """Compute the plan. Returns hidden states [rows, hidden], in the order of the plan: a row
+        for each decode, and so many for each chunk as it keeps.
 
         Valid until the next call. `drawn`: of sequences with a token in flight, that token.
         """
@@ -131,9 +132,21 @@ class ModelRunner:
             fields.sources[: len(decodes)] = [
                 drawn.places.get(s, -1) if s.in_flight else -1 for s in decodes
             ]
+        kept_counts = [1] * (len(decodes) + padding) + [chunk.kept for chunk in chunks]
+        if keeps_some := kept_counts != counts:
+            kept_starts = fields.kept_starts
+            kept_starts[0] = 0
+            np.cumsum(kept_counts, out=kept_starts[1:])
+            # each row is as far from the end of its sequence's as among those that are kept
+            shifts = np.repeat(starts[1:] - kept_starts[1:], kept_counts)
+            np.add(np.arange(len(shifts)), shifts, out=fields.kept[: len(shifts)])
         staged = self._staging.send()
         if drawn is not None:
             _take(staged.token_ids[: len(decodes)], staged.sources[: len(decodes)], drawn.ids)
+        kept = None
+        if keeps_some:
+            rows = staged.kept[: sum(kept_counts)]
+            kept = Kept(rows, staged.kept_starts, tuple(kept_counts))
         return StepBatch(
             token_ids=staged.token_ids,
             positions=staged.positions,
@@ -144,6 +157,7 @@ class ModelRunner:
             num_decodes=len(decodes) + padding,
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
+            kept=kept,
         )
 
 

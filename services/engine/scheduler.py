@@ -55,6 +55,8 @@ class Chunk:
     count: int
     draft: Items[int] = ()
     """Guessed tokens, the last of `count`; they are not part of the sequence yet"""
+    kept: int = 1
+    """Of how many tokens, the last of `count`, somebody looks at the hidden states"""
 
     @property
     def end(self) -> int:
@@ -192,7 +194,8 @@ class Scheduler:
             start = sequence.num_computed
             self._compute(sequence, 1)
             if draft := self._draft(sequence, width):
-                drafts.append(Chunk(sequence, start, 1 + len(draft), draft))
+                rows = 1 + len(draft)
+                drafts.append(Chunk(sequence, start, rows, draft, kept=rows))
             else:
                 decodes.append(sequence)
         return decodes, drafts
@@ -247,9 +250,11 @@ class Scheduler:
         return True
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        chunk = Chunk(sequence, sequence.num_computed, count)
+        start = sequence.num_computed
         self._compute(sequence, count)
-        return chunk
+        # a token is scored by what was computed for the one before it
+        is_scored = sequence.scored < min(start + count + 1, sequence.prompt_length)
+        return Chunk(sequence, start, count, kept=count if is_scored else 1)
 
     def _compute(self, sequence: Sequence, count: int) -> None:
         """Count tokens as computed, and make the blocks they fill known to the prefix cache.

@@ -31,7 +31,11 @@ class Fields:
     """int64 [tokens]"""
     sources: npt.NDArray[np.int64]
     """int64 [tokens], where a token id that is still on the device lies among its like, or -1"""
+    kept: npt.NDArray[np.int64]
+    """int64 [tokens], of which some, in front, are filled in"""
     query_starts: npt.NDArray[np.int32]
+    """int32 [sequences + 1]"""
+    kept_starts: npt.NDArray[np.int32]
     """int32 [sequences + 1]"""
     context_lengths: npt.NDArray[np.int32]
     """int32 [sequences]"""
@@ -47,7 +51,9 @@ class Staged:
     positions: Tensor
     slots: Tensor
     sources: Tensor
+    kept: Tensor
     query_starts: Tensor
+    kept_starts: Tensor
     context_lengths: Tensor
     block_tables: Tensor
 
@@ -166,17 +172,21 @@ class _Stretch:
         tokens, sequences, columns = self._shape
         end = self._tables_at
         begin = end - _fields_size(tokens, sequences)
-        longs = memory[begin : begin + 32 * tokens].view(torch.int64)
-        ints = memory[begin + 32 * tokens : end].view(torch.int32)
+        longs = memory[begin : begin + 40 * tokens].view(torch.int64)
+        ints = memory[begin + 40 * tokens : end].view(torch.int32)
         tables = memory[end:].view(torch.int32).view(self._rows, self._columns)
-        token_ids, positions, slots, sources = longs.view(4, tokens)
+        token_ids, positions, slots, sources, kept = longs.view(5, tokens)
+        query_starts, kept_starts = ints[: 2 * sequences + 2].view(2, sequences + 1)
+        rest = ints[2 * sequences + 2 :]
         return Staged(
             token_ids,
             positions,
             slots,
             sources,
-            query_starts=ints[: sequences + 1],
-            context_lengths=ints[sequences + 1 : 2 * sequences + 1],
+            kept,
+            query_starts,
+            kept_starts,
+            context_lengths=rest[:sequences],
             block_tables=tables[:sequences, :columns],
         )
 
@@ -189,6 +199,6 @@ _NAMES = tuple(Fields.__dataclass_fields__)
 
 
 def _fields_size(tokens: int, sequences: int) -> int:
-    """Bytes before the tables: four int64 for each token, two int32 for each sequence and one."""
-    size = 32 * tokens + 4 * (2 * sequences + 1)
+    """Bytes before the tables: five int64 for each token, three int32 for each sequence and two."""
+    size = 40 * tokens + 4 * (3 * sequences + 2)
     return -(-size // _ALIGNMENT) * _ALIGNMENT

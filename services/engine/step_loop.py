@@ -34,7 +34,7 @@ class _Draw(NamedTuple):
 
     sequence: Sequence
     row: int
-    """Of the step's hidden states"""
+    """Of the step's hidden states, a row for each token that is kept"""
     position: int
     """Of the token to draw, counted from the end of the original prompt"""
     guess: int | None = None
@@ -233,21 +233,21 @@ class StepLoop:
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> None:
         """Report the scores of the prompt tokens whose predecessors were computed."""
-        first_row = len(plan.decodes)
+        end_row = len(plan.decodes)
         for chunk in plan.chunks:
+            end_row += chunk.kept
             sequence = chunk.sequence
             end = min(chunk.end + 1, sequence.prompt_length)
             width = sequence.request.command.prompt_logprobs
             if width is not None:
                 for start in range(max(sequence.scored, chunk.start + 1), end, SCORED_ROWS):
                     ids = sequence.tokens[start : min(start + SCORED_ROWS, end)].tolist()
-                    row = first_row + start - 1 - chunk.start
+                    row = end_row - chunk.end + start - 1
                     logits = self._runner.logits(hidden, list(range(row, row + len(ids))))
                     handle, prompt = sequence.request.command.handle, sequence.prompt_index
                     scores = score(logits, ids, width)
                     self._requests.report(ScoredPrompt(handle, prompt, start, ids, scores))
             sequence.scored = max(sequence.scored, end)
-            first_row += chunk.count
 
     def _draws(self, plan: StepPlan) -> list[_Draw]:
         """What may be drawn now that the plan was computed; ends sequences that only score."""
@@ -259,7 +259,7 @@ class StepLoop:
                 draws.append(_Draw(sequence, row, sequence.position + sequence.in_flight))
         last_row = len(plan.decodes) - 1
         for chunk in plan.chunks:
-            last_row += chunk.count
+            last_row += chunk.kept
             sequence = chunk.sequence
             if chunk.end - len(chunk.draft) < sequence.length:
                 continue

@@ -60,7 +60,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """Writes the step's keys and values to their slots, then fills `out`.
 
-        queries: [tokens, heads, head_dim]; keys, values: [tokens, kv_heads, head_dim], the rotation
-        already applied. They may be views of one wider tensor: only the first dimension may have
-        gaps. out: [tokens, heads * head_dim], contiguous.
+        queries: [rows, heads, head_dim], a row for each token or, of a narrowed batch, for those
+        that are kept; keys, values: [tokens, kv_heads, head_dim]; the rotation already applied.
+        They may be views of one wider tensor: only the first dimension may have gaps. out:
+        [rows, heads * head_dim], contiguous.
         """

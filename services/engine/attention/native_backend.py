@@ -110,7 +110,7 @@ def _call(
         None if sinks is None else sinks[layer].data_ptr(),
         queries.stride(0),
         batch.block_tables.stride(0),
-        queries.shape[0],
+        keys.shape[0],
         batch.context_lengths.shape[0],
         spec.num_kv_heads,
         spec.num_heads // spec.num_kv_heads,

@@ -17,6 +17,7 @@ __all__ = [
     "AttentionCall",
     "Epilogue",
     "InstructionSet",
+    "KeepCall",
     "LinearCall",
     "Native",
     "RotationCall",
@@ -56,6 +57,7 @@ class Kernel(IntEnum):
     LINEAR = 1
     ROTATION = 2
     ATTENTION = 3
+    KEEP = 4
 
 
 class NormCall(ctypes.Structure):
@@ -136,12 +138,25 @@ class LinearCall(ctypes.Structure):
     ]
 
 
+class KeepCall(ctypes.Structure):
+    """struct tw_keep"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("kept", c_void_p),
+        ("num_kept", c_int64),
+        ("row_stride", c_int64),
+        ("row_bytes", c_int64),
+    ]
+
+
 class _AnyCall(ctypes.Union):
     _fields_ = [
         ("norm", NormCall),
         ("linear", LinearCall),
         ("rotation", RotationCall),
         ("attention", AttentionCall),
+        ("keep", KeepCall),
     ]
 
 
@@ -160,9 +175,12 @@ class PassCall(ctypes.Structure):
         ("query_starts", c_void_p),
         ("context_lengths", c_void_p),
         ("block_tables", c_void_p),
+        ("kept", c_void_p),
+        ("kept_starts", c_void_p),
         ("table_stride", c_int64),
         ("tokens", c_int64),
         ("sequences", c_int64),
+        ("num_kept", c_int64),
         ("seconds", POINTER(c_double)),
     ]
 
@@ -210,6 +228,7 @@ class Native:
             Kernel.LINEAR: function("tw_tiled_linear", None, POINTER(LinearCall)),
             Kernel.ROTATION: self.rotate,
             Kernel.ATTENTION: function("tw_tiled_attend", None, POINTER(AttentionCall)),
+            Kernel.KEEP: function("tw_keep_rows", None, POINTER(KeepCall)),
         }
         self._noting = _Noting()
 

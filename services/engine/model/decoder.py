@@ -153,20 +153,22 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        """Hidden states [tokens, hidden_size] before the final norm, valid until the next call.
+        """Hidden states [rows, hidden_size] before the final norm, valid until the next call.
 
-        Writes the step's keys and values into `cache`.
+        A row for each token, or for those that `batch.kept` names. Writes the step's keys and
+        values into `cache`.
         """
         at = self._buffers(len(batch.token_ids))
         self._embed(batch, at.hidden)
         for rotary, rotation in zip(self._rotaries, at.rotations, strict=True):
             rotary.into(batch.positions, rotation)
-        layers = partial(self._run_layers, batch, cache, at)
+        kept = at if batch.kept is None else self._activations.first(len(batch.kept.rows))
+        layers = partial(self._run_layers, batch, cache, at, kept)
         if self._recording is None:
             layers()
         else:
             self._recording.run(batch, cache, layers)
-        return at.hidden
+        return kept.hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -201,10 +203,15 @@ class Decoder:
         self._norm(hidden, self._weights.final_norm, normed)
         return normed
 
-    def _run_layers(self, batch: StepBatch, cache: KVCache, at: _Activations) -> None:
-        """Everything between the embedding and the final norm."""
+    def _run_layers(
+        self, batch: StepBatch, cache: KVCache, at: _Activations, kept: _Activations
+    ) -> None:
+        """Everything between the embedding and the final norm.
+
+        The last layer makes keys and values of all rows, and then goes on with those in `kept`.
+        """
         spec, operators, epsilon = self.spec, self._operators, self.spec.norm_epsilon
-        heads = at.heads
+        heads, last = at.heads, self._weights.layers[-1]
         for index, layer in enumerate(self._weights.layers):
             self._norm(at.hidden, layer.attention_norm, at.normed)
             layer.qkv.into(at.normed, at.qkv)
@@ -212,8 +219,13 @@ class Decoder:
                 rotation = at.rotations[rotary]
                 norms = layer.query_norm, layer.key_norm
                 operators.rotate(heads.rotated, spec.num_heads, rotation, *norms, epsilon)
+            if layer is last:
+                rows = None if batch.kept is None else batch.kept.rows
+                operators.keep(at.hidden, rows)
+                operators.keep(heads.queries, rows)
+                at, batch = kept, batch.narrowed
             self._attention.attend(
-                index, heads.queries, heads.keys, heads.values, batch, cache, at.attended
+                index, at.heads.queries, heads.keys, heads.values, batch, cache, at.attended
             )
             layer.output.add_to(at.attended, at.hidden)
             self._norm(at.hidden, layer.feed_forward_norm, at.normed)

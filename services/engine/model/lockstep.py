@@ -2,14 +2,15 @@
 
 An order is a few numbers for the host. Tensors go the way from device to device, so that none waits
 for the host: [number of query tokens, width of the block tables, number of decodes, then query
-lengths and context lengths] of a forward pass, or [rows] of the logits of some hidden states.
+lengths, how many of them are kept, and context lengths] of a forward pass, or [rows] of the logits
+of some hidden states.
 """
 
 import torch
 from torch import Tensor
 
 from services.engine.attention import AttentionBackend, KVCache
-from services.engine.batch import StepBatch
+from services.engine.batch import Kept, StepBatch
 from services.engine.model.decoder import Decoder, DecoderWeights
 from services.engine.model.operators import Operators
 from services.engine.model.spec import ModelSpec
@@ -39,8 +40,9 @@ class LeadingDecoder(Decoder):
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
         tokens, width = len(batch.token_ids), batch.block_tables.shape[1]
-        lengths = (*batch.query_lengths_host, *batch.context_lengths_host)
-        self._team.tell([tokens, width, batch.num_decodes, *lengths])
+        queries, contexts = batch.query_lengths_host, batch.context_lengths_host
+        kept = queries if batch.kept is None else batch.kept.lengths_host
+        self._team.tell([tokens, width, batch.num_decodes, *queries, *kept, *contexts])
         self._team.share(_pack(batch))
         return super().forward(batch, cache)
 
@@ -65,45 +67,43 @@ def follow(decoder: Decoder, cache: KVCache, team: Team) -> None:
             hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
             decoder.logits(team.share(hidden))
         else:
-            tokens, width, num_decodes, *lengths = order
-            queries, contexts = lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :]
-            sizes = _sizes(tokens, len(queries), width)
-            packed = torch.empty(sum(sizes), dtype=torch.int64, device=decoder.device)
-            batch = _unpack(team.share(packed), sizes, num_decodes, queries, contexts)
-            decoder.forward(batch, cache)
+            decoder.forward(_receive(order, team, decoder.device), cache)
 
 
-def _pack(batch: StepBatch) -> Tensor:
-    """All its tensors in one, int64."""
-    tensors = (
-        batch.token_ids,
-        batch.positions,
-        batch.slots,
-        batch.query_starts,
-        batch.context_lengths,
-        batch.block_tables,
-    )
-    return torch.cat([tensor.flatten().to(torch.int64) for tensor in tensors])
-
-
-def _unpack(
-    packed: Tensor, sizes: list[int], num_decodes: int, queries: list[int], contexts: list[int]
-) -> StepBatch:
+def _receive(order: list[int], team: Team, device: torch.device) -> StepBatch:
+    tokens, width, num_decodes, *lengths = order
+    count = len(lengths) // 3
+    queries, kept, contexts = (tuple(lengths[i * count : (i + 1) * count]) for i in range(3))
+    sizes = [tokens, tokens, tokens, count + 1, count, count * width]
+    if keeps_some := kept != queries:
+        sizes += [sum(kept), count + 1]
+    packed = team.share(torch.empty(sum(sizes), dtype=torch.int64, device=device))
     token_ids, positions, slots, *rest = packed.split_with_sizes(sizes)
-    query_starts, context_lengths, block_tables = (part.to(torch.int32) for part in rest)
+    query_starts, context_lengths, block_tables = (part.to(torch.int32) for part in rest[:3])
     return StepBatch(
         token_ids=token_ids,
         positions=positions,
         slots=slots,
         query_starts=query_starts,
         context_lengths=context_lengths,
-        block_tables=block_tables.view(len(queries), -1),
+        block_tables=block_tables.view(count, width),
         num_decodes=num_decodes,
-        query_lengths_host=tuple(queries),
-        context_lengths_host=tuple(contexts),
+        query_lengths_host=queries,
+        context_lengths_host=contexts,
+        kept=Kept(rest[3], rest[4].to(torch.int32), kept) if keeps_some else None,
     )
 
 
-def _sizes(tokens: int, sequences: int, width: int) -> list[int]:
-    """Elements of what `_pack` packs, in its order."""
-    return [tokens, tokens, tokens, sequences + 1, sequences, sequences * width]
+def _pack(batch: StepBatch) -> Tensor:
+    """All its tensors in one, int64."""
+    tensors = [
+        batch.token_ids,
+        batch.positions,
+        batch.slots,
+        batch.query_starts,
+        batch.context_lengths,
+        batch.block_tables,
+    ]
+    if batch.kept is not None:
+        tensors += [batch.kept.rows, batch.kept.starts]
+    return torch.cat([tensor.flatten().to(torch.int64) for tensor in tensors])

@@ -8,6 +8,7 @@ from torch import Tensor
 from services.engine.kernels.library import (
     DTYPES,
     Epilogue,
+    KeepCall,
     Kernel,
     LinearCall,
     Native,
@@ -181,6 +182,16 @@ class TiledOperators(NativeOperators):
             epsilon,
         )
         self.native.run(Kernel.NORM, call)
+
+    def keep(self, rows: Tensor, kept: Tensor | None) -> None:
+        call = KeepCall(
+            rows.data_ptr(),
+            None if kept is None else kept.data_ptr(),
+            0 if kept is None else len(kept),
+            rows.stride(0) * rows.element_size(),
+            rows.shape[1:].numel() * rows.element_size(),
+        )
+        self.native.run(Kernel.KEEP, call)
 
     def recording(self) -> Recording:
         return Recording(self.native)

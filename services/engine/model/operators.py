@@ -101,6 +101,14 @@ class Operators(ABC):
     def gather(self, rows: Tensor, index: Tensor) -> Tensor:
         """Some rows of what a product reads, in a temporary. `index`: int64 [n]."""
 
+    def keep(self, rows: Tensor, kept: Tensor | None) -> None:
+        """Moves some rows to the front, where the others are lost; None keeps all.
+
+        rows: [n, ...], its first dimension may have gaps; kept: int64, rising.
+        """
+        if kept is not None:
+            rows[: len(kept)] = rows[kept]
+
     @abstractmethod
     def rotate(
         self,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from services.engine.batch import StepBatch
+from services.engine.batch import Kept, StepBatch
 from services.engine.model.decoder import Decoder
 
 VOCABULARY = 97
@@ -262,14 +263,21 @@ class Driver:
         self._done[sequence] = blocks * self._size
         self.logits[sequence] = self.logits[other][: self._done[sequence]]
 
-    def step(self, chunks: Sequence[tuple[int, int]]) -> None:
-        """Runs one batch of (sequence, number of its next tokens), decodes first."""
+    def step(self, chunks: Sequence[tuple[int, int]], kept: Sequence[int] | None = None) -> None:
+        """Runs one batch of (sequence, number of its next tokens), decodes first.
+
+        kept: of how many of them, the last, logits are computed; the others' are NaN.
+        """
         batch = self._batch(chunks)
+        counts = batch.query_lengths_host
+        if kept is not None:
+            batch, counts = replace(batch, kept=keep_last(counts, kept)), tuple(kept)
         hidden = self._decoder.forward(batch, self.cache)
-        logits = self._decoder.logits(hidden).split(batch.query_lengths_host)
+        logits = self._decoder.logits(hidden).split(counts)
         for (index, count), rows in zip(chunks, logits, strict=True):
             self._done[index] += count
-            self.logits[index] = torch.cat((self.logits[index], rows))
+            unknown = torch.full((count - len(rows), rows.shape[1]), torch.nan)
+            self.logits[index] = torch.cat((self.logits[index], unknown, rows))
 
     def _batch(self, chunks: Sequence[tuple[int, int]]) -> StepBatch:
         spans = [(i, self._done[i], self._done[i] + count) for i, count in chunks]
@@ -291,6 +299,14 @@ class Driver:
             query_lengths_host=tuple(lengths.tolist()),
             context_lengths_host=tuple(contexts),
         )
+
+
+def keep_last(lengths: Sequence[int], kept: Sequence[int]) -> Kept:
+    """The last `kept` rows of sequences with so many rows each."""
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    rows = [torch.arange(end - count, end) for end, count in zip(ends, kept, strict=True)]
+    starts = torch.tensor([0, *kept]).cumsum(0).to(torch.int32)
+    return Kept(torch.cat(rows), starts, tuple(kept))
 
 
 def _leading_ones(lengths: list[int]) -> int:

@@ -23,7 +23,7 @@ from services.engine.model.families import FAMILIES
 from services.engine.model.loader import load_spec
 from services.engine.model.spec import ModelSpec
 
-from .checkpoints import CONFIGS, make_checkpoint
+from .checkpoints import CONFIGS, keep_last, make_checkpoint
 
 BLOCK = 32
 CONTEXTS = (1, 31, 32, 33, 100, 512, 513, 1300)  # of the sequences that decode
@@ -103,8 +103,13 @@ class Case:
         self.tables[reader, 0] = self.tables[filler, 512 // BLOCK - 1]
         self.filled_meanwhile = reader
 
-    def run(self, backend: AttentionBackend, *, stale: float = 0.0) -> Tensor:
-        """Fills the cache with `stale`, then with the prefixes, then attends for the rest."""
+    def run(
+        self, backend: AttentionBackend, *, stale: float = 0.0, kept: list[int] | None = None
+    ) -> Tensor:
+        """Fills the cache with `stale`, then with the prefixes, then attends for the rest.
+
+        kept: of each sequence as many queries, its last; without it all of them.
+        """
         cache = backend.allocate(self.num_blocks, BLOCK)
         for tensor in (*cache.keys, *cache.values):
             tensor.fill_(stale)
@@ -115,7 +120,7 @@ class Case:
         ]
         self._step(backend, cache, prefixes, 0)
         steps = [(i, c - n, c) for i, (n, c) in enumerate(self.spans)]
-        return self._step(backend, cache, steps, len(CONTEXTS))
+        return self._step(backend, cache, steps, len(CONTEXTS), kept)
 
     def _step(
         self,
@@ -123,6 +128,7 @@ class Case:
         cache: KVCache,
         spans: list[tuple[int, int, int]],
         num_decodes: int,
+        kept: list[int] | None = None,
     ) -> Tensor:
         lengths = [end - start for _, start, end in spans]
         positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
@@ -151,10 +157,17 @@ class Case:
             ]
         )
         together = torch.cat((queries, keys, values), dim=1)
-        parts = together.split((queries.shape[1], keys.shape[1], values.shape[1]), dim=1)
-        rows = len(positions)
+        queries, keys, values = together.split(
+            (queries.shape[1], keys.shape[1], values.shape[1]), dim=1
+        )
+        if kept is not None:
+            some = keep_last(lengths, kept)
+            batch = dataclasses.replace(batch, kept=some).narrowed
+            queries[: len(some.rows)] = queries[some.rows]
+            queries = queries[: len(some.rows)]
+        rows = len(queries)
         out = torch.empty(-(-rows // TILE) * TILE, queries[0].numel(), dtype=keys.dtype)
-        backend.attend(0, *parts, batch, cache, out[:rows])
+        backend.attend(0, queries, keys, values, batch, cache, out[:rows])
         tiled = isinstance(backend, TiledAttention)
         return (to_rows(out) if tiled else out)[:rows].float()
 
@@ -218,6 +231,33 @@ def test_decodes_and_chunks_follow_the_definition(
     case = Case(make_spec(base, *shape), dtype)
     attended = case.run(make_backend(kind, case.spec, dtype))
     torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        ("torch", torch.float32, 1e-5),
+        ("native", torch.float32, 1e-5),
+        ("native", torch.bfloat16, 2e-2),
+        ("avx512 bf16", torch.bfloat16, 2e-2),
+        ("amx", torch.bfloat16, 2e-2),
+    ],
+)
+def test_queries_may_be_fewer_than_keys(
+    base: ModelSpec,
+    kind: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    shape: tuple[int, int, int, int],
+) -> None:
+    """The keys of those left out are written and seen all the same."""
+    case = Case(make_spec(base, *shape), dtype)
+    lengths = [length for length, _ in case.spans]
+    kept = [1] * len(CONTEXTS) + [1, 1, *(1 + length // 2 for length, _ in CHUNKS[2:])]
+    attended = case.run(make_backend(kind, case.spec, dtype), stale=torch.nan, kept=kept)
+    expected = case.expected()[keep_last(lengths, kept).rows]
+    torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -31,17 +31,20 @@ def test_every_step_is_read_as_it_was_filled_in(steps: list[tuple[int, list[int]
             fields.positions,
             fields.slots,
             fields.sources,
+            fields.kept,
             fields.query_starts,
+            fields.kept_starts,
             fields.context_lengths,
         ):
             number += 1
             array[:] = number
             filled.append(array.tolist())
         staged = staging.send()
-        names = ("token_ids", "positions", "slots", "sources", "query_starts", "context_lengths")
+        names = ("token_ids", "positions", "slots", "sources", "kept")
+        names += ("query_starts", "kept_starts", "context_lengths")
         assert [getattr(staged, name).tolist() for name in names] == filled
         sizes = [len(array) for array in filled]
-        assert sizes == [tokens] * 4 + [len(tables) + 1, len(tables)]
+        assert sizes == [tokens] * 5 + [len(tables) + 1] * 2 + [len(tables)]
         rows = staged.block_tables.tolist()
         assert [row[: len(table)] for row, table in zip(rows, tables, strict=True)] == tables
         assert {len(row) for row in rows} == {table_width(max(map(len, tables)))}

@@ -53,12 +53,22 @@ void tw_rotate(const tw_rotation *rotation);
 // out [rows, width] = silu(both[:, :width]) * both[:, width:]
 void tw_silu_multiply(int32_t dtype, const void *both, void *out, int64_t num_rows, int64_t width);
 
+// Moves some rows to the front, in place. Sizes are in bytes.
+struct tw_keep {
+  void *rows;
+  const int64_t *kept;  // [num_kept] rising, or null: all rows stay where they are
+  int64_t num_kept;
+  int64_t row_stride;
+  int64_t row_bytes;
+};
+void tw_keep_rows(const tw_keep *keep);
+
 // One layer's attention. Queries, keys and values share row_stride.
 struct tw_attention {
-  const void *queries;  // [tokens, num_kv_heads * group, head_dim]
+  const void *queries;  // [query_starts[sequences], num_kv_heads * group, head_dim]
   const void *keys;     // [tokens, num_kv_heads, head_dim]
   const void *values;
-  void *out;                     // [tokens, num_kv_heads * group * head_dim]
+  void *out;                     // [query_starts[sequences], num_kv_heads * group * head_dim]
   void *key_cache;               // [blocks, num_kv_heads, block_size * head_dim]
   void *value_cache;             // the same
   const int64_t *slots;          // [tokens]
@@ -134,7 +144,8 @@ struct tw_linear {
 };
 void tw_tiled_linear(const tw_linear *linear);
 
-// Writes keys and values, then attends for decodes and prompt chunks alike; out is in tiles.
+// Writes keys and values, then attends for decodes and prompt chunks alike; out is in tiles. There
+// may be fewer queries than tokens: each sequence's are those of its last tokens.
 // A cached block holds its keys as [block_size / 16][head_dim / 32] tiles and its values as
 // [block_size / 32][head_dim / 16] tiles, pairs of 32 tokens in the order 0 1 8 9 2 3 10 11 etc.;
 // block_size and head_dim are multiples of 32.
@@ -142,7 +153,13 @@ void tw_tiled_attend(const tw_attention *attention);
 
 // A pass through a model's layers, recorded: on its way from Python, with caches full of weights, a
 // call takes as long as a small kernel.
-enum tw_kernel : int32_t { TW_NORM = 0, TW_LINEAR = 1, TW_ROTATION = 2, TW_ATTENTION = 3 };
+enum tw_kernel : int32_t {
+  TW_NORM = 0,
+  TW_LINEAR = 1,
+  TW_ROTATION = 2,
+  TW_ATTENTION = 3,
+  TW_KEEP = 4,  // what follows is run on the rows that are kept
+};
 
 struct tw_operation {
   int32_t kernel;
@@ -151,6 +168,7 @@ struct tw_operation {
     tw_linear linear;
     tw_rotation rotation;
     tw_attention attention;
+    tw_keep keep;
   };
 };
 
@@ -160,9 +178,12 @@ struct tw_pass {
   const int32_t *query_starts;
   const int32_t *context_lengths;
   const int32_t *block_tables;
+  const int64_t *kept;         // null: all rows are
+  const int32_t *kept_starts;  // what query_starts are from then on
   int64_t table_stride;
   int64_t tokens;
   int64_t sequences;
+  int64_t num_kept;
   double *seconds;  // what each kind of kernel takes is added to its place; or null
 };
 

@@ -1,4 +1,6 @@
 // A recorded pass through a model's layers, run again on other rows.
+#include <string.h>
+
 #include <chrono>
 
 #include "kernels.h"
@@ -9,36 +11,57 @@ double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// The rows that kernels run on: all tokens, or those of them that are kept.
+struct Rows {
+  int64_t count;
+  const int32_t *query_starts;
+};
+
 // Runs a copy of what was recorded, with this pass's rows in it.
-void run(tw_operation operation, const tw_pass &pass) {
+void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
   switch (operation.kernel) {
     case TW_NORM:
-      operation.norm.num_rows = pass.tokens;
+      operation.norm.num_rows = rows.count;
       return tw_tiled_rms_norm(&operation.norm);
     case TW_LINEAR:
-      operation.linear.num_rows = pass.tokens;
+      operation.linear.num_rows = rows.count;
       return tw_tiled_linear(&operation.linear);
     case TW_ROTATION:
       operation.rotation.tokens = pass.tokens;
       return tw_rotate(&operation.rotation);
     case TW_ATTENTION:
       operation.attention.slots = pass.slots;
-      operation.attention.query_starts = pass.query_starts;
+      operation.attention.query_starts = rows.query_starts;
       operation.attention.context_lengths = pass.context_lengths;
       operation.attention.block_tables = pass.block_tables;
       operation.attention.table_stride = pass.table_stride;
       operation.attention.tokens = pass.tokens;
       operation.attention.sequences = pass.sequences;
       return tw_tiled_attend(&operation.attention);
+    case TW_KEEP:
+      operation.keep.kept = pass.kept;
+      operation.keep.num_kept = pass.num_kept;
+      if (pass.kept) rows = {pass.num_kept, pass.kept_starts};
+      return tw_keep_rows(&operation.keep);
   }
 }
 
 }  // namespace
 
+void tw_keep_rows(const tw_keep *keep) {
+  if (!keep->kept) return;
+  auto rows = static_cast<char *>(keep->rows);
+  for (int64_t i = 0; i < keep->num_kept; i++)
+    if (keep->kept[i] != i)
+      memcpy(rows + i * keep->row_stride, rows + keep->kept[i] * keep->row_stride,
+             static_cast<size_t>(keep->row_bytes));
+}
+
 void tw_replay(const tw_operation *operations, int64_t count, const tw_pass *pass) {
+  Rows rows{pass->tokens, pass->query_starts};
   for (int64_t i = 0; i < count; i++) {
     double began = pass->seconds ? now() : 0;
-    run(operations[i], *pass);
+    run(operations[i], *pass, rows);
     if (pass->seconds) pass->seconds[operations[i].kernel] += now() - began;
   }
 }

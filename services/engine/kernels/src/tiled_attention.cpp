@@ -125,6 +125,8 @@ class Attention {
  public:
   explicit Attention(const tw_attention &a) : a_(a), head_size_(a.block_size * a.head_dim) {
     while (decodes_ < a.sequences && is_decode(a, decodes_)) decodes_++;
+    // A last token of a prompt may be queried alone, but its prompt's keys are written with it.
+    if (a.query_starts[a.sequences] == a.tokens) written_ = decodes_;
   }
 
   // Sequences that decode and stand in front.
@@ -133,7 +135,7 @@ class Attention {
   // Puts one token's keys and values where the tiles want them. Where 32 tokens of a prompt fill
   // whole tiles, the first of them does it for all; attend() writes what only one unit reads.
   void write(int64_t token) const {
-    if (token < decodes_ && is_private(token)) return;
+    if (token < written_ && is_private(token)) return;
     int64_t first = token - a_.slots[token] % kTileInner;
     bool together = first >= 0 && first + kTileInner <= a_.tokens &&
                     a_.slots[first] % kTileInner == 0 &&
@@ -146,7 +148,7 @@ class Attention {
   void attend(const Unit &unit, const Unit *next, Scratch &s) const {
     // Written here, the cache lines are fetched once. Where a group has several units, each writes
     // the same before it reads.
-    if (unit.sequence < decodes_ && unit.last_key == a_.context_lengths[unit.sequence] &&
+    if (unit.sequence < written_ && unit.last_key == a_.context_lengths[unit.sequence] &&
         is_private(unit.sequence))
       write(unit.sequence, unit.kv_head, false);
     load_queries(unit, s);
@@ -520,7 +522,8 @@ class Attention {
 
   const tw_attention &a_;
   int64_t head_size_;
-  int64_t decodes_ = 0;  // sequences before the first chunk: as many tokens
+  int64_t decodes_ = 0;  // sequences before the first chunk
+  int64_t written_ = 0;  // those of them whose keys and values attend() writes: as many tokens
 };
 
 thread_local Buffer unit_buffer;
