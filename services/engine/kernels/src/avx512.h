@@ -8,7 +8,7 @@
 namespace {
 
 // Keys of a decode that are worked on at a time: these and the next stay in the L1 cache.
-constexpr int64_t kDecodeKeys = 128;
+constexpr int64_t kDecodeKeys = 64;
 constexpr bool kFetchesAlong = false;
 
 inline void fetch_ahead(const void *line) {

@@ -146,11 +146,8 @@ class Attention {
 
   // `next` is the unit that the same thread goes on with, or null: decodes fetch ahead for it.
   void attend(const Unit &unit, const Unit *next, Scratch &s) const {
-    // Written here, the cache lines are fetched once. Where a group has several units, each writes
-    // the same before it reads.
-    if (unit.sequence < written_ && unit.last_key == a_.context_lengths[unit.sequence] &&
-        is_private(unit.sequence))
-      write(unit.sequence, unit.kv_head, false);
+    bool writes = unit.sequence < written_ && unit.last_key == a_.context_lengths[unit.sequence] &&
+                  is_private(unit.sequence);
     load_queries(unit, s);
     bool decodes = is_decode(a_, unit.sequence);
     int64_t most = decodes ? kDecodeKeys : kChunkKeys;
@@ -163,6 +160,9 @@ class Attention {
         following = span_at(unit, end, most);
       else if (decodes && next)
         following = span_at(*next, next->first_key, most);
+      // Written here, the cache lines are fetched once, and have been by now. Where a group has
+      // several units, each writes the same before it reads.
+      if (writes && end == unit.last_key) write(unit.sequence, unit.kv_head, false);
       // Chunks find what they read in the L2 cache.
       Fetch fetch(following, decodes ? a_.head_dim : 0,
                   unit.num_rows + span.num_steps * (1 + a_.head_dim / kPair));
