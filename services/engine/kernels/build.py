@@ -39,6 +39,7 @@ _ANYWHERE = (
     _Unit("dispatch.cpp"),
     _Unit("threads.cpp"),
     _Unit("portable.cpp", defines="TW_TABLE=portable_baseline"),
+    _Unit("draw.cpp", defines="TW_DRAW=draw_baseline"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (
@@ -50,6 +51,8 @@ _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")
 _X86_64 = (
     _Unit("portable.cpp", _AVX2, "TW_TABLE=portable_avx2"),
     _Unit("portable.cpp", _AVX512, "TW_TABLE=portable_avx512"),
+    _Unit("draw.cpp", _AVX2, "TW_DRAW=draw_avx2"),
+    _Unit("draw.cpp", _AVX512, "TW_DRAW=draw_avx512"),
     _Unit("pack.cpp", _AVX512_BF16),
     _Unit("avx512_linear.cpp", _AVX512_BF16),
     _Unit("amx_linear.cpp", _AMX),

@@ -15,6 +15,7 @@ from services.engine.kernels.build import LIBRARY
 __all__ = [
     "DTYPES",
     "AttentionCall",
+    "DrawCall",
     "Epilogue",
     "InstructionSet",
     "KeepCall",
@@ -58,6 +59,20 @@ class Kernel(IntEnum):
     ROTATION = 2
     ATTENTION = 3
     KEEP = 4
+
+
+class DrawCall(ctypes.Structure):
+    """struct tw_draw"""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("noise", c_double),
+        ("top_k", c_int64),
+        ("drawn", c_int64),
+    ]
 
 
 class NormCall(ctypes.Structure):
@@ -213,6 +228,7 @@ class Native:
         self.silu_multiply = function(
             "tw_silu_multiply", None, c_int32, c_void_p, c_void_p, size, size
         )
+        self.draw_tokens = function("tw_draw_tokens", None, POINTER(DrawCall), size, size)
         self.paged_decode = function("tw_paged_decode", None, POINTER(AttentionCall))
         self.packed_elements = function("tw_tiled_packed_elements", size, size, size)
         self.pack = function(

@@ -4,6 +4,8 @@ The noise of a draw is a function of (seed, choice, position): it does not depen
 the batch, nor on what was drawn before, so a sequence can be stopped and continued anywhere. One
 uniform number picks a token from the cumulated weights, either in the order of ids or, where top-k,
 top-p or min-p restrict the row, in the order of falling weight.
+
+On a CPU, one of our kernels does that; torch does it elsewhere, and where there are no kernels.
 """
 
 import math
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.engine.kernels.library import DrawCall, native
 from services.engine.sampling.adjust import adjust
 from services.engine.sampling.row import Row
 from services.engine.transfer import to_device
@@ -48,7 +51,8 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     logits: float32 [rows, vocabulary]; left as they are.
     """
     drawn = [0] * len(rows)
-    for draw, indices, some, theirs in _groups(logits, rows):
+    draw_of = _draw_of if native is None or logits.device.type != "cpu" else _draw_of_on_cpu
+    for draw, indices, some, theirs in _groups(logits, rows, draw_of):
         for i, token in zip(indices, _ids(draw(some, theirs)), strict=True):
             drawn[i] = token
     return drawn
@@ -65,7 +69,7 @@ def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> tuple[Tensor, Tens
     device = logits.device
     drawn = torch.empty(len(rows), dtype=torch.int64, device=device)
     is_settled: Tensor | None = None
-    for draw, indices, some, theirs in _groups(logits, rows):
+    for draw, indices, some, theirs in _groups(logits, rows, _draw_of):
         index = to_device(torch.tensor(indices), device)
         if draw is _draw_restricted:
             if is_settled is None:
@@ -79,12 +83,12 @@ def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> tuple[Tensor, Tens
 
 
 def _groups(
-    logits: Tensor, rows: Sequence[Row]
+    logits: Tensor, rows: Sequence[Row], draw_of: Callable[[Row], _Draw]
 ) -> Iterator[tuple[_Draw, Sequence[int], Tensor, Sequence[Row]]]:
     """Rows that are drawn alike: how, which they are, their logits, adjusted, and themselves."""
     groups: dict[tuple[_Draw, bool], list[int]] = {}
     for i, row in enumerate(rows):
-        groups.setdefault((_draw_of(row), row.is_adjusted), []).append(i)
+        groups.setdefault((draw_of(row), row.is_adjusted), []).append(i)
     size = max(_BLOCK // logits.shape[1], 1) if logits.device.type == "cpu" else len(rows)
     for (draw, adjusted), members in groups.items():
         for start in range(0, len(members), size):
@@ -116,6 +120,25 @@ def _draw_of(row: Row) -> _Draw:
     if settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0:
         return _draw_restricted
     return _draw_plain
+
+
+def _draw_of_on_cpu(row: Row) -> _Draw:
+    draw = _draw_of(row)
+    return _draw_by_kernel if draw in (_draw_plain, _draw_restricted) else draw
+
+
+def _draw_by_kernel(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    assert native is not None
+    first, stride = logits.data_ptr(), logits.stride(0) * logits.element_size()
+    calls = (DrawCall * len(rows))()
+    for i, (call, row) in enumerate(zip(calls, rows, strict=True)):
+        settings = row.settings
+        call.logits = first + i * stride
+        call.temperature, call.top_p = settings.temperature, settings.top_p
+        call.min_p, call.top_k = settings.min_p, settings.top_k
+        call.noise = row.noise
+    native.draw_tokens(calls, len(rows), logits.shape[1])
+    return torch.tensor([call.drawn for call in calls])
 
 
 def _draw_greedy(logits: Tensor, rows: Sequence[Row] = ()) -> Tensor:

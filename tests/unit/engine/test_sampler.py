@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,9 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.engine.kernels.library import InstructionSet, limit_instruction_set, native
 from services.engine.messages import DrySettings, LogitBias, MirostatSettings, SamplingSettings
-from services.engine.sampling import Mirostat, Penalties, Row, sample, score, uniform
+from services.engine.sampling import Mirostat, Penalties, Row, draw, sample, score, uniform
 from tests.unit.engine.reference import SoFar, adjusted, probabilities
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "kernel"])
+def how(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Draws as on a GPU, or where the kernels were not built, and as on a CPU."""
+    if request.param == "kernel" and native is None:
+        pytest.skip("the kernels were not built")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(draw, "native", None)
+        yield request.param
 
 
 def make_row(
@@ -123,6 +136,49 @@ def test_only_tokens_that_the_definition_leaves_are_drawn(
     assert expected[token] > 0 or expected[token] == pytest.approx(0, abs=1e-12)
     if sum(p > 1e-9 for p in expected) == 1:
         assert expected[token] == pytest.approx(1)
+
+
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([5, 64, 300, 5000]),
+    st.floats(0.05, 3.0),
+    st.sampled_from([0.0, 0.3, 0.9, 0.999, 1.0]),
+    st.sampled_from([0, 1, 5, 60, 128, 4999]),
+    st.sampled_from([0.0, 0.01, 0.5]),
+    st.sampled_from(InstructionSet),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_seed_means_the_same_on_every_machine(
+    seed: int,
+    vocabulary: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    highest: InstructionSet,
+) -> None:
+    """By torch, and by the kernel whatever the processor has."""
+    logits = torch.randn(8, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+    logits[4:] = (logits[4:] * 2).round() / 2  # many equal logits
+    limits = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    rows = [make_row(position=position, seed=seed, **limits) for position in range(8)]  # type: ignore[arg-type]
+    with limit_instruction_set(highest):
+        drawn = sample(logits, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draw, "native", None)
+        assert sample(logits, rows) == drawn
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+def test_a_broken_row_does_not_fail_the_others(limits: dict[str, float]) -> None:
+    """Logits that overflowed somewhere in the model."""
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(5))
+    row = make_row(seed=7, **limits)  # type: ignore[arg-type]
+    [expected] = sample(logits[:1], [row])
+    logits[1:] = torch.tensor([torch.nan, -torch.inf])[:, None]
+    drawn = sample(logits, [row] * 3)
+    assert drawn[0] == expected
+    assert all(0 <= token < 300 for token in drawn)
 
 
 def test_greedy_takes_the_most_likely_token() -> None:

@@ -1,4 +1,5 @@
 // Chooses the instruction set at run time and forwards the C interface to it.
+#include "draw.h"
 #include "portable.h"
 
 #if defined(__x86_64__)
@@ -75,3 +76,11 @@ void tw_silu_multiply(int32_t dtype, const void *both, void *out, int64_t num_ro
 }
 
 void tw_paged_decode(const tw_attention *attention) { portable().paged_decode(attention); }
+
+void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary) {
+#if defined(__x86_64__)
+  if (in_use >= TW_AVX512) return draw_avx512(draws, count, vocabulary);
+  if (in_use == TW_AVX2) return draw_avx2(draws, count, vocabulary);
+#endif
+  draw_baseline(draws, count, vocabulary);
+}

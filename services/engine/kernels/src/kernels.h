@@ -94,6 +94,21 @@ struct tw_attention {
 // Cache layout: [blocks, num_kv_heads, block_size, head_dim].
 void tw_paged_decode(const tw_attention *attention);
 
+// How a token is drawn from a row of logits: e^(logit / temperature) are its tokens' weights.
+struct tw_draw {
+  const float *logits;  // [vocabulary]
+  double temperature;   // above 0
+  double top_p;
+  double min_p;
+  double noise;  // in [0, 1): the token is that at which the weights' sum passes this share
+  int64_t top_k;  // 0: all
+  int64_t drawn;  // the result
+};
+
+// Draws from what top_k, then top_p, then min_p leave, in the order of falling logits, those of equal
+// logits by id. Where none is set (0, 1 and 0), in the order of ids.
+void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary);
+
 // ---- bfloat16 in tiles, from TW_AVX512_BF16 on ----
 
 // Activations that products read are in tiles: [rows / 32][width / 32] blocks of [32][32] elements,

@@ -1,0 +1,10 @@
+// Drawing, compiled once per instruction set; dispatch.cpp picks one.
+#pragma once
+
+#include "kernels.h"
+
+decltype(tw_draw_tokens) draw_baseline;
+#if defined(__x86_64__)
+decltype(tw_draw_tokens) draw_avx2;
+decltype(tw_draw_tokens) draw_avx512;
+#endif
