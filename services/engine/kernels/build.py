@@ -40,6 +40,7 @@ _ANYWHERE = (
     _Unit("threads.cpp"),
     _Unit("portable.cpp", defines="TW_TABLE=portable_baseline"),
     _Unit("draw.cpp", defines="TW_DRAW=draw_baseline"),
+    _Unit("score.cpp", defines="TW_SCORE=score_baseline"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (
@@ -53,6 +54,8 @@ _X86_64 = (
     _Unit("portable.cpp", _AVX512, "TW_TABLE=portable_avx512"),
     _Unit("draw.cpp", _AVX2, "TW_DRAW=draw_avx2"),
     _Unit("draw.cpp", _AVX512, "TW_DRAW=draw_avx512"),
+    _Unit("score.cpp", _AVX2, "TW_SCORE=score_avx2"),
+    _Unit("score.cpp", _AVX512, "TW_SCORE=score_avx512"),
     _Unit("pack.cpp", _AVX512_BF16),
     _Unit("avx512_linear.cpp", _AVX512_BF16),
     _Unit("amx_linear.cpp", _AMX),

@@ -22,6 +22,7 @@ __all__ = [
     "LinearCall",
     "Native",
     "RotationCall",
+    "ScoreCall",
     "instruction_set",
     "limit_instruction_set",
     "native",
@@ -72,6 +73,19 @@ class DrawCall(ctypes.Structure):
         ("noise", c_double),
         ("top_k", c_int64),
         ("drawn", c_int64),
+    ]
+
+
+class ScoreCall(ctypes.Structure):
+    """struct tw_score"""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("id", c_int64),
+        ("top_ids", c_void_p),
+        ("top_logprobs", c_void_p),
+        ("rank", c_int64),
+        ("logprob", c_float),
     ]
 
 
@@ -229,6 +243,7 @@ class Native:
             "tw_silu_multiply", None, c_int32, c_void_p, c_void_p, size, size
         )
         self.draw_tokens = function("tw_draw_tokens", None, POINTER(DrawCall), size, size)
+        self.score_tokens = function("tw_score_tokens", None, POINTER(ScoreCall), size, size, size)
         self.paged_decode = function("tw_paged_decode", None, POINTER(AttentionCall))
         self.packed_elements = function("tw_tiled_packed_elements", size, size, size)
         self.pack = function(

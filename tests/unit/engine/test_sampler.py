@@ -1,6 +1,7 @@
 """A wrong sampler still produces text; only its statistics give it away."""
 
 import math
+import sys
 from array import array
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.engine.kernels.library import InstructionSet, limit_instruction_set, native
 from services.engine.messages import DrySettings, LogitBias, MirostatSettings, SamplingSettings
-from services.engine.sampling import Mirostat, Penalties, Row, draw, sample, score, uniform
+from services.engine.sampling import Mirostat, Penalties, Row, sample, score, uniform
 from tests.unit.engine.reference import SoFar, adjusted, probabilities
 
 
@@ -23,8 +24,13 @@ def how(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip("the kernels were not built")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(draw, "native", None)
+            without_kernels(patch)
         yield request.param
+
+
+def without_kernels(patch: pytest.MonkeyPatch) -> None:
+    for module in ("draw", "score"):
+        patch.setattr(sys.modules[f"services.engine.sampling.{module}"], "native", None)
 
 
 def make_row(
@@ -165,7 +171,7 @@ def test_a_seed_means_the_same_on_every_machine(
     with limit_instruction_set(highest):
         drawn = sample(logits, rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draw, "native", None)
+        without_kernels(patch)
         assert sample(logits, rows) == drawn
 
 
@@ -232,15 +238,40 @@ def test_noise_is_a_function_of_its_arguments(seed: int, choice: int, position: 
     assert value != uniform(seed, choice, position + 1)
 
 
-def test_scores_are_the_log_softmax() -> None:
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+@pytest.mark.parametrize("vocabulary", [50, 513, 5000])
+@pytest.mark.parametrize(
+    "highest", [InstructionSet.BASELINE, InstructionSet.AVX2, InstructionSet.AMX]
+)
+def test_scores_are_the_log_softmax(vocabulary: int, highest: InstructionSet) -> None:
+    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(3))
     expected = logits.double().log_softmax(-1)
-    scores = score(logits, [0, 7, 20, 49], 5)
-    for row, (token, result) in enumerate(zip([0, 7, 20, 49], scores, strict=True)):
+    ids = [0, 7, 20, vocabulary - 1]
+    with limit_instruction_set(highest):
+        scores = score(logits, ids, 5)
+    for row, (token, result) in enumerate(zip(ids, scores, strict=True)):
         assert result.logprob == pytest.approx(float(expected[row, token]), abs=1e-5)
         order = expected[row].argsort(descending=True).tolist()
         assert list(result.top_ids) == order[:5]
+        assert list(result.top_logprobs) == pytest.approx(expected[row, order[:5]].tolist())
         assert result.rank == order.index(token) + 1
+
+
+def test_a_broken_row_is_scored_beside_the_others() -> None:
+    """Logits that overflowed somewhere in the model."""
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(5))
+    [expected] = score(logits[:1], [7], 3)
+    logits[1:] = torch.tensor([torch.nan, -torch.inf])[:, None]
+    first, *others = score(logits, [7] * 3, 3)
+    assert first == expected
+    assert all(len(other.top_ids) == 3 and math.isnan(other.logprob) for other in others)
+
+
+def test_of_equal_candidates_the_lower_is_listed_first(how: str) -> None:
+    if how == "torch":
+        pytest.skip("torch lists them in any order")
+    logits = torch.zeros(1, 2000)
+    logits[0, [1900, 3, 700]] = 1.0
+    assert list(score(logits, [0], 5)[0].top_ids) == [3, 700, 1900, 0, 1]
 
 
 def test_the_chosen_token_has_the_logprob_of_its_own_candidate() -> None:

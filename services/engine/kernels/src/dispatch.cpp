@@ -84,3 +84,11 @@ void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary) {
 #endif
   draw_baseline(draws, count, vocabulary);
 }
+
+void tw_score_tokens(tw_score *scores, int64_t count, int64_t vocabulary, int64_t width) {
+#if defined(__x86_64__)
+  if (in_use >= TW_AVX512) return score_avx512(scores, count, vocabulary, width);
+  if (in_use == TW_AVX2) return score_avx2(scores, count, vocabulary, width);
+#endif
+  score_baseline(scores, count, vocabulary, width);
+}

@@ -5,91 +5,23 @@
 #include "draw.h"
 
 #include "buffer.h"
-#include "exponential.h"
+#include "candidates.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int64_t kGroup = 64;      // weights summed at once
 constexpr float kColdest = 1e-30f;  // of two logits that differ, only the larger is drawn then
 constexpr float kNothing = -87.0f;  // e to the power of this is taken as 0
 
-struct Candidate {
-  float logit;
-  float weight;
-  int32_t id;
-};
-
-thread_local Buffer weight_buffer, group_buffer, candidate_buffer;
-
-// Without a branch: which it is can't be foreseen.
-bool precedes(const Candidate &a, const Candidate &b) {
-  return (a.logit > b.logit) | ((a.logit == b.logit) & (a.id < b.id));
-}
-
-template <typename T>
-void swap(T &a, T &b) {
-  T held = a;
-  a = b;
-  b = held;
-}
-
-double weight_of(const Candidate &candidate) { return candidate.weight; }
-double one(const Candidate &) { return 1; }
-
-// Moves what precedes one of the candidates to its front; where that one then is.
-int64_t split(Candidate *some, int64_t count) {
-  Candidate &first = some[0], &middle = some[count / 2], &last = some[count - 1];
-  if (precedes(middle, first)) swap(middle, first);
-  if (precedes(last, first)) swap(last, first);
-  if (precedes(middle, last)) swap(middle, last);  // the median is last
-  const Candidate median = last;
-  int64_t place = 0;
-  for (int64_t i = 0; i < count - 1; i++) {
-    bool is_in_front = precedes(some[i], median);
-    swap(some[place], some[i]);
-    place += is_in_front;
-  }
-  swap(some[place], last);
-  return place;
-}
-
-// How many candidates it takes, in their order, until their measures add up to more than `target`,
-// or all. They are moved to the front; the last of them is the one that passes the target.
-template <typename Measure>
-int64_t take(Candidate *some, int64_t count, double target, const Measure &measure) {
-  int64_t first = 0, end = count;
-  double before = 0;
-  while (end - first > 1) {
-    int64_t place = first + split(some + first, end - first);
-    double front = 0;
-    for (int64_t i = first; i < place; i++) front += measure(some[i]);
-    if (before + front > target) {
-      end = place;
-      continue;
-    }
-    before += front + measure(some[place]);
-    if (before > target || place + 1 == end) return place + 1;
-    first = place + 1;
-  }
-  return end;
-}
-
-double sum(const Candidate *some, int64_t count) {
-  double total = 0;
-  for (int64_t i = 0; i < count; i++) total += some[i].weight;
-  return total;
-}
+thread_local Buffer weight_buffer, candidate_buffer;
 
 class Row {
  public:
   Row(const tw_draw &draw, int64_t vocabulary)
       : draw_(draw),
         vocabulary_(vocabulary),
-        groups_((vocabulary + kGroup - 1) / kGroup),
-        weights_(static_cast<float *>(weight_buffer.reserve(vocabulary * 4))),
-        sums_(static_cast<float *>(group_buffer.reserve(3 * groups_ * 4))),
-        largest_(sums_ + groups_) {
+        weights_(static_cast<float *>(weight_buffer.reserve((vocabulary + chunks(vocabulary)) * 4))),
+        sums_(weights_ + vocabulary) {
     weigh();
   }
 
@@ -99,53 +31,53 @@ class Row {
   }
 
  private:
+  static int64_t chunks(int64_t vocabulary) { return (vocabulary + kGroups - 1) / kGroups; }
+
   bool limits_count() const { return draw_.top_k > 0 && draw_.top_k < vocabulary_; }
 
-  int64_t end_of(int64_t group) const { return minimum((group + 1) * kGroup, vocabulary_); }
-
-  // Weights relative to the largest, their sums and the largest of each group.
+  // Weights relative to the largest, their sum in each chunk, and the largest of each group.
   void weigh() {
     const float *logits = draw_.logits;
     float highest = -__builtin_inff();
 #pragma omp simd reduction(max : highest)
     for (int64_t i = 0; i < vocabulary_; i++) highest = maximum(highest, logits[i]);
     const float scale = 1.0f / maximum(static_cast<float>(draw_.temperature), kColdest);
-    for (int64_t group = 0; group < groups_; group++) {
-      float total = 0, most = 0;
-#pragma omp simd reduction(+ : total) reduction(max : most)
-      for (int64_t i = group * kGroup; i < end_of(group); i++) {
-        float exponent = (logits[i] - highest) * scale;
+    for (float &largest : largest_) largest = 0;
+    for_chunks(vocabulary_, [=](int64_t first, int64_t count) {
+      float sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < count; i++) {
+        float exponent = (logits[first + i] - highest) * scale;
         float weight = exponent > kNothing ? exponential(exponent) : 0;  // of a NaN 0 too
-        weights_[i] = weight;
-        total += weight;
-        most = maximum(most, weight);
+        weights_[first + i] = weight;
+        largest_[i] = maximum(largest_[i], weight);
+        sum += weight;
       }
-      sums_[group] = total;
-      largest_[group] = most;
-      total_ += total;
-    }
+      sums_[first / kGroups] = sum;
+      total_ += sum;
+    });
   }
 
   int64_t draw_plain() const {
     const double target = draw_.noise * total_;
     double before = 0;
-    int64_t last = 0;  // what is drawn where rounding leaves nothing above the target
-    for (int64_t group = 0; group < groups_; group++) {
-      if (!sums_[group]) continue;
-      if (before + sums_[group] <= target) {
-        before += sums_[group];
-        last = end_of(group) - 1;
+    int64_t drawn = 0;  // where rounding leaves none above the target, the last that weighs anything
+    for (int64_t chunk = 0, first = 0; first < vocabulary_; chunk++, first += kGroups) {
+      if (sums_[chunk] == 0) continue;
+      const int64_t end = minimum(first + kGroups, vocabulary_);
+      if (before + sums_[chunk] <= target) {
+        before += sums_[chunk];
+        drawn = end - 1;
         continue;
       }
-      for (int64_t i = group * kGroup; i < end_of(group); i++) {
-        if (weights_[i]) last = i;
+      for (int64_t i = first; i < end && before <= target; i++) {
+        if (weights_[i] > 0) drawn = i;
         before += weights_[i];
-        if (before > target) break;
       }
-      return last;
+      return drawn;
     }
-    while (last > 0 && !weights_[last]) last--;
-    return last;
+    while (drawn > 0 && weights_[drawn] == 0) drawn--;
+    return drawn;
   }
 
   int64_t draw_restricted() const {
@@ -163,45 +95,54 @@ class Row {
     return some[take(some, count, draw_.noise * sum(some, count), weight_of) - 1].id;
   }
 
-  // All tokens that may be left by the limits, in the order of ids.
+  // All tokens that may be left by the limits.
   int64_t find_candidates(Candidate *to) const {
     const float least = least_weight();
     int64_t count = 0;
-    for (int64_t group = 0; group < groups_; group++) {
-      if (largest_[group] < least) continue;
-      for (int64_t i = group * kGroup; i < end_of(group); i++)
-        if (weights_[i] >= least)
-          to[count++] = {draw_.logits[i], weights_[i], static_cast<int32_t>(i)};
-    }
+    for_blocks_with(weights_, vocabulary_, least, [&](int64_t i) {
+      to[count] = {draw_.logits[i], weights_[i], static_cast<int32_t>(i)};
+      count += weights_[i] >= least;
+    });
     return count;
   }
 
   // What weighs less than this is left by none of the limits. top_p is a share of what top_k leaves,
   // which then has to be complete.
   float least_weight() const {
-    if (limits_count()) return maximum(__FLT_MIN__, least_of_top());
-    // Not even all of the others together weigh what top_p leaves out.
-    double others = (1 - draw_.top_p) * total_ / static_cast<double>(vocabulary_);
-    double least = 0.999 * (others > draw_.min_p ? others : draw_.min_p);
-    return maximum(__FLT_MIN__, static_cast<float>(least));
+    float least = __FLT_MIN__;
+    if (limits_count()) return maximum(least, least_of_top());
+    if (draw_.top_p < 1) least = maximum(least, least_of_share());
+    return maximum(least, static_cast<float>(0.999 * draw_.min_p));
+  }
+
+  // What weighs less is among what top_p leaves out: not even all of it together weighs as much.
+  float least_of_share() const {
+    const double left_out = 0.999 * (1 - draw_.top_p) * total_;
+    // The first is that whatever the weights are, if all were as large; the others are tried.
+    constexpr int kTries = 8;
+    float tries[kTries];
+    double below[kTries] = {};
+    tries[0] = static_cast<float>(left_out / static_cast<double>(vocabulary_));
+    const float step = __builtin_powf(tries[0], -1.0f / kTries);
+    for (int i = 1; i < kTries; i++) tries[i] = tries[i - 1] * step;
+    for_chunks(vocabulary_, [&](int64_t first, int64_t count) {
+      const float *some = weights_ + first;
+      for (int t = 1; t < kTries; t++) {
+        const float least = tries[t];
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < count; i++) sum += some[i] < least ? some[i] : 0;
+        below[t] += sum;
+      }
+    });
+    int best = 0;
+    while (best + 1 < kTries && below[best + 1] <= left_out) best++;
+    return tries[best];
   }
 
   // A weight that at least top_k tokens have: that many groups have one, if there are so many.
   float least_of_top() const {
-    if (draw_.top_k > groups_) return 0;
-    float *some = largest_ + groups_;
-    for (int64_t group = 0; group < groups_; group++) some[group] = largest_[group];
-    int64_t first = 0, end = groups_, wanted = draw_.top_k - 1;
-    while (end - first > 1) {
-      swap(some[first + (end - first) / 2], some[end - 1]);
-      int64_t place = first;
-      for (int64_t i = first; i < end - 1; i++)
-        if (some[i] > some[end - 1]) swap(some[place++], some[i]);
-      swap(some[place], some[end - 1]);
-      if (place == wanted) return some[place];
-      (place > wanted ? end : first) = place > wanted ? place : place + 1;
-    }
-    return some[wanted];
+    return draw_.top_k > kGroups ? 0 : nth_largest(largest_, kGroups, draw_.top_k);
   }
 
   // Moves those that weigh at least so much to the front; how many they are, at least one.
@@ -213,10 +154,11 @@ class Row {
   }
 
   const tw_draw &draw_;
-  const int64_t vocabulary_, groups_;
+  const int64_t vocabulary_;
   float *const weights_;
-  float *const sums_, *const largest_;
+  float *const sums_;
   double total_ = 0;
+  alignas(64) float largest_[kGroups];
 };
 
 }  // namespace

@@ -1,10 +1,13 @@
-// Drawing, compiled once per instruction set; dispatch.cpp picks one.
+// Drawing and scoring, compiled once per instruction set; dispatch.cpp picks one.
 #pragma once
 
 #include "kernels.h"
 
 decltype(tw_draw_tokens) draw_baseline;
+decltype(tw_score_tokens) score_baseline;
 #if defined(__x86_64__)
 decltype(tw_draw_tokens) draw_avx2;
 decltype(tw_draw_tokens) draw_avx512;
+decltype(tw_score_tokens) score_avx2;
+decltype(tw_score_tokens) score_avx512;
 #endif

@@ -109,6 +109,17 @@ struct tw_draw {
 // logits by id. Where none is set (0, 1 and 0), in the order of ids.
 void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary);
 
+// What a row of logits says of a token.
+struct tw_score {
+  const float *logits;  // [vocabulary]
+  int64_t id;
+  int64_t *top_ids;     // [width], the likeliest, of equals the lower first
+  float *top_logprobs;  // [width]
+  int64_t rank;         // of the token: 1 + how many are likelier
+  float logprob;
+};
+void tw_score_tokens(tw_score *scores, int64_t count, int64_t vocabulary, int64_t width);
+
 // ---- bfloat16 in tiles, from TW_AVX512_BF16 on ----
 
 // Activations that products read are in tiles: [rows / 32][width / 32] blocks of [32][32] elements,

@@ -1,0 +1,126 @@
+// Tokens that a row of logits may mean, found without sorting the row.
+#pragma once
+
+#include <string.h>
+
+#include <cstdint>
+
+#include "exponential.h"
+
+namespace {
+
+// Token i is of group i % kGroups, so that the largest of each are found lane by lane.
+constexpr int64_t kGroups = 512;
+
+// Calls body(first, count) for one token of each group, and again for the next ones.
+template <typename Body>
+void for_chunks(int64_t vocabulary, const Body &body) {
+  int64_t first = 0;
+  for (; first + kGroups <= vocabulary; first += kGroups) body(first, kGroups);
+  if (first < vocabulary) body(first, vocabulary - first);
+}
+
+// Calls body(token) for a few tokens in a row wherever one of these has at least this value.
+template <typename Body>
+void for_blocks_with(const float *values, int64_t vocabulary, float least, const Body &body) {
+  constexpr int64_t kBlock = 64;
+  for (int64_t first = 0; first < vocabulary; first += kBlock) {
+    const int64_t end = minimum(first + kBlock, vocabulary);
+    float largest = -__builtin_inff();
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = first; i < end; i++) largest = maximum(largest, values[i]);
+    if (largest < least) continue;
+    for (int64_t i = first; i < end; i++) body(i);
+  }
+}
+
+struct Candidate {
+  float logit;
+  float weight;
+  int32_t id;
+};
+
+// Without a branch: which it is can't be foreseen.
+inline bool precedes(const Candidate &a, const Candidate &b) {
+  return (a.logit > b.logit) | ((a.logit == b.logit) & (a.id < b.id));
+}
+
+template <typename T>
+void swap(T &a, T &b) {
+  T held = a;
+  a = b;
+  b = held;
+}
+
+inline double weight_of(const Candidate &candidate) { return candidate.weight; }
+inline double one(const Candidate &) { return 1; }
+
+// Moves what precedes one of the candidates to its front; where that one then is.
+inline int64_t split(Candidate *some, int64_t count) {
+  Candidate &first = some[0], &middle = some[count / 2], &last = some[count - 1];
+  if (precedes(middle, first)) swap(middle, first);
+  if (precedes(last, first)) swap(last, first);
+  if (precedes(middle, last)) swap(middle, last);  // the median is last
+  const Candidate median = last;
+  int64_t place = 0;
+  for (int64_t i = 0; i < count - 1; i++) {
+    bool is_in_front = precedes(some[i], median);
+    swap(some[place], some[i]);
+    place += is_in_front;
+  }
+  swap(some[place], last);
+  return place;
+}
+
+// How many candidates it takes, in their order, until their measures add up to more than `target`,
+// or all. They are moved to the front; the last of them is the one that passes the target.
+template <typename Measure>
+int64_t take(Candidate *some, int64_t count, double target, const Measure &measure) {
+  int64_t first = 0, end = count;
+  double before = 0;
+  while (end - first > 1) {
+    int64_t place = first + split(some + first, end - first);
+    double front = 0;
+    for (int64_t i = first; i < place; i++) front += measure(some[i]);
+    if (before + front > target) {
+      end = place;
+      continue;
+    }
+    before += front + measure(some[place]);
+    if (before > target || place + 1 == end) return place + 1;
+    first = place + 1;
+  }
+  return end;
+}
+
+inline double sum(const Candidate *some, int64_t count) {
+  double total = 0;
+  for (int64_t i = 0; i < count; i++) total += some[i].weight;
+  return total;
+}
+
+// The nth largest of some numbers: found by halving the range of all, whose bits are in order.
+inline float nth_largest(const float *some, int64_t count, int64_t n) {
+  auto number = [](int64_t place) {
+    int32_t bits = static_cast<int32_t>(place < 0 ? place ^ 0x7fffffff : place);
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+  };
+  constexpr int64_t kInfinity = 0x7f800000;
+  int64_t low = -kInfinity - 1, high = kInfinity;
+  while (low < high) {
+    const int64_t middle = high - (high - low) / 2;
+    const float least = number(middle);
+    int32_t found = 0;
+#pragma omp simd reduction(+ : found)
+    for (int64_t i = 0; i < count; i++) found += some[i] >= least;
+    if (found >= n)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return number(low);
+}
+
+}  // namespace
