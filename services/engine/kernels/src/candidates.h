@@ -93,6 +93,14 @@ int64_t take(Candidate *some, int64_t count, double target, const Measure &measu
   return end;
 }
 
+// Brings candidates into their order.
+inline void order(Candidate *some, int64_t count) {
+  if (count < 2) return;
+  int64_t place = split(some, count);
+  order(some, place);
+  order(some + place + 1, count - place - 1);
+}
+
 inline double sum(const Candidate *some, int64_t count) {
   double total = 0;
   for (int64_t i = 0; i < count; i++) total += some[i].weight;

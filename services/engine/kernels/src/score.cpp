@@ -50,8 +50,7 @@ class Row {
         candidate_buffer.reserve(vocabulary_ * static_cast<int64_t>(sizeof(Candidate))));
     int64_t count = find_candidates(width, some);
     count = take(some, count, static_cast<double>(width) - 0.5, one);
-    for (int64_t i = 1; i < count; i++)
-      for (int64_t j = i; j > 0 && precedes(some[j], some[j - 1]); j--) swap(some[j], some[j - 1]);
+    order(some, count);
     for (int64_t i = 0; i < width; i++) {
       ids[i] = i < count ? some[i].id : i;  // too few where logits are NaN
       logprobs[i] = i < count ? logprob(some[i].logit) : __builtin_nanf("");
