@@ -278,7 +278,8 @@ def _bodies(target: Target, workload: Workload, prompts: Prompts) -> Iterator[by
             "model": target.model,
             "prompt": prompt,
             "max_tokens": workload.output,
-            "temperature": 0,
+            "temperature": workload.temperature,
+            "top_p": workload.top_p,
             "stream": True,
             **fields,
         }

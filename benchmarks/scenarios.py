@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 __all__ = ["SCENARIOS", "ClosedLoop", "Figure", "OpenLoop", "Scenario", "Workload"]
@@ -50,6 +50,8 @@ class Workload:
     shared: int = 0
     json_schema: str | None = None
     """What the output follows, as JSON text. It allows no end before `output` tokens."""
+    temperature: float = 0.0
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,15 @@ SCENARIOS = {
         Scenario("S8", "8 streams, medium prompts: a small team", streams(8, 256, 128, 24)),
         Scenario("S32", "32 streams: a loaded server", streams(32, 128, 64, 96)),
         Scenario("S128", "128 streams: saturation", streams(128, 128, 64, 384)),
+        Scenario(
+            "T32",
+            "32 streams whose tokens are drawn: temperature 0.7, top-p 0.9",
+            tuple(
+                replace(workload, temperature=0.7, top_p=0.9)
+                for workload in streams(32, 128, 64, 96)
+            ),
+            baseline="S32",
+        ),
         Scenario("P", "a long prompt alone: prefill", streams(1, 2048, 1, 4), Figure.TTFT),
         Scenario("PX", "8 streams, one shared prefix of 1,024", streams(8, 1088, 32, 24, 1024)),
         Scenario(
