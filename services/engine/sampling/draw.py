@@ -252,10 +252,11 @@ def _pick_restricted(
     if not more:
         return index, torch.ones(len(rows), dtype=torch.bool, device=device)
     # where equal logits go on past the candidates, their order by id is not known here; nor is the
-    # end of what top-p keeps, if that is past them too
+    # end of what top-p keeps, if that is past them too, nor what top-k leaves to normalise
     end = torch.where(is_limited, most, kept)
     is_settled = (values.gather(1, end - 1) > last) | (last == -torch.inf)
-    return index, is_settled.squeeze(1)
+    is_known = column([row.settings.top_k < count for row in rows], torch.bool)
+    return index, (is_settled & is_known).squeeze(1)
 
 
 def _pick(weights: Tensor, noises: Tensor) -> Tensor:

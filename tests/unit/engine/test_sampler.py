@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from services.engine.kernels.library import InstructionSet, limit_instruction_set, native
 from services.engine.messages import DrySettings, LogitBias, MirostatSettings, SamplingSettings
@@ -148,31 +149,47 @@ def test_only_tokens_that_the_definition_leaves_are_drawn(
     st.integers(0, 2**31),
     st.sampled_from([5, 64, 300, 5000]),
     st.floats(0.05, 3.0),
-    st.sampled_from([0.0, 0.3, 0.9, 0.999, 1.0]),
-    st.sampled_from([0, 1, 5, 60, 128, 4999]),
-    st.sampled_from([0.0, 0.01, 0.5]),
+    st.just((1.0, 0, 0.0))
+    | st.tuples(
+        st.sampled_from([0.0, 0.3, 0.9, 0.999, 1.0]),
+        st.sampled_from([0, 1, 5, 60, 700, 4999]),
+        st.sampled_from([0.0, 0.01, 0.5]),
+    ),
     st.sampled_from(InstructionSet),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_seed_means_the_same_on_every_machine(
     seed: int,
     vocabulary: int,
     temperature: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
+    limits: tuple[float, int, float],
     highest: InstructionSet,
 ) -> None:
     """By torch, and by the kernel whatever the processor has."""
     logits = torch.randn(8, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
     logits[4:] = (logits[4:] * 2).round() / 2  # many equal logits
-    limits = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    rows = [make_row(position=position, seed=seed, **limits) for position in range(8)]  # type: ignore[arg-type]
+    top_p, top_k, min_p = limits
+    settings = SamplingSettings(temperature, top_p, top_k, min_p, seed)
+    rows = [Row(settings, 0, position) for position in range(8)]
     with limit_instruction_set(highest):
         drawn = sample(logits, rows)
     with pytest.MonkeyPatch.context() as patch:
         without_kernels(patch)
-        assert sample(logits, rows) == drawn
+        by_torch = sample(logits, rows)
+    for row, some, ours, theirs in zip(rows, logits, drawn, by_torch, strict=True):
+        assert ours == theirs or is_between(some, row, ours, theirs)
+
+
+def is_between(logits: Tensor, row: Row, one: int, other: int) -> bool:
+    """Whether the noise lies, but for rounding, where one's share ends and the other's begins."""
+    order = list(range(len(logits)))
+    if row.settings.top_k or row.settings.top_p < 1 or row.settings.min_p:
+        order.sort(key=lambda token: (-float(logits[token]), token))
+    first, last = sorted((order.index(one), order.index(other)))
+    shares = probabilities(logits.double().tolist(), row.settings)
+    begin = sum(shares[token] for token in order[: first + 1])
+    end = sum(shares[token] for token in order[:last])
+    return begin - 1e-5 < row.noise < end + 1e-5 and end - begin < 1e-5
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)

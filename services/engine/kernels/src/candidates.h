@@ -107,7 +107,8 @@ inline double sum(const Candidate *some, int64_t count) {
   return total;
 }
 
-// The nth largest of some numbers: found by halving the range of all, whose bits are in order.
+// The nth largest of some numbers, or -infinity where there are fewer: found by halving the range of
+// all numbers, whose bits are in order.
 inline float nth_largest(const float *some, int64_t count, int64_t n) {
   auto number = [](int64_t place) {
     int32_t bits = static_cast<int32_t>(place < 0 ? place ^ 0x7fffffff : place);

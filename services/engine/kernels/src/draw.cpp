@@ -110,7 +110,8 @@ class Row {
   // which then has to be complete.
   float least_weight() const {
     float least = __FLT_MIN__;
-    if (limits_count()) return maximum(least, least_of_top());
+    // A weight that at least top_k tokens have is one that as many groups have.
+    if (limits_count()) return maximum(least, nth_largest(largest_, kGroups, draw_.top_k));
     if (draw_.top_p < 1) least = maximum(least, least_of_share());
     return maximum(least, static_cast<float>(0.999 * draw_.min_p));
   }
@@ -138,11 +139,6 @@ class Row {
     int best = 0;
     while (best + 1 < kTries && below[best + 1] <= left_out) best++;
     return tries[best];
-  }
-
-  // A weight that at least top_k tokens have: that many groups have one, if there are so many.
-  float least_of_top() const {
-    return draw_.top_k > kGroups ? 0 : nth_largest(largest_, kGroups, draw_.top_k);
   }
 
   // Moves those that weigh at least so much to the front; how many they are, at least one.

@@ -60,7 +60,7 @@ class Row {
  private:
   // At least the likeliest `width` tokens.
   int64_t find_candidates(int64_t width, Candidate *to) const {
-    const float least = width > kGroups ? -__builtin_inff() : nth_largest(largest_, kGroups, width);
+    const float least = nth_largest(largest_, kGroups, width);
     int64_t count = 0;
     for_blocks_with(logits_, vocabulary_, least, [&](int64_t i) {
       to[count] = {logits_[i], 0, static_cast<int32_t>(i)};
