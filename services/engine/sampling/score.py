@@ -13,11 +13,12 @@ __all__ = ["score"]
 
 
 def score(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:
-    """Score one id per row, and report the `width` most likely ids.
+    """Score one id per row, and report the `width` most likely ids, or all where there are fewer.
 
     logits: float32 [rows, vocabulary]. Logprobs are the log-softmax of these logits. On a CPU, one
     of our kernels does it.
     """
+    width = min(width, logits.shape[1])
     if native is not None and logits.device.type == "cpu":
         return _score_by_kernel(logits, ids, width)
     normaliser = logits.logsumexp(dim=-1, keepdim=True)

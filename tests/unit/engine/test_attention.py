@@ -209,9 +209,7 @@ SHAPES = [
 ]
 """Query heads, key heads, their width, the window"""
 
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(
+every_kind = pytest.mark.parametrize(
     ("kind", "dtype", "tolerance"),
     [
         ("torch", torch.float32, 1e-5),
@@ -221,6 +219,10 @@ SHAPES = [
         ("amx", torch.bfloat16, 2e-2),
     ],
 )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@every_kind
 def test_decodes_and_chunks_follow_the_definition(
     base: ModelSpec,
     kind: str,
@@ -234,16 +236,7 @@ def test_decodes_and_chunks_follow_the_definition(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(
-    ("kind", "dtype", "tolerance"),
-    [
-        ("torch", torch.float32, 1e-5),
-        ("native", torch.float32, 1e-5),
-        ("native", torch.bfloat16, 2e-2),
-        ("avx512 bf16", torch.bfloat16, 2e-2),
-        ("amx", torch.bfloat16, 2e-2),
-    ],
-)
+@every_kind
 def test_queries_may_be_fewer_than_keys(
     base: ModelSpec,
     kind: str,
@@ -283,16 +276,7 @@ def test_a_block_may_be_read_in_the_step_that_fills_it(
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 4, 8)], ids=["plain", "sinks"])
 @pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("window", [0, 45])
-@pytest.mark.parametrize(
-    ("kind", "dtype", "tolerance"),
-    [
-        ("torch", torch.float32, 1e-5),
-        ("native", torch.float32, 1e-5),
-        ("native", torch.bfloat16, 2e-2),
-        ("avx512 bf16", torch.bfloat16, 2e-2),
-        ("amx", torch.bfloat16, 2e-2),
-    ],
-)
+@every_kind
 def test_caps_and_sinks_follow_the_definition(
     base: ModelSpec,
     kind: str,

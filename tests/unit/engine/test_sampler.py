@@ -283,6 +283,11 @@ def test_a_broken_row_is_scored_beside_the_others() -> None:
     assert all(len(other.top_ids) == 3 and math.isnan(other.logprob) for other in others)
 
 
+def test_of_a_small_vocabulary_all_are_listed() -> None:
+    [result] = score(torch.tensor([[0.0, 2.0, 1.0]]), [0], 20)
+    assert list(result.top_ids) == [1, 2, 0]
+
+
 def test_of_equal_candidates_the_lower_is_listed_first(how: str) -> None:
     if how == "torch":
         pytest.skip("torch lists them in any order")
