@@ -57,6 +57,7 @@ _X86_64 = (
     _Unit("score.cpp", _AVX2, "TW_SCORE=score_avx2"),
     _Unit("score.cpp", _AVX512, "TW_SCORE=score_avx512"),
     _Unit("pack.cpp", _AVX512_BF16),
+    _Unit("coded.cpp", _AVX512_BF16),
     _Unit("avx512_linear.cpp", _AVX512_BF16),
     _Unit("amx_linear.cpp", _AMX),
     _Unit("amx_linear_int8.cpp", _AMX),

@@ -52,6 +52,14 @@ class Epilogue(IntEnum):
     ARGMAX = 4
 
 
+class Format(IntEnum):
+    """What weights are kept as; enum tw_format."""
+
+    PACKED = 0
+    INT8 = 1
+    CODED = 2
+
+
 class Kernel(IntEnum):
     """What a layer is made of; enum tw_kernel."""
 
@@ -164,6 +172,7 @@ class LinearCall(ctypes.Structure):
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("epilogue", c_int32),
+        ("format", c_int32),
     ]
 
 
@@ -253,6 +262,7 @@ class Native:
             *("tw_tiled_pack_int8", None, c_int32, c_void_p, c_void_p, c_void_p),
             *(size, size, size, size),
         )
+        self.code = function("tw_tiled_code", size, c_void_p, size, c_void_p, size)
         self.replay = function("tw_replay", None, POINTER(OperationCall), size, POINTER(PassCall))
         self._kernels = {
             Kernel.NORM: function("tw_tiled_rms_norm", None, POINTER(NormCall)),

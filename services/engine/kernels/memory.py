@@ -64,3 +64,7 @@ class Arena:
         taken = self._slab[self._used : self._used + num_bytes].view(dtype)
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return taken
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """A copy of a flat tensor."""
+        return self.take(tensor.numel(), tensor.dtype).copy_(tensor)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import DTYPES
+from services.engine.kernels.library import DTYPES, Format
 from services.engine.model.native_operators import Packed, TiledOperators
 from services.engine.model.operators import Projection
 
@@ -40,4 +40,4 @@ class Int8Operators(TiledOperators):
                 first,
                 len(weights),
             )
-        return Packed(tiles, scales)
+        return Packed(Format.INT8, tiles, scales)

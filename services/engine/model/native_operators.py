@@ -8,6 +8,8 @@ from torch import Tensor
 from services.engine.kernels.library import (
     DTYPES,
     Epilogue,
+    Format,
+    InstructionSet,
     KeepCall,
     Kernel,
     LinearCall,
@@ -136,21 +138,24 @@ class _NativeGate(Gate):
 class Packed:
     """Weights in tiles."""
 
+    format: Format
     tiles: Tensor
     scales: Tensor | None = None
-    """What int8 stands for: float32, one per packed column; None: `tiles` are bfloat16"""
+    """What int8 stands for: float32, one per packed column"""
 
 
 class TiledOperators(NativeOperators):
     """bfloat16 on AMX or AVX-512 BF16: products by the kernels too, of weights packed into tiles.
 
-    What a product reads is in tiles as well: the outputs of norms and gates.
+    What a product reads is in tiles as well: the outputs of norms and gates. Without AMX, weights
+    are coded: kept in 12.5 bits without loss, and decoded on their way from memory.
     """
 
     def __init__(self, native: Native) -> None:
         super().__init__(native, torch.bfloat16)
         self.native = native
         self.arena = Arena()
+        self._codes = native.instruction_set() != InstructionSet.AMX
         self.rows_at_once = rows_at_once()
         # torch multiplies nothing here, so its threads are free and ours do not compete with them.
         native.use_pool(torch.get_num_threads())
@@ -230,10 +235,40 @@ class TiledOperators(NativeOperators):
             interleaved = both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
         return _TiledGate(self.native, _PackedWeight(packed, interleaved, inputs, 2 * outputs))
 
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        if self._codes:
+            return _coded_bytes(outputs * inputs)
+        return super().weight_bytes(outputs, inputs)
+
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Packs weights of one shape, their tiles taking turns."""
+        elements = self.packed_elements(weights)
+        if not self._codes:
+            packed = self.arena.take(elements, torch.bfloat16)
+            self._pack_into(packed, weights)
+            return Packed(Format.PACKED, packed)
+        packed = allocate((elements,), torch.bfloat16)
+        self._pack_into(packed, weights)
+        coded = self._coded(packed)
+        if coded is None:
+            return Packed(Format.PACKED, self.arena.hold(packed))
+        return Packed(Format.CODED, self.arena.hold(coded))
+
+    def _coded(self, packed: Tensor) -> Tensor | None:
+        """None: that would take no fewer bytes"""
+        num_bytes = _coded_bytes(packed.numel())
+        while num_bytes < packed.nbytes:
+            coded = allocate((num_bytes,), torch.uint8)
+            needed = self.native.code(
+                packed.data_ptr(), packed.numel(), coded.data_ptr(), num_bytes
+            )
+            if needed <= num_bytes:
+                return coded
+            num_bytes = needed
+        return None
+
+    def _pack_into(self, packed: Tensor, weights: tuple[Tensor, ...]) -> None:
         outputs, inputs = weights[0].shape
-        packed = self.arena.take(self.packed_elements(weights), torch.bfloat16)
         for first, weight in enumerate(weights):
             weight = weight.contiguous()
             self.native.pack(
@@ -245,7 +280,6 @@ class TiledOperators(NativeOperators):
                 first,
                 len(weights),
             )
-        return Packed(packed)
 
     def packed_elements(self, weights: tuple[Tensor, ...]) -> int:
         """What `pack` has to reserve, padding included."""
@@ -266,6 +300,7 @@ class _PackedWeight:
             bias=None if bias is None else bias.data_ptr(),
             inputs=inputs,
             outputs=outputs,
+            format=packed.format,
         )
 
     def multiply(self, native: Native, rows: Tensor, out: Tensor, epilogue: Epilogue) -> None:
@@ -303,6 +338,11 @@ class _TiledGate(Gate):
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         self._weight.multiply(self._native, rows, out, Epilogue.GATE)
+
+
+def _coded_bytes(elements: int) -> int:
+    """Those of packed weights that are coded, but for rare exceptions (src/coded.h)."""
+    return elements * 25 // 16
 
 
 def _round_up(size: int, multiple: int) -> int:

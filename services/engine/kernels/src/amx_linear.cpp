@@ -111,7 +111,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
 
 void amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
-  if (a.scales) return amx_linear_int8(a);
+  if (a.format == TW_INT8) return amx_linear_int8(a);
   int64_t most_steps = a.num_rows > kFewBlocks * kPair ? kMostSteps : a.inputs / kTileInner;
   share_out(a, {most_steps, kMostElements, kMostPanels}, [&](const Share &share, const Order &order, float *sums) {
     int64_t count = share.end - share.start;

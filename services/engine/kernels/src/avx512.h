@@ -15,7 +15,43 @@ inline void fetch_ahead(const void *line) {
   _mm_prefetch(static_cast<const char *>(line), _MM_HINT_T0);
 }
 
+// Of what must not be a call: sums would leave their registers.
+#define TW_REGISTERS __attribute__((always_inline))
+
 constexpr int kGroup = 8;  // rows whose sums with 32 columns stay in registers
+
+// Of both tiles of a step, two lines: what two pairs of inputs are multiplied by.
+struct Lines {
+  __m512i left[2], right[2];
+};
+
+TW_REGISTERS inline Lines lines_of(const Factors &at, int64_t pair) {
+  const uint16_t *left = at.left + pair * kPair, *right = at.right + pair * kPair;
+  return {{_mm512_loadu_si512(left), _mm512_loadu_si512(left + kPair)},
+          {_mm512_loadu_si512(right), _mm512_loadu_si512(right + kPair)}};
+}
+
+// Sums with the left and the right tile += the products of a step.
+template <int kRows, typename Step>
+TW_REGISTERS inline void multiply_step(const Step &at, __m512 *left, __m512 *right) {
+#pragma GCC unroll 2
+  for (int64_t first = 0; first < kTileRows; first += 2) {
+    const Lines lines = lines_of(at, first);
+#pragma GCC unroll 2
+    for (int64_t second = 0; second < 2; second++) {
+      auto some = reinterpret_cast<__m512bh>(lines.left[second]);
+      auto others = reinterpret_cast<__m512bh>(lines.right[second]);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) {
+        int inputs;
+        memcpy(&inputs, at.rows + r * at.row_stride + 2 * (first + second), sizeof inputs);
+        auto row = reinterpret_cast<__m512bh>(_mm512_set1_epi32(inputs));
+        left[r] = _mm512_dpbf16_ps(left[r], row, some);
+        right[r] = _mm512_dpbf16_ps(right[r], row, others);
+      }
+    }
+  }
+}
 
 // sums [kRows, 32] = those at `from`, or zero, + the products of factors(0), factors(1) and so on.
 template <int kRows, typename Steps>
@@ -27,22 +63,7 @@ inline void multiply_group(const float *from, float *sums, int64_t stride, int64
     left[r] = from ? _mm512_loadu_ps(from + r * stride) : _mm512_setzero_ps();
     right[r] = from ? _mm512_loadu_ps(from + r * stride + kTileRows) : _mm512_setzero_ps();
   }
-  for (int64_t step = 0; step < steps; step++) {
-    const Factors at = factors(step);
-#pragma GCC unroll 4
-    for (int64_t pair = 0; pair < kTileRows; pair++) {
-      auto some = reinterpret_cast<__m512bh>(_mm512_loadu_si512(at.left + pair * kPair));
-      auto others = reinterpret_cast<__m512bh>(_mm512_loadu_si512(at.right + pair * kPair));
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        int inputs;
-        memcpy(&inputs, at.rows + r * at.row_stride + 2 * pair, sizeof inputs);
-        auto row = reinterpret_cast<__m512bh>(_mm512_set1_epi32(inputs));
-        left[r] = _mm512_dpbf16_ps(left[r], row, some);
-        right[r] = _mm512_dpbf16_ps(right[r], row, others);
-      }
-    }
-  }
+  for (int64_t step = 0; step < steps; step++) multiply_step<kRows>(factors(step), left, right);
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++) {
     _mm512_storeu_ps(sums + r * stride, left[r]);
@@ -72,7 +93,7 @@ inline void multiply_block(int64_t rows, const float *from, float *sums, int64_t
                            int64_t steps, const Steps &factors) {
   for (int64_t first = 0; first < rows; first += kGroup) {
     auto group = [&](int64_t step) {
-      Factors at = factors(step);
+      auto at = factors(step);
       at.rows += first * at.row_stride;
       return at;
     };

@@ -1,14 +1,15 @@
 // Linear layers on AVX-512 BF16.
 #include "avx512.h"
+#include "coded.h"
 #include "int8.h"
 #include "product.h"
 #include "tiled.h"
 
 namespace {
 
-constexpr int64_t kMostSteps = 8;  // two parts of a panel share the L1 cache
-// Of 1 MB of L2 cache; sums wait in it anyway.
-constexpr Limits kLimits{kMostSteps, 256 << 10, 32};
+// Limits of 1 MB of L2 cache, in which sums wait anyway.
+constexpr int64_t kMostElements = 256 << 10;
+constexpr int64_t kMostPanels = 32;
 
 // Fetches the part of a panel that is multiplied next, a little at a time.
 class Fetch {
@@ -42,18 +43,132 @@ inline void fetch_rows(const uint16_t *rows) {
     _mm_prefetch(reinterpret_cast<const char *>(rows + r * kTileInner), _MM_HINT_T0);
 }
 
+// Rows of a group, and where their sums with a panel are, from the part before if there was one.
+struct Sums {
+  int64_t rows;
+  const float *from;
+  float *to;
+};
+
+template <typename Steps>
+inline void multiply_group(const Sums &sums, int64_t steps, const Steps &factors) {
+  multiply_group(sums.rows, sums.from, sums.to, kPair, steps, factors);
+}
+
+// What multiplies rows in a step whose weights lie there as they are.
+inline Factors plain(const uint16_t *rows, const uint16_t *tiles) {
+  return {rows, kTileInner, tiles, tiles + kTile};
+}
+
 // A part of a panel, whose weights are multiplied as they are.
 class Bfloat16Part {
  public:
-  static constexpr int64_t kBytes = 2;  // of a weight
+  static constexpr int64_t kStepBytes = 2 * kStep;
+  static constexpr int64_t kMostSteps = 8;  // two parts share the L1 cache
 
   void begin(const void *packed) { packed_ = static_cast<const uint16_t *>(packed); }
 
-  // A step's tiles; `first` says that nobody has asked for them before.
-  const uint16_t *tiles(int64_t step, bool) const { return packed_ + step * kStep; }
+  // Multiplies a group by it for the first time; `more` groups may follow.
+  template <typename Rows>
+  void first(const Sums &sums, int64_t steps, const Rows &rows, bool) const {
+    multiply_group(sums, steps,
+                   [&](int64_t step) TW_REGISTERS { return again(step, rows(step)); });
+  }
+
+  // What multiplies a later group's rows.
+  Factors again(int64_t step, const uint16_t *rows) const {
+    return plain(rows, packed_ + step * kStep);
+  }
 
  private:
   const uint16_t *packed_ = nullptr;
+};
+
+// Two pairs of inputs.
+TW_REGISTERS inline Lines decode(const CodedStep &step, int64_t unit) {
+  const CodedStep::Unit &from = step.units[unit];
+  // Four times the same, so that bits above those of a code select nothing.
+  __m512i high =
+      _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i *>(step.high)));
+  __m512i codes = _mm512_load_si512(from.codes);
+  __m512i first = _mm512_permutexvar_epi8(codes, high);
+  __m512i second = _mm512_permutexvar_epi8(_mm512_srli_epi16(codes, 4), high);
+  __m512i low[2] = {_mm512_load_si512(from.low[0]), _mm512_load_si512(from.low[1])};
+  return {{_mm512_unpacklo_epi8(low[0], first), _mm512_unpacklo_epi8(low[1], second)},
+          {_mm512_unpackhi_epi8(low[0], first), _mm512_unpackhi_epi8(low[1], second)}};
+}
+
+// Keeps what was decoded of a step for other rows.
+TW_REGISTERS inline void keep(const Lines &lines, int64_t pair, uint16_t *tiles) {
+  for (int64_t i = 0; i < 2; i++) {
+    uint16_t *left = tiles + (pair + i) * kPair;
+    _mm512_store_si512(left, lines.left[i]);
+    _mm512_store_si512(left + kTile, lines.right[i]);
+  }
+}
+
+// What multiplies rows in a step whose weights are decoded on their way from memory.
+struct Decoding {
+  static constexpr int64_t row_stride = kTileInner;
+
+  const uint16_t *rows;
+  const CodedStep &coded;
+  uint16_t *kept;  // where they are kept for other rows, if there are any
+};
+
+TW_REGISTERS inline Lines lines_of(const Decoding &at, int64_t pair) {
+  Lines lines = decode(at.coded, pair / 2);
+  if (at.kept) keep(lines, pair, at.kept);
+  return lines;
+}
+
+// The same of weights that are coded: multiplying the first group decodes them.
+class CodedPart {
+ public:
+  static constexpr int64_t kStepBytes = sizeof(CodedStep);
+  static constexpr int64_t kMostSteps = 4;  // decoded ones are in the L1 cache, too
+
+  explicit CodedPart(const CodedException *exceptions) : exceptions_(exceptions) {}
+
+  void begin(const void *packed) { steps_ = static_cast<const CodedStep *>(packed); }
+
+  template <typename Rows>
+  void first(const Sums &sums, int64_t steps, const Rows &rows, bool more) {
+    if (has_exceptions(steps)) {
+      for (int64_t step = 0; step < steps; step++) decode_step(step);
+      multiply_group(sums, steps,
+                   [&](int64_t step) TW_REGISTERS { return again(step, rows(step)); });
+    } else {
+      multiply_group(sums, steps, [&](int64_t step) TW_REGISTERS {
+        return Decoding{rows(step), steps_[step], more ? tiles_ + step * kStep : nullptr};
+      });
+    }
+  }
+
+  Factors again(int64_t step, const uint16_t *rows) const {
+    return plain(rows, tiles_ + step * kStep);
+  }
+
+ private:
+  bool has_exceptions(int64_t steps) const {
+    uint32_t number = 0;
+    for (int64_t step = 0; step < steps; step++) number |= steps_[step].num_exceptions;
+    return number;
+  }
+
+  void decode_step(int64_t step) {
+    const CodedStep &coded = steps_[step];
+    uint16_t *to = tiles_ + step * kStep;
+    for (int64_t unit = 0; unit < CodedStep::kUnits; unit++)
+      keep(decode(coded, unit), 2 * unit, to);
+    const CodedException *exceptions = exceptions_of(coded, exceptions_);
+    for (uint32_t i = 0; i < coded.num_exceptions; i++)
+      to[exceptions[i].place] = exceptions[i].weight;
+  }
+
+  const CodedException *exceptions_;
+  const CodedStep *steps_ = nullptr;
+  alignas(64) uint16_t tiles_[kMostSteps * kStep];
 };
 
 // In bfloat16 the two bytes of n * kInt8Unit.
@@ -76,15 +191,22 @@ constexpr Bytes kBytesOf;
 // few rows, sums wait for each other, and there is time for it.
 class Int8Part {
  public:
-  static constexpr int64_t kBytes = 1;
+  static constexpr int64_t kStepBytes = kStep;
+  static constexpr int64_t kMostSteps = 8;
 
   void begin(const void *packed) { packed_ = static_cast<const int8_t *>(packed); }
 
-  const uint16_t *tiles(int64_t step, bool first) {
-    const int64_t at = step * kStep;
-    if (first)
+  template <typename Rows>
+  void first(const Sums &sums, int64_t steps, const Rows &rows, bool) {
+    multiply_group(sums, steps, [&](int64_t step) TW_REGISTERS {
+      const int64_t at = step * kStep;
       for (int64_t i = at; i < at + kStep; i += 64) widen(packed_ + i, widened_ + i);
-    return widened_ + at;
+      return again(step, rows(step));
+    });
+  }
+
+  Factors again(int64_t step, const uint16_t *rows) const {
+    return plain(rows, widened_ + step * kStep);
   }
 
  private:
@@ -113,21 +235,21 @@ class Int8Part {
 // wait in `products` meanwhile. A row's sum is the same however many rows there are: always in the
 // order of the inputs, always in float32.
 template <typename Weights>
-void multiply(const tw_linear &a, const Share &share, const Order &order, float *products) {
+void multiply(const tw_linear &a, const Share &share, const Order &order, Weights &weights,
+              float *products) {
   int64_t depth = a.inputs / kTileInner, blocks = divide_up(share.end - share.start, kPair);
   const auto *tiles = static_cast<const uint16_t *>(a.rows);
   auto packed = [&](const Part &part) {
     return static_cast<const char *>(a.packed) +
-           (part.panel * depth + part.step) * kStep * Weights::kBytes;
+           (part.panel * depth + part.step) * Weights::kStepBytes;
   };
   bool once = share.end - share.start == a.num_rows;  // no other item reads the same weights
   alignas(64) float whole[kPair * kPair];
-  Weights weights;
   Part part{0, share.first, 0, smaller(order.part, order.sweep)};
   while (part.sweep < depth) {
     Part next = after(part, share, order, depth);
     weights.begin(packed(part));
-    Fetch fetch(packed(next), next.steps * kStep * Weights::kBytes / 64,
+    Fetch fetch(packed(next), next.steps * Weights::kStepBytes / 64,
                 divide_up(share.end - share.start, kGroup) * part.steps, once);
     bool last = part.step + part.steps == depth;
     for (int64_t block = 0; block < blocks; block++) {
@@ -139,14 +261,19 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
       for (int64_t r = 0; r < count; r += kGroup) {
         const uint16_t *group = rows + r * kTileInner, *following = group + kGroup * kTileInner;
         if (r + kGroup >= count) following = block + 1 < blocks ? rows + depth * kStep : nullptr;
-        auto factors = [&](int64_t step) {
+        auto rows_of = [&](int64_t step) TW_REGISTERS {
           fetch.some();
           if (following) fetch_rows(following + step * kStep);
-          const uint16_t *tile = weights.tiles(step, block == 0 && r == 0);
-          return Factors{group + step * kStep, kTileInner, tile, tile + kTile};
+          return group + step * kStep;
         };
-        multiply_group(smaller(kGroup, count - r), part.step ? sums + r * kPair : nullptr,
-                       to + r * kPair, kPair, part.steps, factors);
+        const Sums at{smaller(kGroup, count - r), part.step ? sums + r * kPair : nullptr,
+                      to + r * kPair};
+        if (block == 0 && r == 0)
+          weights.first(at, part.steps, rows_of, following);
+        else
+          multiply_group(at, part.steps, [&](int64_t step) TW_REGISTERS {
+            return weights.again(step, rows_of(step));
+          });
       }
       if (last) finish_rows(a, {whole, row, count, part.panel}, 0, count);
     }
@@ -154,14 +281,21 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
   }
 }
 
+template <typename Weights>
+void multiply(const tw_linear &a, const Weights &weights) {
+  share_out(a, {Weights::kMostSteps, kMostElements, kMostPanels},
+            [&](const Share &share, const Order &order, float *sums) {
+              Weights own = weights;
+              multiply(a, share, order, own, sums);
+            });
+}
+
 }  // namespace
 
 void avx512_linear(const tw_linear *linear) {
-  const tw_linear &a = *linear;
-  share_out(a, kLimits, [&](const Share &share, const Order &order, float *sums) {
-    if (a.scales)
-      multiply<Int8Part>(a, share, order, sums);
-    else
-      multiply<Bfloat16Part>(a, share, order, sums);
-  });
+  switch (linear->format) {
+    case TW_INT8: return multiply(*linear, Int8Part());
+    case TW_CODED: return multiply(*linear, CodedPart(exceptions_after(*linear)));
+    default: return multiply(*linear, Bfloat16Part());
+  }
 }

@@ -149,6 +149,10 @@ void tw_tiled_pack(int32_t dtype, const void *weight, void *packed, int64_t outp
 void tw_tiled_pack_int8(int32_t dtype, const void *weight, void *packed, float *scales,
                       int64_t outputs, int64_t inputs, int64_t first_tile, int64_t tile_step);
 
+// Codes packed weights of so many elements without loss, in most cases in 12.5 bits each (coded.h).
+// Returns the bytes that takes; if these are more than `capacity`, what was written is of no use.
+int64_t tw_tiled_code(const void *packed, int64_t elements, void *coded, int64_t capacity);
+
 enum tw_epilogue : int32_t {
   TW_STORE = 0,          // out = product
   TW_ADD = 1,            // out += product
@@ -157,16 +161,23 @@ enum tw_epilogue : int32_t {
   TW_ARGMAX = 4,         // out is int64 [num_rows]: each row's largest column, the first of equals
 };
 
+enum tw_format : int32_t {
+  TW_PACKED = 0,  // by tw_tiled_pack
+  TW_INT8 = 1,    // by tw_tiled_pack_int8, with scales
+  TW_CODED = 2,   // by tw_tiled_code
+};
+
 struct tw_linear {
   const void *rows;     // bfloat16 [num_rows, inputs] in tiles
-  const void *packed;   // from tw_tiled_pack, or tw_tiled_pack_int8 with its scales
-  const float *scales;  // one per packed column where packed is int8, or null
+  const void *packed;   // weights in `format`
+  const float *scales;  // one per packed column where that is TW_INT8, or null
   const float *bias;    // one per packed column, or null
   void *out;            // [num_rows, outputs]; half as many columns after TW_GATE
   int64_t num_rows;
   int64_t inputs;
   int64_t outputs;  // columns of the product, before TW_GATE halves them
   int32_t epilogue;
+  int32_t format;
 };
 void tw_tiled_linear(const tw_linear *linear);
 

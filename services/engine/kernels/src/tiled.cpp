@@ -8,7 +8,8 @@ bool has_amx() { return tw_instruction_set() >= TW_AMX; }
 }  // namespace
 
 void tw_tiled_linear(const tw_linear *linear) {
-  has_amx() ? amx_linear(linear) : avx512_linear(linear);
+  bool by_amx = has_amx() && linear->format != TW_CODED;
+  by_amx ? amx_linear(linear) : avx512_linear(linear);
 }
 
 void tw_tiled_attend(const tw_attention *attention) {
