@@ -84,7 +84,7 @@ class Bfloat16Part {
   const uint16_t *packed_ = nullptr;
 };
 
-// Two pairs of inputs.
+// What two pairs of inputs are multiplied by.
 TW_REGISTERS inline Lines decode(const CodedStep &step, int64_t unit) {
   const CodedStep::Unit &from = step.units[unit];
   // Four times the same, so that bits above those of a code select nothing.
@@ -97,79 +97,6 @@ TW_REGISTERS inline Lines decode(const CodedStep &step, int64_t unit) {
   return {{_mm512_unpacklo_epi8(low[0], first), _mm512_unpacklo_epi8(low[1], second)},
           {_mm512_unpackhi_epi8(low[0], first), _mm512_unpackhi_epi8(low[1], second)}};
 }
-
-// Keeps what was decoded of a step for other rows.
-TW_REGISTERS inline void keep(const Lines &lines, int64_t pair, uint16_t *tiles) {
-  for (int64_t i = 0; i < 2; i++) {
-    uint16_t *left = tiles + (pair + i) * kPair;
-    _mm512_store_si512(left, lines.left[i]);
-    _mm512_store_si512(left + kTile, lines.right[i]);
-  }
-}
-
-// What multiplies rows in a step whose weights are decoded on their way from memory.
-struct Decoding {
-  static constexpr int64_t row_stride = kTileInner;
-
-  const uint16_t *rows;
-  const CodedStep &coded;
-  uint16_t *kept;  // where they are kept for other rows, if there are any
-};
-
-TW_REGISTERS inline Lines lines_of(const Decoding &at, int64_t pair) {
-  Lines lines = decode(at.coded, pair / 2);
-  if (at.kept) keep(lines, pair, at.kept);
-  return lines;
-}
-
-// The same of weights that are coded: multiplying the first group decodes them.
-class CodedPart {
- public:
-  static constexpr int64_t kStepBytes = sizeof(CodedStep);
-  static constexpr int64_t kMostSteps = 4;  // decoded ones are in the L1 cache, too
-
-  explicit CodedPart(const CodedException *exceptions) : exceptions_(exceptions) {}
-
-  void begin(const void *packed) { steps_ = static_cast<const CodedStep *>(packed); }
-
-  template <typename Rows>
-  void first(const Sums &sums, int64_t steps, const Rows &rows, bool more) {
-    if (has_exceptions(steps)) {
-      for (int64_t step = 0; step < steps; step++) decode_step(step);
-      multiply_group(sums, steps,
-                   [&](int64_t step) TW_REGISTERS { return again(step, rows(step)); });
-    } else {
-      multiply_group(sums, steps, [&](int64_t step) TW_REGISTERS {
-        return Decoding{rows(step), steps_[step], more ? tiles_ + step * kStep : nullptr};
-      });
-    }
-  }
-
-  Factors again(int64_t step, const uint16_t *rows) const {
-    return plain(rows, tiles_ + step * kStep);
-  }
-
- private:
-  bool has_exceptions(int64_t steps) const {
-    uint32_t number = 0;
-    for (int64_t step = 0; step < steps; step++) number |= steps_[step].num_exceptions;
-    return number;
-  }
-
-  void decode_step(int64_t step) {
-    const CodedStep &coded = steps_[step];
-    uint16_t *to = tiles_ + step * kStep;
-    for (int64_t unit = 0; unit < CodedStep::kUnits; unit++)
-      keep(decode(coded, unit), 2 * unit, to);
-    const CodedException *exceptions = exceptions_of(coded, exceptions_);
-    for (uint32_t i = 0; i < coded.num_exceptions; i++)
-      to[exceptions[i].place] = exceptions[i].weight;
-  }
-
-  const CodedException *exceptions_;
-  const CodedStep *steps_ = nullptr;
-  alignas(64) uint16_t tiles_[kMostSteps * kStep];
-};
 
 // In bfloat16 the two bytes of n * kInt8Unit.
 struct alignas(64) Bytes {
@@ -187,48 +114,115 @@ struct alignas(64) Bytes {
 };
 constexpr Bytes kBytesOf;
 
-// The same of weights that are widened to bfloat16, which holds them exactly, just before use: with
-// few rows, sums wait for each other, and there is time for it.
-class Int8Part {
- public:
-  static constexpr int64_t kStepBytes = kStep;
-  static constexpr int64_t kMostSteps = 8;
+inline __m512i look_up(const uint8_t *bytes, __m512i index) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), index, _mm512_load_si512(bytes + 64));
+}
 
-  void begin(const void *packed) { packed_ = static_cast<const int8_t *>(packed); }
+// Widens two lines to bfloat16, which holds int8 exactly.
+TW_REGISTERS inline void widen(const int8_t *from, __m512i *to) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // as unpacking wants them
+  __m512i weights = _mm512_permutexvar_epi64(order, _mm512_load_si512(from));
+  __m512i size = _mm512_abs_epi8(weights);
+  __m512i low = look_up(kBytesOf.low, size), high = look_up(kBytesOf.high, size);
+  constexpr int kOrSign = 0xf8;  // the first, or both others
+  high = _mm512_ternarylogic_epi32(high, weights, _mm512_set1_epi8(-128), kOrSign);
+  to[0] = _mm512_unpacklo_epi8(low, high);
+  to[1] = _mm512_unpackhi_epi8(low, high);
+}
+
+struct Int8Step {
+  int8_t left[kTile], right[kTile];
+};
+
+TW_REGISTERS inline Lines decode(const Int8Step &step, int64_t unit) {
+  Lines lines;
+  widen(step.left + unit * 2 * kPair, lines.left);
+  widen(step.right + unit * 2 * kPair, lines.right);
+  return lines;
+}
+
+// Keeps what was decoded of a step for other rows.
+TW_REGISTERS inline void keep(const Lines &lines, int64_t pair, uint16_t *tiles) {
+  for (int64_t i = 0; i < 2; i++) {
+    uint16_t *left = tiles + (pair + i) * kPair;
+    _mm512_store_si512(left, lines.left[i]);
+    _mm512_store_si512(left + kTile, lines.right[i]);
+  }
+}
+
+// What multiplies rows in a step whose weights are decoded on their way from memory.
+template <typename Step>
+struct Decoding {
+  static constexpr int64_t row_stride = kTileInner;
+
+  const uint16_t *rows;
+  const Step &step;
+  uint16_t *kept;  // where they are kept for other rows, if there are any
+};
+
+template <typename Step>
+TW_REGISTERS inline Lines lines_of(const Decoding<Step> &at, int64_t pair) {
+  Lines lines = decode(at.step, pair / 2);
+  if (at.kept) keep(lines, pair, at.kept);
+  return lines;
+}
+
+// The same of weights that are decoded, which multiplying the first group does by the way. They are
+// in the L1 cache twice then.
+template <typename Step, int64_t kSteps>
+class DecodedPart {
+ public:
+  static constexpr int64_t kStepBytes = sizeof(Step);
+  static constexpr int64_t kMostSteps = kSteps;
+
+  void begin(const void *packed) { steps_ = static_cast<const Step *>(packed); }
 
   template <typename Rows>
-  void first(const Sums &sums, int64_t steps, const Rows &rows, bool) {
+  void first(const Sums &sums, int64_t steps, const Rows &rows, bool more) {
     multiply_group(sums, steps, [&](int64_t step) TW_REGISTERS {
-      const int64_t at = step * kStep;
-      for (int64_t i = at; i < at + kStep; i += 64) widen(packed_ + i, widened_ + i);
-      return again(step, rows(step));
+      return Decoding<Step>{rows(step), steps_[step], more ? tiles_ + step * kStep : nullptr};
     });
   }
 
   Factors again(int64_t step, const uint16_t *rows) const {
-    return plain(rows, widened_ + step * kStep);
+    return plain(rows, tiles_ + step * kStep);
+  }
+
+ protected:
+  const Step *steps_ = nullptr;
+  alignas(64) uint16_t tiles_[kMostSteps * kStep];
+};
+
+using Int8Part = DecodedPart<Int8Step, 8>;
+
+// Parts with exceptions are decoded before.
+class CodedPart : public DecodedPart<CodedStep, 4> {
+ public:
+  explicit CodedPart(const CodedException *exceptions) : exceptions_(exceptions) {}
+
+  template <typename Rows>
+  void first(const Sums &sums, int64_t steps, const Rows &rows, bool more) {
+    if (!has_exceptions(steps)) return DecodedPart::first(sums, steps, rows, more);
+    for (int64_t step = 0; step < steps; step++) decode_step(steps_[step], tiles_ + step * kStep);
+    multiply_group(sums, steps,
+                   [&](int64_t step) TW_REGISTERS { return again(step, rows(step)); });
   }
 
  private:
-  // Widens 64 weights: each of the two bytes that one becomes is looked up.
-  static void widen(const int8_t *from, uint16_t *to) {
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // as unpacking wants them
-    __m512i weights = _mm512_permutexvar_epi64(order, _mm512_load_si512(from));
-    __m512i size = _mm512_abs_epi8(weights);
-    __m512i low = look_up(kBytesOf.low, size), high = look_up(kBytesOf.high, size);
-    constexpr int kOrSign = 0xf8;  // the first, or both others
-    high = _mm512_ternarylogic_epi32(high, weights, _mm512_set1_epi8(-128), kOrSign);
-    _mm512_store_si512(to, _mm512_unpacklo_epi8(low, high));
-    _mm512_store_si512(to + kTileInner, _mm512_unpackhi_epi8(low, high));
+  bool has_exceptions(int64_t steps) const {
+    uint32_t number = 0;
+    for (int64_t step = 0; step < steps; step++) number |= steps_[step].num_exceptions;
+    return number;
   }
 
-  static __m512i look_up(const uint8_t *bytes, __m512i index) {
-    return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), index,
-                                    _mm512_load_si512(bytes + 64));
+  void decode_step(const CodedStep &step, uint16_t *to) {
+    for (int64_t unit = 0; unit < CodedStep::kUnits; unit++) keep(decode(step, unit), 2 * unit, to);
+    const CodedException *exceptions = exceptions_of(step, exceptions_);
+    for (uint32_t i = 0; i < step.num_exceptions; i++)
+      to[exceptions[i].place] = exceptions[i].weight;
   }
 
-  const int8_t *packed_ = nullptr;
-  alignas(64) uint16_t widened_[kMostSteps * kStep];
+  const CodedException *exceptions_;
 };
 
 // A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache while they meet; sums
