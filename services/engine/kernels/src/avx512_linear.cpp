@@ -10,6 +10,10 @@ namespace {
 // Limits of 1 MB of L2 cache, in which sums wait anyway.
 constexpr int64_t kMostElements = 256 << 10;
 constexpr int64_t kMostPanels = 32;
+// Steps of a part: the more, the more seldom sums come and go. The sums of few rows are near, and it
+// is better if the next part, too, fits in the L1 cache.
+constexpr int64_t kMostSteps = 16;
+constexpr int64_t kFewRows = 4 * kPair;
 
 // Fetches the part of a panel that is multiplied next, a little at a time.
 class Fetch {
@@ -64,7 +68,7 @@ inline Factors plain(const uint16_t *rows, const uint16_t *tiles) {
 class Bfloat16Part {
  public:
   static constexpr int64_t kStepBytes = 2 * kStep;
-  static constexpr int64_t kMostSteps = 8;  // two parts share the L1 cache
+  static constexpr int64_t kStepsOfFew = 8;  // in a part for few rows
 
   void begin(const void *packed) { packed_ = static_cast<const uint16_t *>(packed); }
 
@@ -173,7 +177,7 @@ template <typename Step, int64_t kSteps>
 class DecodedPart {
  public:
   static constexpr int64_t kStepBytes = sizeof(Step);
-  static constexpr int64_t kMostSteps = kSteps;
+  static constexpr int64_t kStepsOfFew = kSteps;
 
   void begin(const void *packed) { steps_ = static_cast<const Step *>(packed); }
 
@@ -277,7 +281,8 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, Weight
 
 template <typename Weights>
 void multiply(const tw_linear &a, const Weights &weights) {
-  share_out(a, {Weights::kMostSteps, kMostElements, kMostPanels},
+  int64_t steps = a.num_rows > kFewRows ? kMostSteps : Weights::kStepsOfFew;
+  share_out(a, {steps, kMostElements, kMostPanels},
             [&](const Share &share, const Order &order, float *sums) {
               Weights own = weights;
               multiply(a, share, order, own, sums);
