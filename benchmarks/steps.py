@@ -2,8 +2,9 @@
 
     python -m benchmarks.steps --model ~/.cache/tokenwire-bench/models/bench-350m
 
-The floor of a decode step is the time that it takes to read all weights and all KV once, at the
-bandwidth that a plain C reader reaches in the same run (`benchmarks.roofline`).
+The floor of a decode step is the time that it takes to read all weights, in the bytes that they are
+kept in, and all KV once, at the bandwidth that a plain C reader reaches in the same run
+(`benchmarks.roofline`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ TILE = 32
 """Rows and columns of a block of activations; inputs that one product of tiles sums over"""
 
 _VECTOR_ROWS = 16
-"""Rows that AVX-512 BF16 multiplies in the time that weights take to arrive"""
+"""Rows that AVX-512 BF16 multiplies in little more time than weights take to arrive"""
 _MOST_HEAD_DIM = 256
 """What the attention kernel has buffers for"""
 

@@ -33,11 +33,11 @@ def numbers(shape: tuple[int, ...], least: int, most: int) -> Tensor:
 
 
 def with_exceptions(number: int) -> Tensor:
-    """A weight [OUTPUTS, INPUTS]; of each whole step so many are of other powers than the rest."""
+    """A weight [OUTPUTS, INPUTS]; of most steps so many are of other powers than the rest."""
     torch.manual_seed(number)
     weight = numbers((OUTPUTS, INPUTS), -15, 1)
     for row in range(0, OUTPUTS - STEP, STEP):
-        for column in range(0, INPUTS, STEP):
+        for column in range(STEP, INPUTS, STEP):
             step = weight[row : row + STEP, column : column + STEP]
             places = torch.randperm(STEP * STEP)[:number]
             step[places // STEP, places % STEP] = numbers((number,), -60, -20)
