@@ -9,6 +9,9 @@ namespace {
 
 constexpr int kCodes = 16;
 constexpr int64_t kBatch = 64;  // steps that a thread codes at a time
+// A part with exceptions is decoded before it is multiplied: with more of them, that takes as much
+// time as fewer bytes save.
+constexpr double kMostExceptional = 0.1;  // of the steps
 
 // The codes of a step's upper bytes.
 class Codes {
@@ -93,12 +96,13 @@ int64_t tw_tiled_code(const void *packed, int64_t elements, void *coded, int64_t
   const int64_t steps = elements / kStep, size = steps * static_cast<int64_t>(sizeof(CodedStep));
   const int64_t room = (capacity - size) / static_cast<int64_t>(sizeof(CodedException));
   auto *more = reinterpret_cast<CodedException *>(to + steps);
-  int64_t num_more = 0;
+  int64_t num_more = 0, exceptional = 0;
   parallel_for(divide_up(steps, kBatch), [&](int64_t batch) {
     for (int64_t step = batch * kBatch; step < smaller((batch + 1) * kBatch, steps); step++) {
       const uint16_t *from = weights + step * kStep;
       const Codes codes(from);
       const int64_t number = codes.num_exceptions();
+      if (number) __atomic_fetch_add(&exceptional, 1, __ATOMIC_RELAXED);
       to[step].num_exceptions = static_cast<uint32_t>(number);
       CodedException *exceptions = to[step].few;
       if (number > CodedStep::kFewExceptions) {
@@ -110,5 +114,6 @@ int64_t tw_tiled_code(const void *packed, int64_t elements, void *coded, int64_t
       code_step(from, codes, to[step], exceptions);
     }
   });
+  if (static_cast<double>(exceptional) > kMostExceptional * static_cast<double>(steps)) return -1;
   return size + num_more * static_cast<int64_t>(sizeof(CodedException));
 }

@@ -150,8 +150,8 @@ void tw_tiled_pack_int8(int32_t dtype, const void *weight, void *packed, float *
                       int64_t outputs, int64_t inputs, int64_t first_tile, int64_t tile_step);
 
 // Codes packed weights of so many elements without loss, in 12.5 bits each or little more (coded.h).
-// Returns the bytes that takes. If these are more than `capacity`, which is 12.5 bits each at least,
-// what was written is of no use.
+// Returns the bytes that takes: if these are more than `capacity`, which is 12.5 bits each at least,
+// what was written is of no use. Returns -1 if such weights would take longer to decode than to read.
 int64_t tw_tiled_code(const void *packed, int64_t elements, void *coded, int64_t capacity);
 
 enum tw_epilogue : int32_t {
