@@ -17,9 +17,6 @@ class Int8Operators(TiledOperators):
     with weights in bfloat16.
     """
 
-    def weight_bytes(self, outputs: int, inputs: int) -> int:
-        return outputs * (inputs + torch.float32.itemsize)
-
     def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return self.packed_projection(super().pack((weight,)), weight.shape, bias)
 

@@ -49,9 +49,6 @@ class NativeOperators(Operators):
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return self._torch.projection(weight, bias)
 
-    def weight_bytes(self, outputs: int, inputs: int) -> int:
-        return self._torch.weight_bytes(outputs, inputs)
-
     def gate(
         self,
         gate: Tensor,
@@ -125,6 +122,10 @@ class _NativeGate(Gate):
         self._native = native
         self._both = both
         self._code = code
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._both.weight_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         both = out.new_empty((out.shape[0], 2 * out.shape[1]))
@@ -235,11 +236,6 @@ class TiledOperators(NativeOperators):
             interleaved = both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
         return _TiledGate(self.native, _PackedWeight(packed, interleaved, inputs, 2 * outputs))
 
-    def weight_bytes(self, outputs: int, inputs: int) -> int:
-        if self._codes:
-            return _coded_bytes(outputs * inputs)
-        return super().weight_bytes(outputs, inputs)
-
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Packs weights of one shape, their tiles taking turns."""
         elements = self.packed_elements(weights)
@@ -302,6 +298,11 @@ class _PackedWeight:
             format=packed.format,
         )
 
+    @property
+    def num_bytes(self) -> int:
+        scales = self._packed.scales
+        return self._packed.tiles.nbytes + (0 if scales is None else scales.nbytes)
+
     def multiply(self, native: Native, rows: Tensor, out: Tensor, epilogue: Epilogue) -> None:
         call = self.call
         call.rows = rows.data_ptr()
@@ -317,6 +318,10 @@ class _TiledProjection(Projection):
     def __init__(self, native: Native, weight: _PackedWeight) -> None:
         self._native = native
         self._weight = weight
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight.num_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         exact = out.dtype == torch.float32
@@ -334,6 +339,10 @@ class _TiledGate(Gate):
     def __init__(self, native: Native, weight: _PackedWeight) -> None:
         self._native = native
         self._weight = weight
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight.num_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         self._weight.multiply(self._native, rows, out, Epilogue.GATE)

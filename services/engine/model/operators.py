@@ -17,6 +17,11 @@ class Projection(ABC):
     finds_largest = False
     """Whether it has `largest`"""
 
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a product reads, as they are kept."""
+
     @abstractmethod
     def into(self, rows: Tensor, out: Tensor) -> None:
         """out [n, outputs] = rows [n, inputs] @ weight.T + bias. Both contiguous.
@@ -35,6 +40,11 @@ class Projection(ABC):
 
 class Gate(ABC):
     """The first half of a feed-forward layer: one or two products and what is applied to them."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of weights that its products read, as they are kept."""
 
     @abstractmethod
     def into(self, rows: Tensor, out: Tensor) -> None:
@@ -80,10 +90,6 @@ class Operators(ABC):
     def recording(self) -> Recording | None:
         """What runs a decoder's layers by one call; None where they can't be recorded."""
         return None
-
-    @abstractmethod
-    def weight_bytes(self, outputs: int, inputs: int) -> int:
-        """What a product reads of a weight [outputs, inputs]."""
 
     @abstractmethod
     def arrange(self, rows: Tensor, out: Tensor) -> None:
@@ -137,6 +143,10 @@ class NormedProjection(Projection):
         self._norm = norm
         self._epsilon = epsilon
         self._operators = operators
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._projection.weight_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         self.add_to(rows, out.zero_())

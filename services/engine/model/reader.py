@@ -142,9 +142,10 @@ class Reader:
                 for expert in content.experts
             )
         ((weight, bias),) = self._linear(content.router, norm)
-        self._step_bytes += weight.numel() * self._dtype.itemsize
+        router = self._operators.exact_projection(weight, bias)
+        self._step_bytes += router.weight_bytes
         mixture = Experts(
-            router=self._operators.exact_projection(weight, bias),
+            router=router,
             experts=experts,
             per_token=spec.experts.per_token,
             normalized=spec.experts.normalized,
@@ -177,11 +178,11 @@ class Reader:
         products = 2 if activation.gated else 1
         outputs = sum(len(weight) for weight, _ in parts) // products
         parts = [_rows(part, self._shard) for part in _apart(parts, [outputs] * products)]
-        for weight, _ in parts:
-            self._step_bytes += self._operators.weight_bytes(*weight.shape)
         (gate, gate_bias), *second = parts
         up, up_bias = second[0] if second else (None, None)
-        return self._operators.gate(gate, up, gate_bias, up_bias, activation)
+        made = self._operators.gate(gate, up, gate_bias, up_bias, activation)
+        self._step_bytes += made.weight_bytes
+        return made
 
     def _onto_residual(self, linear: Linear, post_norm: Norm | None) -> Projection:
         projection = self._shard.summed(self._addition(linear), self._operators)
@@ -205,8 +206,9 @@ class Reader:
         return outputs if scale == 1 else outputs.float() * scale
 
     def _projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        self._step_bytes += self._operators.weight_bytes(*weight.shape)
-        return self._operators.projection(weight, bias)
+        projection = self._operators.projection(weight, bias)
+        self._step_bytes += projection.weight_bytes
+        return projection
 
     def _linear(self, linear: Linear, norm: Norm | None) -> list[Part]:
         """Weights [outputs, inputs] and biases; that of the norm they read is part of them."""

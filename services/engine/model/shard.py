@@ -121,6 +121,10 @@ class _Reworked(Projection):
         self._projection = projection
         self._operators = operators
 
+    @property
+    def weight_bytes(self) -> int:
+        return self._projection.weight_bytes
+
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         product = self._operators.temporary(*out.shape)
         self.into(rows, product)

@@ -43,9 +43,6 @@ class TorchOperators(Operators):
         product = self.projection(*join(gate, up, gate_bias, up_bias))
         return TorchGate(product, 1 if up is None else 2, activation, self)
 
-    def weight_bytes(self, outputs: int, inputs: int) -> int:
-        return outputs * inputs * self._dtype.itemsize
-
     def arrange(self, rows: Tensor, out: Tensor) -> None:
         out.copy_(rows)
 
@@ -89,6 +86,10 @@ class _TorchProjection(Projection):
         self._weight = weight.T
         self._bias = bias
 
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight.nbytes
+
     def into(self, rows: Tensor, out: Tensor) -> None:
         if out.dtype != rows.dtype:
             out.copy_(linear(rows, self._weight.T, self._bias))
@@ -109,6 +110,11 @@ class _PrepackedProjection(Projection):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         self._bias = bias
+        self._weight_bytes = weight.nbytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         out.copy_(self._product(rows))
@@ -133,6 +139,10 @@ class TorchGate(Gate):
         self._layers = layers
         self._activation = activation
         self._operators = operators
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._product.weight_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         product = self._operators.temporary(rows.shape[0], self._layers * out.shape[1])

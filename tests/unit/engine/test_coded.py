@@ -80,11 +80,11 @@ def test_weights_that_decode_slowly_are_kept_as_they_are(
     weight = numbers((OUTPUTS, INPUTS), least, 1)
     packed = coding.pack((weight,))
     assert packed.format == Format.PACKED
+    assert coding.projection(weight, None).weight_bytes == weight.nbytes
     one_by_one = torch.eye(INPUTS, dtype=torch.bfloat16)
     assert torch.equal(products(coding, packed, one_by_one).T, weight.float())
 
 
 def test_weights_as_models_have_them_take_12_and_a_half_bits(coding: TiledOperators) -> None:
-    packed = coding.pack((torch.randn(256, 1024).bfloat16(),))
-    bits = packed.tiles.nbytes * 8 / (256 * 1024)
-    assert bits == 12.5
+    projection = coding.projection(torch.randn(256, 1024).bfloat16(), None)
+    assert projection.weight_bytes * 8 / (256 * 1024) == 12.5
