@@ -1,6 +1,5 @@
 """Chats over the whole stack: conversations in, messages out."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
+from tests.services.listener import Listener
 from tests.stack import Stack, mortal_engine, running_service
 from tokenwire.channel import connect
 from tokenwire.completion.v1 import completion_pb2 as completion
@@ -415,32 +415,15 @@ async def test_bad_chats_are_refused_by_their_field(services: _Services) -> None
     assert (await services.chat(hello)).message.content
 
 
-class _Events:
-    """Listens to one chat of a Session."""
-
-    def __init__(self) -> None:
-        self.answer = _Answer()
-        self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
-
-    def on_event(self, event: completion.SessionEvent) -> None:
-        self.answer.take(event.chat)
-        if self.answer.messages and not self.began.done():
-            self.began.set_result(None)
-        if event.chat.HasField("completed"):
-            self.ended.set_result(self.answer)
-
-    def on_error(self, error: ServiceError) -> None:
-        self.ended.set_exception(error)
-
-
 async def test_a_session_carries_chats_beside_completions(stack: Stack) -> None:
     """With credit, cancellation and refusals of their own."""
     async with connect(stack.tokenizer) as channel:
         session = completion_session(channel)
 
-        def start(request: completion.ChatRequest, **fields: object) -> tuple[int, _Events]:
-            events = _Events()
+        def start(
+            request: completion.ChatRequest, **fields: object
+        ) -> tuple[int, Listener[_Answer]]:
+            events = Listener("chat", _Answer())
             handle = session.open(events)
             begin = completion.StartChat(request=request, **fields)  # type: ignore[arg-type]
             session.send(completion.SessionCommand(handle=handle, start_chat=begin))

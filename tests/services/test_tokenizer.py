@@ -12,6 +12,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from tests.services.listener import Listener
 from tests.stack import (
     RunningService,
     is_idle,
@@ -87,25 +88,6 @@ class _Services:
     async def idle(self) -> None:
         """Returns when the engine runs nothing."""
         await watch_load(self.engine, until=is_idle)
-
-
-class _Events:
-    """Listens to one request of a Session."""
-
-    def __init__(self) -> None:
-        self.answer = _Answer()
-        self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
-
-    def on_event(self, event: completion.SessionEvent) -> None:
-        self.answer.take(event.complete)
-        if self.answer.deltas and not self.began.done():
-            self.began.set_result(None)
-        if event.complete.HasField("completed"):
-            self.ended.set_result(self.answer)
-
-    def on_error(self, error: ServiceError) -> None:
-        self.ended.set_exception(error)
 
 
 async def _completed(call: AsyncIterable[completion.CompleteResponse]) -> _Answer:
@@ -307,8 +289,8 @@ async def test_bad_requests_leave_the_service_as_it_was(services: _Services) -> 
 
 def _start(
     services: _Services, request: completion.CompleteRequest, **fields: object
-) -> tuple[int, _Events]:
-    events = _Events()
+) -> tuple[int, Listener[_Answer]]:
+    events = Listener("complete", _Answer())
     handle = services.session.open(events)
     start = completion.StartComplete(request=request, **fields)  # type: ignore[arg-type]
     services.session.send(completion.SessionCommand(handle=handle, start_complete=start))

@@ -1,0 +1,38 @@
+"""Puts an answer together that comes over a session."""
+
+import asyncio
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from tokenwire.completion.v1 import completion_pb2 as completion
+from tokenwire.errors import ServiceError
+
+__all__ = ["Listener"]
+
+
+class _Answer(Protocol):
+    def take(self, response: Any, /) -> None: ...
+
+
+Answer = TypeVar("Answer", bound=_Answer)
+
+
+class Listener(Generic[Answer]):
+    """Listens to one request of a Session, and gives `answer` what it hears."""
+
+    def __init__(self, kind: Literal["complete", "chat"], answer: Answer) -> None:
+        loop = asyncio.get_running_loop()
+        self._kind = kind
+        self.answer = answer
+        self.began: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[Answer] = loop.create_future()
+
+    def on_event(self, event: completion.SessionEvent) -> None:
+        response = getattr(event, self._kind)
+        self.answer.take(response)
+        if response.HasField("delta") and not self.began.done():
+            self.began.set_result(None)
+        if response.HasField("completed"):
+            self.ended.set_result(self.answer)
+
+    def on_error(self, error: ServiceError) -> None:
+        self.ended.set_exception(error)
