@@ -1,6 +1,6 @@
 """The engine's step loop in this process, without gRPC: as fast as a stack of services can get.
 
-Imports torch, which reads OpenMP's settings when it is imported: set `ENGINE_ENVIRONMENT` before.
+Imports torch, which reads OpenMP's settings when it is imported: call `set_thread_waiting` before.
 """
 
 from __future__ import annotations

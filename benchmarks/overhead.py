@@ -22,7 +22,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks import CACHE, ENGINE_ENVIRONMENT
+from benchmarks import CACHE
 from benchmarks.load import Target, measure, warm_up
 from benchmarks.peers import Tokenwire
 from benchmarks.processes import ProcessTree, ServiceUse, free_port, running
@@ -30,6 +30,7 @@ from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.scenarios import SCENARIOS, ClosedLoop, Scenario, Workload
 from benchmarks.tables import markdown
+from services.engine.engine_process import set_thread_waiting
 from tokenwire.client import Client, CompletionStream, EngineClient, GenerationStream
 
 PATHS = ("in process", "gRPC, tokens", "gRPC, text", "HTTP")
@@ -61,7 +62,7 @@ class OverheadReport:
 
 def run_in_process(model: Path, workload: Workload, seed: str, repeat: int) -> list[Passage]:
     """The load on the bare step loop, in a process of its own that ends with it."""
-    os.environ.update(ENGINE_ENVIRONMENT)
+    set_thread_waiting()
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         runs = pool.submit(_serve, model, workload, seed, repeat).result()
     for tokens, _ in runs:

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from benchmarks import ENGINE_ENVIRONMENT
 from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.scenarios import SCENARIOS, ClosedLoop
 from benchmarks.tables import markdown
+from services.engine.engine_process import set_thread_waiting
 
 SOURCES = ("scenarios", "prompts", "results", "tables")
 """Modules of this folder that the editing prompts edit"""
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--seed", default=f"{time.time_ns()}", help="of the random prompts")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    os.environ.update(ENGINE_ENVIRONMENT)
+    set_thread_waiting()
     load_average = os.getloadavg()[0]
     model = arguments.model.resolve()
     report = SpeculationReport(

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import ENGINE_ENVIRONMENT
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.roofline import Bandwidth, ByteFloor, RooflineError, measure_bandwidth
 from benchmarks.tables import markdown
+from services.engine.engine_process import set_thread_waiting
 
 if TYPE_CHECKING:
     from benchmarks.engine import Engine
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each decode case")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    os.environ.update(ENGINE_ENVIRONMENT)
+    set_thread_waiting()
     from benchmarks.engine import Engine
 
     load_average = os.getloadavg()[0]

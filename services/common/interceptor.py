@@ -1,4 +1,4 @@
-"""What happens around every rpc: the request id, typed errors, one log line."""
+"""What happens around every rpc: the request's ids, typed errors, one log line."""
 
 import inspect
 import logging
@@ -10,13 +10,20 @@ from typing import Any, NoReturn
 
 import grpc
 
-from services.common.logging import request_id
+from services.common.logging import request_id, traceparent
 from tokenwire.errors import DETAILS_KEY, ServiceError, invalid
 
-__all__ = ["RpcInterceptor", "metadata_priority", "metadata_value", "sane_request_id"]
+__all__ = [
+    "RpcInterceptor",
+    "metadata_priority",
+    "metadata_value",
+    "sane_request_id",
+    "sane_traceparent",
+]
 
 _LOG = logging.getLogger("rpc")
 _SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def sane_request_id(offered: str | None) -> str:
@@ -24,6 +31,11 @@ def sane_request_id(offered: str | None) -> str:
     if offered and _SANE.fullmatch(offered):
         return offered
     return f"req_{uuid.uuid4().hex}"
+
+
+def sane_traceparent(offered: str | None) -> str:
+    """The trace context a client offered, if it is one; else none."""
+    return offered if offered and _TRACEPARENT.fullmatch(offered) else ""
 
 
 def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str | None:
@@ -47,7 +59,7 @@ def metadata_priority(context: grpc.aio.ServicerContext[Any, Any]) -> int:
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler: sets the request id, turns ServiceError into a status, logs the end."""
+    """Wraps every handler: sets the request's ids, turns ServiceErrors into statuses, logs."""
 
     async def intercept_service(
         self,
@@ -113,6 +125,7 @@ class _Rpc:
     async def __aenter__(self) -> None:
         identity = sane_request_id(metadata_value(self._context, "x-request-id"))
         request_id.set(identity)
+        traceparent.set(sane_traceparent(metadata_value(self._context, "traceparent")))
         self._context.set_trailing_metadata((("x-request-id", identity),))
         self._identity = identity
 

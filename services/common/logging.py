@@ -1,4 +1,4 @@
-"""Logs as JSON lines on stderr, each with the id of the request that it speaks of."""
+"""Logs as JSON lines on stderr, each with the ids of the request that it speaks of."""
 
 import json
 import logging
@@ -6,9 +6,11 @@ import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
-__all__ = ["configure", "request_id"]
+__all__ = ["configure", "names_of", "request_id", "traceparent"]
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
+traceparent: ContextVar[str] = ContextVar("traceparent", default="")
+"""The caller's place in a trace, as https://www.w3.org/TR/trace-context writes it; empty: none"""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -27,12 +29,18 @@ class _JsonFormatter(logging.Formatter):
             "service": self._service,
             "message": record.getMessage(),
         }
-        if identity := request_id.get():
-            line["request_id"] = identity
+        line |= names_of(request_id.get(), traceparent.get())
         line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def names_of(request_id: str, traceparent: str) -> dict[str, str]:
+    """The fields by which a request's lines are found, as far as it has them."""
+    _, _, rest = traceparent.partition("-")
+    named = {"request_id": request_id, "trace_id": rest.partition("-")[0]}
+    return {key: value for key, value in named.items() if value}
 
 
 def configure(service: str, level: str) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from services.common import logging as service_logging
 from services.common.interceptor import RpcInterceptor
 from services.common.settings import ServerSettings, StartupError, parse
+from services.common.signals import stop_signal
 from services.common.telemetry import serve_metrics
 from tokenwire.channel import MESSAGE_LIMITS, QUIET
 
@@ -73,7 +73,7 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
     try:
         settings = parse(settings_type, f"python -m services.{name}", f"TOKENWIRE_{name.upper()}")
         service_logging.configure(name, settings.log_level)
-        code = uvloop.run(_serve(name, settings, make))
+        code = uvloop.run(_serve(settings, make))
     except StartupError as error:
         print(f"{name}: {error}", file=sys.stderr)
         code = 2
@@ -82,8 +82,8 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
     sys.exit(code)
 
 
-async def _serve(name: str, settings: S, make: Callable[[S], Application]) -> int:
-    stop = _stop_signal()
+async def _serve(settings: S, make: Callable[[S], Application]) -> int:
+    stop = stop_signal()
     server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[RpcInterceptor()])
     application = make(settings)
     health = health_aio.HealthServicer()
@@ -151,17 +151,3 @@ def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
         return server.add_insecure_port(f"{settings.host}:{settings.port}")
     except RuntimeError:
         raise StartupError(f"Can't listen on {settings.host}:{settings.port}.") from None
-
-
-def _stop_signal() -> asyncio.Future[Any]:
-    """Done at the first SIGTERM or SIGINT."""
-    loop = asyncio.get_running_loop()
-    stop: asyncio.Future[Any] = loop.create_future()
-
-    def on_signal() -> None:
-        if not stop.done():
-            stop.set_result(None)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stop

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import grpc
 
-from services.common.logging import request_id
+from services.common.logging import request_id, traceparent
 from tokenwire.errors import ServiceError
 from tokenwire.grammar.v1 import grammar_pb2
 from tokenwire.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
@@ -52,12 +52,12 @@ class GrammarClient:
         Raises ServiceError: INVALID_ARGUMENT with the field to blame, or UNAVAILABLE with a time to
         retry when the service is gone. `timeout` is in seconds.
         """
-        identity = request_id.get()
+        names = (("x-request-id", request_id.get()), ("traceparent", traceparent.get()))
         try:
             response = await self._stub.Compile(
                 grammar_pb2.CompileRequest(grammar=spec),
                 timeout=timeout,
-                metadata=(("x-request-id", identity),) if identity else None,
+                metadata=[(key, value) for key, value in names if value],
             )
         except grpc.aio.AioRpcError as failure:
             raise _typed(failure) from None

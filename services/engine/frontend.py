@@ -71,6 +71,7 @@ class Caller:
     """On whose behalf a request runs."""
 
     request_id: str
+    traceparent: str = ""
     tenant: str = ""
     priority: int = 0
     timeout_seconds: float | None = None

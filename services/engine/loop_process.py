@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NoReturn
@@ -69,7 +68,6 @@ def _run(loop: StepLoop, messages: "_MessageSocket") -> None:
 
 
 def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
-    began = time.monotonic()
     model = load(settings)
     decoder, cache, spec = model.decoder, model.cache, model.decoder.spec
     scheduler = Scheduler(
@@ -105,7 +103,6 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
         total_blocks=model.num_blocks,
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
-        load_seconds=time.monotonic() - began,
     )
     runner = ModelRunner(decoder, cache, _graph_room(settings, model))
     overlaps = decoder.device.type == "cuda"

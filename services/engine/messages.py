@@ -7,7 +7,7 @@ step out. Nothing else is shared.
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -395,7 +395,6 @@ class ModelDescription:
     total_blocks: int
     kv_bytes: int
     weight_bytes: int
-    load_seconds: float = field(compare=False, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

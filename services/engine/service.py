@@ -12,8 +12,13 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from services.common.interceptor import metadata_priority, metadata_value, sane_request_id
-from services.common.logging import request_id
+from services.common.interceptor import (
+    metadata_priority,
+    metadata_value,
+    sane_request_id,
+    sane_traceparent,
+)
+from services.common.logging import request_id, traceparent
 from services.common.server import Application
 from services.common.settings import StartupError
 from services.engine.admission import MAX_SEQUENCES, default_sampling
@@ -278,6 +283,7 @@ class _Session:
         self._used = handle
         caller = Caller(
             sane_request_id(start.request_id),
+            sane_traceparent(start.traceparent),
             start.tenant,
             start.priority,
             start.timeout_seconds if start.HasField("timeout_seconds") else None,
@@ -299,6 +305,7 @@ class _Session:
         self, handle: int, request: GenerateRequest, caller: Caller, credit: int | None
     ) -> None:
         request_id.set(caller.request_id)
+        traceparent.set(caller.traceparent)
         sink = _SessionSink(self, handle)
         began = time.monotonic()
         try:
@@ -455,6 +462,7 @@ async def _cut_when_stalled(
 def _caller(context: GenerateContext) -> Caller:
     return Caller(
         request_id.get(),
+        traceparent.get(),
         metadata_value(context, "x-tenant") or "",
         metadata_priority(context),
         context.time_remaining(),

@@ -16,6 +16,7 @@ import uvloop
 
 from services.common import logging as service_logging
 from services.common.settings import StartupError, parse
+from services.common.signals import stop_signal
 from services.http_shim.app import create_app
 from services.http_shim.catalog import Catalog
 from services.http_shim.gate import Gate
@@ -57,7 +58,7 @@ def main() -> None:
 
 async def serve(settings: HttpShimSettings) -> None:
     """Serve until SIGTERM or SIGINT; then let what runs finish within the grace period."""
-    stop = _stop_signal()
+    stop = stop_signal()
     keyring = Keyring(Path(settings.keys)) if settings.keys else None
     models, gate = _models(settings), Gate()
     server = Server(
@@ -121,20 +122,6 @@ def _reason(error: OSError) -> str:
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return str(error.strerror)
-
-
-def _stop_signal() -> asyncio.Future[None]:
-    """Done at the first SIGTERM or SIGINT."""
-    loop = asyncio.get_running_loop()
-    stop: asyncio.Future[None] = loop.create_future()
-
-    def on_signal() -> None:
-        if not stop.done():
-            stop.set_result(None)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stop
 
 
 main()

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.logging import request_id
+from services.common.logging import request_id, traceparent
 from services.http_shim.limits import GenerationRequest
 from tokenwire.channel import connect
 from tokenwire.completion.v1 import completion_pb2
@@ -60,7 +60,6 @@ class Backend:
         request: GenerationRequest,
         listener: Listener[completion_pb2.SessionEvent],
         *,
-        traceparent: str = "",
         credit: int | None = None,
     ) -> Submission:
         """Start a completion or a chat; all that comes of it goes to `listener`.
@@ -69,7 +68,7 @@ class Backend:
         """
         handle = self._session.open(listener)
         context = completion_pb2.RequestContext(
-            request_id=request_id.get(), traceparent=traceparent
+            request_id=request_id.get(), traceparent=traceparent.get()
         )
         if isinstance(request, completion_pb2.ChatRequest):
             chat = completion_pb2.StartChat(request=request, context=context, credit=credit)

@@ -1,7 +1,6 @@
 """What happens around every request: its id, its headers, its log line, its count."""
 
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +10,8 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.interceptor import sane_request_id
-from services.common.logging import request_id
+from services.common.interceptor import sane_request_id, sane_traceparent
+from services.common.logging import request_id, traceparent
 from services.http_shim.errors import ClientGoneError, internal_error
 from services.http_shim.limits import Account
 from services.http_shim.metrics import IN_FLIGHT, REQUESTS, SECONDS, TOKENS
@@ -20,7 +19,6 @@ from services.http_shim.metrics import IN_FLIGHT, REQUESTS, SECONDS, TOKENS
 __all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
 
 _LOG = logging.getLogger("http")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _NAMES_SHOWN = 32  # of unknown fields; a header has limits
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _CLIENT_GONE = 499
@@ -31,7 +29,6 @@ class Exchange:
     """One request and its answer."""
 
     identity: str
-    traceparent: str
     began: float
     status: int = 0
     ignored: list[str] = field(default_factory=list)
@@ -57,13 +54,12 @@ class ExchangeMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        traceparent = headers.get("traceparent", "")
         exchange = scope["exchange"] = Exchange(
             identity=sane_request_id(headers.get("x-request-id")),
-            traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
             began=time.monotonic(),
         )
         request_id.set(exchange.identity)
+        traceparent.set(sane_traceparent(headers.get("traceparent")))
 
         async def send_on(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -71,7 +71,6 @@ class Generation(ABC, Generic[Body, Delta]):
             submission = backend.submit(
                 request,
                 running,
-                traceparent=exchange.traceparent,
                 credit=CREDIT if body.stream else None,
             )
             shape = self._shape_of(body)

@@ -148,7 +148,7 @@ async def _complete_all(
 async def _complete(part: _Part, running: _Running, exchange: Exchange) -> ModelChoice:
     began = time.monotonic()
     with part.served.connection.used() as backend:
-        submission = backend.submit(part.request, running, traceparent=exchange.traceparent)
+        submission = backend.submit(part.request, running)
         try:
             usage = await running.completed()
         except ServiceError as error:

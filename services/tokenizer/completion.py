@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.logging import names_of
 from services.tokenizer.best_of import rank
 from services.tokenizer.choice import Choice, Echo
 from services.tokenizer.columns import Columns, Score, read_scores
@@ -35,10 +36,16 @@ class CallContext:
     """Where a request comes from. The deadline is in the event loop's time."""
 
     request_id: str
+    traceparent: str
     tenant: str
     priority: int
     deadline: float | None
     user: str = ""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What its lines in the log are found by."""
+        return names_of(self.request_id, self.traceparent)
 
 
 class Completions:
@@ -384,6 +391,7 @@ class Completion:
         start = engine_pb2.SessionStart(
             request=request,
             request_id=self._context.request_id,
+            traceparent=self._context.traceparent,
             tenant=self._context.tenant,
             priority=self._context.priority,
         )
@@ -479,7 +487,7 @@ class Completion:
 
     def _fail_unexpectedly(self) -> None:
         """A defect of ours: one request's failure must not end the Session."""
-        _LOG.exception("unexpected failure", extra={"request_id": self._context.request_id})
+        _LOG.exception("unexpected failure", extra=self._context.names)
         self._leave_engine()
         self._fail(
             ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log.")
@@ -494,7 +502,7 @@ class Completion:
             "completion %s",
             outcome,
             extra={
-                "request_id": self._context.request_id,
+                **self._context.names,
                 "user": self._context.user,
                 "prompt_tokens": self._plan.prompt_tokens if self._plan is not None else 0,
                 "completion_tokens": generated,

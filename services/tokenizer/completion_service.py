@@ -9,8 +9,13 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.common.interceptor import metadata_priority, metadata_value, sane_request_id
-from services.common.logging import request_id
+from services.common.interceptor import (
+    metadata_priority,
+    metadata_value,
+    sane_request_id,
+    sane_traceparent,
+)
+from services.common.logging import request_id, traceparent
 from services.common.settings import StreamSettings
 from services.tokenizer.chat.prompt import ChatTemplates
 from services.tokenizer.chat.work import ChatWork
@@ -271,7 +276,7 @@ class _ClientSession:
 async def _refuse_stalled(context: Context, stall_seconds: float) -> None:
     error = ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "CLIENT_STALLED",
+        "STALLED",
         f"The client read nothing for {stall_seconds:g} s.",
         retry_seconds=1,
     )
@@ -284,6 +289,7 @@ def _context_of_call(context: Context, user: str) -> CallContext:
     left = context.time_remaining()
     return CallContext(
         request_id=request_id.get(),
+        traceparent=traceparent.get(),
         tenant=metadata_value(context, "x-tenant") or "",
         priority=metadata_priority(context),
         deadline=_deadline(left),
@@ -294,6 +300,7 @@ def _context_of_call(context: Context, user: str) -> CallContext:
 def _context_of_start(context: completion_pb2.RequestContext, user: str) -> CallContext:
     return CallContext(
         request_id=sane_request_id(context.request_id),
+        traceparent=sane_traceparent(context.traceparent),
         tenant=context.tenant,
         priority=context.priority,
         deadline=_deadline(

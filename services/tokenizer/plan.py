@@ -13,7 +13,7 @@ from services.tokenizer.limits import Limits
 from services.tokenizer.prompt import EncodedPrompt, PromptPolicy, encode_prompt
 from services.tokenizer.stops import StopAutomaton, compile_stops
 from services.tokenizer.tools import call_grammar
-from services.tokenizer.validation import check_complete
+from services.tokenizer.validation import DEFAULT_MAX_TOKENS, check_complete
 from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.engine.v1 import engine_pb2
@@ -22,7 +22,6 @@ from tokenwire.types.v1 import types_pb2
 
 __all__ = ["ChoicePlan", "CompletePlan", "CompleteWork", "Work", "plan_complete"]
 
-DEFAULT_MAX_TOKENS = 16
 _INLINE = 4_096  # characters; longer texts are encoded in a thread
 _SEED_BITS = 53  # survives JSON readers that know only doubles
 _DRY_BREAKERS = ("\n", ":", '"', "*")

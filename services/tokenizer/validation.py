@@ -16,8 +16,9 @@ from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["check_complete", "check_ids", "check_model", "require"]
+__all__ = ["DEFAULT_MAX_TOKENS", "check_complete", "check_ids", "check_model", "require"]
 
+DEFAULT_MAX_TOKENS = 16
 _MAX_SEQUENCES = 128
 _MAX_STOP_LENGTH = 1_000  # code points; bounds the automaton that a request can ask for
 _MAX_TOP_K = 128
@@ -151,7 +152,7 @@ def _check_stopping(request: completion_pb2.CompleteRequest, limits: Limits) -> 
 
 
 def _max_tokens(stopping: types_pb2.StoppingParams) -> int:
-    return stopping.max_tokens if stopping.HasField("max_tokens") else 16
+    return stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS
 
 
 def _check_sampling(request: completion_pb2.CompleteRequest, limits: Limits) -> None:

@@ -33,6 +33,7 @@ def test_complete_stops_and_seeds(stack: Stack) -> None:
 def test_a_suffix_gives_the_middle(stack: Stack) -> None:
     asked = ("--suffix", "\n    return total\n", "--max-tokens", "16", "--temperature", "0")
     middle = tokenwire(stack, "complete", "def f(xs):\n", *asked)
+    assert middle.strip()
     assert "return total\n" not in middle.removesuffix("\n")
 
 

@@ -43,6 +43,7 @@ def test_curl(stack: Stack) -> None:
 def test_openai_sdk(stack: Stack) -> None:
     """Streamed, the same text comes out."""
     output = run(stack, sys.executable, "openai_sdk.py")
+    assert output.strip()
     half = len(output) // 2
     assert output[:half] == output[half:]
 
@@ -50,6 +51,7 @@ def test_openai_sdk(stack: Stack) -> None:
 def test_own_client(stack: Stack) -> None:
     """Text level and token level agree: the same prompt gives the same text."""
     output = run(stack, sys.executable, "client.py")
+    assert output.strip()
     half = len(output) // 2
     assert output[:half] == output[half:]
 

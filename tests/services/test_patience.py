@@ -105,7 +105,7 @@ class TokenLevel:
 class TextLevel:
     """CompletionService."""
 
-    reason = "CLIENT_STALLED"
+    reason = "STALLED"
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = CompletionServiceStub(channel)

@@ -129,7 +129,7 @@ def envelope() -> Envelope:
 
 
 def exchange() -> Exchange:
-    return Exchange(identity="req_1", traceparent="", began=0.0)
+    return Exchange(identity="req_1", began=0.0)
 
 
 NAN = math.nan
