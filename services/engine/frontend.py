@@ -31,6 +31,7 @@ from services.engine.messages import (
     Guessed,
     LoadSnapshot,
     ModelDescription,
+    Output,
     Refused,
     RequestDone,
     ScoredPrompt,
@@ -42,17 +43,13 @@ from services.engine.outbox import add_scores
 from services.engine.settings import EngineSettings
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import FinishReason, StopMatch, Usage
+from tokenwire.types.v1.types_pb2 import FinishReason, GrammarSpec, StopMatch, Usage
 
-__all__ = ["Caller", "Frontend", "Sink"]
+__all__ = ["Caller", "Frontend", "Sink", "internal_error"]
 
 _LOG = logging.getLogger("engine")
 _RATE_SECONDS = 5.0
 """What tokens_per_second is averaged over"""
-
-_DRAINING = ServiceError(
-    grpc.StatusCode.UNAVAILABLE, "DRAINING", "This engine takes no new requests.", retry_seconds=1
-)
 
 
 class Sink(Protocol):
@@ -87,6 +84,17 @@ class _Live:
     arrival: float
     last_token: dict[int, float] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
+    is_cancelled: bool = False
+    """All of it, by its client"""
+
+
+@dataclass(slots=True, eq=False)
+class _Compiling:
+    """A request whose grammar is compiled: it is here, but not in the loop yet."""
+
+    request_id: str
+    until: asyncio.Timeout
+    is_aborted: bool = False
 
 
 class Frontend:
@@ -100,6 +108,7 @@ class Frontend:
         self._process = EngineProcess(settings, self._on_output, self._on_death)
         self._matchers: Matchers | None = None
         self._live: dict[int, _Live] = {}
+        self._compiling: set[_Compiling] = set()
         self._handles = itertools.count(1)
         self._flushes: deque[asyncio.Future[int]] = deque()
         self._changed = asyncio.Event()
@@ -133,7 +142,7 @@ class Frontend:
 
     async def drained(self) -> None:
         """Returns when no request is left."""
-        while self._live:
+        while self.num_requests:
             await self.changed_since(self.version)
 
     async def changed_since(self, version: int) -> None:
@@ -157,15 +166,13 @@ class Frontend:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run or wait."""
-        return len(self._live)
+        """Requests that run or wait, for their grammar too."""
+        return len(self._live) + len(self._compiling)
 
     @property
     def tokens_per_second(self) -> float:
         """Generated tokens per second, over the last seconds."""
-        horizon = time.monotonic() - _RATE_SECONDS
-        while self._rate and self._rate[0][0] < horizon:
-            self._rate.popleft()
+        self._forget_rates()
         return sum(count for _, count in self._rate) / _RATE_SECONDS
 
     # Requests.
@@ -181,12 +188,18 @@ class Frontend:
 
         A request that the loop refuses gets its error through the sink.
         """
-        if self.draining:
-            raise _DRAINING
         arrival = time.monotonic()
-        checked = self.admission.check(request)
-        matchers = self._matchers if checked.constrained else None
-        grammar_id = await matchers.compile(request.grammar) if matchers is not None else ""
+        try:
+            if self.draining:
+                raise _draining()
+            checked = self.admission.check(request)
+            matchers = self._matchers if checked.constrained else None
+            grammar_id = ""
+            if matchers is not None:
+                grammar_id = await self._compile(matchers, request.grammar, caller)
+        except ServiceError:
+            metrics.REQUESTS.labels("refused").inc()
+            raise
         handle = next(self._handles)
         live = _Live(caller, checked, sink, arrival)
         self._live[handle] = live
@@ -196,7 +209,8 @@ class Frontend:
             matchers.open(handle, count, grammar_id, request.grammar, generated)
         if caller.timeout_seconds is not None:
             loop = asyncio.get_running_loop()
-            live.timer = loop.call_later(caller.timeout_seconds, self._expire, handle)
+            left = arrival + caller.timeout_seconds - time.monotonic()
+            live.timer = loop.call_later(left, self._expire, handle)
         self._process.send(
             AddRequest(
                 handle=handle,
@@ -216,6 +230,19 @@ class Frontend:
         )
         return handle
 
+    async def _compile(self, matchers: Matchers, grammar: GrammarSpec, caller: Caller) -> str:
+        """The grammar's id. Meanwhile the request counts as one that is here."""
+        compiling = _Compiling(caller.request_id, asyncio.timeout(caller.timeout_seconds))
+        self._compiling.add(compiling)
+        try:
+            async with compiling.until:
+                return await matchers.compile(grammar)
+        except TimeoutError:
+            raise (_aborted() if compiling.is_aborted else _expired()) from None
+        finally:
+            self._compiling.discard(compiling)
+            self.notify()
+
     def cancel(self, handle: int, sequences: Sequence[int] = ()) -> None:
         """End sequences; none named = all. Raises ServiceError for one that does not exist."""
         live = self._live.get(handle)
@@ -229,6 +256,7 @@ class Frontend:
                 f"The request has {count} sequences.",
                 field="cancel.sequences",
             )
+        live.is_cancelled = live.is_cancelled or not sequences
         self._process.send(CancelRequest(handle, tuple(sequences)))
 
     def drop(self, handle: int) -> None:
@@ -244,15 +272,18 @@ class Frontend:
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
         """End requests by id, or all. Returns how many there were."""
-        error = ServiceError(grpc.StatusCode.CANCELLED, "ABORTED", "Aborted by an operator.")
-        handles = [
-            handle
-            for handle, live in self._live.items()
-            if request_ids is None or live.caller.request_id in request_ids
-        ]
+
+        def is_meant(request_id: str) -> bool:
+            return request_ids is None or request_id in request_ids
+
+        handles = [h for h, live in self._live.items() if is_meant(live.caller.request_id)]
         for handle in handles:
-            self._fail(handle, error, "aborted")
-        return len(handles)
+            self._fail(handle, _aborted(), "aborted")
+        compiling = [request for request in self._compiling if is_meant(request.request_id)]
+        for request in compiling:
+            request.is_aborted = True
+            request.until.reschedule(asyncio.get_running_loop().time())
+        return len(handles) + len(compiling)
 
     async def flush_cache(self) -> int:
         """Forget cached prefixes. Returns the blocks freed."""
@@ -270,35 +301,52 @@ class Frontend:
         now, generated = time.monotonic(), 0
         for item in output.outputs:
             if isinstance(item, CacheFlushed):
-                self._flushes.popleft().set_result(item.freed_blocks)
+                self._on_flushed(item)
                 continue
             live = self._live.get(item.handle)
             if live is None:
                 continue  # its client left while this was under way
-            match item:
-                case Token():
-                    generated += 1
-                    self._on_token(live, item, now)
-                case ScoredPrompt():
-                    live.sink.on_prompt_scores(_prompt_scores(item))
-                case Finished():
-                    self._close_matchers(live, item.handle, (item.sequence,))
-                    live.sink.on_finished(_finished(item))
-                case Admitted():
-                    live.sink.on_accepted(_accepted(item, live))
-                case RequestDone():
-                    self._on_done(live, item)
-                case Refused():
-                    code = grpc.StatusCode[item.code]
-                    error = ServiceError(
-                        code, item.reason, item.message, retry_seconds=item.retry_seconds
-                    )
-                    self._forget(item.handle, "refused")
-                    live.sink.on_error(error)
+            generated += isinstance(item, Token)
+            try:
+                self._deliver(item, live, now)
+            except Exception:
+                _LOG.exception("unexpected failure")
+                self._fail(item.handle, internal_error(), "failed")
         if generated:
             metrics.GENERATED_TOKENS.inc(generated)
             self._rate.append((now, generated))
-        self._notify()
+            self._forget_rates()
+        self.notify()
+
+    def _deliver(self, item: Output, live: _Live, now: float) -> None:
+        match item:
+            case Token():
+                self._on_token(live, item, now)
+            case ScoredPrompt():
+                live.sink.on_prompt_scores(_prompt_scores(item))
+            case Finished():
+                self._close_matchers(live, item.handle, (item.sequence,))
+                live.sink.on_finished(_finished(item))
+            case Admitted():
+                live.sink.on_accepted(_accepted(item, live))
+            case RequestDone():
+                self._on_done(live, item)
+            case Refused():
+                self._forget(item.handle, "stalled" if item.reason == "STALLED" else "refused")
+                code = grpc.StatusCode[item.code]
+                live.sink.on_error(
+                    ServiceError(code, item.reason, item.message, retry_seconds=item.retry_seconds)
+                )
+
+    def _on_flushed(self, flushed: CacheFlushed) -> None:
+        waiting = self._flushes.popleft()
+        if not waiting.done():  # its client may have left
+            waiting.set_result(flushed.freed_blocks)
+
+    def _forget_rates(self) -> None:
+        horizon = time.monotonic() - _RATE_SECONDS
+        while self._rate and self._rate[0][0] < horizon:
+            self._rate.popleft()
 
     def _on_token(self, live: _Live, token: Token, now: float) -> None:
         live.sink.on_token(token)
@@ -323,7 +371,7 @@ class Frontend:
         metrics.PROMPT_TOKENS.inc(done.prompt_tokens)
         metrics.CACHED_TOKENS.inc(done.cached_tokens)
         metrics.QUEUE_TIME.observe(done.queue_seconds)
-        self._forget(done.handle, "ok")
+        self._forget(done.handle, "cancelled" if live.is_cancelled else "ok")
         usage = Usage(
             prompt_tokens=done.prompt_tokens,
             completion_tokens=done.completion_tokens,
@@ -341,9 +389,7 @@ class Frontend:
         self._on_failure(why)
 
     def _expire(self, handle: int) -> None:
-        message = "The deadline passed."
-        error = ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message)
-        self._fail(handle, error, "expired")
+        self._fail(handle, _expired(), "expired")
 
     def _fail(self, handle: int, error: ServiceError, outcome: str) -> None:
         live = self._live.get(handle)
@@ -358,12 +404,32 @@ class Frontend:
             live.timer.cancel()
         self._close_matchers(live, handle, range(len(live.request.prompts) * live.request.n))
         metrics.REQUESTS.labels(outcome).inc()
-        self._notify()
+        self.notify()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake those that wait for a change of what runs."""
         self.version += 1
         self._changed.set()  # for those that wait by now
         self._changed.clear()
+
+
+def _draining() -> ServiceError:
+    message = "This engine takes no new requests."
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", message, retry_seconds=1)
+
+
+def _aborted() -> ServiceError:
+    return ServiceError(grpc.StatusCode.CANCELLED, "ABORTED", "Aborted by an operator.")
+
+
+def _expired() -> ServiceError:
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    return ServiceError(code, "DEADLINE_EXCEEDED", "The deadline passed.")
+
+
+def internal_error() -> ServiceError:
+    """A defect of ours, told without its details."""
+    return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log.")
 
 
 _FINISH: dict[FinishCause, FinishReason.ValueType] = {

@@ -14,7 +14,7 @@ from services.engine.memory import choose_num_blocks
 from services.engine.model.decoder import Decoder
 from services.engine.model.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_model, resolve_dtype
-from services.engine.model_runner import SCORED_ROWS
+from services.engine.model_runner import most_logits
 from services.engine.rank import Rank
 from services.engine.settings import EngineSettings
 from services.engine.team import Team
@@ -57,7 +57,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         weights=settings.weights,
         team=team,
     )
-    rows = max(settings.max_running, SCORED_ROWS)
+    rows = most_logits(settings.max_running)
     decoder.reserve(settings.max_step_tokens + settings.max_running, rows)
     fingerprint = weights_fingerprint(settings.model, settings.weights)
     team.agree(

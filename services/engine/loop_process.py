@@ -20,7 +20,7 @@ from services.engine.loaded_model import LoadedModel, load
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription
 from services.engine.model.errors import CheckpointError
 from services.engine.model.loader import load_generation_defaults
-from services.engine.model_runner import ModelRunner, StepRoom
+from services.engine.model_runner import ModelRunner, StepRoom, most_logits
 from services.engine.requests import LoopLimits
 from services.engine.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
@@ -78,6 +78,7 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
             block_size=cache.block_size,
             rows_at_once=decoder.rows_at_once,
             speculate=settings.speculate == "ngram",
+            most_logits=most_logits(settings.max_running),
         ),
         BlockPool(model.num_blocks),
     )

@@ -1,5 +1,6 @@
 """How many KV blocks the machine has room for."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +14,27 @@ _SHARES = {"cpu": 0.25, "cuda": 0.85}
 """Of the free memory, what the KV cache takes by itself; a machine has other uses for its memory"""
 _RESERVE = 512 * 2**20
 """Bytes kept for activations and everything else"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cgroup:
+    """Where a version of Linux's control groups tells of memory."""
+
+    folder: str
+    limit: str
+    used: str
+    file_pages: tuple[str, str]
+
+
+_CGROUPS = (
+    _Cgroup("sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
+    _Cgroup(
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
+)
 
 
 def choose_num_blocks(
@@ -48,14 +70,25 @@ def choose_num_blocks(
     return min(number, most_blocks)
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device: on the CPU, within this container."""
+def available_memory(device: torch.device, root: Path = Path("/")) -> int:
+    """Bytes that can still be allocated on a device: on the CPU, within this container.
+
+    root: where /proc and /sys are.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    free = fields["MemAvailable"]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    free = _counts(root / "proc/meminfo")["MemAvailable:"] * 1024
+    for group in _CGROUPS:
+        folder = root / group.folder
+        limit = folder / group.limit
+        if limit.exists() and (most := limit.read_text().strip()) != "max":
+            counts = _counts(folder / "memory.stat")
+            cached = sum(counts.get(key, 0) for key in group.file_pages)
+            # pages of files, such as the checkpoint's, count as used until somebody needs memory
+            free = min(free, int(most) - int((folder / group.used).read_text()) + cached)
     return free
+
+
+def _counts(file: Path) -> dict[str, int]:
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines}

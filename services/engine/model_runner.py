@@ -17,10 +17,15 @@ from services.engine.sequence import Sequence
 from services.engine.staging import Staging
 from services.engine.transfer import to_device
 
-__all__ = ["SCORED_ROWS", "Drawn", "ModelRunner", "StepRoom"]
+__all__ = ["SCORED_ROWS", "Drawn", "ModelRunner", "StepRoom", "most_logits"]
 
 SCORED_ROWS = 256
 """Prompt rows whose logits exist at once"""
+
+
+def most_logits(max_running: int) -> int:
+    """Rows whose logits a step needs memory for: those of streams, or of a prompt's pieces."""
+    return max(max_running, SCORED_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

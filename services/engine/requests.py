@@ -87,6 +87,8 @@ class Requests:
         for sequence in sequences:
             if sequence.request.started is None:
                 sequence.request.started = now
+            if sequence.credit == 0 and sequence.max_tokens and sequence.starved_since is None:
+                sequence.starved_since = now
 
     def append(self, sequence: Sequence, token: int, score: Score | None) -> None:
         """Append a token, report it, and end the sequence if it ends it."""
@@ -137,7 +139,7 @@ class Requests:
             return
         request = Request(command)
         resumed = {resume.sequence: resume for resume in command.resume}
-        position = len(self._scheduler.waiting)
+        ahead = {id(s.request) for s in self._scheduler.waiting if s.request.order <= request.order}
         cached = [0] * len(command.prompts)
         for index in range(len(command.prompts) * command.n):
             prompt = index // command.n
@@ -153,14 +155,15 @@ class Requests:
             cached[prompt] = max(cached[prompt], self._scheduler.add(sequence))
         request.unfinished = len(request.sequences)
         self._requests[command.handle] = request
-        self.report(Admitted(command.handle, max_tokens, cached, position))
+        self.report(Admitted(command.handle, max_tokens, cached, len(ahead)))
         for sequence in request.sequences:
             if sequence.position:
                 self._end_if_done(sequence, sequence.newest)
 
     def _refusal(self, command: AddRequest, max_tokens: Items[int]) -> Refused | None:
         waiting, count = len(self._scheduler.waiting), len(command.prompts) * command.n
-        if waiting and waiting + count > self._limits.max_waiting:
+        places = 0 if waiting else self._scheduler.free_places  # those that wait come first
+        if waiting + count - places > self._limits.max_waiting:
             message = f"{waiting} sequences wait already; try again."
             return Refused(command.handle, "RESOURCE_EXHAUSTED", "QUEUE_FULL", message, 1.0)
         for prompt, most in zip(command.prompts, max_tokens, strict=True):

@@ -44,6 +44,8 @@ class SchedulerLimits:
     """That products compute: a step that fills them wastes nothing"""
     speculate: bool = False
     """Whether tokens are guessed"""
+    most_logits: int = 256
+    """Rows of a step whose logits there is memory for"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,11 @@ class Scheduler:
         sequence.held_logits = None
         sequence.state = SequenceState.FINISHED
 
+    @property
+    def free_places(self) -> int:
+        """Sequences that could run beside those that do, if there are blocks for them."""
+        return self.limits.max_running - len(self.running)
+
     def fits(self, tokens: int) -> bool:
         """Whether a sequence of so many tokens can ever run."""
         return self._blocks_for(tokens) <= self.pool.num_blocks
@@ -124,7 +131,7 @@ class Scheduler:
         preempted = self.preemptions
         decodes, drafts = self._plan_decodes()
         decode_tokens = len(decodes) + sum(chunk.count for chunk in drafts)
-        prompts = [s for s in self.running if s.uncomputed > 1 and s.credit != 0]
+        prompts = [s for s in self.running if s.uncomputed > 1]
         budget = self._prefill_budget(len(decodes) + len(drafts), decode_tokens, prompts)
         prefills = list(self._plan_prefills(prompts, budget))
         if self.preemptions == preempted:
@@ -185,12 +192,11 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.uncomputed == 0 or sequence.state is not SequenceState.RUNNING:
                 continue
-            if sequence.credit is not None and not sequence.has_credit:
+            is_next = sequence.uncomputed == 1  # else it is a prompt, or has forced tokens
+            if is_next and not sequence.has_credit:
                 continue
-            if not self._make_room(sequence):
+            if not self._make_room(sequence) or not is_next:
                 continue
-            if sequence.uncomputed > 1:
-                continue  # a prompt, or forced tokens, for which there is room now
             start = sequence.num_computed
             self._compute(sequence, 1)
             if draft := self._draft(sequence, width):
@@ -285,12 +291,16 @@ class Scheduler:
             return _MOST_ALONE
         return max(self.limits.rows_at_once // 2 - streams, 0) // max(streams, 1)
 
+    def _forced_room(self) -> int:
+        """Forced tokens that each stream may have computed at once, beside its newest one."""
+        return min(_MOST_FORCED, self.limits.most_logits // len(self.running) - 1)
+
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         """Guesses for what follows the newest token, with blocks for them; none without."""
         if sequence.in_flight or not (most or sequence.forced) or not sequence.is_guessable:
             return []
         if sequence.forced:
-            draft = list(sequence.forced[: min(_MOST_FORCED, _room(sequence))])
+            draft = list(sequence.forced[: min(self._forced_room(), _room(sequence))])
         elif sequence.request.command.constrained:
             position, guesses = sequence.guesses
             draft = list(guesses[:most]) if position == sequence.position else []

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -22,7 +23,7 @@ from services.common.logging import request_id, traceparent
 from services.common.server import Application
 from services.common.settings import StartupError
 from services.engine.admission import MAX_SEQUENCES, default_sampling
-from services.engine.frontend import Caller, Frontend
+from services.engine.frontend import Caller, Frontend, internal_error
 from services.engine.messages import Token
 from services.engine.outbox import Outbox
 from services.engine.settings import EngineSettings
@@ -43,6 +44,8 @@ __all__ = ["EngineApplication"]
 _LOG = logging.getLogger("engine")
 _NICENESS = 5
 """Of this process, beside the loop's: what the loop reports would interrupt its next step"""
+_MESSAGE_BYTES = 16 << 20
+"""Of events that go in one message, but for one that alone has more; gRPC refuses 64 MiB"""
 _CAPABILITIES = (
     Capability.CAPABILITY_SAMPLING,
     Capability.CAPABILITY_PENALTIES,
@@ -145,8 +148,7 @@ class _Engine(engine_pb2_grpc.EngineServiceServicer):
                 events = await session.outbox.take(self._heartbeat_seconds)
                 if not events and not session.ended:
                     session.add(heartbeat=engine_pb2.Heartbeat())
-                response = session.take_response()
-                if response.events:
+                for response in session.take_responses():
                     session.outbox.sending()
                     yield response
                     session.outbox.sent()
@@ -227,10 +229,21 @@ class _Session:
         """A new event, made in the response that it will leave with."""
         return self._response.events.add(**event)
 
-    def take_response(self) -> SessionResponse:
-        """What to send, after all events were taken from the outbox."""
+    def take_responses(self) -> Iterator[SessionResponse]:
+        """What to send, after all events were taken from the outbox: a message, or several."""
         response, self._response = self._response, SessionResponse()
-        return response
+        if response.ByteSize() <= _MESSAGE_BYTES:
+            if response.events:
+                yield response
+            return
+        part, size = SessionResponse(), 0
+        for event in response.events:
+            size += event.ByteSize()
+            if size > _MESSAGE_BYTES and part.events:
+                yield part
+                part, size = SessionResponse(), event.ByteSize()
+            part.events.append(event)
+        yield part
 
     def close(self) -> None:
         """Abort everything that the Session started, and drop what it was to be told."""
@@ -239,7 +252,7 @@ class _Session:
         for handle in self._handles.values():
             self._frontend.drop(handle)
         self._handles.clear()
-        self.take_response()
+        self._response = SessionResponse()
 
     def ended_request(self, client_handle: int) -> None:
         """A request had its terminal event."""
@@ -300,6 +313,7 @@ class _Session:
             _SessionSink(self, handle).on_error(
                 ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "Cancelled by the client.")
             )
+        self._frontend.notify()  # `read` may wait for the last one
 
     async def _submit(
         self, handle: int, request: GenerateRequest, caller: Caller, credit: int | None
@@ -309,6 +323,8 @@ class _Session:
         sink = _SessionSink(self, handle)
         began = time.monotonic()
         try:
+            if caller.timeout_seconds is not None and math.isnan(caller.timeout_seconds):
+                raise invalid("timeout_seconds", "The timeout must be a number.")
             self._handles[handle] = await self._frontend.submit(request, caller, credit, sink)
             _LOG.info(
                 "started",
@@ -317,6 +333,9 @@ class _Session:
         except ServiceError as error:
             _LOG.info("refused", extra={"reason": error.reason, "error": error.message})
             sink.on_error(error)
+        except Exception:
+            _LOG.exception("unexpected failure")
+            sink.on_error(internal_error())
         _LOG.debug("submitted in %.4f s", time.monotonic() - began)
 
 

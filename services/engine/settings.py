@@ -1,5 +1,6 @@
 """What the engine can be told."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,10 @@ class EngineSettings(StreamSettings):
         for name in ("max_running", "max_waiting", "max_step_tokens"):
             if getattr(self, name) < 1:
                 raise StartupError(f"--{name.replace('_', '-')} must be at least 1.")
-        if self.mixed_step_factor <= 1:
-            raise StartupError("--mixed-step-factor must be above 1.")
+        if self.threads < 0:
+            raise StartupError("--threads must be at least 0.")
+        if not 1 < self.mixed_step_factor < math.inf:
+            raise StartupError("--mixed-step-factor must be a number above 1.")
         if not 0 <= self.max_logprobs <= 128:
             raise StartupError("--max-logprobs must be between 0 and 128.")
         if self.kv_memory != "auto":

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -543,6 +545,102 @@ async def test_a_deadline_ends_a_request(channel: grpc.aio.Channel) -> None:
     session.call.cancel()
 
 
+async def test_a_timeout_that_is_no_number_is_refused(channel: grpc.aio.Channel) -> None:
+    session = SessionClient(channel)
+    command = start(1, make_request([1, 2]))
+    command.start.timeout_seconds = math.nan
+    await session.send(command, start(2, make_request([1])))
+    error = ServiceError.from_status((await session.until("error", 1)).error)
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "timeout_seconds")
+    await session.until("completed", 2)
+    session.call.cancel()
+
+
+async def test_a_session_ends_with_the_last_refusal(channel: grpc.aio.Channel) -> None:
+    """Not with the next request of somebody else."""
+    session = SessionClient(channel)
+    await session.send(start(1, make_request([VOCABULARY])))
+    await session.call.done_writing()
+    await session.until("error", 1)
+    while (response := await session.call.read()) is not grpc.aio.EOF:
+        assert isinstance(response, engine_pb2.SessionResponse)
+        assert not [event for event in response.events if event.HasField("heartbeat")]
+
+
+async def test_who_flushes_and_leaves_takes_nobody_along(channel: grpc.aio.Channel) -> None:
+    control = EngineControlServiceStub(channel)
+    running = EngineServiceStub(channel).Generate(make_request([1, 2], n=64, max_tokens=90))
+    await running.read()
+    for milliseconds in range(1, 20):
+        with suppress(grpc.aio.AioRpcError):
+            await control.FlushCache(engine_pb2.FlushCacheRequest(), timeout=milliseconds / 1e3)
+    running.cancel()
+    assert len(ids_of(await generate(channel, make_request([1, 2])))) == 8
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request, handle 2, whose grammar is compiled by a service that hangs."""
+
+    engine: RunningService
+    session: SessionClient
+
+
+@asynccontextmanager
+async def waiting_for_grammar(
+    model: Path, logs: Path, timeout_seconds: float | None = None
+) -> AsyncIterator[Waiting]:
+    few = ("--model", str(model), "--dtype", "float32", "--kv-memory", "64MiB", "--grammar")
+    async with (
+        running_service("grammar", "--model", str(model), log=logs / "grammar") as grammar,
+        running_service("engine", *few, grammar.target, log=logs / "engine") as engine,
+        connect(engine.target) as channel,
+    ):
+        session = SessionClient(channel)
+        request = make_request([1, 2], ignore_eos=False, grammar=GrammarSpec(regex="a"))
+        await session.send(start(1, request))
+        await session.until("completed", 1)
+        grammar.process.send_signal(signal.SIGSTOP)
+        try:
+            request.grammar.regex = "b"
+            command = start(2, request)
+            command.start.request_id = "compiles"
+            if timeout_seconds is not None:
+                command.start.timeout_seconds = timeout_seconds
+            await session.send(command, start(3, make_request([1])))
+            await session.until("completed", 3)
+            yield Waiting(engine, session)
+        finally:
+            grammar.process.send_signal(signal.SIGCONT)
+            session.call.cancel()
+
+
+async def test_a_deadline_holds_while_a_grammar_is_compiled(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    async with waiting_for_grammar(embedded_model, tmp_path, 0.5) as waiting:
+        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
+        assert error.reason == "DEADLINE_EXCEEDED"
+
+
+async def test_an_operator_sees_a_request_whose_grammar_is_compiled(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """Else it is lost when an engine is drained, and can't be ended."""
+    async with (
+        waiting_for_grammar(embedded_model, tmp_path) as waiting,
+        connect(waiting.engine.target) as channel,
+    ):
+        control = EngineControlServiceStub(channel)
+        drain = engine_pb2.DrainRequest(timeout_seconds=0.1)
+        assert (await control.Drain(drain)).remaining_requests == 1
+        abort = engine_pb2.AbortRequest(request_ids=["compiles"])
+        assert (await control.Abort(abort)).aborted == 1
+        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
+        assert error.reason == "ABORTED"
+        assert (await control.Drain(drain)).remaining_requests == 0
+
+
 async def test_flushing_forgets_prefixes(channel: grpc.aio.Channel) -> None:
     prompt = [9, 8, 7, 6] * 20
     control = EngineControlServiceStub(channel)
@@ -613,6 +711,8 @@ def loop_process(service: int) -> int:
         (("--model", "{model}", "--kv-memory", "lots"), "no amount of memory"),
         (("--model", "{model}", "--kv-memory", "900GiB"), "bytes of memory are missing"),
         (("--model", "{model}", "--kv-memory", "1"), "holds no block"),
+        (("--model", "{model}", "--mixed-step-factor", "nan"), "above 1"),
+        (("--model", "{model}", "--threads", "-1"), "at least 0"),
         (("--model", "{model}", "--device", "cuda"), "CUDA"),
         (("--model", "{empty}"), "config.json"),
     ],

@@ -201,22 +201,23 @@ async def test_a_silent_session_hears_heartbeats(
         session.cancel()
 
 
+@pytest.mark.parametrize("credit", [0, 5])
 async def test_without_credit_a_request_is_cut_and_the_rest_of_its_session_goes_on(
-    level: type[Level], target: str, engine: RunningService
+    level: type[Level], target: str, engine: RunningService, credit: int
 ) -> None:
     """It holds blocks that others need."""
     alone = await neighbour(engine)
     async with connect(target) as channel, asyncio.timeout(HANG_SECONDS):
         session = level(channel).session()
         listener = Listener(level(channel), session)
-        await session.write(level(channel).start(1, credit=5))
+        await session.write(level(channel).start(1, credit=credit))
         for handle in itertools.count(2):
             await session.write(level(channel).start(handle, tokens=FEW))
             await listener.completed(handle)
             assert listener.ids[handle] == alone
             if 1 in listener.errors:
                 break
-        assert listener.ids[1] == alone[:5]
+        assert listener.ids[1] == alone[:credit]
         assert listener.errors.keys() == {1}
         assert listener.errors[1].code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert listener.errors[1].reason == "STALLED"

@@ -1,6 +1,7 @@
 """From a checkpoint directory to a decoder that can run."""
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 
+_LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
 
 
@@ -62,6 +64,11 @@ def load_spec(path: str | Path) -> ModelSpec:
     spec = ModelSpec.from_config(config.values, config.file)
     if eos_token_ids := _generation_config(directory).ids("eos_token_id"):
         spec = dataclasses.replace(spec, eos_token_ids=eos_token_ids)
+    known = tuple(eos for eos in spec.eos_token_ids if 0 <= eos < spec.vocab_size)
+    if known != spec.eos_token_ids:
+        beyond = sorted(set(spec.eos_token_ids) - set(known))
+        _LOG.warning("end-of-sequence ids %s are not in the vocabulary of the model", beyond)
+        spec = dataclasses.replace(spec, eos_token_ids=known)
     return spec
 
 

@@ -361,6 +361,13 @@ def test_generation_config_names_the_ends_and_the_sampling(checkpoint: Path) -> 
     assert load_generation_defaults(checkpoint) == GenerationDefaults()
 
 
+def test_ends_that_are_no_tokens_of_the_model_are_left_out(checkpoint: Path) -> None:
+    """Of a tokenizer that grew without its model: what they ban would be tokens of a neighbour."""
+    size = load_spec(checkpoint).vocab_size
+    set_config(checkpoint, eos_token_id=[2, size, -1])
+    assert load_spec(checkpoint).eos_token_ids == (2,)
+
+
 def test_weights_convert_to_the_dtype_asked_for(checkpoint: Path) -> None:
     """weight_bytes is what the roofline is drawn from."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.engine.block_pool import BlockPool
 from services.engine.messages import (
     Admitted,
     CancelRequest,
@@ -30,8 +31,11 @@ from services.engine.messages import (
 )
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from services.engine.scheduler import Scheduler, SchedulerLimits
+from services.engine.sequence import Request, Sequence
 from tests.unit.engine import checkpoints
 from tests.unit.engine.tiny import (
+    BLOCK,
     CONTEXT,
     EOS,
     VOCABULARY,
@@ -407,6 +411,44 @@ def test_without_credit_a_sequence_waits(decoder: Decoder) -> None:
     assert not loop.progressed
     rest = tokens_of(run(loop, [GrantCredit(1, 100)]))
     assert tokens[1, 0] + rest[1, 0] == [t.id for t in greedy_alone(decoder, [1, 2, 3], 10)]
+
+
+def test_a_prompt_is_computed_without_credit_and_serves_others(decoder: Decoder) -> None:
+    """Whoever shares the prompt would wait for it as long as its client grants none."""
+    prompt = [1 + i % 3 for i in range(4 * BLOCK)]
+    loop = make_loop(decoder, step_tokens=BLOCK)
+    loop.apply([make_request(1, [prompt], max_tokens=10, credit=0)])
+    assert tokens_of([o for _ in range(8) for o in loop.step(list).outputs]) == {}
+    loop.apply([make_request(2, [prompt], max_tokens=10)])
+    outputs = [o for _ in range(20) for o in loop.step(list).outputs]
+    [done] = [output for output in outputs if isinstance(output, RequestDone)]
+    assert done.cached_tokens == 3 * BLOCK
+    assert tokens_of(run(loop, [GrantCredit(1, 100)]))[1, 0] == tokens_of(outputs)[2, 0]
+
+
+def test_scoring_a_prompt_takes_no_credit(decoder: Decoder) -> None:
+    prompt = [1 + i % 3 for i in range(40)]
+    request = make_request(1, [prompt], max_tokens=0, prompt_logprobs=2, credit=0)
+    outputs = run(make_loop(decoder, step_tokens=16), [request])
+    assert [token for o in outputs if isinstance(o, ScoredPrompt) for token in o.ids] == prompt[1:]
+    assert isinstance(outputs[-1], RequestDone)
+
+
+def test_forced_tokens_take_no_more_rows_than_there_is_memory_for() -> None:
+    """They are scored in the step that computes them, each in a row of its own."""
+    limits = SchedulerLimits(8, 256, 2.0, BLOCK, 32, most_logits=16)
+    scheduler = Scheduler(limits, BlockPool(256))
+    command = make_request(1, [[5]], n=8, max_tokens=40, logprobs=0, constrained=True)
+    request = Request(command)
+    for index in range(8):
+        scheduler.add(Sequence(request, index, [5], None, 40, BLOCK))
+    for sequence in scheduler.waiting:
+        sequence.mask = Mask(1, sequence.index, 0, [7] * 12, None, False)
+    scheduler.plan()
+    for sequence in scheduler.running:
+        sequence.append(7)
+    plan = scheduler.plan()
+    assert plan.decode_tokens == 16
 
 
 def test_a_request_that_can_never_fit_is_refused(decoder: Decoder) -> None:
