@@ -32,6 +32,7 @@ class GrammarSettings(ServerSettings):
     compile_concurrency: int = setting(2, "Grammars compiled at once; as many slow ones besides.")
     max_grammar_bytes: int = setting(256 * 1024, "Largest grammar, in bytes.")
     cache_entries: int = setting(1024, "Compiled grammars held; the least recently used goes.")
+    cache_bytes: int = setting(512 * 1024**2, "Memory that they may take together, in bytes.")
 
 
 class GrammarApplication(Application):
@@ -46,7 +47,7 @@ class GrammarApplication(Application):
         self._servicer = GrammarServicer(
             load(model),
             self._compiler,
-            GrammarCache(settings.cache_entries),
+            GrammarCache(settings.cache_entries, settings.cache_bytes),
             settings.max_grammar_bytes,
         )
 
@@ -66,6 +67,7 @@ class GrammarApplication(Application):
 
 
 def _require_positive(settings: GrammarSettings) -> None:
-    for name in ("compile_timeout", "compile_concurrency", "max_grammar_bytes", "cache_entries"):
+    compiling = ("compile_timeout", "compile_concurrency", "max_grammar_bytes")
+    for name in (*compiling, "cache_entries", "cache_bytes"):
         if getattr(settings, name) <= 0:
             raise StartupError(f"--{name.replace('_', '-')} must be greater than 0.")

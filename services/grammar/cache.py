@@ -18,17 +18,21 @@ class CompiledGrammar:
 
     grammar_id: str
     prototype: LLMatcher  # copied for each sequence, never fed
-    size: int  # bytes, about
+    size: int  # bytes of memory, about
 
 
 class GrammarCache:
-    """Holds grammars for 10 minutes after their last use, and at most `entries` of them.
+    """Holds grammars for 10 minutes after their last use: at most `entries` of them, and `size`
+    bytes, or one that is larger.
 
-    Over that number the least recently used goes first, so that a flood of grammars can't fill it.
+    Over that the least recently used goes first, so that a flood of grammars can't fill it. What
+    goes harms no matcher: each has a copy, and whoever finds a grammar gone compiles it again.
     """
 
-    def __init__(self, entries: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, entries: int, size: int, now: Callable[[], float] = time.monotonic) -> None:
         self._entries = entries
+        self._most_bytes = size
+        self._bytes = 0
         self._now = now
         self._held: OrderedDict[str, tuple[CompiledGrammar, float]] = OrderedDict()
 
@@ -46,11 +50,18 @@ class GrammarCache:
 
     def put(self, grammar: CompiledGrammar) -> None:
         """Hold a grammar."""
+        self._drop(grammar.grammar_id)
         self._held[grammar.grammar_id] = (grammar, self._now())
-        self._held.move_to_end(grammar.grammar_id)
-        while len(self._held) > self._entries:
-            self._held.popitem(last=False)
+        self._bytes += grammar.size
+        while len(self._held) > self._entries or (
+            self._bytes > self._most_bytes and len(self._held) > 1
+        ):
+            self._drop(next(iter(self._held)))
         self._drop_expired()
+
+    def _drop(self, grammar_id: str) -> None:
+        if grammar_id in self._held:
+            self._bytes -= self._held.pop(grammar_id)[0].size
 
     def _drop_expired(self) -> None:
         oldest = self._now() - _KEEP
@@ -58,4 +69,4 @@ class GrammarCache:
             grammar, used = next(iter(self._held.values()))
             if used >= oldest:
                 return
-            del self._held[grammar.grammar_id]
+            self._drop(grammar.grammar_id)

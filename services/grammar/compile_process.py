@@ -9,6 +9,7 @@ Jobs come on stdin: a header (job, seconds, bytes that follow) and a GrammarSpec
 stdout, a JSON line each, short enough that lines of several forks never mix.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -29,7 +30,7 @@ from services.grammar import specification
 from services.grammar.error import GrammarError
 from services.grammar.prototype import compile_prototype, reason_of, shortened
 from services.grammar.vocabulary import load
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.types.v1.types_pb2 import GrammarSpec, JsonObject
 
 __all__ = ["HEADER", "READY", "Verdict"]
 
@@ -56,6 +57,9 @@ class Verdict:
 def serve(directory: Path) -> None:
     """Try jobs until stdin ends."""
     tokenizer = load(directory).tokenizer
+    with contextlib.suppress(GrammarError):  # a vocabulary that can't spell an object
+        # what the library sets up once is in place then, and no fork counts it as its grammar's
+        compile_prototype(tokenizer, specification.translate(GrammarSpec(json_object=JsonObject())))
     os.nice(5)  # the engine beside it comes first
     jobs: dict[int, int] = {}  # process id -> job
     ended = _child_signals()
@@ -123,13 +127,14 @@ def _try(job: int, content: bytes, tokenizer: LLTokenizer, timeout: float) -> No
         os._exit(1)
 
 
-def _judge(job: int, content: bytes, tokenizer: LLTokenizer, resident: int) -> Verdict:
+def _judge(job: int, content: bytes, tokenizer: LLTokenizer, before: int) -> Verdict:
+    """`before`: bytes of memory that the process took then."""
     try:
         spec = GrammarSpec.FromString(content)
         specification.check(spec)
         matcher = _compile(tokenizer, spec)
         _walk(matcher.deep_copy())
-        return Verdict(job, size=max(_memory()[1] - resident, len(content)))
+        return Verdict(job, size=max(_memory()[1] - before, len(content)))
     except GrammarError as error:
         return Verdict(job, shortened(str(error)))
 
@@ -157,9 +162,9 @@ def _walk(matcher: LLMatcher) -> None:
 
 
 def _memory() -> tuple[int, int]:
-    """Virtual and resident bytes of this process."""
-    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    return int(fields[0]) * _PAGE, int(fields[1]) * _PAGE
+    """Virtual bytes of this process, and those in memory that no file backs."""
+    virtual, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(virtual) * _PAGE, (int(resident) - int(shared)) * _PAGE
 
 
 def _report(verdict: Verdict) -> None:

@@ -1,12 +1,14 @@
 """What the grammar compiler can't express in a JSON Schema, found with its path.
 
 llguidance names an unsupported keyword but not its place, and drops those that the schema's draft
-does not know. This walk visits every subschema in keyword position and refuses both.
+does not know. This walk visits every subschema in keyword position, and what "$ref" names, and
+refuses both.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn, TypeAlias
+from urllib.parse import unquote
 
 from services.grammar.error import GrammarError
 
@@ -22,6 +24,13 @@ _UNSUPPORTED = frozenset({
     "extends", "if", "maxContains", "minContains", "not", "propertyNames", "then",
     "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
 })  # fmt: skip
+_NEWEST = "https://json-schema.org/draft/2020-12/schema"
+_LATER: Mapping[str, frozenset[str]] = {
+    "http://json-schema.org/draft-04/schema": frozenset({"const", "prefixItems"}),
+    "http://json-schema.org/draft-06/schema": frozenset({"prefixItems"}),
+    "http://json-schema.org/draft-07/schema": frozenset({"prefixItems"}),
+    "https://json-schema.org/draft/2019-09/schema": frozenset({"prefixItems"}),
+}  # the keywords of later drafts, by draft; of those that are supported
 _OPTIONS = "x-guidance"  # llguidance reads its options here; they can silence unsupported keywords
 _ONE = frozenset({"additionalItems", "additionalProperties", "items"})
 _MANY = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
@@ -49,13 +58,19 @@ def check(schema: Json, path: str = "$") -> None:
     """Raise GrammarError for the first thing in a schema that can't be enforced."""
     if schema is False:
         raise GrammarError(f"The schema at {path} is false, which nothing can satisfy.")
-    for subschema, where in _subschemas(schema, path, 1):
-        if isinstance(subschema, bool):
-            continue
-        if not isinstance(subschema, Mapping):
-            raise GrammarError(f"The schema at {where} must be an object or a boolean.")
-        _check_keywords(subschema, where)
-        _check_reference(subschema, where, schema)
+    seen: dict[int, tuple[Mapping[str, Json], str]] = {}
+    pending = [(schema, path)]
+    while pending:
+        start, at = pending.pop()
+        for subschema, where in () if id(start) in seen else _subschemas(start, at, 1):
+            if isinstance(subschema, bool) or id(subschema) in seen:
+                continue
+            if not isinstance(subschema, Mapping):
+                raise GrammarError(f"The schema at {where} must be an object or a boolean.")
+            seen[id(subschema)] = subschema, where
+            _check_keywords(subschema, where)
+            pending += _referred(subschema, where, schema, path)
+    _check_drafts(list(seen.values()))
 
 
 def locate(schema: Json, reason: str) -> str:
@@ -110,21 +125,35 @@ def _check_keywords(schema: Mapping[str, Json], path: str) -> None:
             raise GrammarError(f"{json.dumps(kind)} at {path}.type is not a JSON type.")
 
 
-def _check_reference(schema: Mapping[str, Json], path: str, root: Json) -> None:
+def _check_drafts(schemas: Sequence[tuple[Mapping[str, Json], str]]) -> None:
+    """A draft that is named anywhere holds for all: references carry it beyond its own place."""
+    drafts = {str(schema.get("$schema")).rstrip("#") for schema, _ in schemas}
+    later = frozenset[str]().union(*(_LATER.get(draft, ()) for draft in drafts))
+    for schema, path in schemas:
+        for keyword in sorted(schema.keys() & later):
+            raise GrammarError(
+                f'The draft that "$schema" names does not have the keyword "{keyword}" at {path}; '
+                f'leave "$schema" out, or name {_NEWEST}.'
+            )
+
+
+def _referred(
+    schema: Mapping[str, Json], path: str, root: Json, root_path: str
+) -> list[tuple[Json, str]]:
+    """What "$ref" points to, with its path; raises GrammarError where there is nothing."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
-        return  # a whole-document reference or one by name: the compiler resolves or refuses it
-    found: Json = root
+        return []  # the whole document or a name: the compiler resolves or refuses it
+    found, where = root, root_path
     for part in reference[2:].split("/"):
-        key = part.replace("~1", "/").replace("~0", "~")
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and key in found:
-            found = found[key]
+            found, where = found[key], f"{where}.{key}"
         elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        elif "%" in part:
-            return  # percent-encoded: left to the compiler
+            found, where = found[int(key)], f"{where}[{key}]"
         else:
             raise GrammarError(f'"{reference}" at {path}.$ref does not exist.')
+    return [(found, where)]
 
 
 def _too_deep() -> str:

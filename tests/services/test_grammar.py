@@ -345,6 +345,12 @@ BAD = {
         "$.items.oneOf",
     ),
     "pattern": (GrammarSpec(json_schema='{"items":{"pattern":"(a"}}'), "$.items.pattern"),
+    "draft": (
+        GrammarSpec(
+            json_schema='{"$schema":"http://json-schema.org/draft-04/schema#","items":{"const":1}}'
+        ),
+        "$.items",
+    ),
     "options": (GrammarSpec(json_schema='{"x-guidance":{"lenient":true}}'), "x-guidance"),
     "unsatisfiable": (GrammarSpec(json_schema='{"minimum":5,"maximum":3,"type":"integer"}'), "5"),
     "long": (GrammarSpec(json_schema=json.dumps({"properties": {"é" * 5000: {"not": 1}}})), "not"),
@@ -469,6 +475,55 @@ async def test_the_same_grammar_compiles_once(channel: grpc.aio.Channel) -> None
     request = grammar_pb2.CompileRequest(grammar=GrammarSpec(regex="same(again)?"))
     responses = await asyncio.gather(*(stub.Compile(request) for _ in range(5)))
     assert len({response.SerializeToString() for response in responses}) == 1
+
+
+def _enumeration(first: int, count: int) -> GrammarSpec:
+    words = [hashlib.sha256(str(first + i).encode()).hexdigest() for i in range(count)]
+    return GrammarSpec(json_schema=json.dumps({"enum": words}))
+
+
+async def test_sizes_tell_large_grammars_from_small_ones(channel: grpc.aio.Channel) -> None:
+    """The memory that grammars may take together is counted by them."""
+    stub = GrammarServiceStub(channel)
+    sizes = []
+    for spec in (GrammarSpec(regex="[ab]{7}"), _enumeration(0, 3000)):
+        request = grammar_pb2.CompileRequest(grammar=spec)
+        sizes.append((await stub.Compile(request)).size_bytes)
+    small, large = sizes
+    assert small < 1_000_000
+    assert 10 * len(_enumeration(0, 3000).json_schema) < large
+
+
+async def test_large_grammars_go_when_memory_is_used_up(
+    checkpoint: Path, tokenizer: Tokenizer
+) -> None:
+    """Who uses one that goes sees nothing of it; who comes later is told to compile it again."""
+    application = GrammarApplication(GrammarSettings(model=checkpoint, cache_bytes=4_000_000))
+    server = grpc.aio.server(interceptors=[RpcInterceptor()])
+    application.register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with connect(f"127.0.0.1:{port}") as channel:
+        client, decoder = GrammarClient(channel), Decoder.over(channel, tokenizer)
+        first = await client.compile(GrammarSpec(regex="[ab]{3}"))
+        decoder.stream.open(1, first, [])
+        [state] = await decoder.states.get()
+        large = await client.compile(_enumeration(0, 3000))
+        await client.compile(_enumeration(3000, 3000))
+        for number, gone in ((2, first), (3, large)):
+            decoder.stream.open(number, gone, [])
+            [missing] = await decoder.states.get()
+            assert missing.error is not None
+            assert missing.error.reason == "GRAMMAR_NOT_FOUND"
+        for _ in range(3):
+            decoder.stream.accept(1, decoder.allowed(state)[:1])
+            [state] = await decoder.states.get()
+        assert state.terminated
+        decoder.stream.open(4, await client.compile(_enumeration(0, 3000)), [])
+        assert decoder.allowed((await decoder.states.get())[0])
+        await decoder.stream.aclose()
+    await application.stop()
+    await server.stop(None)
 
 
 async def test_the_fingerprint_is_the_hash_of_the_tokenizers_file(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from services.grammar import json_schema
 from services.grammar.error import GrammarError
 from services.grammar.json_schema import check, locate, parse
 
@@ -55,6 +56,61 @@ def test_other_faults_come_with_their_path(schema: object, message: str) -> None
 
 def test_references_resolve_through_escapes_and_arrays() -> None:
     check({"$defs": {"a/b": {"anyOf": [{}, {}]}}, "$ref": "#/$defs/a~1b/anyOf/1"})
+
+
+DRAFT_04 = "http://json-schema.org/draft-04/schema#"
+OLDER = [DRAFT_04, "http://json-schema.org/draft-06/schema", "http://json-schema.org/draft-07/schema#",
+         "https://json-schema.org/draft/2019-09/schema"]  # fmt: skip
+TUPLE = {"type": "array", "prefixItems": [{"type": "integer"}]}
+
+
+@pytest.mark.parametrize("draft", OLDER)
+def test_a_keyword_that_the_draft_does_not_have_is_refused(draft: str) -> None:
+    """The compiler would leave it out without a word."""
+    schema = {"$schema": draft, "properties": {"a": TUPLE}}
+    with pytest.raises(GrammarError, match=r'"prefixItems" at \$\.properties\.a; leave "\$schema"'):
+        check(schema)
+    constant = {"$schema": draft, "anyOf": [{"const": 1}]}
+    if draft == DRAFT_04:
+        with pytest.raises(GrammarError, match=r'"const" at \$\.anyOf\[0\]'):
+            check(constant)
+    else:
+        check(constant)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"$schema": DRAFT_04, "const": 1}}},
+        {"properties": {"a": {"$schema": DRAFT_04, "$ref": "#/$defs/b"}}, "$defs": {"b": TUPLE}},
+        {"$schema": DRAFT_04, "$ref": "#/components/a%2Fb", "components": {"a/b": TUPLE}},
+        {"$schema": DRAFT_04, "$ref": "#/x/0", "x": [{"$ref": "#/y"}], "y": {"const": 1}},
+    ],
+)
+def test_neither_nesting_nor_references_hide_it(schema: json_schema.Json) -> None:
+    with pytest.raises(GrammarError, match="leave"):
+        check(schema)
+
+
+def test_drafts_keep_what_they_have() -> None:
+    """A tuple of draft-07 is `items`, which means the same there as everywhere here."""
+    pair = {"type": "array", "items": [{"type": "integer"}], "additionalItems": False}
+    names = {"properties": {"const": {"enum": [{"prefixItems": 1}]}}, "examples": [{"const": 1}]}
+    for draft in OLDER:
+        check({"$schema": draft, "definitions": {"a": pair}, "$ref": "#/definitions/a"} | names)
+    check({"$schema": "https://json-schema.org/draft/2020-12/schema#"} | TUPLE)
+    check({"properties": {"$schema": {"const": DRAFT_04}, "a": TUPLE}})
+
+
+def test_what_is_referred_to_is_checked_wherever_it_is() -> None:
+    schema = {"$ref": "#/components/a/1", "components": {"a": [{}, {"items": {"not": {}}}]}}
+    with pytest.raises(GrammarError, match=r'"not" at \$\.components\.a\[1\]\.items'):
+        check(schema)
+
+
+def test_references_in_circles_come_to_an_end() -> None:
+    check({"items": {"$ref": "#/x/y"}, "x": {"y": {"items": {"$ref": "#/x/y"}, "$ref": "#/x/z"},
+                                             "z": {"items": {"$ref": "#/items"}}}})  # fmt: skip
 
 
 def test_syntax_errors_come_with_line_and_column() -> None:
