@@ -40,6 +40,9 @@ async def _run(command: Command, options: argparse.Namespace) -> int:
         else:
             _complain(error.message)
         return 1
+    except UnicodeError as error:  # of an argument, standard input or what the terminal can show
+        _complain(f"The text can't be read or written: {error}.")
+        return 1
     except BrokenPipeError:  # `tokenwire complete … | head`
         sys.stderr.close()
         return 1
@@ -197,7 +200,11 @@ async def _health(options: argparse.Namespace) -> int:
     from tokenwire.health import is_ready, is_serving
 
     probe: Any = is_ready if options.target.startswith("http://") else is_serving
-    healthy = await probe(options.target)
+    try:
+        healthy = await probe(options.target)
+    except ValueError as error:
+        _complain(f"{options.target} can't be asked: {error}.")
+        return 1
     print("serving" if healthy else "not serving")
     return 0 if healthy else 1
 

@@ -18,7 +18,7 @@ the request down to its KV blocks.
 
 import json
 from collections import defaultdict
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
 
@@ -31,7 +31,7 @@ from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.conversation import ChatAnswer, ChatChoice, ChatDelta, Message
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
-from tokenwire.errors import ServiceError
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.results import (
     Choice,
     Completion,
@@ -73,6 +73,7 @@ __all__ = [
 
 Prompt = str | Sequence[int]
 TextDelta = TypeVar("TextDelta", Delta, ChatDelta)
+Made = TypeVar("Made")
 Answer = TypeVar("Answer")
 
 
@@ -203,8 +204,11 @@ class Client:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
         """Token ids of a text."""
-        request = tokenizer_pb2.EncodeRequest(
-            texts=[text], add_special_tokens=add_special_tokens, with_texts=True
+        request = _made(
+            tokenizer_pb2.EncodeRequest,
+            texts=[text],
+            add_special_tokens=add_special_tokens,
+            with_texts=True,
         )
         answer = await _answer(self._tokenizer.Encode(request))
         return Encoding.read(answer.encodings[0])
@@ -212,7 +216,8 @@ class Client:
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         request = tokenizer_pb2.DecodeRequest(
-            sequences=[types_pb2.TokenIds(ids=ids)], skip_special_tokens=skip_special_tokens
+            sequences=[_made(types_pb2.TokenIds, "sequences.", ids=ids)],
+            skip_special_tokens=skip_special_tokens,
         )
         return (await _answer(self._tokenizer.Decode(request))).decodings[0].text
 
@@ -418,8 +423,10 @@ def _complete_request(
     delivery: completion_pb2.Delivery.ValueType,
 ) -> completion_pb2.StartComplete:
     prompts = [prompt] if _is_one(prompt) else prompt
-    context = completion_pb2.RequestContext(**_pop_fields(options, completion_pb2.RequestContext))
-    request = completion_pb2.CompleteRequest(
+    fields = _pop_fields(options, completion_pb2.RequestContext)
+    context = _made(completion_pb2.RequestContext, "context.", **fields)
+    request = _made(
+        completion_pb2.CompleteRequest,
         prompts=[_prompt(one) for one in cast(Sequence[Prompt], prompts)],
         delivery=delivery,
         **_nested(options),
@@ -434,10 +441,12 @@ def _chat_request(
     delivery: completion_pb2.Delivery.ValueType,
 ) -> completion_pb2.StartChat:
     conversation = [Message("user", messages)] if isinstance(messages, str) else messages
-    context = completion_pb2.RequestContext(**_pop_fields(options, completion_pb2.RequestContext))
+    fields = _pop_fields(options, completion_pb2.RequestContext)
+    context = _made(completion_pb2.RequestContext, "context.", **fields)
     arguments = options.pop("template_arguments", None)
-    request = completion_pb2.ChatRequest(
-        messages=[message.write() for message in conversation],
+    request = _made(
+        completion_pb2.ChatRequest,
+        messages=[_written(message, f"messages[{i}]") for i, message in enumerate(conversation)],
         template_arguments_json="" if arguments is None else json.dumps(arguments),
         delivery=delivery,
         **_nested(options),
@@ -451,10 +460,13 @@ def _generate_start(
 ) -> engine_pb2.SessionStart:
     prompts = cast(Sequence[Sequence[int]], [prompt_ids] if _is_one(prompt_ids) else prompt_ids)
     context = _pop_fields(options, engine_pb2.SessionStart)
-    request = engine_pb2.GenerateRequest(
-        prompts=[types_pb2.TokenIds(ids=ids) for ids in prompts], **_nested(options), **options
+    request = _made(
+        engine_pb2.GenerateRequest,
+        prompts=[_made(types_pb2.TokenIds, "prompts.", ids=ids) for ids in prompts],
+        **_nested(options),
+        **options,
     )
-    return engine_pb2.SessionStart(request=request, **context)
+    return _made(engine_pb2.SessionStart, request=request, **context)
 
 
 def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
@@ -463,15 +475,17 @@ def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
 
 def _prompt(prompt: Prompt) -> completion_pb2.Prompt:
     if isinstance(prompt, str):
-        return completion_pb2.Prompt(text=prompt)
-    return completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=prompt))
+        return _made(completion_pb2.Prompt, "prompts.", text=prompt)
+    return completion_pb2.Prompt(token_ids=_made(types_pb2.TokenIds, "prompts.", ids=prompt))
 
 
 def _nested(options: dict[str, Any]) -> dict[str, Any]:
     """The options that the contract keeps in messages of their own; they leave `options`."""
+    sampling = _pop_fields(options, types_pb2.SamplingParams)
+    stopping = _pop_fields(options, types_pb2.StoppingParams)
     return {
-        "sampling": types_pb2.SamplingParams(**_pop_fields(options, types_pb2.SamplingParams)),
-        "stopping": types_pb2.StoppingParams(**_pop_fields(options, types_pb2.StoppingParams)),
+        "sampling": _made(types_pb2.SamplingParams, "sampling.", **sampling),
+        "stopping": _made(types_pb2.StoppingParams, "stopping.", **stopping),
     }
 
 
@@ -479,6 +493,33 @@ def _pop_fields(options: dict[str, Any], message: Any) -> dict[str, Any]:
     """Take the options that are fields of a message type."""
     names = message.DESCRIPTOR.fields_by_name
     return {name: options.pop(name) for name in list(options) if name in names}
+
+
+def _made(message: Callable[..., Made], path: str = "", /, **fields: Any) -> Made:
+    """A message. Raises INVALID_ARGUMENT for a value that its field can't hold, and ValueError for
+    a field that it does not have."""
+    try:
+        return message(**fields)
+    except ValueError:
+        known = cast(Any, message).DESCRIPTOR.fields_by_name
+        for name in filter(known.__contains__, fields):
+            try:
+                message(**{name: fields[name]})
+            except ValueError as error:
+                raise _unfit(path + name, error) from None
+        raise
+
+
+def _written(message: Message, path: str) -> completion_pb2.Message:
+    """A message of a conversation. Raises INVALID_ARGUMENT for text that is no Unicode."""
+    try:
+        return message.write()
+    except UnicodeError as error:
+        raise _unfit(path, error) from None
+
+
+def _unfit(path: str, error: ValueError) -> ServiceError:
+    return invalid(path, f"The value of {path} can't be sent: {error}.")
 
 
 def _matched(match: types_pb2.StopMatch) -> str | int | None:

@@ -14,6 +14,11 @@ __all__ = ["DETAILS_KEY", "ServiceError", "invalid"]
 
 DOMAIN = "tokenwire"
 DETAILS_KEY = "grpc-status-details-bin"
+_MESSAGE_BYTES, _FIELD_BYTES = 1_200, 200
+"""What a message and a field's path may take. On the way a byte becomes up to 3 where the text is
+percent-encoded, and 4/3 in the details, where the message stands twice: all of it stays below the
+8 KiB of metadata that gRPC lets through."""
+_ELLIPSIS = " … ".encode()
 _CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -21,7 +26,8 @@ class ServiceError(Exception):
     """A request that fails: what the caller is told.
 
     `field` is the path of the request field to blame ("sampling.top_p"); `retry_seconds` says
-    when a retry makes sense; `metadata` are further facts for programs.
+    when a retry makes sense; `metadata` are further facts for programs. Message and field may quote
+    the request: where they are long, their middle is left out.
     """
 
     def __init__(
@@ -34,13 +40,13 @@ class ServiceError(Exception):
         retry_seconds: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
         self.code = code
         self.reason = reason
-        self.message = message
-        self.field = field
+        self.message = _shortened(message, _MESSAGE_BYTES)
+        self.field = _shortened(field, _FIELD_BYTES)
         self.retry_seconds = retry_seconds
         self.metadata = dict(metadata or {})
+        super().__init__(self.message)
 
     def __repr__(self) -> str:
         return f"ServiceError({self.code.name}, {self.reason}, {self.message!r}, {self.field!r})"
@@ -95,3 +101,12 @@ class ServiceError(Exception):
 def invalid(field: str, message: str, *, reason: str = "INVALID_FIELD") -> ServiceError:
     """INVALID_ARGUMENT with the path of the field to blame."""
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, reason, message, field=field)
+
+
+def _shortened(text: str, most: int) -> str:
+    """The text in at most so many bytes of UTF-8: its beginning and its end."""
+    data = text.encode("utf-8", "replace")
+    if len(data) > most:
+        half = (most - len(_ELLIPSIS)) // 2
+        data = data[:half] + _ELLIPSIS + data[-half:]
+    return data.decode("utf-8", "ignore")

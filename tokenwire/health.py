@@ -37,7 +37,7 @@ async def until_idle(target: str) -> None:
 
 
 async def is_ready(url: str, *, seconds: float = 2.0) -> bool:
-    """Whether a GET of the URL answers 200. No proxy is used."""
+    """Whether a GET of the URL answers 200. No proxy is used. Raises ValueError for no URL."""
     return await asyncio.to_thread(_answers_200, url, seconds)
 
 

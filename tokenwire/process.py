@@ -29,7 +29,7 @@ class Process:
 
     @classmethod
     async def start(cls, service: Service, log_dir: Path | None) -> "Process":
-        """Start it; its log goes to a file in the directory, or to stderr."""
+        """Start it; its log goes to a file in the directory, or to stderr. Raises ServeError."""
         sink = _sink(service, log_dir)
         # on a terminal a service sees a terminal too, and shows its progress
         source, stderr = os.openpty() if sink.isatty() else os.pipe()
@@ -130,12 +130,15 @@ class Process:
 
 
 def _sink(service: Service, log_dir: Path | None) -> IO[bytes]:
-    """Where a service's log goes."""
+    """Where a service's log goes. Raises ServeError."""
     if log_dir is None:
         return sys.stderr.buffer
-    log_dir.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{service.name}-{service.model}".rstrip("-"))
-    return (log_dir / f"{name}.log").open("ab")
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        return (log_dir / f"{name}.log").open("ab")
+    except OSError as error:
+        raise ServeError(f"No log can be written in {log_dir}: {error.strerror}.") from None
 
 
 def _sentence(line: str) -> tuple[str, bool]:

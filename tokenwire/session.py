@@ -6,7 +6,7 @@ hands each event to the listener of its request.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _MESSAGE_BYTES = MESSAGE_LIMIT // 4
+_COMMAND_BYTES = MESSAGE_LIMIT - 16  # the rest is for what the message puts around it
 
 Command = TypeVar("Command")
 Event = TypeVar("Event")
@@ -49,8 +50,9 @@ class Listener(Protocol[EventIn]):
 class Session(Generic[Command, Event]):
     """Many requests over one stream. It connects at the first request, and anew after a loss.
 
-    When the stream is lost, every open request's listener gets UNAVAILABLE (SESSION_LOST); whoever
-    holds the Session decides whether to submit them again.
+    When the stream is lost or can't be opened, every open request's listener gets UNAVAILABLE
+    (SESSION_LOST); whoever holds the Session decides whether to submit them again. A request that
+    no message can hold gets INVALID_ARGUMENT (REQUEST_TOO_LARGE), and the others go on.
     """
 
     def __init__(
@@ -96,29 +98,33 @@ class Session(Generic[Command, Event]):
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
+        self._lose(_lost("The stream was closed."))  # a task that had not begun tells nobody
 
     async def _run(self) -> None:
-        call = self._call()
+        try:
+            call = self._call()
+        except Exception as failure:  # the channel is closed
+            self._lose(_lost(f"The stream can't be opened: {failure}"))
+            return
         writer = asyncio.ensure_future(self._write(call))
-        error = ServiceError(
-            grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", "The stream ended.", retry_seconds=1
-        )
+        error = _lost("The stream ended.")
         try:
             while (response := cast(Any, await call.read())) is not grpc.aio.EOF:
                 for event in response.events:
                     self._dispatch(event)
         except grpc.aio.AioRpcError as failure:
-            cause = ServiceError.from_rpc_error(failure)
-            error = ServiceError(
-                grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", cause.message, retry_seconds=1
-            )
+            error = _lost(ServiceError.from_rpc_error(failure).message)
         finally:
             writer.cancel()
             call.cancel()
-            self._running = None
-            lost, self._listeners = self._listeners, {}
-            for listener in lost.values():
-                listener.on_error(error)
+            self._lose(error)
+
+    def _lose(self, error: ServiceError) -> None:
+        """The stream is gone; the next request opens another."""
+        self._running = None
+        lost, self._listeners = self._listeners, {}
+        for listener in lost.values():
+            listener.on_error(error)
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
         try:
@@ -126,7 +132,7 @@ class Session(Generic[Command, Event]):
                 await self._wake.wait()
                 self._wake.clear()
                 commands, self._outbox = self._outbox, []
-                for some in _split(commands):
+                for some in self._split(commands):
                     await call.write(self._bundle(some))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same failure and reports it
@@ -143,17 +149,33 @@ class Session(Generic[Command, Event]):
             del self._listeners[event.handle]
         listener.on_event(event)
 
+    def _split(self, commands: Sequence[Command]) -> list[list[Command]]:
+        """Commands by message, as few as stay well below the limit; refuses what is over it."""
+        messages: list[list[Command]] = []
+        filled = 0
+        for command in commands:
+            size = cast(Message, command).ByteSize()
+            if size > _COMMAND_BYTES:
+                self._refuse(command, size)
+            elif messages and filled + size <= _MESSAGE_BYTES:
+                messages[-1].append(command)
+                filled += size
+            else:
+                messages.append([command])
+                filled = size
+        return messages
 
-def _split(commands: Sequence[Command]) -> Iterator[Sequence[Command]]:
-    """Commands in messages that stay well below the size limit."""
-    start, size = 0, 0
-    for i, command in enumerate(commands):
-        size += cast(Message, command).ByteSize()
-        if size > _MESSAGE_BYTES and i > start:
-            yield commands[start:i]
-            start, size = i, cast(Message, command).ByteSize()
-    if commands[start:]:
-        yield commands[start:]
+    def _refuse(self, command: Any, size: int) -> None:
+        listener = self._listeners.pop(command.handle, None)
+        if listener is not None:
+            message = f"The request takes {size:,} bytes; {_COMMAND_BYTES:,} can be sent."
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            listener.on_error(ServiceError(code, "REQUEST_TOO_LARGE", message))
+
+
+def _lost(message: str) -> ServiceError:
+    code = grpc.StatusCode.UNAVAILABLE
+    return ServiceError(code, "SESSION_LOST", message, retry_seconds=1)
 
 
 EngineSession = Session[engine_pb2.SessionCommand, engine_pb2.SessionEvent]

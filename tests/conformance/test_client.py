@@ -4,9 +4,11 @@ import asyncio
 import json
 import math
 
+import grpc
 import pytest
 
 from tests.stack import Stack, is_busy, left_early, watch_load
+from tokenwire.channel import MESSAGE_LIMIT, connect
 from tokenwire.client import (
     ChatOptions,
     Client,
@@ -16,6 +18,8 @@ from tokenwire.client import (
     Tool,
     ToolChoice,
 )
+from tokenwire.completion.v1.completion_pb2 import CompleteRequest, Prompt
+from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.errors import ServiceError
 from tokenwire.results import FinishReason
 
@@ -147,6 +151,39 @@ async def test_refusals_name_the_field_and_leave_the_client_usable(stack: Stack)
             await engine.generate([2**31])
         assert out_of_range.value.code.name == "INVALID_ARGUMENT"
         assert (await client.complete("x", max_tokens=1)).usage.completion_tokens == 1
+
+
+async def test_a_refusal_that_quotes_megabytes_reaches_its_request_alone(stack: Stack) -> None:
+    """Everything that one client generates shares a stream, which such a message would break."""
+    request = CompleteRequest(model="name" * 5_000, prompts=[Prompt(text="x")])
+    async with Client(stack.tokenizer) as client, connect(stack.tokenizer) as channel:
+        async with client.stream("x", max_tokens=40, ignore_eos=True) as other:
+            await anext(other)
+            for name in ("\x01" * 2**23, "é" * 2**22):  # the first is quoted at four times its size
+                with pytest.raises(ServiceError) as unknown:
+                    await client.complete("x", model=name)
+                assert unknown.value.code.name == "NOT_FOUND"
+                assert len(unknown.value.message) < 1_300
+            assert [delta async for delta in other][-1].finish_reason is FinishReason.LENGTH
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await anext(aiter(CompletionServiceStub(channel).Complete(request)))
+        assert ServiceError.from_rpc_error(failed.value).reason == unknown.value.reason
+
+
+async def test_a_request_that_no_message_holds_fails_alone(stack: Stack) -> None:
+    async with (
+        Client(stack.tokenizer) as client,
+        client.stream("x", max_tokens=40, ignore_eos=True) as other,
+    ):
+        await anext(other)
+        with pytest.raises(ServiceError) as refused:
+            await client.complete("x" * MESSAGE_LIMIT)
+        assert refused.value.reason == "REQUEST_TOO_LARGE"
+        assert refused.value.code.name == "INVALID_ARGUMENT"
+        with pytest.raises(ServiceError) as too_long:  # this one goes through, and is judged there
+            await client.complete("x" * (MESSAGE_LIMIT - 1024))
+        assert too_long.value.code.name == "OUT_OF_RANGE"
+        assert [delta async for delta in other][-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_leaving_a_stream_frees_the_engine(stack: Stack) -> None:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 NOWHERE = "127.0.0.1:1"
 
 
@@ -11,16 +13,61 @@ def tokenwire(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+def assert_sentence(result: subprocess.CompletedProcess[str], exit_code: int, *said: str) -> None:
+    """One on stderr, nothing on stdout."""
+    assert result.returncode == exit_code, result.stderr
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    for words in said:
+        assert words in result.stderr
+
+
 def test_no_server_is_one_sentence_and_exit_code_1() -> None:
     for command in (["complete", "x"], ["tokenize", "x"], ["models"]):
         result = tokenwire(*command, "--target", NOWHERE)
-        assert result.returncode == 1
-        assert result.stdout == ""
-        assert len(result.stderr.splitlines()) == 1, result.stderr
-        assert f"No server answers at {NOWHERE}" in result.stderr
+        assert_sentence(result, 1, f"No server answers at {NOWHERE}")
 
 
 def test_health_of_nothing_is_not_serving() -> None:
     """Container health checks rest on the exit code."""
     assert tokenwire("health", NOWHERE).returncode == 1
     assert tokenwire("health", f"http://{NOWHERE}/ready").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("complete", "x", "--max-tokens", "-1"), "max_tokens"),
+        (("complete", "x", "--n", "-1"), "n "),
+        (("chat", "x", "--seed", "99999999999999999999"), "seed"),
+        (("complete", b"caf\xe9"), "utf-8"),
+        (("chat", "x", "--system", b"caf\xe9"), "utf-8"),
+        (("tokenize", b"caf\xe9"), "utf-8"),
+        (("health", "http://127.0.0.1:99999"), "99999"),
+        (("health", "http://[::1"), "http://[::1"),
+    ],
+)
+def test_what_can_not_be_asked_is_one_sentence(
+    arguments: tuple[str | bytes, ...], said: str
+) -> None:
+    """Not a traceback, and not a script that goes on."""
+    command = [sys.executable, "-m", "tokenwire", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert_sentence(result, 1, "tokenwire: ", said)
+
+
+def test_standard_input_that_is_no_text_is_one_sentence() -> None:
+    result = subprocess.run(
+        [sys.executable, "-X", "utf8", "-m", "tokenwire", "complete", "-"],
+        input=b"caf\xe9",
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert b"utf-8" in result.stderr
+
+
+def test_a_folder_that_takes_no_logs_is_one_sentence() -> None:
+    assert_sentence(tokenwire("serve", "--log-dir", "/proc/x"), 2, "No log", "/proc/x")
