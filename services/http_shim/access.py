@@ -88,8 +88,7 @@ def charged(exchange: Exchange, *requests: GenerationRequest) -> Iterator[None]:
     if account is None:
         yield
         return
-    tokens = sum(map(estimated_tokens, requests))
-    account.begin(tokens, time.monotonic())
+    reserved = account.begin(sum(map(estimated_tokens, requests)), time.monotonic())
     is_refused = False
     try:
         yield
@@ -98,4 +97,4 @@ def charged(exchange: Exchange, *requests: GenerationRequest) -> Iterator[None]:
         raise
     finally:
         used = exchange.prompt_tokens + exchange.completion_tokens
-        account.end(tokens, used if used or is_refused else tokens, time.monotonic())
+        account.end(reserved, used if used or is_refused else reserved, time.monotonic())

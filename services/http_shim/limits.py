@@ -92,17 +92,21 @@ class Account:
                 field="model",
             )
 
-    def begin(self, tokens: int, now: float) -> None:
-        """A completion starts that may use so many tokens. Raises RESOURCE_EXHAUSTED."""
+    def begin(self, tokens: int, now: float) -> int:
+        """A completion starts that may use so many tokens. How many of them are reserved: at most a
+        minute's. Raises RESOURCE_EXHAUSTED."""
         limit = self.tier.concurrent_streams
         if limit is not None and self.streams >= limit:
             raise _exhausted(f"{limit} completions are under way, this key's limit.", 1.0)
+        reserved = 0
         if self._tokens is not None:
-            _take(self._tokens, tokens, "tokens", now)
+            reserved = min(tokens, self._tokens.per_minute)
+            _take(self._tokens, reserved, "tokens", now)
         self.streams += 1
+        return reserved
 
     def end(self, reserved: int, used: int, now: float) -> None:
-        """It has ended, and used so many of the tokens reserved, or more."""
+        """It has ended, and used so many tokens, fewer than `begin` reserved for it or more."""
         self.streams -= 1
         if self._tokens is not None:
             self._tokens.take(used - reserved, now)

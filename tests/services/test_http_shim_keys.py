@@ -131,6 +131,18 @@ async def test_tokens_per_minute(shim: Shim, keys: Path) -> None:
         assert many.status_code == 429, "all its models count"
 
 
+async def test_asking_for_much_empties_the_bucket_and_no_more(shim: Shim, keys: Path) -> None:
+    """What is asked for is not used yet: the key must not be in debt for it."""
+    async with await client_of(shim, keys, "poor") as http:
+        named = {"x-request-id": "much"}
+        async with http.stream("POST", "/v1/completions", json=LONG, headers=named) as response:
+            assert response.headers["x-ratelimit-remaining-tokens"] == "0"
+            refused = await complete(http, max_tokens=1)
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        await shim.answered("much")
+
+
 async def charged(http: httpx.AsyncClient, since: float) -> tuple[int, float]:
     """Tokens that a rich key was charged since that time: at least, and at most."""
     response = await http.get("/v1/models")

@@ -49,10 +49,26 @@ def test_tokens_are_reserved_and_settled() -> None:
 def test_a_request_over_the_limit_takes_a_whole_minute() -> None:
     """It could never pass otherwise, and a Retry-After would be a lie."""
     key = account(tokens_per_minute=100)
-    key.begin(5000, 0.0)
-    key.end(5000, used=100, now=0.0)
+    assert key.begin(5000, 0.0) == 100
+    assert refusal(key.begin, 1, 0.0).retry_seconds == pytest.approx(0.6), "it owes nothing"
+    key.end(100, used=100, now=0.0)
     assert refusal(key.begin, 5000, 0.0).retry_seconds == pytest.approx(60)
-    key.begin(5000, 60.0)
+    assert key.begin(5000, 60.0) == 100
+    key.end(100, used=10, now=60.0)
+    assert key.headers(60.0)["x-ratelimit-remaining-tokens"] == "90"
+
+
+def test_a_tier_that_changes_meanwhile_is_settled_by_what_was_reserved() -> None:
+    key = account(tokens_per_minute=100)
+    reserved = key.begin(5000, 0.0)
+    key.set_tier(Tier(tokens_per_minute=1000), 0.0)
+    key.end(reserved, used=50, now=0.0)
+    assert key.headers(0.0)["x-ratelimit-remaining-tokens"] == "950"
+    unlimited = account()
+    reserved = unlimited.begin(5000, 0.0)
+    unlimited.set_tier(Tier(tokens_per_minute=100), 0.0)
+    unlimited.end(reserved, used=40, now=0.0)
+    assert unlimited.headers(0.0)["x-ratelimit-remaining-tokens"] == "60"
 
 
 def test_completions_at_a_time() -> None:
