@@ -26,6 +26,7 @@ __all__ = ["CallContext", "Completion", "Completions"]
 
 _LOG = logging.getLogger("completion")
 _MARGIN_SECONDS = 0.1  # how much earlier than its own caller the engine gives up
+_LOGGED = 128  # characters of a user's label
 _WINDOW = 1_024  # tokens per choice that may be ahead of the reader of a call
 
 AddResponse = Callable[[], completion_pb2.CompleteResponse]
@@ -160,7 +161,7 @@ class Completion:
         except ServiceError as error:
             self._fail(error)
         except Exception:
-            self._fail_unexpectedly()
+            self.fail_unexpectedly()
 
     def credit(self, tokens: int) -> None:
         """The client takes so many more tokens of each choice."""
@@ -174,7 +175,8 @@ class Completion:
         """What was written so far was taken: let the engine go on, where it waits for that."""
         if self._granted is None or not self._windowed or self._ended:
             return
-        taken = min((choice.sent for choice in self._choices if choice.outcome is None), default=0)
+        # of the choice that is furthest: others may wait for those before them to end
+        taken = max((choice.sent for choice in self._choices if choice.outcome is None), default=0)
         more = taken + _WINDOW - self._granted
         if more >= _WINDOW // 2:
             self.credit(more)
@@ -246,7 +248,7 @@ class Completion:
             self._leave_engine()
             self._fail(error)
         except Exception:
-            self._fail_unexpectedly()
+            self.fail_unexpectedly()
 
     def on_error(self, error: ServiceError) -> None:
         """The engine refused or failed the request, or was lost."""
@@ -369,7 +371,7 @@ class Completion:
         except ServiceError as error:
             self._fail(error)
         except Exception:
-            self._fail_unexpectedly()
+            self.fail_unexpectedly()
 
     def _submit(self, plan: CompletePlan) -> None:
         METRICS.encode_seconds.observe(time.monotonic() - self._began)
@@ -485,7 +487,7 @@ class Completion:
         self._outbox.mark(self)
         self._end(error.code.name.lower())
 
-    def _fail_unexpectedly(self) -> None:
+    def fail_unexpectedly(self) -> None:
         """A defect of ours: one request's failure must not end the Session."""
         _LOG.exception("unexpected failure", extra=self._context.names)
         self._leave_engine()
@@ -503,7 +505,7 @@ class Completion:
             outcome,
             extra={
                 **self._context.names,
-                "user": self._context.user,
+                "user": self._context.user[:_LOGGED],
                 "prompt_tokens": self._plan.prompt_tokens if self._plan is not None else 0,
                 "completion_tokens": generated,
                 "milliseconds": round((time.monotonic() - self._began) * 1e3, 2),

@@ -226,10 +226,13 @@ class _ClientSession:
         def add() -> completion_pb2.SessionEvent:
             return response.events.add(handle=handle)
 
-        if (chat := self._chats.get(completion)) is not None:
-            chat.write(completion, lambda: add().chat)
-        else:
-            completion.write(lambda: add().complete, lambda: response.ByteSize() > _FULL)
+        try:
+            if (chat := self._chats.get(completion)) is not None:
+                chat.write(completion, lambda: add().chat)
+            else:
+                completion.write(lambda: add().complete, lambda: response.ByteSize() > _FULL)
+        except Exception:
+            completion.fail_unexpectedly()
         if completion.error is not None:
             response.events.add(handle=handle, error=completion.error.to_status())
         if completion.error is not None or completion.is_written:

@@ -20,9 +20,18 @@ from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["ChoicePlan", "CompletePlan", "CompleteWork", "Work", "plan_complete"]
+__all__ = [
+    "ChoicePlan",
+    "CompletePlan",
+    "CompleteWork",
+    "Work",
+    "context_length",
+    "is_large",
+    "plan_complete",
+]
 
 _INLINE = 4_096  # characters; longer texts are encoded in a thread
+_LARGE = 16_384  # bytes
 _SEED_BITS = 53  # survives JSON readers that know only doubles
 _DRY_BREAKERS = ("\n", ":", '"', "*")
 
@@ -73,10 +82,19 @@ class Work(Protocol):
     """A request before it is served."""
 
     def check(self, limits: Limits) -> None:
-        """Raises the ServiceError of the first field that is wrong. Quick."""
+        """Raises the ServiceError of the first field that is wrong. Quick: what `is_large` is
+        checked by `plan`."""
 
     def plan(self, limits: Limits) -> CompletePlan | Coroutine[None, None, CompletePlan]:
         """How it will be served: at once, or aside where that takes a while. It was checked."""
+
+
+def is_large(request: completion_pb2.CompleteRequest | completion_pb2.ChatRequest) -> bool:
+    """Whether all work on the request is done in a thread: the loop carries everybody's tokens.
+
+    Breakers are searched for in the whole vocabulary.
+    """
+    return bool(request.dry_sequence_breakers) or request.ByteSize() > _LARGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +107,22 @@ class CompleteWork:
 
     def check(self, limits: Limits) -> None:
         """As `check_complete`."""
-        check_complete(self.request, limits, self.infill)
+        if not is_large(self.request):
+            check_complete(self.request, limits, self.infill)
 
     def plan(self, limits: Limits) -> CompletePlan | Coroutine[None, None, CompletePlan]:
-        """Raises as `plan_complete`."""
+        """Raises as `plan_complete`, and as `check_complete` what `check` left."""
         request = self.request
         arguments = (request, self.vocabulary, self.infill, limits)
+        if is_large(request):
+            return asyncio.to_thread(self._check_and_plan, limits)
         if len(request.suffix) + sum(len(prompt.text) for prompt in request.prompts) > _INLINE:
             return asyncio.to_thread(plan_complete, *arguments)
         return plan_complete(*arguments)
+
+    def _check_and_plan(self, limits: Limits) -> CompletePlan:
+        check_complete(self.request, limits, self.infill)
+        return plan_complete(self.request, self.vocabulary, self.infill, limits)
 
 
 def plan_complete(
@@ -113,7 +138,7 @@ def plan_complete(
     stopping = request.stopping
     suffix = request.suffix if request.HasField("suffix") else None
     policy = PromptPolicy(
-        context_length=_context_length(stopping, limits),
+        context_length=context_length(stopping, limits),
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
         truncate=request.truncate_prompt,
         refuse_overflow=request.context_overflow == completion_pb2.CONTEXT_OVERFLOW_ERROR,
@@ -181,7 +206,8 @@ def _blame_tools(error: ServiceError) -> None:
     error.field = "tools"
 
 
-def _context_length(stopping: types_pb2.StoppingParams, limits: Limits) -> int:
+def context_length(stopping: types_pb2.StoppingParams, limits: Limits) -> int:
+    """The engine's, or what the request lowers it to; in tokens."""
     if stopping.HasField("context_length"):
         return min(stopping.context_length, limits.context_length)
     return limits.context_length

@@ -11,7 +11,7 @@ from services.tokenizer.vocabulary import TextEncoding, Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
 
-__all__ = ["EncodedPrompt", "PromptPolicy", "encode_prompt", "split_by_tokens"]
+__all__ = ["EncodedPrompt", "PromptPolicy", "encode_prompt", "overlong", "split_by_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def encode_prompt(
     elif prompt.WhichOneof("prompt") == "text":
         encoded = _encode_text(vocabulary, prompt.text, field, policy)
     else:
-        ids = list(prompt.token_ids.ids)
-        ids = ids[_check_length(len(ids), field, policy) :]
+        given = prompt.token_ids.ids
+        ids = list(given[_check_length(len(given), field, policy) :])
         flush = policy.max_tokens == 0
         texts = vocabulary.decode(ids, flush=flush) if policy.echo else []
         encoded = EncodedPrompt(ids, texts, is_infill=False)
@@ -90,9 +90,20 @@ def split_by_tokens(text: str, encoding: TextEncoding) -> list[str]:
     return texts
 
 
+def overlong(field: str, count: str, context_length: int, max_tokens: int) -> ServiceError:
+    """OUT_OF_RANGE for a prompt of `count` tokens; lengths are in tokens."""
+    return _too_long(
+        field,
+        f"The prompt has {count} tokens; the context length is {context_length:,}"
+        + (", output included." if max_tokens else "."),
+    )
+
+
 def _encode_text(
     vocabulary: Vocabulary, text: str, field: str, policy: PromptPolicy
 ) -> EncodedPrompt:
+    if _surely_exceeds(vocabulary.least_tokens(text, policy.longest), field, policy):
+        text = vocabulary.end(text, policy.longest + 1)  # too many still: they are cut below
     texts: list[str] = []
     if policy.echo:
         encoding = vocabulary.encode_with_offsets(text)
@@ -120,15 +131,33 @@ def _encode_infill(
     suffix: str,
     policy: PromptPolicy,
 ) -> EncodedPrompt:
+    text, ids_before = prompt.text, prompt.token_ids.ids
+    least_before = max(vocabulary.least_tokens(text, policy.longest), len(ids_before))
+    least_after = vocabulary.least_tokens(suffix, policy.longest)
+    if _surely_exceeds(least_before + template.control_count + least_after, field, policy):
+        # one token more than there is room for: it is still seen that there are too many
+        if least_before > policy.longest:
+            text = vocabulary.end(text, policy.longest + 1)
+        if least_after > policy.longest:
+            suffix = vocabulary.beginning(suffix, policy.longest + 1)
     if prompt.WhichOneof("prompt") == "text":
-        before = vocabulary.encode_plain(prompt.text)
+        before = vocabulary.encode_plain(text)
     else:
-        before = list(prompt.token_ids.ids)
+        before = list(ids_before[-policy.longest - 1 :])
     after = vocabulary.encode_continuation(suffix)
     ids = assemble_infill(template, before, after)
     if _check_length(len(ids), field, policy):
         ids = assemble_infill(template, before, after, policy.longest_truncated)
     return EncodedPrompt(ids, [], is_infill=True)
+
+
+def _surely_exceeds(least: int, field: str, policy: PromptPolicy) -> bool:
+    """Whether a prompt of at least so many tokens is to be cut: told before it is encoded."""
+    if least <= policy.longest:
+        return False
+    if policy.truncate:
+        return True
+    raise overlong(field, f"at least {least:,}", policy.context_length, policy.max_tokens)
 
 
 def _check_length(length: int, field: str, policy: PromptPolicy) -> int:
@@ -137,11 +166,7 @@ def _check_length(length: int, field: str, policy: PromptPolicy) -> int:
         return 0
     if policy.truncate:
         return length - policy.longest_truncated
-    raise _too_long(
-        field,
-        f"The prompt has {length:,} tokens; the context length is {policy.context_length:,}"
-        + (", output included." if policy.max_tokens else "."),
-    )
+    raise overlong(field, f"{length:,}", policy.context_length, policy.max_tokens)
 
 
 def _too_long(field: str, message: str) -> ServiceError:

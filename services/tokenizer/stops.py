@@ -10,6 +10,8 @@ from functools import lru_cache
 
 __all__ = ["StopAutomaton", "StopMatcher", "StopStringMatch", "compile_stops"]
 
+_KEPT_LENGTH = 256  # characters of all strings; a state takes some 400 bytes, and there are as many
+
 
 @dataclass(frozen=True, slots=True)
 class StopStringMatch:
@@ -63,9 +65,18 @@ class StopMatcher:
         return None
 
 
-@lru_cache(maxsize=256)
 def compile_stops(strings: tuple[str, ...]) -> StopAutomaton:
     """The automaton of stop strings, none of them empty."""
+    is_short = sum(map(len, strings)) <= _KEPT_LENGTH
+    return _compile_kept(strings) if is_short else _compile(strings)
+
+
+@lru_cache(maxsize=256)
+def _compile_kept(strings: tuple[str, ...]) -> StopAutomaton:
+    return _compile(strings)
+
+
+def _compile(strings: tuple[str, ...]) -> StopAutomaton:
     children: list[dict[str, int]] = [{}]
     depth, matched = [0], [""]
     for string in strings:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -12,7 +13,7 @@ from services.tokenizer.detokenizer import Detokenizer
 from services.tokenizer.engine_link import EngineLink
 from services.tokenizer.infill import InfillOrder, InfillTemplate, assemble_infill
 from services.tokenizer.tools import check_tools
-from services.tokenizer.validation import check_ids, check_model
+from services.tokenizer.validation import check_ids, check_model, check_text_size
 from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
@@ -24,6 +25,7 @@ __all__ = ["TokenizerServicer"]
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 _BATCH = 2_048
+_MAX_IDS = 256 * 1024  # of a message
 _INLINE = 4_096  # characters or ids; more is worked on in a thread
 _ORDERS = {
     InfillOrder.PREFIX_SUFFIX_MIDDLE: tokenizer_pb2.INFILL_ORDER_PREFIX_SUFFIX_MIDDLE,
@@ -81,6 +83,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         check_model(request.model, self._model)
         if len(request.texts) > _BATCH:
             raise invalid("texts", f"At most {_BATCH:,} texts are taken at once.")
+        check_text_size("texts", *request.texts)
         special = not request.HasField("add_special_tokens") or request.add_special_tokens
 
         def encode() -> tokenizer_pb2.EncodeResponse:
@@ -99,6 +102,8 @@ class TokenizerServicer(TokenizerServiceServicer):
         check_model(request.model, self._model)
         if len(request.sequences) > _BATCH:
             raise invalid("sequences", f"At most {_BATCH:,} sequences are taken at once.")
+        size = sum(len(sequence.ids) for sequence in request.sequences)
+        _check_count("sequences", size)
         for index, sequence in enumerate(request.sequences):
             check_ids(f"sequences[{index}]", sequence, self._vocabulary.size)
         skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
@@ -112,7 +117,7 @@ class TokenizerServicer(TokenizerServiceServicer):
                     decoding.byte_offsets.extend(_byte_offsets(texts))
             return response
 
-        return await _aside(decode, sum(len(sequence.ids) for sequence in request.sequences))
+        return await _aside(decode, size)
 
     async def DecodeStream(
         self,
@@ -126,22 +131,15 @@ class TokenizerServicer(TokenizerServiceServicer):
             if is_first:
                 check_model(request.model, self._model)
                 is_first = False
-            response = tokenizer_pb2.DecodeStreamResponse()
-            for index, chunk in enumerate(request.chunks):
-                decoded = response.chunks.add(sequence=chunk.sequence)
-                try:
-                    self._decode_chunk(chunk, f"chunks[{index}].ids", sequences, decoded)
-                except ServiceError as error:
-                    decoded.error.CopyFrom(error.to_status())
-                    sequences.pop(chunk.sequence, None)
-            yield response
+            size = len(request.chunks) + sum(len(chunk.ids) for chunk in request.chunks)
+            _check_count("chunks", size)
+            yield await _aside(partial(self._decode_chunks, request, sequences), size)
 
     async def RenderChat(
         self, request: tokenizer_pb2.RenderChatRequest, context: Context
     ) -> tokenizer_pb2.RenderChatResponse:
         """Messages and tools to the prompt that the chat template makes of them."""
         check_model(request.model, self._model)
-        check_tools(request.tools, completion_pb2.ToolChoice())
         prompt = ChatPrompt(
             messages=request.messages,
             tools=request.tools,
@@ -152,8 +150,11 @@ class TokenizerServicer(TokenizerServiceServicer):
             ),
             continue_last_message=request.continue_last_message,
         )
-        self._templates.check(prompt)
-        rendered = await self._templates.render(prompt)
+        if prompt.size > _INLINE:
+            await asyncio.to_thread(self._check_chat, prompt)
+        else:
+            self._check_chat(prompt)
+        rendered = await self._templates.render(prompt, partial(check_text_size, "messages"))
         return tokenizer_pb2.RenderChatResponse(
             text=rendered.text,
             ids=rendered.ids,
@@ -172,6 +173,8 @@ class TokenizerServicer(TokenizerServiceServicer):
                 "NO_INFILL",
                 f"{self._model} knows no infill.",
             )
+        longer = "prefix" if len(request.prefix) >= len(request.suffix) else "suffix"
+        check_text_size(longer, request.prefix, request.suffix)
 
         def render() -> tokenizer_pb2.RenderInfillResponse:
             prefix = self._vocabulary.encode_plain(request.prefix)
@@ -192,6 +195,23 @@ class TokenizerServicer(TokenizerServiceServicer):
                 ends=encoding.ends,
             )
         return tokenizer_pb2.Encoding(ids=self._vocabulary.encode(text, add_special_tokens=special))
+
+    def _check_chat(self, prompt: ChatPrompt) -> None:
+        check_tools(prompt.tools, completion_pb2.ToolChoice())
+        self._templates.check(prompt)
+
+    def _decode_chunks(
+        self, request: tokenizer_pb2.DecodeStreamRequest, sequences: dict[int, Detokenizer]
+    ) -> tokenizer_pb2.DecodeStreamResponse:
+        response = tokenizer_pb2.DecodeStreamResponse()
+        for index, chunk in enumerate(request.chunks):
+            decoded = response.chunks.add(sequence=chunk.sequence)
+            try:
+                self._decode_chunk(chunk, f"chunks[{index}].ids", sequences, decoded)
+            except ServiceError as error:
+                decoded.error.CopyFrom(error.to_status())
+                sequences.pop(chunk.sequence, None)
+        return response
 
     def _decode_chunk(
         self,
@@ -232,6 +252,11 @@ def _infill_tokens(template: InfillTemplate) -> tokenizer_pb2.InfillTokens:
         bos_token_id=template.bos_id,
         stop_token_ids=template.stop_ids,
     )
+
+
+def _check_count(field: str, count: int) -> None:
+    if count > _MAX_IDS:
+        raise invalid(field, f"At most {_MAX_IDS:,} ids are taken at once.")
 
 
 def _byte_offsets(texts: list[str]) -> list[int]:

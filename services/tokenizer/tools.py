@@ -12,6 +12,7 @@ from tokenwire.types.v1 import types_pb2
 
 __all__ = [
     "arguments_schema",
+    "arguments_schemas",
     "call_grammar",
     "check_tools",
     "moved_schema",
@@ -20,6 +21,7 @@ __all__ = [
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_TOOLS = 128
+_MAX_JSON = 1024 * 1024  # characters of all schemas: json.loads lets nobody else run
 _MAX_DEPTH = 100  # levels of a schema; the grammar service takes few more
 _NO_ARGUMENTS = '{"properties":{},"additionalProperties":false}'
 _NO_PARAMETERS = '{"type":"object","properties":{}}'
@@ -31,6 +33,10 @@ def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.Too
     """Raises INVALID_ARGUMENT for what is no tool, and for a choice that names none of them."""
     if len(tools) > _MAX_TOOLS:
         raise invalid("tools", f"At most {_MAX_TOOLS} tools are taken.")
+    if sum(len(tool.parameters_json) for tool in tools) > _MAX_JSON:
+        raise invalid(
+            "tools", f"The parameters of all tools have at most {_MAX_JSON:,} characters."
+        )
     names: set[str] = set()
     for index, tool in enumerate(tools):
         field = f"tools[{index}]"
@@ -118,6 +124,13 @@ def arguments_schema(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
     if not isinstance(schema, dict) or schema.setdefault("type", "object") != "object":
         raise invalid(field, f"The parameters of {tool.name} must be a schema of an object.")
     return {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
+
+
+def arguments_schemas(tools: Sequence[completion_pb2.Tool]) -> dict[str, dict[str, Any]]:
+    """The schemas of the tools' arguments by the tools' names. They were checked."""
+    return {
+        tool.name: arguments_schema(tool, f"tools[{index}]") for index, tool in enumerate(tools)
+    }
 
 
 def moved_schema(schema: Any, place: str, depth: int = 0) -> Any:

@@ -4,6 +4,7 @@ Every refusal names the field to blame by its path in the request.
 """
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Literal
 
 import grpc
@@ -16,12 +17,20 @@ from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["DEFAULT_MAX_TOKENS", "check_complete", "check_ids", "check_model", "require"]
+__all__ = [
+    "DEFAULT_MAX_TOKENS",
+    "check_complete",
+    "check_ids",
+    "check_model",
+    "check_text_size",
+    "require",
+]
 
 DEFAULT_MAX_TOKENS = 16
 _MAX_SEQUENCES = 128
 _MAX_STOP_LENGTH = 1_000  # code points; bounds the automaton that a request can ask for
 _MAX_TOP_K = 128
+_MAX_TEXT = 1024 * 1024  # bytes, in UTF-8
 _MAX_BREAKERS = 32
 _MAX_BREAKER_LENGTH = 64  # code points; the whole vocabulary is searched for each
 _Penalty = Literal["frequency_penalty", "presence_penalty", "repetition_penalty"]
@@ -45,11 +54,18 @@ def check_model(model: str, served: str) -> None:
         )
 
 
-def check_ids(field: str, ids: "types_pb2.TokenIds", size: int) -> None:
-    """INVALID_ARGUMENT for an id that is not below `size`."""
-    if ids.ids and max(ids.ids) >= size:
-        place, token = next((place, token) for place, token in enumerate(ids.ids) if token >= size)
+def check_ids(field: str, ids: "types_pb2.TokenIds", size: int, begin: int = 0) -> None:
+    """INVALID_ARGUMENT for an id from place `begin` on that is not below `size`."""
+    if max(ids.ids[begin:], default=0) >= size:
+        checked = enumerate(islice(ids.ids, begin, None), begin)
+        place, token = next((place, token) for place, token in checked if token >= size)
         raise invalid(f"{field}[{place}]", f"Token id {token} is not below {size:,}.")
+
+
+def check_text_size(field: str, *texts: str) -> None:
+    """INVALID_ARGUMENT for more text than is encoded at once, where no context limits it."""
+    if sum(len(text.encode()) for text in texts) > _MAX_TEXT:
+        raise invalid(field, f"At most {_MAX_TEXT:,} bytes of text are taken at once.")
 
 
 def check_complete(
@@ -89,7 +105,10 @@ def _check_prompts(request: completion_pb2.CompleteRequest, limits: Limits) -> N
         if kind == "token_ids":
             if not prompt.token_ids.ids:
                 raise invalid(f"prompts[{index}].token_ids", "A prompt needs at least one id.")
-            check_ids(f"prompts[{index}].token_ids", prompt.token_ids, limits.vocabulary_size)
+            # what is longer than the context is refused, or cut: no more than its end is used
+            begin = max(0, len(prompt.token_ids.ids) - limits.context_length)
+            field = f"prompts[{index}].token_ids"
+            check_ids(field, prompt.token_ids, limits.vocabulary_size, begin)
 
 
 def _check_counts(request: completion_pb2.CompleteRequest, limits: Limits) -> None:

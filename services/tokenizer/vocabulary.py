@@ -3,9 +3,11 @@
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, compress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tokenizers import Tokenizer, processors
 from services.common.settings import StartupError
 from services.tokenizer.chat.tool_formats import answer_control_tokens
 from services.tokenizer.chat_templates import DEFAULT_TEMPLATE, read_chat_templates
+from services.tokenizer.coverage import bytes_per_token
 from services.tokenizer.detokenizer import (
     Detokenizer,
     TokenTable,
@@ -30,6 +33,10 @@ _MARKER = "☺"  # the sign that Meta's and Mistral's own infill code puts befor
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _IMAGE_PLACEHOLDERS = {"<image_soft_token>"}  # Gemma 3's, in its text-only models too
 _NEVER = -1e9  # a Unigram score that no segmentation can afford
+_LINE = re.compile(r"\n(?=[^\W\d_])")
+_MARGIN = 16_384  # characters
+_CHUNK = 65_536  # characters
+_SPARSE = 8  # characters per token that hardly any text has
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ class Vocabulary:
         self._tokenizer.no_truncation()
 
         self.ids: Mapping[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.model_vocabulary_size = int(model_config.get("vocab_size") or 0)
+        self.model_vocabulary_size = _of_text(model_config, "vocab_size")
         self._refuse_ids_beyond_the_embedding(directory / "tokenizer.json")
         self.size = max(max(self.ids.values()) + 1, self.model_vocabulary_size)
         self._names: Mapping[int, str] = {index: token for token, index in self.ids.items()}
@@ -93,10 +100,15 @@ class Vocabulary:
         self.adds_bos = self.bos_id is not None and empty[:1] == [self.bos_id]
 
         self.chat_templates: Mapping[str, str] = read_chat_templates(directory, config)
-        self.context_length = int(model_config.get("max_position_embeddings") or 0)
+        self.context_length = _of_text(model_config, "max_position_embeddings")
         self.control_tokens = self._control_tokens(added.values())
         """Texts of the tokens that steer the model rather than spell text."""
         self._plain = _without_control_tokens(definition, self.control_tokens)
+        normalizer = self._tokenizer.normalizer
+        self.bytes_per_token = bytes_per_token(
+            definition, normalizer.normalize_str if normalizer is not None else str
+        )
+        """How much text a token stands for at most; `bytes_per_token` says how sure that is."""
         self._adds_space = self.encode_plain("a") != self._after_marker("a")
         try:
             self._decoder = decoder = definition.get("decoder")
@@ -106,6 +118,10 @@ class Vocabulary:
             raise StartupError(
                 f"{directory / 'tokenizer.json'} is not supported: {error}."
             ) from None
+        pieces = self.table.pieces[: self.model_vocabulary_size or None]
+        self._joined_pieces = b"".join(pieces)
+        self._piece_ends = list(accumulate(map(len, pieces)))
+        self._longest_piece = max(map(len, pieces), default=0)
         self.fingerprint = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
         self.configuration_hash = hashlib.sha256(
             json.dumps(model_config, sort_keys=True).encode()
@@ -125,7 +141,8 @@ class Vocabulary:
 
     def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> TextEncoding:
         """As `encode`, with offsets. Special tokens in the text are parsed either way."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # of one text alone, `encode` would keep the interpreter locked meanwhile
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         offsets: list[tuple[int, int]] = encoding.offsets
         # the mask also marks special tokens that stand in the text; those have a width
         is_added = [
@@ -148,6 +165,54 @@ class Vocabulary:
     def encode_continuation(self, text: str) -> list[int]:
         """As `encode_plain`, without the space that some tokenizers put before a text."""
         return self._after_marker(text) if text and self._adds_space else self.encode_plain(text)
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """A number of tokens that no encoding of the text is below.
+
+        The bytes alone tell it, where they tell more than `enough`. Else of a text that is
+        suspiciously long for `enough` tokens as much is encoded as has more.
+        """
+        least = -(-len(text.encode()) // self.bytes_per_token)
+        if least > enough or len(text) <= enough * _SPARSE + _CHUNK:
+            return least
+        reach = self._reach(text, enough + 1, range(0, len(text), _CHUNK))
+        return enough + 1 if reach < len(text) else least
+
+    def beginning(self, text: str, count: int) -> str:
+        """So much of a text that its first `count` tokens are those of the whole. See `end`."""
+        least = self._reach(text, count, range(0, len(text), _CHUNK)) + _MARGIN
+        line = _LINE.search(text, least, least + _MARGIN)
+        return text[: line.end() + 1 if line is not None else least + _MARGIN]
+
+    def end(self, text: str, count: int) -> str:
+        """So much of a text that its last `count` tokens are those of the whole.
+
+        It is cut before a line that begins with a letter: tokenizers neither join a line break to
+        that nor look back across it. Where there is no such line, the margin leaves room for the
+        tokens to become the same again, which those of an unbroken run ("xxxx") may not.
+        """
+        reach = self._reach(text, count, range(len(text) - _CHUNK, 0, -_CHUNK))
+        last = len(text) - reach - _MARGIN
+        first = max(0, last - _MARGIN)
+        # the break goes along: what a tokenizer puts before a text does not reach across it
+        lines = _LINE.finditer(text, first, max(0, last))
+        return text[max((line.start() for line in lines), default=first) :]
+
+    def _reach(self, text: str, count: int, begins: Iterable[int]) -> int:
+        """Characters of chunks that begin at these places which hold `count` tokens of the text
+        at least."""
+        reach = min(len(text), count * self.bytes_per_token)
+        if reach <= count * _SPARSE + _CHUNK:
+            return reach
+        tokens = read = 0
+        for begin in begins:
+            chunk = text[begin : begin + _CHUNK]
+            read += len(chunk)
+            # both halves of a token that was torn have a token per byte at most
+            tokens += len(self.encode(chunk, add_special_tokens=False)) - self.bytes_per_token
+            if tokens >= count:
+                return min(read, reach)
+        return reach
 
     def names(self, ids: Iterable[int]) -> list[str]:
         """The vocabulary's string of each id; "" for ids that have none."""
@@ -188,15 +253,24 @@ class Vocabulary:
         return texts
 
     # there is one vocabulary for the life of the process
-    @lru_cache(maxsize=64)  # noqa: B019
+    @lru_cache(maxsize=8)  # noqa: B019  # each may hold the whole vocabulary
     def ids_containing(self, strings: tuple[str, ...]) -> tuple[int, ...]:
-        """The ids that the model knows whose text contains one of the strings."""
-        wanted = [string.encode() for string in strings]
-        return tuple(
-            index
-            for index, piece in enumerate(self.table.pieces[: self.model_vocabulary_size or None])
-            if piece and any(string in piece for string in wanted)
-        )
+        """The ids that the model knows whose text contains one of the strings, none of them
+        empty."""
+        found = bytearray(len(self._piece_ends))
+        for string in strings:
+            wanted = string.encode()
+            if len(wanted) > self._longest_piece:
+                continue
+            place = self._joined_pieces.find(wanted)
+            while place >= 0:
+                index = bisect_right(self._piece_ends, place)
+                end = self._piece_ends[index]
+                if place + len(wanted) <= end:
+                    found[index] = True
+                    place = end - 1
+                place = self._joined_pieces.find(wanted, place + 1)
+        return tuple(compress(range(len(found)), found))
 
     def _refuse_ids_beyond_the_embedding(self, file: Path) -> None:
         beyond = {
@@ -251,6 +325,13 @@ class Vocabulary:
             or _CONTROL_SHAPE.fullmatch(token.content)
             or (token.content.strip() and token.content in templates)
         )
+
+
+def _of_text(config: Mapping[str, Any], key: str) -> int:
+    """A number of config.json, or of its section on text, if it has one; 0 for none."""
+    section = config.get("text_config")
+    value = config.get(key) or (section.get(key) if isinstance(section, Mapping) else None)
+    return int(value or 0)
 
 
 def _without_control_tokens(definition: Mapping[str, Any], control: frozenset[str]) -> Tokenizer:

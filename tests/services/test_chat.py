@@ -415,6 +415,34 @@ async def test_bad_chats_are_refused_by_their_field(services: _Services) -> None
     assert (await services.chat(hello)).message.content
 
 
+async def test_large_chats_are_checked_and_refused_as_small_ones(services: _Services) -> None:
+    """Though elsewhere, and before what is too long is encoded."""
+    hello, long = _user("Hello!"), _user("long " * 30_000)
+    padding = {"template_arguments_json": json.dumps({"unused": "x" * 20_000})}
+    error = await services.refused(long)
+    assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "messages")
+    assert "The prompt has at least " in error.message
+    call = completion.ToolCall(id="c", name="f", arguments_json="{" + " " * 20_000)
+    huge = {"type": "object", "properties": {"a": {"description": "x" * 2**20}}}
+    bad: list[tuple[str, list[completion.Message], dict[str, object]]] = [
+        (
+            "messages[0].tool_calls[0].arguments_json",
+            [completion.Message(role=completion.ROLE_ASSISTANT, tool_calls=[call])],
+            {},
+        ),
+        ("logprobs", [hello], {"logprobs": 21, **padding}),
+        ("model", [hello], {"model": "nope", **padding}),
+        ("template_arguments_json", [hello], {"template_arguments_json": " " * 70_000}),
+        ("tools", [hello], {"tools": [_tool(schema=huge)]}),
+    ]
+    for path, messages, fields in bad:
+        error = await services.refused(*messages, **fields)
+        assert error.field == path, error
+    plain = await services.chat(hello, sampling=_GREEDY, logprobs=20)
+    padded = await services.chat(hello, sampling=_GREEDY, logprobs=20, **padding)
+    assert padded.message.content == plain.message.content != ""
+
+
 async def test_a_session_carries_chats_beside_completions(stack: Stack) -> None:
     """With credit, cancellation and refusals of their own."""
     async with connect(stack.tokenizer) as channel:

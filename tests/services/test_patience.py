@@ -252,3 +252,29 @@ async def test_who_does_not_read_is_cut_and_a_neighbour_goes_on(
     error = ServiceError.from_rpc_error(raised.value)
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.reason == level.reason
+
+
+async def test_choices_that_wait_for_others_to_end_starve_nobody(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """Whoever reads all that comes gets all: two run on, so that the third can start."""
+    tokens = 1_300  # more than a call is granted at once
+    engine = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
+    text = ("--model", str(embedded_model), "--engine")
+    async with (
+        running_service(
+            "engine", *engine, *IMPATIENT, "--max-running", "2", log=tmp_path / "engine"
+        ) as below,
+        running_service("tokenizer", *text, below.target, log=tmp_path / "tokenizer") as service,
+        connect(service.target) as channel,
+    ):
+        request = completion.CompleteRequest(
+            prompts=[completion.Prompt(token_ids=types.TokenIds(ids=PROMPT))],
+            **(fields(3, tokens) | {"logprobs": None}),
+        )
+        ends = [
+            event.finished.completion_tokens
+            async for event in CompletionServiceStub(channel).Complete(request)
+            if event.HasField("finished")
+        ]
+    assert ends == [tokens] * 3

@@ -268,6 +268,83 @@ async def test_prompts_that_are_too_long_are_refused_or_cut_as_asked(services: _
     assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
+async def test_what_is_far_too_long_is_refused_before_it_is_worked_on(
+    services: _Services,
+) -> None:
+    """Echoed, infilled or as ids, too. What is cut keeps the same end as if all had been read."""
+    models = await services.completion.ListModels(completion.ListModelsRequest())
+    context = models.models[0].context_length
+    text = "x = 1\n" * 500_000
+    for fields in ({}, {"echo": True}, {"suffix": "y"}, {"stop": ["a" * 1_000] * 16}):
+        error = await services.refused(text, **fields)
+        assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
+        assert error.field == "prompts[0]"
+        assert "The prompt has at least " in error.message
+    error = await services.refused("x", suffix=text)
+    assert "The prompt has at least " in error.message
+    error = await services.refused([300] * 1_000_000)
+    assert f"The prompt has 1,000,000 tokens; the context length is {context:,}" in error.message
+    cut = await services.complete(text, truncate_prompt=True, stopping=_tokens(9))
+    shorter = await services.complete(text[:60_000], truncate_prompt=True, stopping=_tokens(9))
+    assert cut.accepted.prompts == shorter.accepted.prompts
+    ids = await services.complete([300] * 1_000_000, truncate_prompt=True, stopping=_tokens(9))
+    assert len(ids.accepted.prompts[0].ids) == context - 9
+
+
+async def test_the_tokenizer_takes_so_much_at_once(services: _Services) -> None:
+    """What no context limits has limits of its own."""
+    stub = services.tokenizer
+    half, over = "é" * 2**18, "é" * 2**18 + "x"
+    most = await stub.Encode(tokenizer_pb2.EncodeRequest(texts=[half, half]))
+    assert len(most.encodings) == 2
+    ids = types.TokenIds(ids=[300] * 2**17)
+    decoded = await stub.Decode(tokenizer_pb2.DecodeRequest(sequences=[ids, ids]))
+    assert decoded.decodings[0].text == decoded.decodings[1].text != ""
+    one = types.TokenIds(ids=[300])
+    message = completion.Message(
+        role=completion.ROLE_USER, parts=[completion.ContentPart(text=half + over)]
+    )
+    refused = {
+        "texts": stub.Encode(tokenizer_pb2.EncodeRequest(texts=[half, over])),
+        "sequences": stub.Decode(tokenizer_pb2.DecodeRequest(sequences=[ids, ids, one])),
+        "prefix": stub.RenderInfill(
+            tokenizer_pb2.RenderInfillRequest(prefix=half + over, suffix="x")
+        ),
+        "suffix": stub.RenderInfill(
+            tokenizer_pb2.RenderInfillRequest(prefix="x", suffix=half + over)
+        ),
+        "messages": stub.RenderChat(tokenizer_pb2.RenderChatRequest(messages=[message])),
+    }
+    for path, call in refused.items():
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        error = ServiceError.from_rpc_error(caught.value)
+        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, path)
+    chunk = tokenizer_pb2.DecodeChunk(sequence=1, ids=[300] * 2**18)
+    stream = stub.DecodeStream()
+    await stream.write(tokenizer_pb2.DecodeStreamRequest(chunks=[chunk]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.read()
+    assert ServiceError.from_rpc_error(caught.value).field == "chunks"
+
+
+async def test_what_is_large_is_checked_as_what_is_small(services: _Services) -> None:
+    """It is checked elsewhere, and its refusals are the same."""
+    stops = ["a" * 1_000] * 16
+    error = await services.refused("x" * 20_000, sampling=types.SamplingParams(top_p=2))
+    assert error.field == "sampling.top_p"
+    error = await services.refused("x", stop=[*stops, ""])
+    assert error.field == "stop"
+    sampling = types.SamplingParams(dry=types.DryParams(multiplier=1))
+    error = await services.refused("x", sampling=sampling, dry_sequence_breakers=[""])
+    assert error.field == "dry_sequence_breakers[0]"
+    answer = await services.complete(
+        "x" * 20_000, truncate_prompt=True, sampling=sampling, stopping=_tokens(1),
+        dry_sequence_breakers=["x"], stop=stops,
+    )  # fmt: skip
+    assert answer.usage is not None
+
+
 async def test_bad_requests_leave_the_service_as_it_was(services: _Services) -> None:
     bad: list[tuple[grpc.StatusCode, str, dict[str, object]]] = [
         (grpc.StatusCode.NOT_FOUND, "model", {"model": "nope"}),

@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeAlias
 
-from services.tokenizer.chat.call_readers import json_types, named_values, properties_of
+from services.tokenizer.chat.call_readers import (
+    json_types,
+    named_values,
+    object_of,
+    properties_of,
+)
 from services.tokenizer.chat.tool_formats import ReasoningFormat, ToolFormat
 from services.tokenizer.tools import arguments_schema, moved_schema
 from tokenwire.completion.v1 import completion_pb2
@@ -23,6 +28,9 @@ PlacedTool: TypeAlias = tuple[int, completion_pb2.Tool]
 """A tool that may be called, and its place in the request."""
 # a JSON Schema's keywords that say nothing about which strings are meant
 _REMARKS = frozenset({"$comment", "default", "deprecated", "description", "examples", "title"})
+_OF_OBJECTS = frozenset({
+    "$defs", "$ref", "additionalProperties", "definitions", "properties", "required", "type",
+})  # fmt: skip
 
 
 class ReasoningState(Enum):
@@ -264,7 +272,17 @@ def _properties(
 ) -> Iterable[tuple[str, dict[str, Any], str, bool]]:
     """The parameters of a tool: name, schema, place in the request, whether it is required."""
     root, place = _arguments(index, tool)
-    required = root.get("required")
+    described = object_of(root)
+    required = described.get("required")
+    unknown = (root.keys() | described.keys()) - _REMARKS - _OF_OBJECTS
+    if isinstance(required, list):
+        unknown |= {f'"required" of {name}' for name in required if name not in properties_of(root)}
+    if unknown:
+        raise invalid(
+            place,
+            "This model writes arguments one by one: all of them together can't be constrained by "
+            f"{', '.join(sorted(unknown))}.",
+        )
     for name, schema in properties_of(root).items():
         own = schema if isinstance(schema, dict) else {}
         if "$ref" in json.dumps(own):

@@ -20,6 +20,7 @@ __all__ = [
     "Parameters",
     "json_types",
     "named_values",
+    "object_of",
     "properties_of",
     "read_json_calls",
     "read_mistral_calls",
@@ -167,8 +168,10 @@ def _call_object(reader: TextReader, tools: Parameters) -> Reading:
         if key not in _KEYS:
             return False
         if key in _ARGUMENTS and character == "{" and "name" in places:
+            if reader.text[places["name"]] != '"':
+                return False
             name = _DECODER.raw_decode(reader.text, places["name"])[0]
-            if not isinstance(name, str) or name not in tools:
+            if name not in tools:
                 return False
             reader.settle(SegmentKind.CALL, at, name)
             is_settled = True
@@ -178,7 +181,11 @@ def _call_object(reader: TextReader, tools: Parameters) -> Reading:
     if is_settled:
         reader.settle(SegmentKind.MARKUP, reader.at, "")
     elif scanner.is_complete:
-        return _settle_call(reader, json.loads(reader.text[begin : reader.at]), tools)
+        try:
+            call = json.loads(reader.text[begin : reader.at])
+        except (ValueError, RecursionError):  # it has a number of too many digits, say
+            return False
+        return isinstance(call, dict) and _settle_call(reader, call, tools)
     return is_settled
 
 
@@ -373,9 +380,23 @@ def json_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozense
     return frozenset().union(*kinds) if kinds else frozenset({"string"})
 
 
-def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def object_of(root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a schema that describes the object: what it refers to, if it does only that."""
+    schema = root
+    for _ in range(_MAX_REFERENCES):
+        reference = schema.get("$ref")
+        if "properties" in schema or not isinstance(reference, str):
+            break
+        found = _resolved(reference, root)
+        if not isinstance(found, Mapping):
+            break
+        schema = found
+    return schema
+
+
+def properties_of(root: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schemas of an object's members by name; none where they are no object."""
-    properties = schema.get("properties")
+    properties = object_of(root).get("properties")
     return properties if isinstance(properties, dict) else {}
 
 

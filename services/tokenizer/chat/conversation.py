@@ -16,6 +16,7 @@ _MAX_MESSAGES = 4_096
 _MAX_PARTS = 1_024  # of a message
 _MAX_CALLS = 128  # of a message
 _MAX_DEPTH = 64  # levels of JSON; templates write it by recursion
+_MAX_JSON = 1024 * 1024  # characters of a call's arguments: json.loads lets nobody else run
 _SHORT_ID = 9  # characters of a call's id, in templates that insist (Mistral)
 _ROLES: Mapping["completion_pb2.Role.ValueType", str] = {
     completion_pb2.ROLE_SYSTEM: "system",
@@ -121,6 +122,10 @@ def _check_message(message: completion_pb2.Message, field: str, model: str) -> N
             raise invalid(f"{place}.id", "A call needs its id.")
         if not call.name:
             raise invalid(f"{place}.name", "A call needs the name of its tool.")
+        if len(call.arguments_json) > _MAX_JSON:
+            raise invalid(
+                f"{place}.arguments_json", f"Arguments have at most {_MAX_JSON:,} characters."
+            )
         read_arguments(call.arguments_json, f"{place}.arguments_json")
     if message.reasoning and role != "assistant":
         raise invalid(f"{field}.reasoning", "Only the assistant reasons.")

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from services.tokenizer.chat.call_grammars import ReasoningState
+from services.tokenizer.chat.call_readers import Parameters
 from services.tokenizer.chat.constraint import AnswerFormat
 from services.tokenizer.chat.conversation import (
     TemplateFacts,
@@ -24,7 +25,7 @@ from services.tokenizer.chat.response_parser import ResponseParser
 from services.tokenizer.chat.template_probe import find_turn_end, probe_template
 from services.tokenizer.chat.tool_formats import detect_reasoning_format, detect_tool_format
 from services.tokenizer.chat_templates import DEFAULT_TEMPLATE
-from services.tokenizer.tools import arguments_schema, template_tools
+from services.tokenizer.tools import template_tools
 from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
@@ -32,7 +33,9 @@ from tokenwire.errors import ServiceError, invalid
 __all__ = ["ChatPrompt", "ChatTemplates", "RenderedChat"]
 
 _LOG = logging.getLogger("chat")
-_INLINE = 4_096  # characters; longer texts are worked on in a thread
+_INLINE = 4_096  # bytes or characters; more is worked on in a thread
+_MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation; as much as a template may write
+_MAX_ARGUMENTS = 64 * 1024  # characters of JSON
 _OWN_VARIABLES = frozenset({  # that requests can't set, or not in this way
     "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "messages",
     "return_assistant_tokens_mask", "tools",
@@ -53,9 +56,10 @@ class ChatPrompt:
 
     @property
     def size(self) -> int:
-        """Characters, about."""
-        texts = sum(len(part.text) for message in self.messages for part in message.parts)
-        return texts + sum(len(tool.parameters_json) for tool in self.tools)
+        """Bytes, about."""
+        messages = sum(message.ByteSize() for message in self.messages)
+        tools = sum(tool.ByteSize() for tool in self.tools)
+        return messages + tools + len(self.arguments_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ class ChatTemplates:
 
     def check(self, prompt: ChatPrompt) -> None:
         """Raises FAILED_PRECONDITION where the model has no template, INVALID_ARGUMENT for what is
-        wrong."""
+        wrong. Takes a while for a prompt of some size."""
         name = prompt.template or DEFAULT_TEMPLATE
         if not self.is_available:
             raise ServiceError(
@@ -124,18 +128,27 @@ class ChatTemplates:
         if name not in self._vocabulary.chat_templates:
             known = ", ".join(sorted(self._vocabulary.chat_templates))
             raise invalid("template", f"There is no template {name!r}, only {known}.")
+        if prompt.size > _MAX_SIZE:
+            raise invalid(
+                "messages", f"A conversation has at most {_MAX_SIZE:,} bytes, tools included."
+            )
         check_messages(prompt.messages, self._model, continues_last=prompt.continue_last_message)
         if prompt.add_generation_prompt and prompt.continue_last_message:
             raise invalid(
                 "add_generation_prompt", "A message is either continued or begun, not both."
             )
         field = "template_arguments_json"
+        if len(prompt.arguments_json) > _MAX_ARGUMENTS:
+            raise invalid(field, f"At most {_MAX_ARGUMENTS:,} characters of JSON are taken here.")
         for key in read_arguments(prompt.arguments_json, field):
             if key in _OWN_VARIABLES or not key.isidentifier():
                 raise invalid(field, f"{key!r} can't be set here.")
 
-    async def render(self, prompt: ChatPrompt) -> RenderedChat:
-        """The prompt's text and ids. It was checked. Raises as `Renderer.render`."""
+    async def render(
+        self, prompt: ChatPrompt, check_text: Callable[[str], None] | None = None
+    ) -> RenderedChat:
+        """The prompt's text and ids. It was checked. Raises as `Renderer.render`, and as
+        `check_text`, which is shown the text before it is encoded."""
         assert self._learning is not None, "start comes first"
         await asyncio.shield(self._learning)
         is_long = prompt.size > _INLINE
@@ -156,25 +169,31 @@ class ChatTemplates:
         )
 
         def encode() -> RenderedChat:
-            ids = self._vocabulary.encode_parts(marked.parts(text))
-            return RenderedChat(marked.plain(text), ids)
+            plain = marked.plain(text)
+            if check_text is not None:
+                check_text(plain)
+            return RenderedChat(plain, self._vocabulary.encode_parts(marked.parts(text)))
 
         return await asyncio.to_thread(encode) if len(text) > _INLINE else encode()
 
-    def reasoning_state(self, prompt: str, *, continues: bool) -> ReasoningState:
-        """How reasoning stands at the end of a prompt."""
+    def reasoning_state(self, prompt: str, *, behind: str | None = None) -> ReasoningState:
+        """How reasoning stands at the end of a prompt.
+
+        behind: where its last message is continued, how the text of the one before ends.
+        """
         form = self.answers.reasoning
         if form is None:
             return ReasoningState.NONE
         text = prompt.rstrip()
         if text.endswith(form.opens):
             return ReasoningState.OPEN
-        if continues:  # what the message has of it so far
-            is_open = text.rfind(form.opens) > text.rfind(form.closes)
+        if behind is not None:  # what the message has of it so far
+            begin = text.rfind(behind) + len(behind) if behind and behind in text else 0
+            is_open = text.rfind(form.opens, begin) > text.rfind(form.closes, begin)
             return ReasoningState.OPEN if is_open else ReasoningState.NONE
         return ReasoningState.NONE if text.endswith(form.closes) else ReasoningState.POSSIBLE
 
-    def parser(self, state: ReasoningState, tools: Sequence[completion_pb2.Tool]) -> MessageParser:
+    def parser(self, state: ReasoningState, tools: Parameters) -> MessageParser:
         """Reads an answer. Calls of these tools are told from content."""
         reasoning = None if state is ReasoningState.NONE else self.answers.reasoning
         if reasoning is None and not tools:
@@ -182,7 +201,7 @@ class ChatTemplates:
         return ResponseParser(
             reasoning,
             self.answers.calls if tools else None,
-            {tool.name: arguments_schema(tool, "tools") for tool in tools},
+            tools,
             is_reasoning=state is ReasoningState.OPEN,
         )
 

@@ -1,18 +1,21 @@
 """A chat: what is asked of the engine, and the message that comes of it."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 from services.tokenizer.chat.call_grammars import ReasoningState
+from services.tokenizer.chat.call_readers import Parameters
 from services.tokenizer.chat.constraint import constrain
 from services.tokenizer.chat.content_tokens import ContentTokens
 from services.tokenizer.chat.message import ChatMessage
-from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
+from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates, RenderedChat
 from services.tokenizer.completion import Completion
 from services.tokenizer.limits import Limits
-from services.tokenizer.plan import CompletePlan, plan_complete
-from services.tokenizer.tools import check_tools
+from services.tokenizer.plan import CompletePlan, context_length, is_large, plan_complete
+from services.tokenizer.prompt import overlong
+from services.tokenizer.tools import arguments_schemas, check_tools
 from services.tokenizer.validation import check_complete, check_model, require
 from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
@@ -42,29 +45,47 @@ class ChatWork:
 
     def check(self, limits: Limits) -> None:
         """Raises the ServiceError of the first field that is wrong."""
+        if not is_large(self._request):
+            self._check(limits)
+
+    async def plan(self, limits: Limits) -> CompletePlan:
+        """How it will be served. Raises INVALID_ARGUMENT for a conversation that the template
+        refuses, OUT_OF_RANGE for one that is too long, and what `check` left."""
+        if not is_large(self._request):
+            return self._plan(limits, await self._render(limits))
+        await asyncio.to_thread(self._check, limits)
+        return await asyncio.to_thread(self._plan, limits, await self._render(limits))
+
+    def _check(self, limits: Limits) -> None:
         request = self._request
         check_model(request.model, limits.model)
         self._templates.check(self._prompt())
         check_tools(request.tools, request.tool_choice)
         check_complete(self._completion(limits.context_length), _of_chat(limits), None)
 
-    async def plan(self, limits: Limits) -> CompletePlan:
-        """How it will be served. Raises INVALID_ARGUMENT for a conversation that the template
-        refuses, OUT_OF_RANGE for one that is too long."""
+    async def _render(self, limits: Limits) -> RenderedChat:
+        context = context_length(self._request.stopping, limits)
+
+        def check_length(text: str) -> None:
+            least = self._vocabulary.least_tokens(text, context - 1)
+            if least >= context:  # there is output always
+                raise overlong("messages", f"at least {least:,}", context, max_tokens=1)
+
+        return await self._templates.render(self._prompt(), check_length)
+
+    def _plan(self, limits: Limits, rendered: RenderedChat) -> CompletePlan:
         request, templates = self._request, self._templates
-        rendered = await templates.render(self._prompt())
         if not rendered.ids:
             raise invalid("messages", "The chat template makes no prompt of these messages.")
         stopping = request.stopping
-        context = limits.context_length
-        if stopping.HasField("context_length"):
-            context = min(context, stopping.context_length)
+        context = context_length(stopping, limits)
         completion = self._completion(max(1, context - len(rendered.ids)))
         completion.prompts[0].token_ids.ids[:] = rendered.ids
         if not stopping.ignore_eos:
             ends = templates.turn_end_ids.difference(limits.eos_ids)
             completion.stopping.stop_token_ids.extend(ends)
-        state = templates.reasoning_state(rendered.text, continues=request.continue_last_message)
+        behind = _text_before(request) if request.continue_last_message else None
+        state = templates.reasoning_state(rendered.text, behind=behind)
         constraint = constrain(request, templates.answers, state)
         if constraint is not None:
             require(limits, engine_pb2.CAPABILITY_GRAMMAR, constraint.field)
@@ -75,8 +96,9 @@ class ChatWork:
             if error.field.startswith("prompts"):
                 error.field = "messages"
             raise
+        tools = arguments_schemas(() if self._hides_tools else request.tools)
         self._messages = [
-            self._message(state, scored=plan.choice.scored)
+            self._message(state, tools, scored=plan.choice.scored)
             for _ in range(request.n if request.HasField("n") else 1)
         ]
         return replace(
@@ -109,10 +131,10 @@ class ChatWork:
             elif kind == "completed":
                 add().completed.CopyFrom(part.completed)
 
-    def _message(self, state: ReasoningState, *, scored: bool) -> ChatMessage:
+    def _message(self, state: ReasoningState, tools: Parameters, *, scored: bool) -> ChatMessage:
         request, templates = self._request, self._templates
         return ChatMessage(
-            templates.parser(state, () if self._hides_tools else request.tools),
+            templates.parser(state, tools),
             ContentTokens(self._vocabulary.full_table.pieces) if scored else None,
             turn_ends=templates.turn_end_ids.difference(request.stopping.stop_token_ids),
             single_call=request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
@@ -162,3 +184,9 @@ class ChatWork:
 
 def _of_chat(limits: Limits) -> Limits:
     return replace(limits, max_logprobs=limits.max_chat_logprobs)
+
+
+def _text_before(request: completion_pb2.ChatRequest) -> str:
+    """How the text of the last message but one ends, as templates write it; empty for none."""
+    parts = [part.text for message in request.messages[-2:-1] for part in message.parts]
+    return parts[-1].strip() if parts else ""

@@ -49,3 +49,13 @@ def test_matches_as_a_search_of_the_whole_text_does(
 def test_the_earliest_end_wins_then_the_longest() -> None:
     matcher = StopMatcher(compile_stops(("bcd", "cd", "abcde")))
     assert matcher.feed("xabcdef", armed=True) == StopStringMatch("bcd", 2, 5)
+
+
+def test_long_stop_strings_are_not_kept() -> None:
+    """Each automaton is as large as its strings: strangers' would fill the memory."""
+    short, long = ("a" * 128, "b" * 128), ("c" * 128, "d" * 129)
+    assert compile_stops(short) is compile_stops(short)
+    assert compile_stops(long) is not compile_stops(long)
+    assert StopMatcher(compile_stops(long)).feed("d" * 129, armed=True) == StopStringMatch(
+        long[1], 0, 129
+    )

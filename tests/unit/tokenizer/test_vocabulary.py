@@ -47,6 +47,21 @@ def test_breakers_are_the_tokens_that_contain_them(steered: Vocabulary) -> None:
     assert steered.ids_containing(("<|im_start|>",)) == ()
 
 
+@given(st.lists(st.text(alphabet="abdefnrtu é\n<|>:", min_size=1, max_size=70), max_size=4))
+def test_breakers_are_found_as_by_a_search_of_every_token(
+    steered: Vocabulary, byte_fallback_vocabulary: Vocabulary, strings: list[str]
+) -> None:
+    """None across two tokens that only stand side by side, none missed."""
+    for vocabulary in (steered, byte_fallback_vocabulary):
+        pieces = vocabulary.table.pieces[: vocabulary.model_vocabulary_size]
+        expected = tuple(
+            token
+            for token, piece in enumerate(pieces)
+            if any(string.encode() in piece for string in strings)
+        )
+        assert vocabulary.ids_containing(tuple(strings)) == expected
+
+
 @pytest.mark.parametrize(("adds", "expected"), [(True, 1), (False, 0), (None, 0)])
 def test_the_configuration_decides_about_the_bos(
     adds: bool | None, expected: int, tmp_path: Path

@@ -16,6 +16,7 @@ from services.tokenizer.chat.constraint import Constraint, constrain
 from services.tokenizer.chat.message_parser import SegmentKind
 from services.tokenizer.chat.prompt import ChatTemplates
 from services.tokenizer.detokenizer import Detokenizer
+from services.tokenizer.tools import arguments_schemas
 from services.tokenizer.vocabulary import Vocabulary
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
 from tokenwire.completion.v1 import completion_pb2 as completion
@@ -24,6 +25,17 @@ from tokenwire.types.v1 import types_pb2 as types
 
 _FORMATS = sorted(set(TEMPLATES) - {"parts", "thinking"})
 _SCHEMAS: dict[str, dict[str, Any]] = {
+    "by_reference": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"n": {"type": "integer"}},
+                "required": ["n"],
+                "additionalProperties": False,
+            }
+        },
+    },
     "get_weather": {
         "type": "object",
         "properties": {
@@ -102,7 +114,7 @@ class _Model:
 
     def read(self, text: str) -> tuple[str, str, list[tuple[str, Any]]]:
         """Reasoning, content and calls."""
-        parser = self.templates.parser(ReasoningState.POSSIBLE, _tools())
+        parser = self.templates.parser(ReasoningState.POSSIBLE, arguments_schemas(_tools()))
         said = {SegmentKind.REASONING: "", SegmentKind.CONTENT: ""}
         calls: list[tuple[str, str]] = []
         for part in (*parser.feed(text), *parser.finish(is_cut=False)):
@@ -130,7 +142,7 @@ def test_forced_calls_are_calls_that_fit(model: _Model) -> None:
             tools=_tools(), tool_choice=_REQUIRED, parallel_tool_calls=not single
         )
         assert constraint is not None
-        for seed in range(12):
+        for seed in range(24):
             text = model.say(constraint, seed)
             if text is None:
                 continue
@@ -231,6 +243,10 @@ def test_what_a_form_can_not_enforce_is_refused_by_its_field(tmp_path: Path) -> 
     with pytest.raises(ServiceError) as caught:
         model.constrain(tools=tools, tool_choice=_REQUIRED)
     assert caught.value.field == "tools[0].parameters_json"
+    schema = {"properties": {"a": {}}, "required": ["a"], "minProperties": 2}
+    together = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
+    with pytest.raises(ServiceError, match="minProperties"):
+        model.constrain(tools=together, tool_choice=_REQUIRED)
     bare = _Model(tmp_path / "json", TEMPLATES["json"])
     with pytest.raises(ServiceError) as caught:
         bare.constrain(tools=tools, grammar=types.GrammarSpec(regex="a"))
@@ -251,6 +267,6 @@ def test_a_schema_that_is_none_fails_in_words(model: _Model, schema: dict[str, A
     tools = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
     with contextlib.suppress(ServiceError):
         model.constrain(tools=tools, tool_choice=_REQUIRED)
-    parser = model.templates.parser(ReasoningState.NONE, tools)
+    parser = model.templates.parser(ReasoningState.NONE, arguments_schemas(tools))
     text = "<function=f><parameter=a>1</parameter><parameter=c>1</parameter></function>"
     assert [*parser.feed(text), *parser.finish(is_cut=False)]

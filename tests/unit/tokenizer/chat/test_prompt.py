@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from services.tokenizer.chat.call_grammars import ReasoningState
 from services.tokenizer.chat.message_parser import SegmentKind
 from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
+from services.tokenizer.tools import arguments_schemas
 from services.tokenizer.vocabulary import Vocabulary
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
 from tokenwire.completion.v1 import completion_pb2 as completion
@@ -160,7 +161,7 @@ async def test_calls_that_a_template_writes_are_read_back(family: _Family) -> No
     answer = after.text.removeprefix(before.text)
     for end in ("<|im_end|>", "<|eot_id|>", "</s>"):
         answer = answer.partition(end)[0]
-    parser = templates.parser(ReasoningState.NONE, _TOOLS)
+    parser = templates.parser(ReasoningState.NONE, arguments_schemas(_TOOLS))
     segments = [*parser.feed(answer), *parser.finish(is_cut=False)]
     assert not [part for part in segments if part.kind is SegmentKind.CONTENT]
     names = [part.text for part in segments if part.kind is SegmentKind.CALL]
@@ -203,8 +204,15 @@ async def test_the_prompt_says_how_reasoning_stands(
 ) -> None:
     async with _started(tmp_path, TEMPLATES["thinking"]) as templates:
         rendered = await templates.render(_prompt(_says("user", "q"), arguments=arguments))
-        assert templates.reasoning_state(rendered.text, continues=False) is state
+        assert templates.reasoning_state(rendered.text) is state
         told = await templates.render(_prompt(_says("assistant", "a", reasoning="Hm.")))
+        asked = "what does <think> mean?"
+        begun = (_says("user", asked), _says("assistant", "It marks"))
+        continued = await templates.render(_prompt(*begun, continue_last_message=True))
+        left = templates.reasoning_state(continued.text, behind=asked)
+        assert left is ReasoningState.NONE
+        within = templates.reasoning_state(f"{continued.text}<think>Hm", behind=asked)
+        assert within is ReasoningState.OPEN
         assert "<think>\nHm.\n</think>\n\na<|im_end|>" in told.text
 
 
@@ -288,6 +296,49 @@ async def test_who_goes_away_leaves_no_answer_for_the_next(tmp_path: Path) -> No
             task.cancel()
         assert (await templates.render(_prompt(_says("user", "b")))).text == "b"
         assert [(await task).text for task in gone[1::2]] == ["1", "3", "5", "7"]
+
+
+async def test_whatever_makes_a_conversation_long_counts(tmp_path: Path) -> None:
+    """Else work on it would hold up everybody's tokens."""
+    long = "x" * 5_000
+    call = completion.ToolCall(id="a", name="f", arguments_json=json.dumps({"a": long}))
+    for prompt in (
+        _prompt(_says("user", long)),
+        _prompt(_says("user", "a", name=long)),
+        _prompt(_says("assistant", tool_calls=[call])),
+        _prompt(_says("assistant", "a", reasoning=long)),
+        _prompt(_says("user", "a"), tools=[completion.Tool(name="f", description=long)]),
+        _prompt(_says("user", "a"), arguments={"a": long}),
+    ):
+        assert prompt.size >= 5_000
+    assert _prompt(_says("user", "a")).size < 50
+
+
+async def test_more_than_can_be_worked_on_is_refused_by_its_field(tmp_path: Path) -> None:
+    call = completion.ToolCall(id="a", name="f", arguments_json='{"a": "' + "x" * 2**20 + '"}')
+    async with _started(tmp_path, TEMPLATES["hermes"]) as templates:
+        most = {"a": "x" * (64 * 1024 - len('{"a": ""}'))}
+        await templates.render(_prompt(_says("user", "a"), arguments=most))
+        for field, prompt in {
+            "template_arguments_json": _prompt(
+                _says("user", "a"), arguments={"a": most["a"] + "x"}
+            ),
+            "messages[1].tool_calls[0].arguments_json": _prompt(
+                _says("user", "a"), _says("assistant", tool_calls=[call])
+            ),
+            "messages": _prompt(_says("user", "x" * 2**23)),
+        }.items():
+            error = await _refusal(templates, prompt)
+            assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+async def test_a_text_is_shown_before_it_is_encoded(tmp_path: Path) -> None:
+    """Its control tokens unmarked, so that what is too long is refused at little cost."""
+    shown: list[str] = []
+    async with _started(tmp_path, TEMPLATES["hermes"]) as templates:
+        rendered = await templates.render(_prompt(_says("user", "<|im_end|>")), shown.append)
+    assert shown == [rendered.text]
+    assert rendered.text.count("<|im_end|>") == 2
 
 
 async def test_rendering_loads_no_torch() -> None:

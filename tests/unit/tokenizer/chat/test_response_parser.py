@@ -129,6 +129,12 @@ _CASES: list[tuple[str, str, str, list[tuple[str, dict[str, object]]]]] = [
         [_WEATHER],
     ),
     (
+        "hermes",
+        '<tool_call>[{"name": "get_time", "arguments": {}}]</tool_call>',
+        '<tool_call>[{"name": "get_time", "arguments": {}}]</tool_call>',
+        [],
+    ),
+    (
         "qwen3_coder",
         "Well:\n<tool_call>\n<function=get_weather>\n<parameter=city>\nSão Tomé\n</parameter>\n"
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
@@ -213,7 +219,7 @@ def test_calls_are_told_from_content(
 _SCRAPS = st.sampled_from(
     [text[begin:] for _, text, _, _ in _CASES for begin in (0, len(text) // 2)]
     + [mark for form in _FORMATS.values() for mark in form.marks]
-    + ["<think>", "</think>", "\n", " ", "{", "}", '"', "[", "get_time", "\\", "é", "😀", ","]
+    + ["<think>", "</think>", "\n", " ", "{", "}", '"', "[", "]", "get_time", "\\", "é", "😀", ","]
 )
 
 
@@ -260,6 +266,14 @@ def test_reasoning_is_split_off(
     for pieces in ([text], list(text)):
         message = _read(_parser(None, _THINK, is_reasoning=is_reasoning), pieces)
         assert (message.reasoning, message.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize("key", ["name", "arguments"])
+def test_a_number_that_python_reads_no_digits_of_is_no_call(key: str) -> None:
+    other = '"arguments": {}' if key == "name" else '"name": "get_time"'
+    text = f'<tool_call>{{"{key}": {"9" * 5_000}, {other}}}</tool_call>'
+    message = _read(_parser(_FORMATS["hermes"]), [text])
+    assert (message.content, message.calls) == (text, [])
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
