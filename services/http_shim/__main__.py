@@ -21,12 +21,15 @@ from services.http_shim.app import create_app
 from services.http_shim.catalog import Catalog
 from services.http_shim.gate import Gate
 from services.http_shim.keys import Keyring
+from services.http_shim.protocol import protocol_of
 from services.http_shim.served import ModelSource, OneBackend
 from services.http_shim.settings import HttpShimSettings, check
 from tokenwire.catalog import CatalogError
 from tokenwire.keys import KeyFileError
 
 _LOG = logging.getLogger("server")
+_UNSENT_BYTES = 64 * 1024
+"""That the kernel takes for a client that does not read; more hides for how long it has not"""
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs, so that it is not us who close first
 
 
@@ -63,8 +66,8 @@ async def serve(settings: HttpShimSettings) -> None:
     models, gate = _models(settings), Gate()
     server = Server(
         uvicorn.Config(
-            create_app(models, gate, settings.max_body_bytes, keyring),
-            http="httptools",
+            create_app(models, gate, settings.max_body_bytes, keyring, settings.stall_seconds),
+            http=protocol_of(settings.stall_seconds),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -110,11 +113,14 @@ def _watch(keyring: Keyring | None) -> asyncio.Future[None]:
 def _bind(settings: HttpShimSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        bound = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
         raise StartupError(
             f"Can't listen on {settings.host}:{settings.port}: {_reason(error)}."
         ) from None
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # not everywhere outside Linux
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+    return bound
 
 
 def _reason(error: OSError) -> str:

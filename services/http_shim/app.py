@@ -22,11 +22,15 @@ __all__ = ["create_app"]
 
 
 def create_app(
-    models: ModelSource, gate: Gate, max_body_bytes: int, keyring: Keyring | None
+    models: ModelSource,
+    gate: Gate,
+    max_body_bytes: int,
+    keyring: Keyring | None,
+    stall_seconds: float = 30.0,
 ) -> Starlette:
     """The shim in front of its models; without a keyring it asks nobody for a key."""
-    completions = Completions(models, gate, max_body_bytes)
-    chat = Chat(models, gate, max_body_bytes)
+    completions = Completions(models, gate, max_body_bytes, stall_seconds)
+    chat = Chat(models, gate, max_body_bytes, stall_seconds)
     multi_completion = MultiCompletion(models, gate, max_body_bytes)
     lists = Models(models)
     tokens = Tokens(models, max_body_bytes)

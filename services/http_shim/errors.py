@@ -20,6 +20,7 @@ __all__ = [
     "handlers",
     "http_status",
     "internal_error",
+    "refusal",
     "to_response",
 ]
 
@@ -98,6 +99,11 @@ def internal_error() -> Response:
     """What is said of a failure nobody foresaw."""
     body = _encode(500, "The server failed; its log has the details.", None, "internal")
     return _respond(500, body)
+
+
+def refusal(status: int, message: str, code: str) -> bytes:
+    """The body of an answer to what no route has seen."""
+    return _encode(status, message, None, code)
 
 
 def handlers() -> dict[Any, Any]:

@@ -38,10 +38,13 @@ class Generation(ABC, Generic[Body, Delta]):
 
     _decoder: msgspec.json.Decoder[Body]
 
-    def __init__(self, models: ModelSource, gate: Gate, max_body_bytes: int) -> None:
+    def __init__(
+        self, models: ModelSource, gate: Gate, max_body_bytes: int, stall_seconds: float
+    ) -> None:
         self._models = models
         self._gate = gate
         self._max_body_bytes = max_body_bytes
+        self._stall_seconds = stall_seconds
 
     @abstractmethod
     def _translate(self, body: Body) -> GenerationRequest:
@@ -79,7 +82,8 @@ class Generation(ABC, Generic[Body, Delta]):
                 if body.stream:
                     envelope = _envelope(await running.admitted(), served, shape)
                     events = EventStream(running, shape, body.stream_options, envelope, exchange)
-                    await send_stream(send, running, submission, events)
+                    stall = self._stall_seconds
+                    await send_stream(send, running, submission, events, stall_seconds=stall)
                 else:
                     usage = await running.completed()
                     response = _whole(running, usage, shape, exchange, served)

@@ -94,13 +94,15 @@ _ERRORS = {
     401: "No API key, or none that is known.",
     403: "The API key is not for this model.",
     404: "There is no such model, or nothing serves it.",
+    408: "The body stopped coming.",
     413: "The body is too large.",
     429: "A limit of the API key, or of the server, is reached.",
+    431: "The request's head is too large.",
     501: "This model, or this server, can't do it.",
     503: "The server is stopping, or the model can't be reached.",
     504: "It took too long.",
 }
-_WORK = (400, 401, 403, 404, 413, 429, 501, 503, 504)
+_WORK = (400, 401, 403, 404, 408, 413, 429, 431, 501, 503, 504)
 _COMPLETION_EXAMPLE: Json = {
     "model": "default",
     "prompt": "def add(a, b):",

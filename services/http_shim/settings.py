@@ -23,6 +23,9 @@ class HttpShimSettings:
     )
     catalog: str = setting("", "TOML file that names the models; read again on SIGHUP.")
     max_body_bytes: int = setting(8 * 1024 * 1024, "Largest request body, in bytes.")
+    stall_seconds: float = setting(
+        30.0, "Seconds after which a client is cut that sends or reads nothing while it should."
+    )
     grace: float = setting(30.0, "Seconds that running requests get after SIGTERM.")
     log_level: str = setting(
         "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
@@ -35,6 +38,8 @@ def check(settings: HttpShimSettings) -> None:
         raise StartupError(f"--port must be between 0 and 65535, not {settings.port}.")
     if settings.max_body_bytes < 1:
         raise StartupError(f"--max-body-bytes must be positive, not {settings.max_body_bytes}.")
+    if not settings.stall_seconds > 0:
+        raise StartupError(f"--stall-seconds must be above 0, not {settings.stall_seconds:g}.")
     closed = why_closed(settings.host, has_keys=bool(settings.keys), is_open=settings.open)
     if closed is not None:
         raise StartupError(closed)

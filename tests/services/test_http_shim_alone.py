@@ -148,6 +148,7 @@ def test_metrics_are_prometheus_text(http: httpx.Client) -> None:
         ["--port", "http"],
         ["--host", "192.0.2.1", "--open"],
         ["--max-body-bytes", "0"],
+        ["--stall-seconds", "0"],
     ],
 )
 def test_bad_settings_end_it_with_a_sentence(flags: list[str]) -> None:

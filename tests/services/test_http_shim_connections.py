@@ -1,0 +1,311 @@
+"""Clients that send without end, stop, do not read, or do not speak HTTP: over plain sockets.
+
+The stall is so short that a test can await what follows it.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+
+from tests.services.shim import Shim, assert_documented, running_shim
+from tests.stack import Stack, is_busy, is_idle, left_early, watch_load
+
+STALL = 1.5
+UNREAD = f"read nothing for {STALL:g} s"
+HANG_SECONDS = 60
+MANY_MODELS = 4_000
+"""Their list is far more than a socket of a `Client` holds"""
+MIB = 1 << 20
+LINE = b"a: b\r\n"
+GET = b"GET /health HTTP/1.1\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+LONG = {"model": "default", "prompt": "x = ", "max_tokens": 2000, "ignore_eos": True, "n": 16}
+
+
+class Answer(NamedTuple):
+    """What came over a socket."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Client:
+    """One connection to a shim."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self) -> Answer:
+        """The next."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        headers = dict(line.lower().split(": ", 1) for line in head[1:-1])
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        return Answer(int(head[0].split()[1]), headers, body)
+
+    async def last_answer(self) -> Answer:
+        """The next, which the end of the connection must follow."""
+        answer = await self.answer()
+        assert await self.reader.read() == b""
+        return answer
+
+
+@asynccontextmanager
+async def connected(shim: Shim) -> AsyncIterator[Client]:
+    """A connection that takes little unless it is read from."""
+    url = urlsplit(shim.url)
+    narrow = socket.socket()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    narrow.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(narrow, (url.hostname, url.port))
+    reader, writer = await asyncio.open_connection(sock=narrow, limit=4096)
+    try:
+        async with asyncio.timeout(HANG_SECONDS):
+            yield Client(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+def body_of(fields: dict[str, object]) -> bytes:
+    body = json.dumps(fields).encode()
+    return POST + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+def error_of(answer: Answer) -> dict[str, str | None]:
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    assert answer.headers["connection"] == "close"
+    document = json.loads(answer.body)
+    assert_documented(document, "ErrorBody")
+    error: dict[str, str | None] = document["error"]
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+@pytest.fixture(scope="module")
+async def shim(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shim]:
+    catalog = tmp_path_factory.mktemp("catalog") / "catalog.toml"
+    catalog.write_text(f'[[models]]\nid = "m"\ntarget = "{stack.tokenizer}"')
+    async with running_shim("--catalog", str(catalog), "--stall-seconds", str(STALL)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+async def long_lists(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shim]:
+    """A shim whose /v1/models does not fit into sockets."""
+    catalog = tmp_path_factory.mktemp("catalog") / "catalog.toml"
+    models = [f'[[models]]\nid = "m{i}"\nplaceholder = true\n' for i in range(MANY_MODELS)]
+    catalog.write_text("".join(models))
+    async with running_shim("--catalog", str(catalog), "--stall-seconds", str(STALL)) as running:
+        yield running
+
+
+def many(data: bytes) -> Iterator[bytes]:
+    """So much of it that whoever keeps it shows."""
+    piece = data * (MIB // len(data))
+    return (piece for _ in range(256))
+
+
+@pytest.mark.parametrize(
+    ("start", "more"),
+    [
+        (b"", b"\r\n"),
+        (b"GET /", b"a"),
+        (GET, LINE),
+        (GET + b"a: ", b"b"),
+        (CHUNKED + b"1;", b"a"),
+        (CHUNKED + b"1\r\n{\r\n0\r\n", LINE),
+    ],
+)
+async def test_a_head_without_end_is_refused_and_not_kept(
+    shim: Shim, start: bytes, more: bytes
+) -> None:
+    """Else any client could take all the memory. So with what chunks and trailers say."""
+    process = psutil.Process(shim.process.pid)
+    before = process.memory_info().rss
+    async with connected(shim) as client:
+        await client.send(start)
+        reading = asyncio.ensure_future(client.answer())
+        for piece in many(more):
+            await client.send(piece)
+            if reading.done():
+                break
+        answer = await reading
+        assert answer.status == 431
+        assert error_of(answer)["code"] == "head_too_large"
+        assert process.memory_info().rss - before < 16 * MIB
+
+
+@pytest.mark.parametrize(("lines", "status"), [(10_000, 200), (11_000, 431)])
+async def test_a_whole_head_may_have_64_kib(shim: Shim, lines: int, status: int) -> None:
+    async with connected(shim) as client:
+        await client.send(GET + LINE * lines + b"\r\n")
+        assert (await client.answer()).status == status
+
+
+async def test_a_large_body_behind_a_small_head_is_no_large_head(shim: Shim) -> None:
+    async with connected(shim) as client:
+        await client.send(body_of({"model": "none", "prompt": "x" * 200_000}))
+        answer = await client.answer()
+        assert answer.status == 404
+        await client.send(GET + b"\r\n")
+        assert (await client.answer()).status == 200
+
+
+@pytest.mark.parametrize("start", [b"", b"GE", GET + LINE])
+async def test_half_a_head_is_not_awaited_for_ever(shim: Shim, start: bytes) -> None:
+    """Else connections that nobody uses add up."""
+    async with connected(shim) as client:
+        await client.send(start)
+        assert await client.reader.read() == b""
+    async with connected(shim) as client:
+        await client.send(GET + b"\r\n" + start)
+        assert (await client.answer()).status == 200
+        if start:
+            assert await client.reader.read() == b""
+
+
+async def test_an_idle_connection_outlives_stalls(shim: Shim) -> None:
+    """Clients keep them for their next request."""
+    async with connected(shim) as idle:
+        await idle.send(GET + b"\r\n")
+        assert (await idle.answer()).status == 200
+        for _ in range(2):
+            async with connected(shim) as half:
+                assert await half.reader.read() == b""
+        await idle.send(GET + b"\r\n")
+        assert (await idle.answer()).status == 200
+
+
+async def test_a_body_that_stops_is_not_awaited_for_ever(shim: Shim) -> None:
+    """Else its request is counted as running for ever."""
+    async with connected(shim) as client:
+        await client.send(POST + b"x-request-id: stopped\r\ncontent-length: 10\r\n\r\n{")
+        answer = await client.last_answer()
+        assert answer.status == 408
+        assert error_of(answer)["code"] == "body_timeout"
+        assert answer.headers["x-request-id"] == "stopped"
+        await shim.logged("POST /v1/completions")
+
+
+async def test_the_rest_of_a_refused_body_is_not_awaited_for_ever(shim: Shim) -> None:
+    async with connected(shim) as client:
+        await client.send(b"POST /nowhere HTTP/1.1\r\ncontent-length: 10\r\n\r\n{")
+        assert (await client.last_answer()).status == 404
+
+
+async def test_a_slow_body_is_awaited(shim: Shim) -> None:
+    """A bad network is no reason to be cut."""
+    async with connected(shim) as client:
+        whole = body_of({"model": "none", "prompt": "x"})
+        head, _, body = whole.partition(b"\r\n\r\n")
+        await client.send(head + b"\r\n\r\n")
+        pieces = [body[i : i + 4] for i in range(0, len(body), 4)]
+        for piece in pieces:
+            await asyncio.sleep(3 * STALL / len(pieces))
+            await client.send(piece)
+        assert (await client.answer()).status == 404
+
+
+async def test_an_answer_that_nobody_reads_is_not_kept(long_lists: Shim) -> None:
+    """Else its memory is gone for as long as the client likes."""
+    async with connected(long_lists) as client:
+        await client.send(b"GET /v1/models HTTP/1.1\r\n\r\n")
+        await long_lists.logged(UNREAD)
+        with pytest.raises(asyncio.IncompleteReadError):
+            await client.answer()
+
+
+async def test_an_answer_that_is_read_slowly_comes_whole(long_lists: Shim) -> None:
+    """A bad network is no reason to be cut."""
+    async with httpx.AsyncClient(base_url=long_lists.url) as http:
+        expected = (await http.get("/v1/models")).content
+    async with connected(long_lists) as client:
+        await client.send(b"GET /v1/models HTTP/1.1\r\nconnection: close\r\n\r\n")
+        await client.reader.readuntil(b"\r\n\r\n")
+        read = bytearray()
+        steps = 60
+        for _ in range(steps):
+            await asyncio.sleep(3 * STALL / steps)
+            for _ in range(len(expected) // steps // 4096):
+                read += await client.reader.read(4096)
+        read += await client.reader.read()
+        assert bytes(read) == expected
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00",  # TLS
+        b"BREW / HTTP/1.1\r\n\r\n",
+        b"get / HTTP/1.1\r\n\r\n",
+        b"GET /\xc3\xa9 HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        GET + b"content-length: x\r\n\r\n",
+        GET + b"no colon\r\n\r\n",
+        POST + b"content-length: 18446744073709551617\r\n\r\n{}",
+        CHUNKED + b"x\r\n",
+    ],
+)
+async def test_what_is_not_http_gets_an_error_as_all_others_are(shim: Shim, sent: bytes) -> None:
+    """Clients parse it, and whoever runs the server finds it by its id."""
+    async with connected(shim) as client:
+        await client.send(sent)
+        answer = await client.last_answer()
+        assert answer.status == 400
+        assert error_of(answer)["code"] == "invalid_http"
+        logged = await shim.answered(answer.headers["x-request-id"])
+        assert logged["status"] in (400, 499)
+
+
+async def test_a_malformed_request_is_called_what_its_client_calls_it(shim: Shim) -> None:
+    async with connected(shim) as client:
+        await client.send(GET + b"x-request-id: mine\r\ncontent-length: x\r\n\r\n")
+        assert (await client.last_answer()).headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize("second", [GET + b"\r\n", b"nonsense", body_of(LONG)])
+@pytest.mark.parametrize("apart", [False, True])
+async def test_who_leaves_behind_a_second_request_is_noticed(
+    shim: Shim, stack: Stack, second: bytes, apart: bool
+) -> None:
+    """Not generated to the end for nobody."""
+    async with left_early(stack.engine, 16 * 2000), connected(shim) as client:
+        await client.send(body_of(LONG) + (b"" if apart else second))
+        await watch_load(stack.engine, until=is_busy)
+        if apart:
+            await client.send(second)
+
+
+async def test_a_second_request_does_not_hurt_the_first(shim: Shim) -> None:
+    """It is dropped, and its client sees that."""
+    async with connected(shim) as client:
+        await client.send(body_of(LONG | {"max_tokens": 8, "n": 1}) + GET + b"\r\n")
+        answer = await client.last_answer()
+        assert answer.status == 200
+        assert json.loads(answer.body)["usage"]["completion_tokens"] == 8
+
+
+async def test_a_stream_that_nobody_reads_is_cut(shim: Shim, stack: Stack) -> None:
+    """Down to the KV blocks, and on the wire."""
+    before = shim.count(UNREAD)
+    async with left_early(stack.engine, 16 * 2000), connected(shim) as client:
+        await client.send(body_of(LONG | {"stream": True, "logprobs": 5}))
+        await shim.logged(UNREAD, before + 1)
+        await watch_load(stack.engine, until=is_idle)
+        assert b"[DONE]" not in await client.reader.read()
