@@ -6,6 +6,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ from tokenwire.types.v1 import types_pb2
 
 __all__ = ["Generation", "watch_for_leaving"]
 
+_INLINE = 256 * 1024  # bytes of deltas; an answer of more is put together in a thread
 Body = TypeVar("Body", bound=GenerationBody)
 
 
@@ -86,7 +88,9 @@ class Generation(ABC, Generic[Body, Delta]):
                     await send_stream(send, running, submission, events, stall_seconds=stall)
                 else:
                     usage = await running.completed()
-                    response = _whole(running, usage, shape, exchange, served)
+                    whole = partial(_whole, running, usage, shape, exchange, served)
+                    held = sum(d.ByteSize() for ds in running.pending.values() for d in ds)
+                    response = whole() if held < _INLINE else await asyncio.to_thread(whole)
                     await response(scope, receive, send)
             finally:
                 watch.cancel()

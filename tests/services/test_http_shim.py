@@ -134,6 +134,18 @@ async def test_harnesses_slice_scores_by_length(http: httpx.AsyncClient) -> None
     assert scores[1:] == pytest.approx(logprobs["token_logprobs"][1:-1], abs=1e-4)
 
 
+async def test_a_long_answer_is_put_together_like_a_short_one(http: httpx.AsyncClient) -> None:
+    """In a thread, so that nobody waits for it."""
+    ids = (await ids_of(http, PROMPT) * 200)[:1_000]
+    fields = {"prompt": [ids], "max_tokens": 1, "echo": True, "logprobs": 5}
+    [short] = (await complete(http, **fields))["choices"]
+    long = (await complete(http, **fields, n=12))["choices"]
+    assert [choice["index"] for choice in long] == list(range(12))
+    for choice in long:
+        assert choice["text"] == short["text"]
+        assert choice["logprobs"]["tokens"] == short["logprobs"]["tokens"]
+
+
 async def test_streamed_logprobs_join_to_the_whole(http: httpx.AsyncClient) -> None:
     fields = {"prompt": PROMPT, "max_tokens": 6, "echo": True, "logprobs": 2}
     whole = (await complete(http, **fields))["choices"][0]["logprobs"]
