@@ -451,6 +451,15 @@ def test_forced_tokens_take_no_more_rows_than_there_is_memory_for() -> None:
     assert plan.decode_tokens == 16
 
 
+def test_the_queue_position_is_the_number_of_requests_ahead(decoder: Decoder) -> None:
+    """Not of their choices, nor of those that are less urgent."""
+    loop = make_loop(decoder, running=1)
+    loop.apply([make_request(1, [[1]], n=3), make_request(2, [[2]])])
+    loop.apply([make_request(3, [[3]], priority=1), make_request(4, [[4]])])
+    admitted = [o for o in loop.step(list).outputs if isinstance(o, Admitted)]
+    assert [(a.handle, a.queue_position) for a in admitted] == [(1, 0), (2, 1), (3, 0), (4, 3)]
+
+
 def test_a_request_that_can_never_fit_is_refused(decoder: Decoder) -> None:
     loop = make_loop(decoder, blocks=4)
     [refused] = run(loop, [make_request(1, [[1] * 10], max_tokens=20)])
