@@ -210,7 +210,7 @@ class Client:
             add_special_tokens=add_special_tokens,
             with_texts=True,
         )
-        answer = await _answer(self._tokenizer.Encode(request))
+        answer = await _answer(self._tokenizer.Encode, request)
         return Encoding.read(answer.encodings[0])
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -219,12 +219,12 @@ class Client:
             sequences=[_made(types_pb2.TokenIds, "sequences.", ids=ids)],
             skip_special_tokens=skip_special_tokens,
         )
-        return (await _answer(self._tokenizer.Decode(request))).decodings[0].text
+        return (await _answer(self._tokenizer.Decode, request)).decodings[0].text
 
     async def models(self) -> tuple[Model, ...]:
         """The models that are served."""
         request = completion_pb2.ListModelsRequest()
-        answer = await _answer(self._completions.ListModels(request))
+        answer = await _answer(self._completions.ListModels, request)
         return tuple(Model.read(model) for model in answer.models)
 
     async def aclose(self) -> None:
@@ -286,11 +286,11 @@ class EngineClient:
 
     async def model(self) -> EngineModel:
         """The model, its limits and capabilities."""
-        return EngineModel.read(await _answer(self._control.GetModel(engine_pb2.GetModelRequest())))
+        return EngineModel.read(await _answer(self._control.GetModel, engine_pb2.GetModelRequest()))
 
     async def load(self) -> Load:
         """How busy the engine is."""
-        answer = await _answer(self._control.GetLoad(engine_pb2.GetLoadRequest()))
+        answer = await _answer(self._control.GetLoad, engine_pb2.GetLoadRequest())
         return Load.read(answer.load)
 
     async def aclose(self) -> None:
@@ -527,8 +527,11 @@ def _matched(match: types_pb2.StopMatch) -> str | int | None:
     return None if name is None else cast(str | int, getattr(match, name))
 
 
-async def _answer(call: Awaitable[Answer]) -> Answer:
+async def _answer(rpc: Callable[[Any], Awaitable[Answer]], request: Any) -> Answer:
     try:
-        return await call
+        return await rpc(request)
     except grpc.aio.AioRpcError as error:
         raise ServiceError.from_rpc_error(error) from None
+    except grpc.aio.UsageError:
+        code = grpc.StatusCode.UNAVAILABLE
+        raise ServiceError(code, "UNREACHABLE", "The client is closed.") from None

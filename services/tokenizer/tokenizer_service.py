@@ -228,6 +228,8 @@ class TokenizerServicer(TokenizerServiceServicer):
                 )
         detokenizer = sequences.get(chunk.sequence)
         if detokenizer is None:
+            if len(sequences) >= _BATCH:
+                raise invalid(field, f"At most {_BATCH:,} sequences are decoded side by side.")
             keep = chunk.keep_special_tokens
             table = self._vocabulary.full_table if keep else self._vocabulary.table
             detokenizer = sequences[chunk.sequence] = Detokenizer(table)

@@ -471,6 +471,12 @@ async def test_decode_stream_holds_unfinished_characters(services: _Services) ->
     answer = await stream.read()
     assert isinstance(answer, tokenizer_pb2.DecodeStreamResponse)
     assert ServiceError.from_status(answer.chunks[0].error).field == "chunks[0].ids[0]"
+    many = [tokenizer_pb2.DecodeChunk(sequence=place, ids=ids[:1]) for place in range(2_049)]
+    await stream.write(tokenizer_pb2.DecodeStreamRequest(chunks=many))
+    answer = await stream.read()
+    assert isinstance(answer, tokenizer_pb2.DecodeStreamResponse)
+    refused = [place for place, chunk in enumerate(answer.chunks) if chunk.HasField("error")]
+    assert refused == [2_048]
     await stream.done_writing()
 
 

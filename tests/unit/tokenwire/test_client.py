@@ -26,7 +26,8 @@ async def test_a_closed_client_says_so() -> None:
     client, engine = Client(NOWHERE), EngineClient(NOWHERE)
     await client.aclose()
     await engine.aclose()
-    for asked in (client.complete("x"), client.chat("x"), engine.generate([1])):
+    every = (client.complete("x"), client.chat("x"), client.encode("x"), engine.generate([1]))
+    for asked in (*every, engine.load()):
         with pytest.raises(ServiceError, match="closed") as refused:
             await asyncio.wait_for(asked, 30)
         assert refused.value.code.name == "UNAVAILABLE"
