@@ -103,7 +103,7 @@ class Session(Generic[Command, Event]):
     async def _run(self) -> None:
         try:
             call = self._call()
-        except Exception as failure:  # the channel is closed
+        except grpc.aio.UsageError as failure:  # the channel is closed
             self._lose(_lost(f"The stream can't be opened: {failure}"))
             return
         writer = asyncio.ensure_future(self._write(call))

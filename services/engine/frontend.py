@@ -197,8 +197,8 @@ class Frontend:
             grammar_id = ""
             if matchers is not None:
                 grammar_id = await self._compile(matchers, request.grammar, caller)
-        except ServiceError:
-            metrics.REQUESTS.labels("refused").inc()
+        except ServiceError as error:
+            metrics.REQUESTS.labels(_outcome(error.reason)).inc()
             raise
         handle = next(self._handles)
         live = _Live(caller, checked, sink, arrival)
@@ -332,7 +332,7 @@ class Frontend:
             case RequestDone():
                 self._on_done(live, item)
             case Refused():
-                self._forget(item.handle, "stalled" if item.reason == "STALLED" else "refused")
+                self._forget(item.handle, _outcome(item.reason))
                 code = grpc.StatusCode[item.code]
                 live.sink.on_error(
                     ServiceError(code, item.reason, item.message, retry_seconds=item.retry_seconds)
@@ -411,6 +411,12 @@ class Frontend:
         self.version += 1
         self._changed.set()  # for those that wait by now
         self._changed.clear()
+
+
+def _outcome(reason: str) -> str:
+    """What a request that got this error counts as."""
+    outcomes = {"ABORTED": "aborted", "DEADLINE_EXCEEDED": "expired", "STALLED": "stalled"}
+    return outcomes.get(reason, "refused")
 
 
 def _draining() -> ServiceError:

@@ -26,7 +26,7 @@ def create_app(
     gate: Gate,
     max_body_bytes: int,
     keyring: Keyring | None,
-    stall_seconds: float = 30.0,
+    stall_seconds: float,
 ) -> Starlette:
     """The shim in front of its models; without a keyring it asks nobody for a key."""
     completions = Completions(models, gate, max_body_bytes, stall_seconds)

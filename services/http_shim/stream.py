@@ -33,8 +33,8 @@ async def send_stream(
     submission: Submission,
     events: EventStream[Delta],
     *,
+    stall_seconds: float,
     ping_seconds: float = 10.0,
-    stall_seconds: float = 30.0,
 ) -> None:
     """Send everything until the completion ends; ClientGoneError if the client stops reading.
 

@@ -30,7 +30,7 @@ async def test_it_is_what_is_served() -> None:
 async def test_it_has_every_route(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
-    app = create_app(Catalog(path), Gate(), 1, None)
+    app = create_app(Catalog(path), Gate(), 1, None, 30.0)
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes

@@ -62,7 +62,8 @@ def begin(
     feed(running, ACCEPTED)
     body = CompletionBody(prompt="x", stream=True)
     events = EventStream(running, CompletionShape.of(body), None, envelope(), exchange())
-    sending = stream.send_stream(socket.send, running, credits_, events, **intervals)
+    patient = {"stall_seconds": 30.0} | intervals
+    sending = stream.send_stream(socket.send, running, credits_, events, **patient)
     return running, asyncio.ensure_future(sending)
 
 
