@@ -23,6 +23,8 @@ from tokenwire.completion.v1 import completion_pb2
 
 __all__ = ["EventStream"]
 
+_AT_ONCE = 128 * 1024  # bytes of deltas: some milliseconds of work
+
 
 class EventStream(Generic[Delta]):
     """Turns what a completion has pending into the bytes of its events."""
@@ -53,16 +55,17 @@ class EventStream(Generic[Delta]):
         self.most_tokens = 0  # of the choice that is ahead
 
     def take(self) -> bytes:
-        """The events of all that is pending: at most one for each choice."""
+        """The events of what is pending, one for each choice at most; where that is much, of the
+        first choices, so that other streams have their turn."""
         running, now = self._running, time.monotonic()
-        pending, running.pending = running.pending, {}
-        finished, running.finished = self._settle(running.finished), {}
+        pending, ended = running.take(_AT_ONCE)
+        finished = self._settle(ended)
         events = []
         for index, deltas in pending.items():
             self._count(index, deltas, now)
             if index not in finished:
                 events.append(self._event(index, deltas, None, self._usage()))
-        has_usage = self._usage_on_finish and running.usage is not None
+        has_usage = self._usage_on_finish and running.usage is not None and not self._unfinished
         carrier = next(reversed(finished), None) if has_usage else None
         for index, end in finished.items():
             self._exchange.completion_tokens += end.completion_tokens - self._tokens.get(index, 0)

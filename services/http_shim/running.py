@@ -76,6 +76,20 @@ class Running(Generic[Delta]):
         assert self.usage is not None
         return self.usage
 
+    def take(
+        self, most_bytes: int
+    ) -> tuple[dict[int, list[Delta]], dict[int, completion_pb2.ChoiceFinished]]:
+        """The deltas that have arrived, and the ends of their choices: of all choices, or of the
+        first that have so many bytes. `pending` holds what is left."""
+        taken: dict[int, list[Delta]] = {}
+        size = 0
+        while self.pending and size < most_bytes:
+            index = next(iter(self.pending))
+            taken[index] = deltas = self.pending.pop(index)
+            size += sum(delta.ByteSize() for delta in deltas)
+        ended = [index for index in self.finished if index not in self.pending]
+        return taken, {index: self.finished.pop(index) for index in ended}
+
     def is_open(self) -> bool:
         """Whether the tokenizer service still works on it."""
         return self.usage is None and self.error is None

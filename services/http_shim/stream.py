@@ -51,6 +51,10 @@ async def send_stream(
                     running.changed.clear()
                     ended = running.ended.is_set()
                     body = events.take()
+                    if running.pending:
+                        ended = False
+                        running.changed.set()
+                        await asyncio.sleep(0)  # a send alone lets nobody else on
                     if ended:
                         body += events.tail()
                     elif not body:

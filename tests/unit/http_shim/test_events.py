@@ -47,7 +47,8 @@ def objects(data: bytes) -> list[Any]:
 @st.composite
 def scripts(draw: st.DrawFn) -> tuple[list[list[str]], list[int]]:
     """Texts of each choice's deltas, and where the stream is read in between."""
-    choices = draw(st.lists(st.lists(st.text(max_size=3), max_size=5), min_size=1, max_size=4))
+    texts = st.text(max_size=3) | st.just("x" * 200_000)  # of which few are read at once
+    choices = draw(st.lists(st.lists(texts, max_size=5), min_size=1, max_size=4))
     reads = draw(st.lists(st.integers(0, 30), max_size=6))
     return choices, reads
 
@@ -70,8 +71,10 @@ def test_chunks_join_to_the_whole(script: tuple[list[list[str]], list[int]], ran
             data += stream.take()
         step += 1
     feed(running, USAGE)
-    data += stream.take() + stream.tail()
-    events = objects(data)
+    data += stream.take()
+    while running.pending:
+        data += stream.take()
+    events = objects(data + stream.tail())
     assert events.pop() == "[DONE]"
     joined = ["" for _ in texts]
     ended: list[int] = []

@@ -56,11 +56,11 @@ class Credits:
 
 
 def begin(
-    socket: Socket, credits_: Credits, **intervals: float
+    socket: Socket, credits_: Credits, *, choices: int = 1, **intervals: float
 ) -> tuple[Running, "asyncio.Task[None]"]:
     running = Running()
     feed(running, ACCEPTED)
-    body = CompletionBody(prompt="x", stream=True)
+    body = CompletionBody(prompt="x", stream=True, n=choices)
     events = EventStream(running, CompletionShape.of(body), None, envelope(), exchange())
     patient = {"stall_seconds": 30.0} | intervals
     sending = stream.send_stream(socket.send, running, credits_, events, **patient)
@@ -80,6 +80,28 @@ async def test_deltas_merge_while_the_socket_is_full() -> None:
     await sending
     joined = b"".join(socket.bodies)
     assert joined.count(b"data: ") <= 3, "deltas queued up one by one"
+    assert joined.endswith(b"data: [DONE]\n\n")
+
+
+async def test_long_answers_leave_others_their_turn() -> None:
+    """Echoes of megabytes keep nobody else's tokens waiting, whatever the socket takes."""
+    socket = Socket()
+    running, sending = begin(socket, Credits(), choices=8)
+    turns = 0
+
+    async def bystander() -> None:
+        nonlocal turns
+        while not sending.done():
+            turns += 1
+            await asyncio.sleep(0)
+
+    for index in range(8):
+        feed(running, delta("x" * 200_000, [1], index=index), finished(index))
+    feed(running, USAGE)
+    await asyncio.gather(sending, bystander())
+    assert turns >= 7, "one between any two of the eight"
+    joined = b"".join(socket.bodies)
+    assert joined.count(b"x" * 200_000) == joined.count(b'"finish_reason":"') == 8
     assert joined.endswith(b"data: [DONE]\n\n")
 
 
