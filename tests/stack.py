@@ -25,6 +25,7 @@ __all__ = [
     "is_busy",
     "is_idle",
     "left_early",
+    "metrics_of",
     "mortal_engine",
     "running_service",
     "watch_load",
@@ -173,20 +174,21 @@ async def watch_load(engine: str, *, until: Callable[[Load], bool]) -> Load:
 async def left_early(engine: str, tokens: int) -> AsyncIterator[None]:
     """Inside, somebody asks for so many tokens and leaves: the engine must not go on to the end."""
     await watch_load(engine, until=is_idle)
-    before = await _generated_tokens(engine)
+    generated = "tokenwire_engine_generated_tokens_total"
+    before = (await metrics_of(engine))[generated]
     yield
     await watch_load(engine, until=is_idle)
-    assert await _generated_tokens(engine) - before < tokens, "all of it was generated"
+    after = (await metrics_of(engine))[generated]
+    assert after - before < tokens, "all of it was generated"
 
 
-async def _generated_tokens(engine: str) -> float:
-    """As the engine counts them."""
-    host, port = engine.split(":")
+async def metrics_of(service: str) -> dict[str, float]:
+    """What the service at a target counts, by name and labels."""
+    host, port = service.split(":")
     async with httpx.AsyncClient() as client:
         answer = await client.get(f"http://{host}:{int(port) + _METRICS_OFFSET}/metrics")
-    name = "tokenwire_engine_generated_tokens_total"
-    (line,) = [line for line in answer.text.splitlines() if line.startswith(name)]
-    return float(line.split()[-1])
+    lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
 def is_busy(load: Load) -> bool:

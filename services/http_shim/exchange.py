@@ -14,7 +14,7 @@ from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
 from services.http_shim.errors import ClientGoneError, internal_error
 from services.http_shim.limits import Account
-from services.http_shim.metrics import IN_FLIGHT, REQUESTS, SECONDS, TOKENS
+from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUESTS, SECONDS, TOKENS
 
 __all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
 
@@ -81,7 +81,7 @@ class ExchangeMiddleware:
                 self._record(scope, exchange)
 
     def _record(self, scope: Scope, exchange: Exchange) -> None:
-        route = self._labels.get(scope.get("endpoint", _nowhere), "unknown")
+        route = self._labels.get(scope.get("endpoint", _nowhere), NO_ROUTE)
         seconds = time.monotonic() - exchange.began
         REQUESTS.labels(route, exchange.status).inc()
         SECONDS.labels(route).observe(seconds)

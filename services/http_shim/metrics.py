@@ -4,7 +4,10 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.common.telemetry import INTER_TOKEN_BUCKETS, LATENCY_BUCKETS
 
-__all__ = ["FIRST_TOKEN", "INTER_TOKEN", "IN_FLIGHT", "REQUESTS", "SECONDS", "TOKENS"]
+__all__ = ["FIRST_TOKEN", "INTER_TOKEN", "IN_FLIGHT", "NO_ROUTE", "REQUESTS", "SECONDS", "TOKENS"]
+
+NO_ROUTE = "unknown"
+"""The route of what never came to one."""
 
 REQUESTS = Counter(
     "tokenwire_http_requests", "Requests answered; 499 = the client left.", ["route", "status"]

@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from services.common.interceptor import sane_request_id
 from services.http_shim.errors import refusal
 from services.http_shim.exchange import exchange_of
+from services.http_shim.metrics import NO_ROUTE, REQUESTS
 
 __all__ = ["HttpProtocol", "protocol_of"]
 
@@ -118,6 +119,8 @@ class HttpProtocol(HttpToolsProtocol):
         identity = self._identity()
         fields = {"request_id": identity, "status": status}
         _LOG.info("refused before it was read: %s", message, extra=fields)
+        if self._in_head:  # else the application counts it, as one whose client left
+            REQUESTS.labels(NO_ROUTE, status).inc()
         body = refusal(status, message, code)
         head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()]
         for name, value in (

@@ -2,36 +2,30 @@
 
 import asyncio
 import math
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import pytest
-import pytest_asyncio
 from google.rpc import status_pb2
 
-from tests.stack import RunningService, is_idle, running_service, watch_load
-from tests.unit.engine.tiny import CONTEXT, EOS, VOCABULARY, make_checkpoint
-from tokenwire.channel import connect
+from tests.services.engine_client import (
+    SessionClient,
+    generate,
+    ids_of,
+    make_request,
+    refused,
+    start,
+)
+from tests.unit.engine.tiny import CONTEXT, EOS, VOCABULARY
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.engine.v1.engine_pb2 import (
     Capability,
     GenerateRequest,
-    GenerateResponse,
     ResumedSequence,
     SessionCancel,
     SessionCommand,
     SessionCredit,
-    SessionEvent,
-    SessionRequest,
-    SessionStart,
 )
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1.types_pb2 import (
     DryParams,
@@ -42,62 +36,6 @@ from tokenwire.types.v1.types_pb2 import (
     StoppingParams,
     TokenIds,
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def engine(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[RunningService]:
-    log = tmp_path_factory.mktemp("log") / "engine.log"
-    arguments = ("--model", str(checkpoint), "--dtype", "float32", "--kv-memory", "64MiB")
-    async with running_service("engine", *arguments, log=log) as service:
-        yield service
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def channel(engine: RunningService) -> AsyncIterator[grpc.aio.Channel]:
-    async with connect(engine.target) as channel:
-        yield channel
-
-
-def make_request(
-    *prompts: Sequence[int],
-    n: int | None = None,
-    max_tokens: int = 8,
-    temperature: float = 0.0,
-    ignore_eos: bool = True,
-    **fields: object,
-) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=[TokenIds(ids=prompt) for prompt in prompts],
-        n=n,
-        sampling=SamplingParams(temperature=temperature, seed=7),
-        stopping=StoppingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
-        **fields,  # type: ignore[arg-type]
-    )
-
-
-async def generate(
-    channel: grpc.aio.Channel, request: GenerateRequest, **metadata: str
-) -> list[GenerateResponse]:
-    call = EngineServiceStub(channel).Generate(request, metadata=tuple(metadata.items()))
-    return [response async for response in call]
-
-
-def ids_of(responses: Sequence[GenerateResponse | SessionEvent], sequence: int = 0) -> list[int]:
-    deltas = [r.delta for r in responses if r.HasField("delta") and r.delta.sequence == sequence]
-    return [token for delta in deltas for token in delta.tokens.ids]
-
-
-async def refused(channel: grpc.aio.Channel, request: GenerateRequest) -> ServiceError:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await generate(channel, request)
-    return ServiceError.from_rpc_error(raised.value)
 
 
 async def test_a_request_is_accepted_streamed_and_completed(channel: grpc.aio.Channel) -> None:
@@ -402,35 +340,6 @@ async def test_a_prompt_longer_than_the_context_is_out_of_range(channel: grpc.ai
     assert (await generate(channel, make_request([1] * (CONTEXT - 1))))[-1].HasField("completed")
 
 
-class SessionClient:
-    """A Session whose commands are sent as the test goes."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.call = EngineServiceStub(channel).Session()
-        self.events: list[SessionEvent] = []
-
-    async def send(self, *commands: SessionCommand) -> None:
-        await self.call.write(SessionRequest(commands=commands))
-
-    async def until(self, kind: str, handle: int) -> SessionEvent:
-        """Reads on to an event of one request."""
-        while True:
-            response = await self.call.read()
-            assert response is not grpc.aio.EOF
-            assert isinstance(response, engine_pb2.SessionResponse)
-            self.events += response.events
-            for event in response.events:
-                if event.handle == handle and event.WhichOneof("event") == kind:
-                    return event
-
-    def of(self, handle: int) -> list[SessionEvent]:
-        return [event for event in self.events if event.handle == handle]
-
-
-def start(handle: int, request: GenerateRequest, credit: int | None = None) -> SessionCommand:
-    return SessionCommand(handle=handle, start=SessionStart(request=request, credit=credit))
-
-
 async def test_a_session_carries_many_requests_in_one_message_per_step(
     channel: grpc.aio.Channel,
 ) -> None:
@@ -505,35 +414,6 @@ async def test_credit_holds_a_sequence_back_and_lets_it_go_on(channel: grpc.aio.
     session.call.cancel()
 
 
-async def test_a_client_that_leaves_frees_its_blocks(
-    channel: grpc.aio.Channel, engine: RunningService
-) -> None:
-    session = SessionClient(channel)
-    await session.send(start(1, make_request([1, 2, 3], n=4, max_tokens=90), credit=10))
-    await session.until("delta", 1)
-    await watch_load(engine.target, until=lambda load: load.running_sequences == 4)
-    session.call.cancel()
-    await watch_load(engine.target, until=is_idle)
-    call = EngineServiceStub(channel).Generate(make_request([1, 2], n=64, max_tokens=90))
-    await call.read()
-    call.cancel()
-    await watch_load(engine.target, until=is_idle)
-
-
-async def test_an_operator_can_abort_by_id(channel: grpc.aio.Channel) -> None:
-    session = SessionClient(channel)
-    command = start(1, make_request([1, 2], max_tokens=90), credit=2)
-    command.start.request_id = "abort-me"
-    await session.send(command)
-    await session.until("delta", 1)
-    control = EngineControlServiceStub(channel)
-    answer = await control.Abort(engine_pb2.AbortRequest(request_ids=["abort-me", "nobody"]))
-    assert answer.aborted == 1
-    event = await session.until("error", 1)
-    assert ServiceError.from_status(event.error).reason == "ABORTED"
-    session.call.cancel()
-
-
 async def test_a_deadline_ends_a_request(channel: grpc.aio.Channel) -> None:
     session = SessionClient(channel)
     command = start(1, make_request([1, 2], max_tokens=90), credit=1)
@@ -567,167 +447,8 @@ async def test_a_session_ends_with_the_last_refusal(channel: grpc.aio.Channel) -
         assert not [event for event in response.events if event.HasField("heartbeat")]
 
 
-async def test_who_flushes_and_leaves_takes_nobody_along(channel: grpc.aio.Channel) -> None:
-    control = EngineControlServiceStub(channel)
-    running = EngineServiceStub(channel).Generate(make_request([1, 2], n=64, max_tokens=90))
-    await running.read()
-    for milliseconds in range(1, 20):
-        with suppress(grpc.aio.AioRpcError):
-            await control.FlushCache(engine_pb2.FlushCacheRequest(), timeout=milliseconds / 1e3)
-    running.cancel()
-    assert len(ids_of(await generate(channel, make_request([1, 2])))) == 8
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A request, handle 2, whose grammar is compiled by a service that hangs."""
-
-    engine: RunningService
-    session: SessionClient
-
-
-@asynccontextmanager
-async def waiting_for_grammar(
-    model: Path, logs: Path, timeout_seconds: float | None = None
-) -> AsyncIterator[Waiting]:
-    few = ("--model", str(model), "--dtype", "float32", "--kv-memory", "64MiB", "--grammar")
-    async with (
-        running_service("grammar", "--model", str(model), log=logs / "grammar") as grammar,
-        running_service("engine", *few, grammar.target, log=logs / "engine") as engine,
-        connect(engine.target) as channel,
-    ):
-        session = SessionClient(channel)
-        request = make_request([1, 2], ignore_eos=False, grammar=GrammarSpec(regex="a"))
-        await session.send(start(1, request))
-        await session.until("completed", 1)
-        grammar.process.send_signal(signal.SIGSTOP)
-        try:
-            request.grammar.regex = "b"
-            command = start(2, request)
-            command.start.request_id = "compiles"
-            if timeout_seconds is not None:
-                command.start.timeout_seconds = timeout_seconds
-            await session.send(command, start(3, make_request([1])))
-            await session.until("completed", 3)
-            yield Waiting(engine, session)
-        finally:
-            grammar.process.send_signal(signal.SIGCONT)
-            session.call.cancel()
-
-
-async def test_a_deadline_holds_while_a_grammar_is_compiled(
-    embedded_model: Path, tmp_path: Path
-) -> None:
-    async with waiting_for_grammar(embedded_model, tmp_path, 0.5) as waiting:
-        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
-        assert error.reason == "DEADLINE_EXCEEDED"
-
-
-async def test_an_operator_sees_a_request_whose_grammar_is_compiled(
-    embedded_model: Path, tmp_path: Path
-) -> None:
-    """Else it is lost when an engine is drained, and can't be ended."""
-    async with (
-        waiting_for_grammar(embedded_model, tmp_path) as waiting,
-        connect(waiting.engine.target) as channel,
-    ):
-        control = EngineControlServiceStub(channel)
-        drain = engine_pb2.DrainRequest(timeout_seconds=0.1)
-        assert (await control.Drain(drain)).remaining_requests == 1
-        abort = engine_pb2.AbortRequest(request_ids=["compiles"])
-        assert (await control.Abort(abort)).aborted == 1
-        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
-        assert error.reason == "ABORTED"
-        assert (await control.Drain(drain)).remaining_requests == 0
-
-
-async def test_flushing_forgets_prefixes(channel: grpc.aio.Channel) -> None:
-    prompt = [9, 8, 7, 6] * 20
-    control = EngineControlServiceStub(channel)
-    await generate(channel, make_request(prompt))
-    cached = (await generate(channel, make_request(prompt)))[-1].completed.usage.cached_tokens
-    assert cached >= 64
-    assert (await control.FlushCache(engine_pb2.FlushCacheRequest())).freed_blocks > 0
-    assert (await generate(channel, make_request(prompt)))[-1].completed.usage.cached_tokens == 0
-
-
 async def test_a_tenant_cannot_tell_what_others_asked(channel: grpc.aio.Channel) -> None:
     prompt = [5, 6, 7, 8] * 20
     await generate(channel, make_request(prompt), **{"x-tenant": "one"})
     theirs = await generate(channel, make_request(prompt), **{"x-tenant": "two"})
     assert theirs[-1].completed.usage.cached_tokens == 0
-
-
-async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ("--model", str(checkpoint), "--dtype", "float32", "--kv-memory", "16MiB")
-    async with running_service("engine", *arguments, log=tmp_path / "log") as service:
-        async with connect(service.target) as channel:
-            call = EngineServiceStub(channel).Generate(make_request([1, 2], max_tokens=80))
-            responses = aiter(call)
-            first = await anext(responses)
-            stopping = asyncio.ensure_future(service.stop())
-            rest = [first, *[response async for response in responses]]
-            assert len(ids_of(rest)) == 80
-            assert rest[-1].HasField("completed")
-        assert await stopping == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda s: s.name)
-async def test_a_step_that_dies_ends_its_requests_with_an_error_and_then_the_service(
-    checkpoint: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    """As when memory runs out, or a kernel faults: nobody may wait for ever."""
-    arguments = ("--model", str(checkpoint), "--dtype", "float32", "--kv-memory", "16MiB")
-    async with running_service("engine", *arguments, log=tmp_path / "log") as service:
-        async with connect(service.target) as channel:
-            request = make_request([1, 2], n=32, max_tokens=90)
-            calls = [EngineServiceStub(channel).Generate(request) for _ in range(3)]
-            for call in calls:
-                await anext(aiter(call))
-            os.kill(loop_process(service.process.pid), number)
-            for call in calls:
-                with pytest.raises(grpc.aio.AioRpcError) as raised:
-                    async for _ in call:
-                        pass
-                error = ServiceError.from_rpc_error(raised.value)
-                assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
-                assert error.retry_seconds
-        assert await service.process.wait() == 1
-
-
-def loop_process(service: int) -> int:
-    """The process of an engine that runs its step loop."""
-    children = Path(f"/proc/{service}/task/{service}/children").read_text().split()
-    [loop] = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-    return int(loop)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--model", "/nowhere"), "is not a directory"),
-        (("--model", "{model}", "--port", "99999"), "--port"),
-        (("--model", "{model}", "--stall-seconds", "0"), "must be above 0"),
-        (("--model", "{model}", "--kv-memory", "lots"), "no amount of memory"),
-        (("--model", "{model}", "--kv-memory", "900GiB"), "bytes of memory are missing"),
-        (("--model", "{model}", "--kv-memory", "1"), "holds no block"),
-        (("--model", "{model}", "--mixed-step-factor", "nan"), "above 1"),
-        (("--model", "{model}", "--threads", "-1"), "at least 0"),
-        (("--model", "{model}", "--device", "cuda"), "CUDA"),
-        (("--model", "{empty}"), "config.json"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_a_bad_start_is_one_sentence_and_exit_code_2(
-    checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], complaint: str
-) -> None:
-    filled = [a.format(model=checkpoint, empty=tmp_path) for a in arguments]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.engine", "--metrics-port", "-1", *filled,
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    _, stderr = await process.communicate()
-    lines = [line for line in stderr.decode().splitlines() if not line.startswith("{")]
-    assert process.returncode == 2, stderr.decode()
-    assert complaint in lines[-1]
-    assert "Traceback" not in stderr.decode()

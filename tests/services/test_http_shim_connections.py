@@ -179,6 +179,22 @@ async def test_half_a_head_is_not_awaited_for_ever(shim: Shim, start: bytes) -> 
             assert await client.reader.read() == b""
 
 
+async def test_what_is_refused_before_it_is_read_is_counted(shim: Shim) -> None:
+    """Else an attack shows nowhere but in the log."""
+    async with httpx.AsyncClient(base_url=shim.url) as http:
+
+        async def count() -> float:
+            name = 'tokenwire_http_requests_total{route="unknown",status="400"} '
+            lines = (await http.get("/metrics")).text.splitlines()
+            return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+        before = await count()
+        async with connected(shim) as client:
+            await client.send(b"BREW / HTTP/1.1\r\n\r\n")
+            assert (await client.last_answer()).status == 400
+        assert await count() == before + 1
+
+
 async def test_an_idle_connection_outlives_stalls(shim: Shim) -> None:
     """Clients keep them for their next request."""
     async with connected(shim) as idle:

@@ -1,12 +1,9 @@
 """`--speculate ngram` with a grammar, over real gRPC: fewer steps, and the same output."""
 
 import json
-import re
 from pathlib import Path
 
-import httpx
-
-from tests.stack import running_service
+from tests.stack import metrics_of, running_service
 from tokenwire.channel import connect
 from tokenwire.engine.v1.engine_pb2 import GenerateRequest, SequenceFinished
 from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
@@ -52,11 +49,8 @@ async def run(model: Path, grammar: str, speculate: str, log: Path) -> tuple[lis
                 elif event.HasField("finished"):
                     ends[event.finished.sequence] = event.finished
             outputs += [ids, ends]
-        host, port = engine.target.split(":")
-        async with httpx.AsyncClient() as http:
-            metrics = (await http.get(f"http://{host}:{int(port) + 1000}/metrics")).text
-    [steps] = re.findall(r"^tokenwire_engine_steps (\S+)$", metrics, re.MULTILINE)
-    return outputs, float(steps)
+        steps = (await metrics_of(engine.target))["tokenwire_engine_steps"]
+    return outputs, steps
 
 
 async def test_guesses_under_a_grammar_save_steps_and_change_nothing(

@@ -1,0 +1,93 @@
+"""What tests of the engine say to it, and read."""
+
+from collections.abc import Sequence
+
+import grpc
+import pytest
+
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    SessionCommand,
+    SessionEvent,
+    SessionRequest,
+    SessionStart,
+)
+from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
+
+
+def make_request(
+    *prompts: Sequence[int],
+    n: int | None = None,
+    max_tokens: int = 8,
+    temperature: float = 0.0,
+    ignore_eos: bool = True,
+    **fields: object,
+) -> GenerateRequest:
+    return GenerateRequest(
+        prompts=[TokenIds(ids=prompt) for prompt in prompts],
+        n=n,
+        sampling=SamplingParams(temperature=temperature, seed=7),
+        stopping=StoppingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+async def generate(
+    channel: grpc.aio.Channel, request: GenerateRequest, **metadata: str
+) -> list[GenerateResponse]:
+    call = EngineServiceStub(channel).Generate(request, metadata=tuple(metadata.items()))
+    return [response async for response in call]
+
+
+def ids_of(responses: Sequence[GenerateResponse | SessionEvent], sequence: int = 0) -> list[int]:
+    deltas = [r.delta for r in responses if r.HasField("delta") and r.delta.sequence == sequence]
+    return [token for delta in deltas for token in delta.tokens.ids]
+
+
+async def refused(channel: grpc.aio.Channel, request: GenerateRequest) -> ServiceError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await generate(channel, request)
+    return ServiceError.from_rpc_error(raised.value)
+
+
+class SessionClient:
+    """A Session whose commands are sent as the test goes."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.call = EngineServiceStub(channel).Session()
+        self.events: list[SessionEvent] = []
+
+    async def send(self, *commands: SessionCommand) -> None:
+        await self.call.write(SessionRequest(commands=commands))
+
+    async def until(self, kind: str, handle: int) -> SessionEvent:
+        """Reads on to an event of one request."""
+        while True:
+            response = await self.call.read()
+            assert response is not grpc.aio.EOF
+            assert isinstance(response, engine_pb2.SessionResponse)
+            self.events += response.events
+            for event in response.events:
+                if event.handle == handle and event.WhichOneof("event") == kind:
+                    return event
+
+    async def until_all_ended(self, *handles: int) -> None:
+        """Reads on until each has been completed or got an error."""
+        while not all(
+            any(event.HasField("completed") or event.HasField("error") for event in self.of(handle))
+            for handle in handles
+        ):
+            response = await self.call.read()
+            assert isinstance(response, engine_pb2.SessionResponse)
+            self.events += response.events
+
+    def of(self, handle: int) -> list[SessionEvent]:
+        return [event for event in self.events if event.handle == handle]
+
+
+def start(handle: int, request: GenerateRequest, credit: int | None = None) -> SessionCommand:
+    return SessionCommand(handle=handle, start=SessionStart(request=request, credit=credit))

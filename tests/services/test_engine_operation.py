@@ -1,0 +1,241 @@
+"""The engine as its operator sees it: what is aborted, drained, flushed, stopped, lost."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.services.engine_client import SessionClient, generate, ids_of, make_request, start
+from tests.stack import RunningService, is_idle, metrics_of, running_service, watch_load
+from tests.unit.engine.tiny import VOCABULARY
+from tokenwire.channel import connect
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2 import SessionCancel, SessionCommand
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1.types_pb2 import GrammarSpec
+
+
+async def test_a_client_that_leaves_frees_its_blocks(
+    channel: grpc.aio.Channel, engine: RunningService
+) -> None:
+    session = SessionClient(channel)
+    await session.send(start(1, make_request([1, 2, 3], n=4, max_tokens=90), credit=10))
+    await session.until("delta", 1)
+    await watch_load(engine.target, until=lambda load: load.running_sequences == 4)
+    session.call.cancel()
+    await watch_load(engine.target, until=is_idle)
+    call = EngineServiceStub(channel).Generate(make_request([1, 2], n=64, max_tokens=90))
+    await call.read()
+    call.cancel()
+    await watch_load(engine.target, until=is_idle)
+
+
+async def test_an_operator_can_abort_by_id(channel: grpc.aio.Channel) -> None:
+    session = SessionClient(channel)
+    command = start(1, make_request([1, 2], max_tokens=90), credit=2)
+    command.start.request_id = "abort-me"
+    await session.send(command)
+    await session.until("delta", 1)
+    control = EngineControlServiceStub(channel)
+    answer = await control.Abort(engine_pb2.AbortRequest(request_ids=["abort-me", "nobody"]))
+    assert answer.aborted == 1
+    event = await session.until("error", 1)
+    assert ServiceError.from_status(event.error).reason == "ABORTED"
+    session.call.cancel()
+
+
+async def test_requests_are_counted_by_what_became_of_them(
+    channel: grpc.aio.Channel, engine: RunningService
+) -> None:
+    async def counts() -> dict[str, float]:
+        name = re.compile(r'tokenwire_engine_requests_total{outcome="(\w+)"}')
+        metrics = (await metrics_of(engine.target)).items()
+        return {found[1]: count for sample, count in metrics if (found := name.match(sample))}
+
+    before = await counts()
+    session = SessionClient(channel)
+    commands = [start(handle, make_request([1], max_tokens=90), credit=1) for handle in range(1, 6)]
+    served, refused, cancelled, aborted, expired = commands
+    served.start.request.stopping.max_tokens = 1
+    refused.start.request.prompts[0].ids[0] = VOCABULARY
+    aborted.start.request_id = "count-me"
+    expired.start.timeout_seconds = 0.2
+    await session.send(*commands)
+    await session.until("delta", aborted.handle)
+    await session.send(SessionCommand(handle=cancelled.handle, cancel=SessionCancel()))
+    abort = engine_pb2.AbortRequest(request_ids=["count-me"])
+    await EngineControlServiceStub(channel).Abort(abort)
+    await session.until_all_ended(1, 2, 3, 4, 5)
+    after = await counts()
+    more = {outcome: count - before.get(outcome, 0) for outcome, count in after.items()}
+    expected = dict.fromkeys(("ok", "refused", "cancelled", "aborted", "expired"), 1.0)
+    assert {outcome: count for outcome, count in more.items() if count} == expected
+    session.call.cancel()
+
+
+async def test_who_flushes_and_leaves_takes_nobody_along(channel: grpc.aio.Channel) -> None:
+    control = EngineControlServiceStub(channel)
+    running = EngineServiceStub(channel).Generate(make_request([1, 2], n=64, max_tokens=90))
+    await running.read()
+    for milliseconds in range(1, 20):
+        with suppress(grpc.aio.AioRpcError):
+            await control.FlushCache(engine_pb2.FlushCacheRequest(), timeout=milliseconds / 1e3)
+    running.cancel()
+    assert len(ids_of(await generate(channel, make_request([1, 2])))) == 8
+
+
+async def test_flushing_forgets_prefixes(channel: grpc.aio.Channel) -> None:
+    prompt = [9, 8, 7, 6] * 20
+    control = EngineControlServiceStub(channel)
+    await generate(channel, make_request(prompt))
+    cached = (await generate(channel, make_request(prompt)))[-1].completed.usage.cached_tokens
+    assert cached >= 64
+    assert (await control.FlushCache(engine_pb2.FlushCacheRequest())).freed_blocks > 0
+    assert (await generate(channel, make_request(prompt)))[-1].completed.usage.cached_tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request, handle 2, whose grammar is compiled by a service that hangs."""
+
+    engine: RunningService
+    session: SessionClient
+
+
+@asynccontextmanager
+async def waiting_for_grammar(
+    model: Path, logs: Path, timeout_seconds: float | None = None
+) -> AsyncIterator[Waiting]:
+    few = ("--model", str(model), "--dtype", "float32", "--kv-memory", "64MiB", "--grammar")
+    async with (
+        running_service("grammar", "--model", str(model), log=logs / "grammar") as grammar,
+        running_service("engine", *few, grammar.target, log=logs / "engine") as engine,
+        connect(engine.target) as channel,
+    ):
+        session = SessionClient(channel)
+        request = make_request([1, 2], ignore_eos=False, grammar=GrammarSpec(regex="a"))
+        await session.send(start(1, request))
+        await session.until("completed", 1)
+        grammar.process.send_signal(signal.SIGSTOP)
+        try:
+            request.grammar.regex = "b"
+            command = start(2, request)
+            command.start.request_id = "compiles"
+            if timeout_seconds is not None:
+                command.start.timeout_seconds = timeout_seconds
+            await session.send(command, start(3, make_request([1])))
+            await session.until("completed", 3)
+            yield Waiting(engine, session)
+        finally:
+            grammar.process.send_signal(signal.SIGCONT)
+            session.call.cancel()
+
+
+async def test_a_deadline_holds_while_a_grammar_is_compiled(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    async with waiting_for_grammar(embedded_model, tmp_path, 0.5) as waiting:
+        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
+        assert error.reason == "DEADLINE_EXCEEDED"
+
+
+async def test_an_operator_sees_a_request_whose_grammar_is_compiled(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """Else it is lost when an engine is drained, and can't be ended."""
+    async with (
+        waiting_for_grammar(embedded_model, tmp_path) as waiting,
+        connect(waiting.engine.target) as channel,
+    ):
+        control = EngineControlServiceStub(channel)
+        drain = engine_pb2.DrainRequest(timeout_seconds=0.1)
+        assert (await control.Drain(drain)).remaining_requests == 1
+        abort = engine_pb2.AbortRequest(request_ids=["compiles"])
+        assert (await control.Abort(abort)).aborted == 1
+        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
+        assert error.reason == "ABORTED"
+        assert (await control.Drain(drain)).remaining_requests == 0
+
+
+async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ("--model", str(checkpoint), "--dtype", "float32", "--kv-memory", "16MiB")
+    async with running_service("engine", *arguments, log=tmp_path / "log") as service:
+        async with connect(service.target) as channel:
+            call = EngineServiceStub(channel).Generate(make_request([1, 2], max_tokens=80))
+            responses = aiter(call)
+            first = await anext(responses)
+            stopping = asyncio.ensure_future(service.stop())
+            rest = [first, *[response async for response in responses]]
+            assert len(ids_of(rest)) == 80
+            assert rest[-1].HasField("completed")
+        assert await stopping == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda s: s.name)
+async def test_a_step_that_dies_ends_its_requests_with_an_error_and_then_the_service(
+    checkpoint: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As when memory runs out, or a kernel faults: nobody may wait for ever."""
+    arguments = ("--model", str(checkpoint), "--dtype", "float32", "--kv-memory", "16MiB")
+    async with running_service("engine", *arguments, log=tmp_path / "log") as service:
+        async with connect(service.target) as channel:
+            request = make_request([1, 2], n=32, max_tokens=90)
+            calls = [EngineServiceStub(channel).Generate(request) for _ in range(3)]
+            for call in calls:
+                await anext(aiter(call))
+            os.kill(loop_process(service.process.pid), number)
+            for call in calls:
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    async for _ in call:
+                        pass
+                error = ServiceError.from_rpc_error(raised.value)
+                assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
+                assert error.retry_seconds
+        assert await service.process.wait() == 1
+
+
+def loop_process(service: int) -> int:
+    """The process of an engine that runs its step loop."""
+    children = Path(f"/proc/{service}/task/{service}/children").read_text().split()
+    [loop] = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return int(loop)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--model", "/nowhere"), "is not a directory"),
+        (("--model", "{model}", "--port", "99999"), "--port"),
+        (("--model", "{model}", "--stall-seconds", "0"), "must be above 0"),
+        (("--model", "{model}", "--kv-memory", "lots"), "no amount of memory"),
+        (("--model", "{model}", "--kv-memory", "900GiB"), "bytes of memory are missing"),
+        (("--model", "{model}", "--kv-memory", "1"), "holds no block"),
+        (("--model", "{model}", "--mixed-step-factor", "nan"), "above 1"),
+        (("--model", "{model}", "--threads", "-1"), "at least 0"),
+        (("--model", "{model}", "--device", "cuda"), "CUDA"),
+        (("--model", "{empty}"), "config.json"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_bad_start_is_one_sentence_and_exit_code_2(
+    checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
+    filled = [a.format(model=checkpoint, empty=tmp_path) for a in arguments]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.engine", "--metrics-port", "-1", *filled,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, stderr = await process.communicate()
+    lines = [line for line in stderr.decode().splitlines() if not line.startswith("{")]
+    assert process.returncode == 2, stderr.decode()
+    assert complaint in lines[-1]
+    assert "Traceback" not in stderr.decode()
