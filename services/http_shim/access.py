@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.http_shim.errors import to_response
 from services.http_shim.exchange import Exchange, exchange_of
+from services.http_shim.handlers import refused
 from services.http_shim.keys import Keyring
 from services.http_shim.limits import GenerationRequest, estimated_tokens, lower_output
 from services.http_shim.served import ModelSource, ServedModel
@@ -33,7 +33,7 @@ class AccessMiddleware:
         try:
             account = self._keyring.account(Headers(scope=scope).get("authorization"))
         except ServiceError as error:
-            await to_response(error)(scope, receive, send)
+            await refused(scope, error)(scope, receive, send)
             return
         exchange_of(scope).account = account
 
@@ -46,7 +46,7 @@ class AccessMiddleware:
             if scope["method"] == "POST":
                 account.count_request(time.monotonic())
         except ServiceError as error:
-            await to_response(error)(scope, receive, send_on)
+            await refused(scope, error)(scope, receive, send_on)
             return
         await self._app(scope, receive, send_on)
 

@@ -7,9 +7,9 @@ from starlette.routing import Route
 from services.http_shim.access import AccessMiddleware
 from services.http_shim.chat import Chat
 from services.http_shim.completions import Completions
-from services.http_shim.errors import handlers
 from services.http_shim.exchange import ExchangeMiddleware
 from services.http_shim.gate import Gate
+from services.http_shim.handlers import handlers
 from services.http_shim.keys import Keyring
 from services.http_shim.models import Models
 from services.http_shim.multi_completion import MultiCompletion

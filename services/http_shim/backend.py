@@ -60,15 +60,17 @@ class Backend:
         request: GenerationRequest,
         listener: Listener[completion_pb2.SessionEvent],
         *,
+        tenant: str,
         credit: int | None = None,
     ) -> Submission:
         """Start a completion or a chat; all that comes of it goes to `listener`.
 
-        `credit`: tokens per choice that may be sent before more is granted; None = unlimited.
+        tenant: whose prompts it may find in the prefix cache.
+        credit: tokens per choice that may be sent before more is granted; None = unlimited.
         """
         handle = self._session.open(listener)
         context = completion_pb2.RequestContext(
-            request_id=request_id.get(), traceparent=traceparent.get()
+            request_id=request_id.get(), traceparent=traceparent.get(), tenant=tenant
         )
         if isinstance(request, completion_pb2.ChatRequest):
             chat = completion_pb2.StartChat(request=request, context=context, credit=credit)
@@ -119,7 +121,8 @@ class Backend:
 
 
 def _context() -> dict[str, Any]:
-    return {"timeout": _CALL_SECONDS, "metadata": (("x-request-id", request_id.get()),)}
+    names = (("x-request-id", request_id.get()), ("traceparent", traceparent.get()))
+    return {"timeout": _CALL_SECONDS, "metadata": [name for name in names if name[1]]}
 
 
 async def _answer(call: Awaitable[Answer]) -> Answer:

@@ -1,13 +1,10 @@
 """Errors as OpenAI clients know them."""
 
 import math
-from typing import Any
 
 import grpc
 import msgspec
 from msgspec import Struct
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenwire.errors import ServiceError
@@ -17,9 +14,9 @@ __all__ = [
     "ClientGoneError",
     "ErrorBody",
     "error_body",
-    "handlers",
     "http_status",
     "internal_error",
+    "other_error",
     "refusal",
     "to_response",
 ]
@@ -106,32 +103,11 @@ def refusal(status: int, message: str, code: str) -> bytes:
     return _encode(status, message, None, code)
 
 
-def handlers() -> dict[Any, Any]:
-    """Starlette's exception handlers."""
-    return {
-        ServiceError: _on_service_error,
-        HTTPException: _on_http,
-        BodyTooLargeError: _on_too_large,
-    }
-
-
-async def _on_service_error(request: Request, error: ServiceError) -> Response:
-    return to_response(error)
-
-
-async def _on_too_large(request: Request, error: BodyTooLargeError) -> Response:
-    return _respond(413, _encode(413, str(error), None, "body_too_large"))
-
-
-async def _on_http(request: Request, error: HTTPException) -> Response:
-    """Routing: no such path, or no such method on it."""
-    path = request.scope["path"]
-    if error.status_code == 405:
-        message, code = f"{path} does not take {request.method}.", "method_not_allowed"
-    else:
-        message, code = f"There is nothing at {path}.", "not_found"
-    body = _encode(error.status_code, message, None, code)
-    return _respond(error.status_code, body, dict(error.headers or {}))
+def other_error(
+    status: int, message: str, code: str, headers: dict[str, str] | None = None
+) -> Response:
+    """The whole answer where no service is to blame."""
+    return _respond(status, _encode(status, message, None, code), headers)
 
 
 def _encode(status: int, message: str, param: str | None, code: str | None) -> bytes:

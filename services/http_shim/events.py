@@ -6,7 +6,7 @@ from typing import Generic
 
 from msgspec import UNSET, UnsetType
 
-from services.http_shim.errors import error_body
+from services.http_shim.errors import error_body, http_status
 from services.http_shim.exchange import Exchange
 from services.http_shim.metrics import FIRST_TOKEN, INTER_TOKEN
 from services.http_shim.requests import StreamOptions
@@ -76,8 +76,10 @@ class EventStream(Generic[Delta]):
 
     def tail(self) -> bytes:
         """The last events, once the completion has ended."""
-        if self._running.error is not None:
-            return b"data: %b\n\n" % error_body(self._running.error)
+        if (error := self._running.error) is not None:
+            self._exchange.status = http_status(error.code)  # as it would have been at the start
+            self._exchange.note_failure(error.reason, error.message)
+            return b"data: %b\n\n" % error_body(error)
         if self._running.usage is None:
             return b""  # nobody reads any more
         usage = self._envelope.chunk(None, self._final_usage()) if self._usage_at_end else b""

@@ -35,6 +35,17 @@ class Exchange:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     account: Account | None = None  # whose key it came with, where keys are needed
+    reason: str = ""  # why it failed, as ServiceError names it,
+    error: str = ""  # and in a sentence
+
+    def note_failure(self, reason: str, error: str) -> None:
+        """For the log: what the client is told."""
+        self.reason, self.error = reason, error
+
+    @property
+    def tenant(self) -> str:
+        """Who shares a prefix cache with it: its key, where keys are needed."""
+        return "" if self.account is None else self.account.id
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -96,6 +107,8 @@ class ExchangeMiddleware:
         if exchange.prompt_tokens or exchange.completion_tokens:
             fields["prompt_tokens"] = exchange.prompt_tokens
             fields["completion_tokens"] = exchange.completion_tokens
+        if exchange.reason:
+            fields |= {"reason": exchange.reason, "error": exchange.error}
         if exchange.account is not None:
             fields["key"] = exchange.account.id
         level = logging.DEBUG if route in _PROBES else logging.INFO

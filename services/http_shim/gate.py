@@ -1,46 +1,53 @@
-"""Who may still come in once the process was told to stop."""
+"""Who may still come in once the process was told to stop, and what becomes of those inside."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
+from services.http_shim.running import Running
 from tokenwire.errors import ServiceError
 
 __all__ = ["Gate"]
 
 
 class Gate:
-    """Counts the completions that run; closed, it lets no new one in."""
+    """Knows the completions that run; closed, it lets no new one in."""
 
     def __init__(self) -> None:
-        self._inside = 0
+        self._inside: set[Running[Any]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
         self.closed = False
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Around one completion; UNAVAILABLE when closed."""
+    def entered(self, *running: Running[Any]) -> Iterator[None]:
+        """Around what runs for one request; UNAVAILABLE when closed."""
         if self.closed:
-            raise ServiceError(
-                grpc.StatusCode.UNAVAILABLE, "STOPPING", "The server is stopping.", retry_seconds=1
-            )
-        self._inside += 1
+            raise _stopping("The server is stopping.")
+        self._inside.update(running)
         self._empty.clear()
         try:
             yield
         finally:
-            self._inside -= 1
+            self._inside.difference_update(running)
             if not self._inside:
                 self._empty.set()
 
     async def close(self, grace: float) -> bool:
-        """Let nobody in, and wait up to `grace` seconds; whether all have left."""
+        """Let nobody in, and wait up to `grace` seconds; whether all have left. Those that have not
+        fail, which their clients are told."""
         self.closed = True
         try:
             await asyncio.wait_for(self._empty.wait(), grace)
         except TimeoutError:
+            for running in self._inside:
+                running.on_error(_stopping("The server stopped before the answer was complete."))
             return False
         return True
+
+
+def _stopping(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "STOPPING", message, retry_seconds=1)

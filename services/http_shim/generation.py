@@ -66,16 +66,17 @@ class Generation(ABC, Generic[Body, Delta]):
         body, exchange.ignored = parse(self._decoder, encoded)
         request = self._translate(body)
         served = direct(exchange, self._models, body.model, request)
+        running: Running[Delta] = Running()
         with (
-            self._gate.entered(),
+            self._gate.entered(running),
             charged(exchange, request),
             served.connection.used() as backend,
             self._params_named(body),
         ):
-            running: Running[Delta] = Running()
             submission = backend.submit(
                 request,
                 running,
+                tenant=exchange.tenant,
                 credit=CREDIT if body.stream else None,
             )
             shape = self._shape_of(body)

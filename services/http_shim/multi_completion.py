@@ -85,8 +85,12 @@ class MultiCompletion:
         names = _names(body)
         parts = [self._part(exchange, name, body) for name in names]
         await self._models.require(names)
-        with self._gate.entered(), charged(exchange, *[part.request for part in parts]):
-            choices = await _complete_all(parts, exchange, receive)
+        listeners: list[_Running] = [Running() for _ in parts]
+        with (
+            self._gate.entered(*listeners),
+            charged(exchange, *[part.request for part in parts]),
+        ):
+            choices = await _complete_all(parts, listeners, exchange, receive)
             usage = _total(choices)
             exchange.prompt_tokens = usage.prompt_tokens
             exchange.completion_tokens = usage.completion_tokens
@@ -129,10 +133,9 @@ def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.CompleteRe
 
 
 async def _complete_all(
-    parts: list[_Part], exchange: Exchange, receive: Receive
+    parts: list[_Part], listeners: list[_Running], exchange: Exchange, receive: Receive
 ) -> list[ModelChoice]:
     """All of them at once; the first failure ends the others and is raised."""
-    listeners: list[_Running] = [Running() for _ in parts]
     watch = asyncio.ensure_future(watch_for_leaving(receive, *listeners))
     with ExitStack() as cleanup:
         cleanup.callback(watch.cancel)
@@ -148,7 +151,7 @@ async def _complete_all(
 async def _complete(part: _Part, running: _Running, exchange: Exchange) -> ModelChoice:
     began = time.monotonic()
     with part.served.connection.used() as backend:
-        submission = backend.submit(part.request, running)
+        submission = backend.submit(part.request, running, tenant=exchange.tenant)
         try:
             usage = await running.completed()
         except ServiceError as error:

@@ -485,7 +485,7 @@ class Completion:
             self._task.cancel()
         self.error = error
         self._outbox.mark(self)
-        self._end(error.code.name.lower())
+        self._end(error.code.name.lower(), reason=error.reason, error=error.message)
 
     def fail_unexpectedly(self) -> None:
         """A defect of ours: one request's failure must not end the Session."""
@@ -495,7 +495,7 @@ class Completion:
             ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log.")
         )
 
-    def _end(self, outcome: str) -> None:
+    def _end(self, outcome: str, **why: str) -> None:
         self._ended = True
         METRICS.requests.labels(outcome).inc()
         self._owner.discard(self)
@@ -505,6 +505,7 @@ class Completion:
             outcome,
             extra={
                 **self._context.names,
+                **why,
                 "user": self._context.user[:_LOGGED],
                 "prompt_tokens": self._plan.prompt_tokens if self._plan is not None else 0,
                 "completion_tokens": generated,

@@ -66,6 +66,21 @@ async def chat(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
     return await http.post("/v1/chat/completions", json=body)
 
 
+async def test_a_key_cannot_tell_what_others_asked(shim: Shim, keys: Path) -> None:
+    prompt = "".join(f"value_{i} = {i * i}\n" for i in range(40))
+
+    async def cached(http: httpx.AsyncClient) -> int:
+        usage = (await complete(http, prompt=prompt, max_tokens=1)).json()["usage"]
+        tokens: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return tokens
+
+    async with await client_of(shim, keys, "default") as one:
+        assert await cached(one) == 0
+        assert await cached(one) > 0
+    async with await client_of(shim, keys, "default") as other:
+        assert await cached(other) == 0
+
+
 async def test_everything_but_probes_needs_a_key(shim: Shim) -> None:
     async with httpx.AsyncClient(base_url=shim.url) as http:
         for path in ("/health", "/ready", "/metrics"):

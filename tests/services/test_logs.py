@@ -1,12 +1,14 @@
 """Logs: what somebody looks at to find out what became of a request."""
 
 import json
+import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.services.shim import running_shim
-from tests.stack import running_service
+from tests.stack import Stack, running_service
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -38,6 +40,7 @@ async def test_a_trace_is_found_in_the_log_of_every_service(
         answer = await http.post("/v1/completions", json=body, headers=names)
         assert answer.status_code == 200
         assert (await shim.answered("traced"))["trace_id"] == TRACE
+        assert (await http.post("/tokenize", json={"prompt": "x"}, headers=names)).is_success
         body["prompt"] = "y = "
         untraced = {"x-request-id": "untraced", "traceparent": "not a trace"}
         assert (await http.post("/v1/completions", json=body, headers=untraced)).is_success
@@ -51,3 +54,45 @@ async def test_a_trace_is_found_in_the_log_of_every_service(
         assert named["traced"]
         assert all(line["trace_id"] == TRACE for line in named["traced"])
         assert not any("trace_id" in line for line in named["untraced"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/v1/completions", {"prompt": "x", "temperature": -1}, "INVALID_FIELD"),
+        ("/v1/completions", {"prompt": "x", "model": "none"}, "MODEL_NOT_FOUND"),
+        ("/nowhere", {}, "NOT_FOUND"),
+    ],
+)
+async def test_the_log_says_why_a_request_was_refused(
+    stack: Stack, path: str, body: dict[str, object], reason: str
+) -> None:
+    """In the words that its client got."""
+    async with (
+        running_shim("--tokenizer", stack.tokenizer) as shim,
+        httpx.AsyncClient(base_url=shim.url) as http,
+    ):
+        answer = await http.post(path, json=body, headers={"x-request-id": "refused"})
+        line = await shim.answered("refused")
+        assert (line["status"], line["reason"]) == (answer.status_code, reason)
+        assert line["error"] == answer.json()["error"]["message"]
+
+
+async def test_what_a_stop_cuts_is_told_and_logged_as_that(stack: Stack) -> None:
+    """Its client sees an error, not a broken connection, and the log no traceback."""
+    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    names = {"x-request-id": "cut"}
+    async with (
+        running_shim("--tokenizer", stack.tokenizer, "--grace", "0.1") as shim,
+        httpx.AsyncClient(base_url=shim.url) as http,
+        http.stream("POST", "/v1/completions", json=body | {"n": 8}, headers=names) as answer,
+    ):
+        lines = answer.aiter_lines()
+        await anext(lines)
+        shim.process.send_signal(signal.SIGTERM)
+        events = [line async for line in lines if line]
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "stopping"
+        line = await shim.answered("cut")
+        assert (line["status"], line["reason"]) == (503, "STOPPING")
+        await shim.process.wait()
+        assert not shim.count("Exception")
