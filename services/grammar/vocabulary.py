@@ -19,7 +19,7 @@ class Vocabulary:
     tokenizer: LLTokenizer
     size: int  # ids of the tokenizer; the model's logits may be wider
     end_ids: tuple[int, ...]  # the ids that llguidance takes for the end of a sequence
-    fingerprint: str  # SHA-256 of tokenizer.json, as TokenizerService has it
+    fingerprint: str  # SHA-256 of tokenizer.json
 
 
 def load(directory: Path) -> Vocabulary:

@@ -37,23 +37,8 @@ class ModelList(Struct):
 
 def served_card(model: completion_pb2.Model) -> ModelCard:
     """A model as its backend describes it."""
-    return ModelCard(
-        id=model.id,
-        object="model",
-        created=model.created,
-        owned_by="tokenwire",
-        aliases=list(model.aliases),
-        variants=[],
-        placeholder=False,
-        max_model_len=model.context_length,
-        max_output_length=model.max_output_length,
-        max_logprobs=model.max_logprobs,
-        infill=model.infill,
-        grammar=model.grammar,
-        chat=model.chat,
-        max_chat_logprobs=model.max_chat_logprobs,
-        system_fingerprint=model.system_fingerprint,
-    )
+    row = CatalogModel(id=model.id, names=(model.id, *model.aliases), target="")
+    return catalog_card(row, [], model)
 
 
 def catalog_card(

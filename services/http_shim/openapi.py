@@ -296,7 +296,7 @@ _FIELDS: Mapping[str, tuple[str, Json]] = {
     "grammar": ("Constrains the output to a grammar.", {}),
     "tools": ("Functions to call.", {}),
     "tool_choice": ("Whether, and which.", {}),
-    "images": ("Data URLs, one for each `<image>` of the prompt.", {}),
+    "images": ("Refused: the models read text only.", {}),
     "stream": ("Answer in server-sent events, `data: [DONE]` last.", _FLAG),
     "stream_options": ("Where in the stream usage is told.", {}),
     "user": ("A label for logs.", {}),

@@ -157,7 +157,7 @@ class Completion:
             if isinstance(plan, CompletePlan):
                 self._submit(plan)
             else:
-                self._task = asyncio.ensure_future(self._submit_later(plan))
+                self._work(self._submit_later(plan))
         except ServiceError as error:
             self._fail(error)
         except Exception:
@@ -258,7 +258,7 @@ class Completion:
             blame(error)
         if error.reason == "SESSION_LOST" and not self._resubmitted and self._plan is not None:
             self._resubmitted = True
-            self._task = asyncio.ensure_future(self._resubmit(self._plan, error))
+            self._work(self._resubmit(self._plan, error))
         else:
             self._fail(error)
 
@@ -365,13 +365,21 @@ class Completion:
 
     # how it gets to the engine, and away from it
 
+    def _work(self, work: Coroutine[None, None, None]) -> None:
+        """Does what takes a while, aside. Its failure is the request's."""
+
+        async def watched() -> None:
+            try:
+                await work
+            except ServiceError as error:
+                self._fail(error)
+            except Exception:
+                self.fail_unexpectedly()
+
+        self._task = asyncio.ensure_future(watched())
+
     async def _submit_later(self, plan: Coroutine[None, None, CompletePlan]) -> None:
-        try:
-            self._submit(await plan)
-        except ServiceError as error:
-            self._fail(error)
-        except Exception:
-            self.fail_unexpectedly()
+        self._submit(await plan)
 
     def _submit(self, plan: CompletePlan) -> None:
         METRICS.encode_seconds.observe(time.monotonic() - self._began)
@@ -417,44 +425,39 @@ class Completion:
 
     async def _resubmit(self, plan: CompletePlan, error: ServiceError) -> None:
         """Continues on an engine that came back: prompt + generated ids, the same seed."""
-        try:
-            if all(choice.outcome is not None for choice in self._choices):
-                self._on_completed(types_pb2.Usage())
-                return
-            if not await self._owner.link.comes_back():
-                raise ServiceError(
-                    grpc.StatusCode.UNAVAILABLE,
-                    "ENGINE_LOST",
-                    f"The engine was lost: {error.message}",
-                    retry_seconds=1,
+        if all(choice.outcome is not None for choice in self._choices):
+            self._on_completed(types_pb2.Usage())
+            return
+        if not await self._owner.link.comes_back():
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "ENGINE_LOST",
+                f"The engine was lost: {error.message}",
+                retry_seconds=1,
+            )
+        request = engine_pb2.GenerateRequest()
+        request.CopyFrom(plan.engine_request)
+        for sequence, choice in enumerate(self._choices):
+            if choice.outcome is None and choice.received:
+                request.resume.add(
+                    sequence=sequence,
+                    generated=types_pb2.TokenIds(ids=choice.received),
+                    mirostat_mu=self._mirostat_mu.get(sequence),
                 )
-            request = engine_pb2.GenerateRequest()
-            request.CopyFrom(plan.engine_request)
-            for sequence, choice in enumerate(self._choices):
-                if choice.outcome is None and choice.received:
-                    request.resume.add(
-                        sequence=sequence,
-                        generated=types_pb2.TokenIds(ids=choice.received),
-                        mirostat_mu=self._mirostat_mu.get(sequence),
-                    )
-            can_resume = engine_pb2.CAPABILITY_RESUME in self._owner.link.limits.capabilities
-            if request.resume and not can_resume:
-                raise error
-            if all(
-                len(scores) == len(prompt.ids) - 1
-                for prompt, scores in zip(plan.prompts, self._scores, strict=True)
-            ):
-                request.ClearField("prompt_logprobs")
-            self._open(plan, request)
-            done = [
-                sequence
-                for sequence, choice in enumerate(self._choices)
-                if choice.outcome is not None
-            ]
-            if done:
-                self._send(cancel=engine_pb2.SessionCancel(sequences=done))
-        except ServiceError as failure:
-            self._fail(failure)
+        can_resume = engine_pb2.CAPABILITY_RESUME in self._owner.link.limits.capabilities
+        if request.resume and not can_resume:
+            raise error
+        if all(
+            len(scores) == len(prompt.ids) - 1
+            for prompt, scores in zip(plan.prompts, self._scores, strict=True)
+        ):
+            request.ClearField("prompt_logprobs")
+        self._open(plan, request)
+        done = [
+            sequence for sequence, choice in enumerate(self._choices) if choice.outcome is not None
+        ]
+        if done:
+            self._send(cancel=engine_pb2.SessionCancel(sequences=done))
 
     def _send(
         self,
