@@ -51,22 +51,22 @@ class AccessMiddleware:
         await self._app(scope, receive, send_on)
 
 
-def model_for(exchange: Exchange, models: ModelSource, name: str | None) -> ServedModel:
+async def model_for(exchange: Exchange, models: ModelSource, name: str | None) -> ServedModel:
     """The model of a name, if whoever asks may use it. Raises ServiceError."""
     served = models.find(name)
-    if exchange.account is not None:
-        exchange.account.require_model(served.base or served.name_there or "default")
+    if exchange.account is not None and exchange.account.tier.models is not None:
+        exchange.account.require_model(await models.id_of(served))
     return served
 
 
-def direct(
+async def direct(
     exchange: Exchange,
     models: ModelSource,
     name: str | None,
     request: GenerationRequest,
 ) -> ServedModel:
     """The model that a request goes to, under its limits and the key's. Raises ServiceError."""
-    served = model_for(exchange, models, name)
+    served = await model_for(exchange, models, name)
     request.model = served.name_there
     caps = [served.max_output_length]
     if exchange.account is not None:

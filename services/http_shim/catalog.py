@@ -68,6 +68,9 @@ class Catalog:
             base=row.id,
         )
 
+    async def id_of(self, served: ServedModel) -> str:
+        return served.base
+
     async def require(self, names: Sequence[str]) -> None:
         """`find` judges all names."""
 

@@ -65,7 +65,7 @@ class Generation(ABC, Generic[Body, Delta]):
         encoded = await read_json_body(scope, receive, self._max_body_bytes)
         body, exchange.ignored = parse(self._decoder, encoded)
         request = self._translate(body)
-        served = direct(exchange, self._models, body.model, request)
+        served = await direct(exchange, self._models, body.model, request)
         running: Running[Delta] = Running()
         with (
             self._gate.entered(running),

@@ -83,7 +83,7 @@ class MultiCompletion:
         encoded = await read_json_body(scope, receive, self._max_body_bytes)
         body, exchange.ignored = parse(_DECODER, encoded)
         names = _names(body)
-        parts = [self._part(exchange, name, body) for name in names]
+        parts = [await self._part(exchange, name, body) for name in names]
         await self._models.require(names)
         listeners: list[_Running] = [Running() for _ in parts]
         with (
@@ -96,9 +96,9 @@ class MultiCompletion:
             exchange.completion_tokens = usage.completion_tokens
             await _response(choices, usage)(scope, receive, send)
 
-    def _part(self, exchange: Exchange, name: str, body: MultiCompletionBody) -> _Part:
+    async def _part(self, exchange: Exchange, name: str, body: MultiCompletionBody) -> _Part:
         request = _to_complete_request(body)
-        return _Part(direct(exchange, self._models, name, request), request)
+        return _Part(await direct(exchange, self._models, name, request), request)
 
 
 def _names(body: MultiCompletionBody) -> list[str]:

@@ -55,7 +55,7 @@ class ServedModel:
     context: int | None = None
     """Tokens of prompt and output together, if fewer than the backend's"""
     base: str = ""
-    """Id of the model that it is, or is a variant of, which keys are for; "" = as `name_there`"""
+    """Id of the model that it is, or is a variant of, which keys are for; "" = ask `id_of`"""
 
 
 class ModelSource(Protocol):
@@ -63,6 +63,9 @@ class ModelSource(Protocol):
 
     def find(self, name: str | None) -> ServedModel:
         """The model of a name; None and "default" stand for the only one. Raises ServiceError."""
+
+    async def id_of(self, served: ServedModel) -> str:
+        """What keys call the model."""
 
     async def require(self, names: Sequence[str]) -> None:
         """Raises NOT_FOUND for a name that `find` can't judge, before anything is asked of it."""
@@ -88,6 +91,12 @@ class OneBackend:
 
     def find(self, name: str | None) -> ServedModel:
         return ServedModel("", name or "", self._connection)
+
+    async def id_of(self, served: ServedModel) -> str:
+        if served.name_there not in ("", "default"):
+            return served.name_there
+        (card,) = await self.cards()
+        return card.id
 
     async def require(self, names: Sequence[str]) -> None:
         known = {"default", ""}

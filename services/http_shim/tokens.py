@@ -81,7 +81,7 @@ class Tokens:
         """Text to ids, as prompts of completions are read, or messages to those of their prompt."""
         encoded = await read_json_body(request.scope, request.receive, self._max_body_bytes)
         body, exchange_of(request.scope).ignored = parse(_TOKENIZE, encoded)
-        served = model_for(exchange_of(request.scope), self._models, body.model)
+        served = await model_for(exchange_of(request.scope), self._models, body.model)
         with served.connection.used() as backend:
             read = _encode if body.messages is None else _render
             (ids, texts), tokenizer = await asyncio.gather(
@@ -102,7 +102,7 @@ class Tokens:
         body, exchange_of(request.scope).ignored = parse(_DETOKENIZE, encoded)
         if body.tokens is None:
             raise invalid("tokens", "tokens is required: a list of token ids.")
-        served = model_for(exchange_of(request.scope), self._models, body.model)
+        served = await model_for(exchange_of(request.scope), self._models, body.model)
         asked = tokenizer_pb2.DecodeRequest(
             model=served.name_there,
             sequences=[types_pb2.TokenIds(ids=body.tokens)],
@@ -115,7 +115,7 @@ class Tokens:
     async def info(self, request: Request) -> Response:
         """What remote users of the tokenizer need to know."""
         name = request.query_params.get("model")
-        served = model_for(exchange_of(request.scope), self._models, name)
+        served = await model_for(exchange_of(request.scope), self._models, name)
         with served.connection.used() as backend:
             tokenizer = await backend.tokenizer(served.name_there)
         return json_response(_info(served.id or tokenizer.model, tokenizer))

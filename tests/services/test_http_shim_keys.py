@@ -262,6 +262,20 @@ async def test_models_of_other_tiers(shim: Shim, keys: Path) -> None:
             assert response.json()["error"]["code"] == "model_not_allowed"
 
 
+async def test_a_key_for_a_model_needs_no_name_where_there_is_one(
+    stack: Stack, tmp_path: Path
+) -> None:
+    """As without keys, and without a catalog."""
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"tiers": {"mine": {"models": [stack.model_id]}, **TIERS}}))
+    async with running_shim("--tokenizer", stack.tokenizer, "--keys", str(keys)) as shim:
+        async with await client_of(shim, keys, "mine") as http:
+            for named in ({}, {"model": "default"}, {"model": stack.model_id}):
+                assert (await complete(http, max_tokens=1, **named)).status_code == 200
+        async with await client_of(shim, keys, "elsewhere") as http:
+            assert (await complete(http, max_tokens=1)).status_code == 403
+
+
 async def test_revocation(shim: Shim, keys: Path) -> None:
     """The key ends; what runs by it ends in its own time."""
     async with (
