@@ -2,8 +2,8 @@
 
 uvicorn documents nothing of what is relied upon here, as 0.40 to 0.54 have it:
 
-- HttpToolsProtocol is the parser's listener; what the parser refuses, and what a listener raises,
-  ends in `send_400_response`; `on_response_complete` follows every answer;
+- HttpToolsProtocol listens to `parser`, and `data_received` does no more than to feed that, after
+  `_unset_keepalive_if_required`; `on_response_complete` follows every answer;
 - its `cycle` is the latest request, with `response_started`, `response_complete`, `keep_alive`
   (cleared, it closes the connection behind the answer), and `disconnected`, told to the application
   by `message_event`; `url`, `headers` and `scope` are of the latest head;
@@ -18,6 +18,7 @@ import math
 from http import HTTPStatus
 from typing import ClassVar, cast
 
+import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -31,6 +32,7 @@ __all__ = ["HttpProtocol", "protocol_of"]
 _LOG = logging.getLogger("connection")
 _MAX_HEAD_BYTES = 64 * 1024
 _BEATS = 4  # in a stall: it is noticed late by one of them at most
+_FRAMING = (b"content-length", b"transfer-encoding")  # which say where a body ends
 
 
 def protocol_of(stall_seconds: float) -> type["HttpProtocol"]:
@@ -49,6 +51,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._heads = self.parser
+        self._offers_upgrade = False  # with a body, which the parser takes for what comes after
         self._in_head = True  # or before it; else in the body
         self._is_deaf = False  # what still comes is dropped
         self._undelivered = 0  # bytes since the parser had a head, a piece of a body or its end
@@ -66,10 +70,30 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._in_head or self._is_idle():
             self._heard = self.loop.time()  # a head has one stall for all of it
         self._undelivered += len(data)
-        super().data_received(data)
+        self._parse(data)
         has_ended = self._is_deaf or self.transport.is_closing()
         if self._undelivered > _MAX_HEAD_BYTES and not has_ended:
             self.send_400_response("")
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            rest = data[offer.args[0] :]
+            if self._offers_upgrade:
+                self._offers_upgrade = False
+                self.parser = httptools.HttpRequestParser(_Body(self))
+                rest = b"POST / HTTP/1.1\r\n%b\r\n%b" % (self._framing(), rest)
+            if rest:
+                self._parse(rest)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _framing(self) -> bytes:
+        """The lines of the head that say where the body ends; none: there is no body."""
+        lines = [b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING]
+        return b"".join(lines)
 
     def on_message_begin(self) -> None:
         if self._is_answering():
@@ -82,12 +106,16 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._in_head = False
         self._undelivered = 0
+        self._offers_upgrade = self.parser.should_upgrade() and bool(self._framing())
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._undelivered = 0
 
     def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
+        self.parser = self._heads
         super().on_message_complete()
         self._in_head = True
         self._undelivered = 0
@@ -200,3 +228,19 @@ class HttpProtocol(HttpToolsProtocol):
             return
         message = f"Nothing of the body came for {self.stall_seconds:g} s."
         self._refuse(408, message, "body_timeout")
+
+
+class _Body:
+    """Listens to the body of a request whose head offers another protocol, as `curl --http2` and
+    Java's client do. We decline and answer the request, but the parser takes such an offer for
+    accepted, and the request for ended: so the body is parsed behind a head that offers nothing."""
+
+    def __init__(self, request: HttpProtocol) -> None:
+        self.on_body = request.on_body
+        self.on_message_complete = request.on_message_complete
+        self._has_begun = False
+
+    def on_message_begin(self) -> None:
+        if self._has_begun:
+            raise ValueError("a request came behind one that still runs")
+        self._has_begun = True

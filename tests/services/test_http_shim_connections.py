@@ -179,6 +179,33 @@ async def test_half_a_head_is_not_awaited_for_ever(shim: Shim, start: bytes) -> 
             assert await client.reader.read() == b""
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"TLS/1.2"])
+@pytest.mark.parametrize("framing", [b"content-length: 28", b"transfer-encoding: chunked"])
+async def test_an_offer_of_another_protocol_is_declined_and_the_request_answered(
+    shim: Shim, framing: bytes, offer: bytes, apart: bool
+) -> None:
+    """Java's HTTP client makes one with its first request, body and all."""
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: " + offer + b"\r\n"
+    body = b'{"model":"none","prompt":""}'
+    if framing.endswith(b"chunked"):
+        body = b"1c\r\n" + body + b"\r\n0\r\n\r\n"
+    head = POST + upgrade + framing + b"\r\n"
+    async with connected(shim) as client:
+        if apart:
+            await client.send(head + b"expect: 100-continue\r\n\r\n")
+            assert b" 100 " in await client.reader.readuntil(b"\r\n\r\n")
+            await client.send(body)
+        else:
+            await client.send(head + b"\r\n" + body)
+        answer = await client.answer()
+        assert json.loads(answer.body)["error"]["code"] == "model_not_found"
+        await client.send(GET + upgrade + b"\r\n")
+        assert (await client.answer()).status == 200
+        await client.send(head + b"\r\n" + body + GET + b"\r\n")
+        assert (await client.last_answer()).status == 404
+
+
 async def test_what_is_refused_before_it_is_read_is_counted(shim: Shim) -> None:
     """Else an attack shows nowhere but in the log."""
     async with httpx.AsyncClient(base_url=shim.url) as http:
