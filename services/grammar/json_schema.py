@@ -49,6 +49,8 @@ def parse(text: str) -> Json:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise GrammarError(f"This is not JSON: {error.msg} ({where}).") from None
+    except ValueError:  # of int()
+        raise GrammarError("The grammar holds a number of too many digits.") from None
     except RecursionError:
         raise GrammarError(_too_deep()) from None
     return value
@@ -119,10 +121,24 @@ def _check_keywords(schema: Mapping[str, Json], path: str) -> None:
         raise GrammarError(
             f'The format "{format_name}" at {path}.format is not supported; these are: {known}.'
         )
+    _check_fewest(schema, path)
     kinds = schema.get("type")
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind is not None and kind not in _TYPES:
             raise GrammarError(f"{json.dumps(kind)} at {path}.type is not a JSON type.")
+
+
+def _check_fewest(schema: Mapping[str, Json], path: str) -> None:
+    """The compiler counts a key again where it comes again, as one that is not named may: so only
+    as many can be enforced as are required, and one more."""
+    fewest, required = schema.get("minProperties"), schema.get("required")
+    distinct = len({str(name) for name in required}) if isinstance(required, list) else 0
+    is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    if isinstance(fewest, int | float) and fewest > distinct + 1 and not is_closed:
+        raise GrammarError(
+            f"minProperties at {path} can't be enforced beyond {distinct + 1}: require the keys, "
+            'or forbid others with "additionalProperties": false.'
+        )
 
 
 def _check_drafts(schemas: Sequence[tuple[Mapping[str, Json], str]]) -> None:

@@ -14,8 +14,9 @@ __all__ = ["Kind", "check", "identity", "kind_of", "locate", "size_of", "transla
 
 Kind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark", "llguidance", "choice"]
 
-# Compact JSON: a model that may pad with whitespace sooner or later does so for ever.
-_OPTIONS = '"x-guidance":{"whitespace_flexible":false}'
+# Compact JSON: a model that may pad with whitespace sooner or later does so for ever. No escapes by
+# code point: a key could be spelt so that it is not seen to be one that the schema names.
+_OPTIONS = r'"x-guidance":{"whitespace_flexible":false,"json_allowed_escapes":"nrbtf\\\""}'
 
 
 def kind_of(spec: GrammarSpec) -> Kind:

@@ -26,6 +26,13 @@ async def read_json_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             "UNSUPPORTED_CONTENT_TYPE",
             "The body must be JSON, sent with the header content-type: application/json.",
         )
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "UNSUPPORTED_CONTENT_ENCODING",
+            f"The body must be sent as it is, not in the content-encoding {encoding[:32]}.",
+        )
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise BodyTooLargeError(limit)

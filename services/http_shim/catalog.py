@@ -81,7 +81,7 @@ class Catalog:
 
     async def card(self, name: str) -> ModelCard:
         """The model, or variant, of a name."""
-        return await self._card(self._row(name))
+        return await self._card(self._only() if name == "default" else self._row(name))
 
     async def is_ready(self) -> bool:
         """Whether any backend would answer."""

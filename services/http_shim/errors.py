@@ -38,6 +38,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
+    499: "server_error",  # an operator ended it
     501: "not_implemented_error",
 }
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import quote
@@ -78,7 +79,8 @@ class ExchangeMiddleware:
                 _add_headers(message, exchange)
             await send(message)
 
-        with IN_FLIGHT.track_inprogress():
+        is_probe = scope["path"] in _PROBES
+        with nullcontext() if is_probe else IN_FLIGHT.track_inprogress():
             try:
                 await self._app(scope, receive, send_on)
             except ClientGoneError:

@@ -12,7 +12,7 @@ NO_ROUTE = "unknown"
 REQUESTS = Counter(
     "tokenwire_http_requests", "Requests answered; 499 = the client left.", ["route", "status"]
 )
-IN_FLIGHT = Gauge("tokenwire_http_in_flight", "Requests being answered.")
+IN_FLIGHT = Gauge("tokenwire_http_in_flight", "Requests being answered, but for probes.")
 SECONDS = Histogram(
     "tokenwire_http_request_seconds",
     "From a request's arrival to the end of its answer.",

@@ -21,5 +21,6 @@ class Models:
         return json_response(ModelList("list", await self._models.cards()))
 
     async def one(self, request: Request) -> Response:
-        """A model, by its id, an alias or a variant."""
-        return json_response(await self._models.card(request.path_params["model"]))
+        """A model, by its id, an alias or a variant; "default" is the only one."""
+        name = request.path_params["model"]
+        return json_response(await self._models.card(name)) if name else await self.all(request)

@@ -112,7 +112,7 @@ class OneBackend:
 
     async def card(self, name: str) -> ModelCard:
         for card in await self.cards():
-            if name == card.id or name in card.aliases:
+            if name in ("default", card.id, *card.aliases):
                 return card
         raise model_not_found(name)
 

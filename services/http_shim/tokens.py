@@ -15,7 +15,7 @@ from services.http_shim.body import json_response, read_json_body
 from services.http_shim.chat_translate import rendered_param_of, to_render_request
 from services.http_shim.exchange import exchange_of
 from services.http_shim.requests import DetokenizeBody, TokenizeBody, parse
-from services.http_shim.served import ModelSource
+from services.http_shim.served import ModelSource, ServedModel
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.tokenizer.v1 import tokenizer_pb2
 from tokenwire.types.v1 import types_pb2
@@ -90,7 +90,7 @@ class Tokens:
         return json_response(
             Tokenized(
                 count=len(ids),
-                max_model_len=tokenizer.context_length,
+                max_model_len=_context_length(served, tokenizer),
                 tokens=ids,
                 token_strs=texts if body.return_token_strs else None,
             )
@@ -118,7 +118,7 @@ class Tokens:
         served = await model_for(exchange_of(request.scope), self._models, name)
         with served.connection.used() as backend:
             tokenizer = await backend.tokenizer(served.name_there)
-        return json_response(_info(served.id or tokenizer.model, tokenizer))
+        return json_response(_info(served, tokenizer))
 
 
 async def _encode(backend: Backend, model: str, body: TokenizeBody) -> tuple[list[int], list[str]]:
@@ -162,7 +162,13 @@ def _blaming(param: str) -> Iterator[None]:
         raise
 
 
-def _info(model: str, tokenizer: tokenizer_pb2.GetTokenizerResponse) -> TokenizerInfo:
+def _context_length(served: ServedModel, tokenizer: tokenizer_pb2.GetTokenizerResponse) -> int:
+    """Tokens of prompt and output together."""
+    length = tokenizer.context_length
+    return length if served.context is None else min(length, served.context)
+
+
+def _info(served: ServedModel, tokenizer: tokenizer_pb2.GetTokenizerResponse) -> TokenizerInfo:
     bos = tokenizer.bos_token_id if tokenizer.HasField("bos_token_id") else None
     eos = tokenizer.eos_token_id if tokenizer.HasField("eos_token_id") else None
     pad = tokenizer.pad_token_id if tokenizer.HasField("pad_token_id") else None
@@ -170,10 +176,10 @@ def _info(model: str, tokenizer: tokenizer_pb2.GetTokenizerResponse) -> Tokenize
     texts = {token.id: token.text for token in tokenizer.special_tokens}
     named = {bos, eos, pad, unk}
     return TokenizerInfo(
-        model=model,
+        model=served.id or tokenizer.model,
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocabulary_size,
-        model_max_length=tokenizer.context_length,
+        model_max_length=_context_length(served, tokenizer),
         add_bos_token=tokenizer.adds_bos,
         bos_token=None if bos is None else texts.get(bos),
         bos_token_id=bos,

@@ -75,7 +75,11 @@ def param_of(path: str, body: GenerationBody) -> str:
         return "response_format"
     if parts[0] in ("sampling", "stopping") and len(parts) > 1:
         parts = parts[1:]
-    if parts[0] == "max_tokens" and body.max_tokens is None and body.max_completion_tokens:
+    if (
+        parts[0] == "max_tokens"
+        and body.max_tokens is None
+        and body.max_completion_tokens is not None
+    ):
         return "max_completion_tokens"
     return _PARAMS.get(parts[0], parts[0])
 

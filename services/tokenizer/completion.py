@@ -115,6 +115,7 @@ class Completion:
         self._handle: int | None = None  # in the engine's Session
         self._ended = False
         self._resubmitted = False
+        self._is_cancelled = False
         self._plan: CompletePlan | None = None
         self._choices: list[Choice] = []
         self._touched: dict[int, Choice] = {}
@@ -183,6 +184,7 @@ class Completion:
 
     def cancel(self) -> None:
         """The client wants no more; it is told how the choices ended."""
+        self._is_cancelled = True
         if self._handle is not None:
             self._send(cancel=engine_pb2.SessionCancel())
         elif not self._ended:
@@ -361,7 +363,7 @@ class Completion:
         self._usage.prompt_tokens = self._plan.prompt_tokens
         self._usage.completion_tokens = sum(len(choice.received) for choice in self._choices)
         self._outbox.mark(self)
-        self._end("ok")
+        self._end("cancelled" if self._is_cancelled else "ok")
 
     # how it gets to the engine, and away from it
 
@@ -389,7 +391,9 @@ class Completion:
             length = sum(map(len, prompt.texts)) if plan.echo else None
             for _ in range(plan.engine_request.n):
                 before = () if plan.begins_text else prompt.ids
-                detokenizer = Detokenizer(plan.table, before, begins_text=not prompt.is_infill)
+                detokenizer = Detokenizer(
+                    plan.table, before, begins_text=not prompt.is_infill, shows_prompt=plan.echo
+                )
                 choice = Choice(len(self._choices), plan.choice, detokenizer, length)
                 self._choices.append(choice)
         self._last_token_at = [0.0] * len(self._choices)

@@ -58,10 +58,15 @@ class Detokenizer:
     __slots__ = ("_at_start", "_direct", "_inherited", "_pending", "_table", "_texts")
 
     def __init__(
-        self, table: TokenTable, prompt: Sequence[int] = (), *, begins_text: bool = True
+        self,
+        table: TokenTable,
+        prompt: Sequence[int] = (),
+        *,
+        begins_text: bool = True,
+        shows_prompt: bool = False,
     ) -> None:
         """`prompt` is what the ids continue. Where it adds no text, they begin the text, unless
-        `begins_text` is false."""
+        `begins_text` is false. `shows_prompt`: its text stands in front of theirs."""
         self._table = table
         self._texts = table.texts
         self._pending = b""
@@ -77,7 +82,7 @@ class Detokenizer:
                 break
         if tail:
             self._pending = tail[codecs.utf_8_decode(tail, table.errors, False)[1] :]
-        self._inherited = bool(self._pending)
+        self._inherited = bool(self._pending) and not shows_prompt
         self._direct = not self._pending and not self._at_start
 
     @property
@@ -113,7 +118,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """U+FFFD for what is held back: no more ids come. A character that only the prompt began
-        adds nothing."""
+        adds nothing, unless that is shown."""
         text = "" if self._inherited else self._unfinished()
         self._pending = b""
         self._direct = not self._at_start

@@ -1,5 +1,6 @@
 """The shim's process by itself: how it starts, refuses, and stops, with nothing behind it."""
 
+import gzip
 import json
 import signal
 import subprocess
@@ -90,6 +91,13 @@ def test_only_json_is_taken(http: httpx.Client, content_type: str | None) -> Non
     response = http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
     assert response.status_code == 400
     assert "application/json" in str(error_of(response)["message"])
+
+
+def test_a_compressed_body_is_called_that(http: httpx.Client) -> None:
+    """Not text that is not UTF-8."""
+    headers = _JSON | {"content-encoding": "gzip"}
+    response = http.post("/v1/completions", content=gzip.compress(b"{}"), headers=headers)
+    assert error_of(response)["code"] == "unsupported_content_encoding"
 
 
 @pytest.mark.parametrize(

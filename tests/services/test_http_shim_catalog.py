@@ -213,6 +213,10 @@ async def test_the_list(http: httpx.AsyncClient) -> None:
 async def test_a_row_may_narrow_the_context(http: httpx.AsyncClient) -> None:
     card = (await http.get("/v1/models/one:narrow")).json()
     assert (card["max_model_len"], card["max_output_length"]) == (24, 24)
+    body = {"model": card["id"], "prompt": "x"}
+    assert (await http.post("/tokenize", json=body)).json()["max_model_len"] == 24
+    info = await http.get("/tokenizer_info", params={"model": card["id"]})
+    assert info.json()["model_max_length"] == 24
     fitting = await complete(
         http, model="one:narrow", prompt=[[5] * 10, [5] * 20], max_tokens=100,
         return_token_ids=True)  # fmt: skip

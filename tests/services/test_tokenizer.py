@@ -17,6 +17,7 @@ from tests.stack import (
     RunningService,
     is_idle,
     left_early,
+    metrics_of,
     mortal_engine,
     running_service,
     watch_load,
@@ -70,6 +71,8 @@ class _Answer:
 class _Services:
     completion: CompletionServiceStub
     tokenizer: TokenizerServiceStub
+    target: str
+    """host:port of the tokenizer service"""
     engine: str
     """host:port"""
     session: CompletionSession
@@ -139,6 +142,7 @@ async def services(
         yield _Services(
             CompletionServiceStub(channel),
             TokenizerServiceStub(channel),
+            service.target,
             engine.target,
             session,
         )
@@ -393,6 +397,8 @@ async def test_a_session_carries_many_and_one_failure_is_its_own(services: _Serv
 async def test_cancelling_in_a_session_ends_the_work_with_one_terminal_event(
     services: _Services,
 ) -> None:
+    cancelled = 'tokenwire_tokenizer_requests_total{outcome="cancelled"}'
+    before = (await metrics_of(services.target)).get(cancelled, 0)
     handle, events = _start(services, _request("import", n=2, stopping=_endless()))
     await events.began
     cancel = completion.SessionCommand(handle=handle, cancel=completion.Cancel())
@@ -401,6 +407,7 @@ async def test_cancelling_in_a_session_ends_the_work_with_one_terminal_event(
     reasons = {finished.reason for finished in answer.finished.values()}
     assert reasons == {types.FINISH_REASON_CANCELLED}
     await services.idle()
+    assert (await metrics_of(services.target))[cancelled] == before + 1
 
 
 async def test_credit_bounds_what_is_sent(services: _Services) -> None:

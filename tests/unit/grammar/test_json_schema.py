@@ -45,6 +45,7 @@ def test_the_compilers_options_are_not_the_clients() -> None:
         ({"items": {"format": "iri"}}, r"iri.* at \$\.items\.format"),
         ({"type": ["string", "strin"]}, r'"strin" at \$\.type'),
         ({"properties": {"a": {"$ref": "#/$defs/b"}}}, r'"#/\$defs/b" at \$\.properties\.a\.\$ref'),
+        ({"items": {"minProperties": 2}}, r"minProperties at \$\.items can't be enforced beyond 1"),
         ({"anyOf": [{}, 3]}, r"\$\.anyOf\[1\] must be an object or a boolean"),
         (False, "false, which nothing can satisfy"),
     ],
@@ -131,3 +132,13 @@ def test_a_reason_without_a_place_gets_one() -> None:
     assert "$.properties.a.oneOf" in locate(schema, "oneOf constraints are not supported")
     assert "$.properties.b.pattern" in locate(schema, "regex parse error: unclosed group")
     assert locate(schema, "schema too large") == "schema too large"
+
+
+def test_a_number_of_thousands_of_digits_is_no_defect_of_the_server() -> None:
+    with pytest.raises(GrammarError, match="too many digits"):
+        parse('{"const":' + "9" * 5000 + "}")
+
+
+def test_fewest_properties_are_taken_where_no_other_key_may_come() -> None:
+    closed = {"additionalProperties": False, "minProperties": 2}
+    check(parse(json.dumps({"properties": {"a": {}, "b": {}, "c": {}}} | closed)))

@@ -42,6 +42,24 @@ def test_json_is_compact(schema: str) -> None:
     assert accepts(spec, '[1,{"a":"b c"}]', "[1, 2]", "[1,2]\n") == [True, False, False]
 
 
+def test_a_key_has_one_spelling() -> None:
+    """Else one that the schema forbids or types could come by its code points."""
+    spec = GrammarSpec(json_schema=json.dumps({
+        "properties": {"x": {"type": "integer"}, "no": False},
+        "patternProperties": {"^b": {"type": "null"}},
+    }))  # fmt: skip
+    allowed = ['{"x":1,"y":"s"}', '{"b1":null}', r'{"a\"\\\n":"\t"}']
+    forbidden = [r'{"x":1,"\u0078":"s"}', r'{"\u006eo":1}', r'{"\u0062":1}', r'{"x\/":1}']
+    assert accepts(spec, *allowed) == [True] * len(allowed)
+    assert accepts(spec, *forbidden) == [False] * len(forbidden)
+
+
+def test_fewest_properties_hold_although_keys_may_come_again() -> None:
+    schema = {"required": ["a"], "minProperties": 2, "additionalProperties": {"type": "integer"}}
+    spec = GrammarSpec(json_schema=json.dumps({"type": "object"} | schema))
+    assert accepts(spec, '{"a":1,"b":2}', '{"a":1}', '{"a":1,"a":2}') == [True, False, False]
+
+
 def test_json_object_is_an_object_and_nothing_else() -> None:
     spec = GrammarSpec(json_object=JsonObject())
     assert accepts(spec, '{"a":[1,null]}', "[]") == [True, False]

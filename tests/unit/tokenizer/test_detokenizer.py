@@ -126,6 +126,15 @@ def test_unfinished_bytes_add_nothing_and_the_finishing_token_the_character() ->
     assert not detokenizer.holds_back
 
 
+@pytest.mark.parametrize(("shown", "text"), [(True, "\ufffd"), (False, "")])
+def test_a_character_that_the_prompt_began_ends_where_the_prompt_is_shown(
+    shown: bool, text: str
+) -> None:
+    """Though nothing else follows. Echoed prompts would lose their end."""
+    begun = [_LEVEL.token_to_id(character) for character in "ðŁ"]
+    assert Detokenizer(_LEVEL_TABLE, begun, shows_prompt=shown).flush() == text
+
+
 def test_thousands_of_invalid_bytes_come_out_as_they_arrive() -> None:
     """`DecodeStream` of tokenizers emits nothing for them, at quadratic cost."""
     detokenizer = Detokenizer(_LEVEL_TABLE)
