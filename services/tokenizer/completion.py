@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from services.tokenizer.outbox import Outbox
 from services.tokenizer.plan import CompletePlan, Work
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.engine.v1 import engine_pb2
-from tokenwire.errors import ServiceError
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.types.v1 import types_pb2
 
 __all__ = ["CallContext", "Completion", "Completions"]
@@ -152,6 +153,8 @@ class Completion:
                     "The service is shutting down.",
                     retry_seconds=1,
                 )
+            if self._context.deadline is not None and math.isnan(self._context.deadline):
+                raise invalid("context.timeout_seconds", "The timeout must be a number.")
             limits = self._owner.link.limits
             work.check(limits)
             plan = work.plan(limits)

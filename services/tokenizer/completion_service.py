@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -314,7 +313,8 @@ def _context_of_start(context: completion_pb2.RequestContext, user: str) -> Call
 
 
 def _deadline(seconds: float | None) -> float | None:
-    """In the loop's time; None for none. A call without a deadline has one in centuries."""
-    if seconds is None or math.isnan(seconds) or seconds > 1e8:
+    """In the loop's time; None for none. A call without a deadline has one in centuries. NaN stays
+    that, and is refused with the request."""
+    if seconds is None or seconds > 1e8:
         return None
     return asyncio.get_running_loop().time() + seconds

@@ -394,6 +394,16 @@ async def test_a_session_carries_many_and_one_failure_is_its_own(services: _Serv
     assert caught.value.field == "n"
 
 
+async def test_a_timeout_that_is_no_number_is_refused(services: _Services) -> None:
+    context = completion.RequestContext(timeout_seconds=math.nan)
+    _, bad = _start(services, _request("a", stopping=_tokens(1)), context=context)
+    _, good = _start(services, _request("a", stopping=_tokens(1)))
+    with pytest.raises(ServiceError) as caught:
+        await bad.ended
+    assert caught.value.field == "context.timeout_seconds"
+    assert (await good.ended).texts
+
+
 async def test_cancelling_in_a_session_ends_the_work_with_one_terminal_event(
     services: _Services,
 ) -> None:
