@@ -155,7 +155,10 @@ class _Stack:
                 return task.result()
             if self._signals.stop.done():
                 raise _Stopped
-            raise await self._death.result().death(self._is_up)
+            dead = self._death.result()
+            if self._is_up:  # what still runs may take the whole grace
+                say(f"{dead.service.title} has ended; the others are stopped now")
+            raise await dead.death(self._is_up)
         finally:
             task.cancel()
 

@@ -31,8 +31,14 @@ def test_a_death_is_reported_and_takes_the_rest_along(tmp_path: Path) -> None:
 
     children = _children(process.pid)
     assert len(children) == 4
+    assert process.stderr is not None
     (victim,) = [pid for pid, command in children.items() if "services.grammar" in command]
+    (slow,) = [pid for pid, command in children.items() if "services.http_shim" in command]
+    os.kill(slow, signal.SIGSTOP)  # as if it still had requests
     os.kill(victim, signal.SIGKILL)
+    said = process.stderr.readline()
+    assert said == "tokenwire: grammar has ended; the others are stopped now\n"
+    os.kill(slow, signal.SIGCONT)
     rest, complaints = process.communicate(timeout=120)
     assert process.returncode == 1
     assert rest == ""
