@@ -24,6 +24,7 @@ class Process:
     def __init__(self, service: Service, process: asyncio.subprocess.Process) -> None:
         self.service = service
         self._last_sentence, self._last_is_error = "", False
+        self._log_is_lost = False
         self._process = process
         self._output: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -63,16 +64,26 @@ class Process:
                 return
             whole, rest = rest + chunk[:cut], chunk[cut:]
             self._remember(whole)
-            sink.write(whole)
-            sink.flush()
+            self._write(sink, whole)
             if not chunk:
                 loop.remove_reader(source)
                 os.close(source)
                 if sink is not sys.stderr.buffer:
-                    sink.close()
+                    with contextlib.suppress(OSError):  # of what could not be written before
+                        sink.close()
                 self._output.set_result(None)
 
         loop.add_reader(source, on_readable)
+
+    def _write(self, sink: IO[bytes], output: bytes) -> None:
+        """Log it. A log that can't be written is no reason to stop: that is said once."""
+        try:
+            sink.write(output)
+            sink.flush()
+        except OSError as error:
+            if not self._log_is_lost:
+                self._log_is_lost = True
+                say(f"the log of {self.service.title} can't be written: {error.strerror}")
 
     def _remember(self, output: bytes) -> None:
         """Keep the last sentence that may explain an end: an error, else whatever came last."""
@@ -158,7 +169,8 @@ def _plain(output: bytes) -> str:
 
 def say(what: str) -> None:
     """A line of our own among the logs."""
-    print(f"tokenwire: {what}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody may read stderr any more
+        print(f"tokenwire: {what}", file=sys.stderr, flush=True)
 
 
 def _die_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -114,6 +115,28 @@ def test_a_service_that_can_not_start_says_why(checkpoint: Path, unused_ports: l
         "--engine-port", engine, "--grammar-port", grammar,
     )  # fmt: skip
     assert_refused(result, "tokenwire: ")
+
+
+def test_a_log_that_can_not_be_written_does_not_matter(
+    checkpoint: Path, unused_ports: list[int]
+) -> None:
+    """A full disk must not turn every line of a service into a traceback."""
+    logs = checkpoint / "logs"
+    logs.mkdir()
+    for name in ("http_shim", "tokenizer", "engine", "grammar"):
+        (logs / f"{name}.log").symlink_to("/dev/full")
+    http, tokenizer, engine, grammar = map(str, unused_ports)
+    result = serve(
+        "--model", str(checkpoint), "--log-dir", str(logs),
+        "--port", http, "--tokenizer-port", tokenizer,
+        "--engine-port", engine, "--grammar-port", grammar,
+    )  # fmt: skip
+    assert result.returncode == 2, result.stderr
+    *lost, why = result.stderr.splitlines()
+    assert len(set(lost)) == len(lost) > 0
+    for line in lost:
+        assert re.fullmatch(r"tokenwire: the log of \w+ can't be written: No space .*", line)
+    assert why.startswith("tokenwire: ")
 
 
 def test_with_keys_only_http_leaves_the_machine(checkpoint: Path) -> None:
