@@ -58,22 +58,22 @@ async def _serve(options: argparse.Namespace) -> int:
     if options.catalog is not None and options.model is not None:
         _complain("--catalog names the models; leave out --model.")
         return 2
-    layout = Layout(
-        host=options.host,
-        port=options.port,
-        tokenizer_port=options.tokenizer_port,
-        engine_port=options.engine_port,
-        grammar_port=options.grammar_port,
-        model=options.model,
-        catalog=options.catalog,
-        keys=options.keys,
-        dtype=options.dtype,
-        engine_args=options.engine_args,
-        open=options.open,
-        grace=options.grace,
-        log_dir=options.log_dir,
-    )
     try:
+        layout = Layout(
+            host=options.host,
+            port=options.port,
+            tokenizer_port=options.tokenizer_port,
+            engine_port=options.engine_port,
+            grammar_port=options.grammar_port,
+            model=options.model,
+            catalog=options.catalog,
+            keys=options.keys,
+            dtype=options.dtype,
+            engine_args=options.engine_args,
+            open=options.open,
+            grace=options.grace,
+            log_dir=options.log_dir,
+        )
         await supervise(layout)
     except ServeError as error:
         _complain(str(error))

@@ -29,6 +29,7 @@ __all__ = [
 
 _METRICS_OFFSET = 1000
 _LAST_PORT = 65535
+_LONGEST_GRACE = 2**31 - 1  # seconds, of each service too
 Checkpoint: TypeAlias = tuple[Path, str, str]  # directory, dtype, flags of the engine
 _Ports: TypeAlias = tuple[int, int, int]  # tokenizer, engine, grammar
 _CHECKPOINTS = Path(__file__).resolve().parent.parent / "models"
@@ -44,7 +45,7 @@ class ServeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What is to be served, and where."""
+    """What is to be served, and where. Raises ServeError for numbers that can't be."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -66,6 +67,14 @@ class Layout:
     """Seconds that running requests get when the stack stops"""
     log_dir: Path | None = None
     """A file per service there, instead of stderr"""
+
+    def __post_init__(self) -> None:
+        _require_port("HTTP", self.port)
+        _require_port("tokenizer", self.tokenizer_port)
+        _require_port("engine", self.engine_port)
+        _require_port("grammar", self.grammar_port)
+        if not 0 <= self.grace <= _LONGEST_GRACE:
+            raise ServeError(f"--grace must be between 0 and {_LONGEST_GRACE}, not {self.grace}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +208,16 @@ def require_free_ports(layout: Layout) -> None:
     """ServeError for the first port that something else listens on, or that is used twice."""
     taken: dict[int, str] = {}
     for name, host, port in _fixed_ports(layout):
-        if not 1 <= port <= _LAST_PORT:
-            raise ServeError(f"The {name} port must be between 1 and {_LAST_PORT}, not {port}.")
+        _require_port(name, port)
         if port in taken:
             raise ServeError(f"The {taken[port]} port and the {name} port are both {port}.")
         taken[port] = name
         _require_free(name, host, port)
+
+
+def _require_port(name: str, port: int) -> None:
+    if not 1 <= port <= _LAST_PORT:
+        raise ServeError(f"The {name} port must be between 1 and {_LAST_PORT}, not {port}.")
 
 
 def _fixed_ports(layout: Layout) -> Iterator[tuple[str, str, int]]:

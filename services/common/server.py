@@ -145,8 +145,6 @@ async def _drain(application: Application, health: health_aio.HealthServicer, gr
 
 
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    if not 0 <= settings.port <= 65535:
-        raise StartupError(f"--port must be between 0 and 65535, not {settings.port}.")
     try:
         return server.add_insecure_port(f"{settings.host}:{settings.port}")
     except RuntimeError:

@@ -11,13 +11,14 @@ prefix TOKENWIRE_ENGINE, the variable TOKENWIRE_ENGINE_KV_MEMORY. The flag wins 
 import argparse
 import dataclasses
 import os
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 __all__ = [
+    "INSTANT",
+    "LAST_PORT",
     "ServerSettings",
     "StartupError",
     "StreamSettings",
@@ -27,17 +28,31 @@ __all__ = [
 ]
 
 S = TypeVar("S")
+Field: TypeAlias = "dataclasses.Field[Any]"
+
+LAST_PORT = 65535
+INSTANT = 0.001
+"""Seconds: the least of what must be above 0"""
 
 
 class StartupError(Exception):
     """A service can't start. The message is one sentence for the person who started it."""
 
 
-def setting(default: Any, meaning: str, *, choices: Sequence[str] = ()) -> Any:
-    """A field of a settings dataclass."""
-    return dataclasses.field(
-        default=default, metadata={"help": meaning, "choices": tuple(choices) or None}
-    )
+_MOST = 2**31 - 1  # as seconds 68 years, which timers can still wait
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    choices: Sequence[str] = (),
+    least: float = 0,
+    most: float = _MOST,
+) -> Any:
+    """A field of a settings dataclass; `least` and `most` bound it where it is a number."""
+    metadata = {"help": meaning, "choices": choices, "least": least, "most": most}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +60,10 @@ class ServerSettings:
     """What every service that speaks gRPC can be told."""
 
     host: str = setting("127.0.0.1", "Address to listen on.")
-    port: int = setting(0, "Port of the gRPC server; 0 = any free one.")
-    metrics_port: int = setting(0, "Port of /metrics; 0 = the gRPC port + 1000, -1 = none.")
+    port: int = setting(0, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
+    metrics_port: int = setting(
+        0, "Port of /metrics; 0 = the gRPC port + 1000, -1 = none.", least=-1, most=LAST_PORT
+    )
     grace: float = setting(30.0, "Seconds that running requests get after SIGTERM.")
     log_level: str = setting(
         "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
@@ -58,55 +75,69 @@ class StreamSettings(ServerSettings):
     """What every service that streams to clients can be told besides."""
 
     heartbeat_seconds: float = setting(
-        10.0, "Seconds of silence after which a stream says that it is alive."
+        10.0, "Seconds of silence after which a stream says that it is alive.", least=INSTANT
     )
     stall_seconds: float = setting(
-        30.0, "Seconds without being read, or without credit, after which a client is cut."
+        30.0,
+        "Seconds without being read, or without credit, after which a client is cut.",
+        least=INSTANT,
     )
 
-    def __post_init__(self) -> None:
-        if not (self.heartbeat_seconds > 0 and self.stall_seconds > 0):
-            raise StartupError("--heartbeat-seconds and --stall-seconds must be above 0.")
 
-
-def parse(settings: type[S], prog: str, prefix: str, arguments: Sequence[str] | None = None) -> S:
+def parse(settings: type[S], prog: str, prefix: str) -> S:
     """Read flags and environment; exits with 2 and one sentence on bad input."""
-    hints = typing.get_type_hints(settings)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description=(settings.__doc__ or "").strip(),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    for field in dataclasses.fields(typing.cast(Any, settings)):
-        flag, variable = "--" + field.name.replace("_", "-"), f"{prefix}_{field.name.upper()}"
-        kind, default = _base_type(hints[field.name]), field.default
+    fields = dataclasses.fields(typing.cast(Any, settings))
+    for field in fields:
+        variable, choices = f"{prefix}_{field.name.upper()}", field.metadata["choices"]
+        kind, default = type(field.default), field.default
         meaning = f"{field.metadata['help']} [{variable}]"
         if kind is bool:
             if variable in os.environ:
                 default = _boolean(variable, os.environ[variable])
             parser.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=default, help=meaning
+                _flag(field), action=argparse.BooleanOptionalAction, default=default, help=meaning
             )
             continue
-        # argparse converts and checks string defaults like arguments
-        default = os.environ.get(variable, default)
+        # argparse converts string defaults like arguments
         parser.add_argument(
-            flag, type=kind, default=default, help=meaning, choices=field.metadata["choices"]
+            _flag(field),
+            type=kind,
+            default=os.environ.get(variable, default),
+            help=meaning,
+            metavar=f"{{{','.join(choices)}}}" if choices else None,
         )
-    values = vars(parser.parse_args(arguments))
-    for field in dataclasses.fields(typing.cast(Any, settings)):
-        choices = field.metadata["choices"]
-        if choices and values[field.name] not in choices:
-            parser.error(f"--{field.name}: {values[field.name]!r} is none of {', '.join(choices)}")
+    values = vars(parser.parse_args())
+    for field in fields:
+        complaint = _complaint(field, values[field.name])
+        if complaint is not None:
+            parser.error(complaint)
     return settings(**values)
 
 
-def _base_type(hint: Any) -> Any:
-    """int for `int | None`."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return next(part for part in typing.get_args(hint) if part is not type(None))
-    return hint
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """In one sentence, as a StartupError; argparse's own way is to list all flags first."""
+        self.exit(2, f"{self.prog.rpartition('.')[2]}: {message}.\n")
+
+
+def _flag(field: Field) -> str:
+    return "--" + field.name.replace("_", "-")
+
+
+def _complaint(field: Field, value: Any) -> str | None:
+    """Why the field can't have the value, if so."""
+    choices, least, most = (field.metadata[name] for name in ("choices", "least", "most"))
+    if choices and value not in choices:
+        return f"{_flag(field)} must be one of {', '.join(choices)}, not {value!r}"
+    if isinstance(value, int | float) and not least <= value <= most:  # as nan never is
+        return f"{_flag(field)} must be between {least} and {most}, not {value}"
+    return None
 
 
 def _boolean(variable: str, text: str) -> bool:

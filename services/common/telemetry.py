@@ -2,7 +2,7 @@
 
 from prometheus_client import start_http_server
 
-from services.common.settings import StartupError
+from services.common.settings import LAST_PORT, StartupError
 
 __all__ = ["INTER_TOKEN_BUCKETS", "LATENCY_BUCKETS", "serve_metrics"]
 
@@ -16,6 +16,8 @@ INTER_TOKEN_BUCKETS = (
 
 def serve_metrics(host: str, port: int) -> None:
     """Serve /metrics in a thread of its own."""
+    if port > LAST_PORT:
+        raise StartupError(f"Can't serve metrics on port {port}; choose one with --metrics-port.")
     try:
         start_http_server(port, addr=host)
     except OSError as error:

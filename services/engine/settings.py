@@ -1,11 +1,10 @@
 """What the engine can be told."""
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.settings import StartupError, StreamSettings, setting
+from services.common.settings import LAST_PORT, StartupError, StreamSettings, setting
 
 __all__ = ["EngineSettings", "parse_bytes"]
 
@@ -16,7 +15,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 class EngineSettings(StreamSettings):
     """The engine: token ids in, token ids out."""
 
-    port: int = setting(50052, "Port of the gRPC server; 0 = any free one.")
+    port: int = setting(50052, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     model: Path = setting(Path(), "Directory of the checkpoint, in the Hugging Face format.")
     model_id: str = setting("", "Canonical id of the model; empty = the directory's name.")
     dtype: str = setting(
@@ -31,32 +30,24 @@ class EngineSettings(StreamSettings):
     )
     device: str = setting("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     grammar: str = setting("", "host:port of the grammar service; empty = no grammars.")
-    threads: int = setting(0, "Threads that compute; 0 = one per core.")
+    threads: int = setting(0, "Threads that compute; 0 = one per core.", most=4096)
     kv_memory: str = setting("auto", "Memory of the KV cache, 4GiB say; auto = from what is free.")
-    max_running: int = setting(256, "Sequences that run at once.")
-    max_waiting: int = setting(1024, "Sequences that may wait; more are refused.")
-    max_step_tokens: int = setting(4096, "Prompt tokens of one step.")
+    max_running: int = setting(256, "Sequences that run at once.", least=1)
+    max_waiting: int = setting(1024, "Sequences that may wait; more are refused.", least=1)
+    max_step_tokens: int = setting(4096, "Prompt tokens of one step.", least=1)
     mixed_step_factor: float = setting(
-        1.7, "How many times as long as without prompts a step may take that also decodes."
+        1.7,
+        "How many times as long as without prompts a step may take that also decodes.",
+        least=1.01,
     )
     speculate: str = setting(
         "off",
         "Guess tokens from what the sequence repeats; the output stays the same.",
         choices=("off", "ngram"),
     )
-    max_logprobs: int = setting(20, "Most candidates that a token may be scored with.")
+    max_logprobs: int = setting(20, "Most candidates that a token may be scored with.", most=128)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("max_running", "max_waiting", "max_step_tokens"):
-            if getattr(self, name) < 1:
-                raise StartupError(f"--{name.replace('_', '-')} must be at least 1.")
-        if self.threads < 0:
-            raise StartupError("--threads must be at least 0.")
-        if not 1 < self.mixed_step_factor < math.inf:
-            raise StartupError("--mixed-step-factor must be a number above 1.")
-        if not 0 <= self.max_logprobs <= 128:
-            raise StartupError("--max-logprobs must be between 0 and 128.")
         if self.kv_memory != "auto":
             parse_bytes(self.kv_memory)
 

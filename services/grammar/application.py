@@ -8,7 +8,13 @@ from pathlib import Path
 import grpc
 
 from services.common.server import Application
-from services.common.settings import ServerSettings, StartupError, require_directory, setting
+from services.common.settings import (
+    INSTANT,
+    LAST_PORT,
+    ServerSettings,
+    require_directory,
+    setting,
+)
 from services.grammar.cache import GrammarCache
 from services.grammar.compiler import Compiler
 from services.grammar.servicer import GrammarServicer
@@ -26,13 +32,21 @@ _MASK_STACK = 8 << 20
 class GrammarSettings(ServerSettings):
     """Tokenwire's grammar service: JSON Schema, regex and Lark grammars to token masks."""
 
-    port: int = setting(50053, "Port of the gRPC server; 0 = any free one.")
+    port: int = setting(50053, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     model: Path = setting(Path(), "Directory of the checkpoint; its tokenizer.json is used.")
-    compile_timeout: float = setting(5.0, "Seconds that a grammar may take to compile.")
-    compile_concurrency: int = setting(2, "Grammars compiled at once; as many slow ones besides.")
-    max_grammar_bytes: int = setting(256 * 1024, "Largest grammar, in bytes.")
-    cache_entries: int = setting(1024, "Compiled grammars held; the least recently used goes.")
-    cache_bytes: int = setting(512 * 1024**2, "Memory that they may take together, in bytes.")
+    compile_timeout: float = setting(
+        5.0, "Seconds that a grammar may take to compile.", least=INSTANT
+    )
+    compile_concurrency: int = setting(
+        2, "Grammars compiled at once; as many slow ones besides.", least=1
+    )
+    max_grammar_bytes: int = setting(256 * 1024, "Largest grammar, in bytes.", least=1)
+    cache_entries: int = setting(
+        1024, "Compiled grammars held; the least recently used goes.", least=1
+    )
+    cache_bytes: int = setting(
+        512 * 1024**2, "Memory that they may take together, in bytes.", least=1, most=2**50
+    )
 
 
 class GrammarApplication(Application):
@@ -40,7 +54,6 @@ class GrammarApplication(Application):
 
     def __init__(self, settings: GrammarSettings) -> None:
         super().__init__()
-        _require_positive(settings)
         os.environ.setdefault("RUST_MIN_STACK", str(_MASK_STACK))
         model = require_directory(settings.model, "--model")
         self._compiler = Compiler(model, settings.compile_timeout, settings.compile_concurrency)
@@ -64,10 +77,3 @@ class GrammarApplication(Application):
 
     async def stop(self) -> None:
         await self._compiler.stop()
-
-
-def _require_positive(settings: GrammarSettings) -> None:
-    compiling = ("compile_timeout", "compile_concurrency", "max_grammar_bytes")
-    for name in (*compiling, "cache_entries", "cache_bytes"):
-        if getattr(settings, name) <= 0:
-            raise StartupError(f"--{name.replace('_', '-')} must be greater than 0.")

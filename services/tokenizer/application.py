@@ -7,7 +7,13 @@ from pathlib import Path
 import grpc
 
 from services.common.server import Application
-from services.common.settings import StartupError, StreamSettings, require_directory, setting
+from services.common.settings import (
+    LAST_PORT,
+    StartupError,
+    StreamSettings,
+    require_directory,
+    setting,
+)
 from services.tokenizer.chat.prompt import ChatTemplates
 from services.tokenizer.chat.tool_formats import JSON_FORMAT, REASONING_FORMATS, TOOL_FORMATS
 from services.tokenizer.completion import Completions
@@ -28,7 +34,7 @@ __all__ = ["TokenizerApplication", "TokenizerSettings"]
 class TokenizerSettings(StreamSettings):
     """Text to token ids and back, and completions at text level."""
 
-    port: int = setting(50051, "Port of the gRPC server; 0 = any free one.")
+    port: int = setting(50051, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     model: Path = setting(Path(), "Directory of the checkpoint, in the Hugging Face format.")
     model_id: str = setting("", "Name of the model for clients; empty = the directory's.")
     engine: str = setting("127.0.0.1:50052", "Address of the engine, host:port.")
@@ -36,7 +42,7 @@ class TokenizerSettings(StreamSettings):
         10.0, "Seconds that requests wait for an engine that was lost to come back."
     )
     max_logprobs: int = setting(
-        5, "Most candidates per token that a request may ask for, up to 20."
+        5, "Most candidates per token that a request may ask for, up to 20.", most=20
     )
     max_stop_strings: int = setting(16, "Most stop strings that a request may have.")
     infill: str = setting(
@@ -67,12 +73,6 @@ class TokenizerApplication(Application):
     def __init__(self, settings: TokenizerSettings) -> None:
         """Raises StartupError when settings or checkpoint can't be served."""
         super().__init__()
-        if not 0 <= settings.max_logprobs <= 20:
-            raise StartupError(
-                f"--max-logprobs must be between 0 and 20, not {settings.max_logprobs}."
-            )
-        if settings.max_stop_strings < 0 or settings.engine_wait < 0:
-            raise StartupError("--max-stop-strings and --engine-wait must not be negative.")
         if settings.model == Path():
             raise StartupError("--model must name the directory of a checkpoint.")
         directory = require_directory(settings.model, "The model directory")

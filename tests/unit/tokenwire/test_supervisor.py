@@ -58,6 +58,31 @@ def test_a_bad_port_is_one_sentence(checkpoint: Path) -> None:
     assert_refused(serve(*model, "--port", "50051"), "both 50051")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--grace", "nan", "--grace must be between 0 and"),
+        ("--grace", "-1", "--grace must be between 0 and"),
+        ("--grace", "inf", "--grace must be between 0 and"),
+        ("--tokenizer-port", "0", "tokenizer port must be between 1 and 65535"),
+        ("--port", "-1", "HTTP port must be between 1 and 65535"),
+    ],
+)
+def test_numbers_are_checked_before_anything_starts(
+    checkpoint: Path, flag: str, value: str, said: str
+) -> None:
+    """With a catalog too; a service would end in a traceback, long after the others have come."""
+    path = checkpoint / "catalog.toml"
+    path.write_text('[[models]]\nid = "m"\npath = "."')
+    assert_refused(serve("--model", str(checkpoint), flag, value), said)
+    assert_refused(serve("--catalog", str(path), flag, value), said)
+
+
+def test_metrics_beyond_the_last_port_are_one_sentence(checkpoint: Path) -> None:
+    said = ("tokenizer metrics port", "not 66000")
+    assert_refused(serve("--model", str(checkpoint), "--tokenizer-port", "65000"), *said)
+
+
 def test_an_unknown_host_is_one_sentence(checkpoint: Path) -> None:
     assert_refused(
         serve("--model", str(checkpoint), "--host", "no.such.invalid", "--open"), "not known"

@@ -1,0 +1,90 @@
+"""What services refuse to be told: one sentence, instead of a failure in the middle of the work."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from services.common.settings import StartupError, parse
+from services.common.telemetry import serve_metrics
+from services.engine.settings import EngineSettings
+from services.grammar.application import GrammarSettings
+from services.http_shim.settings import HttpShimSettings
+from services.tokenizer.application import TokenizerSettings
+
+SERVICES: tuple[type[Any], ...] = (
+    HttpShimSettings,
+    TokenizerSettings,
+    EngineSettings,
+    GrammarSettings,
+)
+
+
+def refusal(settings: type[Any], capsys: pytest.CaptureFixture[str]) -> str:
+    """What parsing ends with; the exit code is 2."""
+    with pytest.raises(SystemExit) as ended:
+        parse(settings, "python -m services.it", "TOKENWIRE_IT")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1, said
+    return said
+
+
+def bad_numbers() -> Iterator[Any]:
+    for settings in SERVICES:
+        for field in dataclasses.fields(settings):
+            flag = "--" + field.name.replace("_", "-")
+            if type(field.default) is int:
+                values = ["-2", str(2**60)]
+            elif type(field.default) is float:
+                values = ["nan", "inf", "-inf", "-1", "1e300"]
+            else:
+                continue
+            for value in values:
+                yield pytest.param(settings, flag, value, id=f"{settings.__name__}{flag}={value}")
+
+
+@pytest.mark.parametrize(("settings", "flag", "value"), list(bad_numbers()))
+def test_every_number_has_a_range(
+    settings: type[Any],
+    flag: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One that nobody checked fails at the first request, or never: `nan <= 0` is false."""
+    monkeypatch.setattr(sys, "argv", ["it", f"{flag}={value}"])
+    assert refusal(settings, capsys).startswith(f"it: {flag} must be between ")
+
+
+@pytest.mark.parametrize("settings", SERVICES)
+def test_the_defaults_are_allowed(settings: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["it"])
+    assert parse(settings, "it", "TOKENWIRE_IT") == settings()
+
+
+@pytest.mark.parametrize("in_environment", [False, True])
+def test_a_wrong_word_is_answered_with_the_right_ones(
+    in_environment: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the flag's name, wherever it came from."""
+    monkeypatch.setattr(sys, "argv", ["it"] if in_environment else ["it", "--log-level", "loud"])
+    if in_environment:
+        monkeypatch.setenv("TOKENWIRE_IT_LOG_LEVEL", "loud")
+    said = refusal(GrammarSettings, capsys)
+    assert said == "it: --log-level must be one of debug, info, warning, error, not 'loud'.\n"
+
+
+def test_an_unknown_flag_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["it", "--kv-memroy", "1GiB"])
+    assert "--kv-memroy" in refusal(EngineSettings, capsys)
+
+
+def test_metrics_beyond_the_last_port_are_refused_with_the_remedy() -> None:
+    """Their port is the gRPC port + 1000, which who chose 65000 did not have in mind."""
+    with pytest.raises(StartupError, match=r"66000.*--metrics-port"):
+        serve_metrics("127.0.0.1", 66000)
