@@ -5,7 +5,6 @@ service for each checkpoint that it names.
 """
 
 import shlex
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TypeAlias
 
 from tokenwire.catalog import CatalogError, CatalogModel, read_catalog
 from tokenwire.exposure import why_closed
+from tokenwire.ports import address, reachable, why_unusable
 
 __all__ = [
     "CatalogPlan",
@@ -150,7 +150,7 @@ def _shim(layout: Layout, *models: str) -> Service:
     keys = () if layout.keys is None else ("--keys", str(layout.keys.absolute()))
     beyond = ("--open",) if layout.open else ()
     arguments = (*listen, *models, *_grace(layout), *keys, *beyond)
-    return Service("http_shim", arguments, _address(_reachable(layout.host), layout.port))
+    return Service("http_shim", arguments, address(reachable(layout.host), layout.port))
 
 
 def _backend(
@@ -164,8 +164,8 @@ def _backend(
     except ValueError as error:
         raise ServeError(f"Can't read the engine's arguments: {error}.") from None
     dtype = layout.dtype if model.dtype == "auto" else model.dtype
-    near, (at_tokenizer, at_engine, at_grammar) = _reachable(host), ports
-    tokenizer, engine = _address(near, at_tokenizer), _address(near, at_engine)
+    near, (at_tokenizer, at_engine, at_grammar) = reachable(host), ports
+    tokenizer, engine = address(near, at_tokenizer), address(near, at_engine)
     grammar = f"127.0.0.1:{at_grammar}"  # it is nobody's way in
 
     def service(name: str, host: str, port: int, target: str, *further: str) -> Service:
@@ -212,7 +212,9 @@ def require_free_ports(layout: Layout) -> None:
         if port in taken:
             raise ServeError(f"The {taken[port]} port and the {name} port are both {port}.")
         taken[port] = name
-        _require_free(name, host, port)
+        why = why_unusable(host, port)
+        if why is not None:
+            raise ServeError(f"Can't use the {name} port {address(host, port)}: {why}.")
 
 
 def _require_port(name: str, port: int) -> None:
@@ -239,42 +241,9 @@ def _free_ports(layout: Layout, taken: set[int]) -> _Ports:
     found: list[int] = []
     for port in range(layout.tokenizer_port, _LAST_PORT - _METRICS_OFFSET):
         both = {port, port + _METRICS_OFFSET}
-        if not both & taken and all(map(_is_free, both)):
+        if not both & taken and not any(why_unusable("127.0.0.1", each) for each in both):
             taken |= both
             found.append(port)
             if len(found) == 3:
                 return found[0], found[1], found[2]
     raise ServeError(f"There are no free ports from {layout.tokenizer_port} on.")
-
-
-def _is_free(port: int) -> bool:
-    try:
-        _require_free("", "127.0.0.1", port)
-    except ServeError:
-        return False
-    return True
-
-
-def _require_free(name: str, host: str, port: int) -> None:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror:
-        raise ServeError(f"The host {host} is not known.") from None
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            raise ServeError(f"Can't use the {name} port {host}:{port}: {why}.") from None
-
-
-def _reachable(host: str) -> str:
-    """An address under which a server that listens on `host` is reached from this machine."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -20,6 +20,7 @@ from services.common.settings import ServerSettings, StartupError, parse
 from services.common.signals import stop_signal
 from services.common.telemetry import serve_metrics
 from tokenwire.channel import MESSAGE_LIMITS, QUIET
+from tokenwire.ports import address, why_unusable
 
 __all__ = ["Application", "main"]
 
@@ -110,7 +111,7 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     if settings.metrics_port >= 0:
         serve_metrics(settings.host, settings.metrics_port or port + 1000)
     await server.start()
-    _LOG.info("listening on %s:%d", settings.host, port, extra={"port": port})
+    _LOG.info("listening on %s", address(settings.host, port), extra={"port": port})
     starting: asyncio.Future[Any] = asyncio.ensure_future(application.start())
     code = 0
     try:
@@ -145,7 +146,9 @@ async def _drain(application: Application, health: health_aio.HealthServicer, gr
 
 
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
+    place = address(settings.host, settings.port)
     try:
-        return server.add_insecure_port(f"{settings.host}:{settings.port}")
-    except RuntimeError:
-        raise StartupError(f"Can't listen on {settings.host}:{settings.port}.") from None
+        return server.add_insecure_port(place)
+    except RuntimeError:  # whose words hold no reason
+        why = why_unusable(settings.host, settings.port) or "gRPC gives no reason"
+        raise StartupError(f"Can't listen on {place}: {why}.") from None

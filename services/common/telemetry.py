@@ -3,6 +3,7 @@
 from prometheus_client import start_http_server
 
 from services.common.settings import LAST_PORT, StartupError
+from tokenwire.ports import address, why_unusable
 
 __all__ = ["INTER_TOKEN_BUCKETS", "LATENCY_BUCKETS", "serve_metrics"]
 
@@ -21,4 +22,5 @@ def serve_metrics(host: str, port: int) -> None:
     try:
         start_http_server(port, addr=host)
     except OSError as error:
-        raise StartupError(f"Can't serve metrics on {host}:{port}: {error.strerror}.") from None
+        why = why_unusable(host, port) or str(error.strerror)
+        raise StartupError(f"Can't serve metrics on {address(host, port)}: {why}.") from None

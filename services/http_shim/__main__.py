@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -26,6 +25,7 @@ from services.http_shim.served import ModelSource, OneBackend
 from services.http_shim.settings import HttpShimSettings, check
 from tokenwire.catalog import CatalogError
 from tokenwire.keys import KeyFileError
+from tokenwire.ports import address, why_unusable
 
 _LOG = logging.getLogger("server")
 _UNSENT_BYTES = 64 * 1024
@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for bound in sockets or ():
             host, port = bound.getsockname()[:2]
-            _LOG.info("listening on %s:%d", host, port, extra={"port": port})
+            _LOG.info("listening on %s", address(host, port), extra={"port": port})
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -115,19 +115,12 @@ def _bind(settings: HttpShimSettings) -> socket.socket:
     try:
         bound = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
-        raise StartupError(
-            f"Can't listen on {settings.host}:{settings.port}: {_reason(error)}."
-        ) from None
+        place = address(settings.host, settings.port)
+        why = why_unusable(settings.host, settings.port) or str(error.strerror)
+        raise StartupError(f"Can't listen on {place}: {why}.") from None
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # not everywhere outside Linux
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     return bound
-
-
-def _reason(error: OSError) -> str:
-    """Without what asyncio and socket add; failed look-ups of names have codes of their own."""
-    if error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno)
-    return str(error.strerror)
 
 
 main()

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.stack import free_ports
+from tokenwire.ports import why_unusable
 
 
 def test_a_death_is_reported_and_takes_the_rest_along(tmp_path: Path) -> None:
@@ -44,6 +46,36 @@ def test_a_death_is_reported_and_takes_the_rest_along(tmp_path: Path) -> None:
     assert rest == ""
     assert "tokenwire: grammar ended with signal SIGKILL" in complaints
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+@pytest.mark.skipif(why_unusable("::1", 0) is not None, reason="no IPv6 here")
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_ipv6_is_served(host: str, tmp_path: Path) -> None:
+    """HTTP, gRPC and metrics alike."""
+    http, tokenizer, engine, grammar = free_ports(4)
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "tokenwire", "serve", "--host", host, "--open",
+            "--port", str(http), "--tokenizer-port", str(tokenizer),
+            "--engine-port", str(engine), "--grammar-port", str(grammar),
+            "--engine-args", "--kv-memory 64MiB", "--log-dir", str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith(f"Tokenwire serves http://[::1]:{http} "), process.communicate()
+    answer = httpx.post(
+        f"http://[::1]:{http}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60
+    )
+    assert answer.status_code == 200
+    for port in (tokenizer, engine):
+        assert httpx.get(f"http://[::1]:{port + 1000}/metrics").status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
 
 
 def test_a_catalog_is_started_and_exchanged(tmp_path: Path, embedded_model: Path) -> None:

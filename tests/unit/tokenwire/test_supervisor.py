@@ -48,8 +48,18 @@ def test_a_wrong_model_directory_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_busy_port_is_one_sentence(checkpoint: Path, taken_port: int) -> None:
-    said = ("engine port", str(taken_port), "already in use")
-    assert_refused(serve("--model", str(checkpoint), "--engine-port", str(taken_port)), *said)
+    result = serve("--model", str(checkpoint), "--engine-port", str(taken_port))
+    assert_refused(result, f"engine port 127.0.0.1:{taken_port}: address already in use.")
+
+
+def test_a_port_that_an_outgoing_connection_holds_is_explained(
+    checkpoint: Path, taken_port: int, unused_ports: list[int]
+) -> None:
+    """Who looks for the process that listens finds none."""
+    held = unused_ports[0]
+    with socket.create_connection(("127.0.0.1", taken_port), source_address=("127.0.0.1", held)):
+        result = serve("--model", str(checkpoint), "--engine-port", str(held))
+    assert_refused(result, "engine port", str(held), "ip_local_reserved_ports")
 
 
 def test_a_bad_port_is_one_sentence(checkpoint: Path) -> None:
