@@ -30,6 +30,8 @@ __all__ = [
 _METRICS_OFFSET = 1000
 _LAST_PORT = 65535
 _LONGEST_GRACE = 2**31 - 1  # seconds, of each service too
+_OURS = {"--host", "--port", "--grace", "--model", "--model-id", "--dtype", "--grammar"}
+"""Flags of an engine by which it would not fit the other services"""
 Checkpoint: TypeAlias = tuple[Path, str, str]  # directory, dtype, flags of the engine
 _Ports: TypeAlias = tuple[int, int, int]  # tokenizer, engine, grammar
 _CHECKPOINTS = Path(__file__).resolve().parent.parent / "models"
@@ -159,10 +161,7 @@ def _backend(
     """The services of a checkpoint, left to right."""
     checkpoint = ("--model", str(_checkpoint(model.path)))
     named = ("--model-id", model.id) if model.id else ()
-    try:
-        engine_args = [*shlex.split(layout.engine_args), *shlex.split(model.engine_args)]
-    except ValueError as error:
-        raise ServeError(f"Can't read the engine's arguments: {error}.") from None
+    engine_args = [*_engine_args(layout.engine_args), *_engine_args(model.engine_args)]
     dtype = layout.dtype if model.dtype == "auto" else model.dtype
     near, (at_tokenizer, at_engine, at_grammar) = reachable(host), ports
     tokenizer, engine = address(near, at_tokenizer), address(near, at_engine)
@@ -178,6 +177,20 @@ def _backend(
         service("engine", host, at_engine, engine, *named, *beyond),
         service("grammar", "127.0.0.1", at_grammar, grammar),
     )
+
+
+def _engine_args(text: str) -> list[str]:
+    """Further flags of the engine. Raises ServeError."""
+    try:
+        arguments = shlex.split(text)
+    except ValueError as error:
+        raise ServeError(f"Can't read the engine's arguments: {error}.") from None
+    for argument in arguments:
+        if argument.partition("=")[0] in _OURS:
+            raise ServeError(
+                f"The engine's arguments can't have {argument}: `tokenwire serve` sets it itself."
+            )
+    return arguments
 
 
 def _grace(layout: Layout) -> tuple[str, str]:

@@ -141,6 +141,38 @@ def test_unreadable_engine_arguments_are_refused(checkpoint: Path) -> None:
         plan(Layout(model=checkpoint, engine_args="--kv-memory '1"))
 
 
+@pytest.mark.parametrize("arguments", ["--port 1", "--port=1", "--threads 1 --grammar h:1"])
+def test_engine_arguments_that_are_not_the_users_are_refused(
+    checkpoint: Path, arguments: str
+) -> None:
+    """The others would wait for ever for an engine that is elsewhere."""
+    assert_refused(
+        serve("--model", str(checkpoint), f"--engine-args={arguments}"), "sets it itself"
+    )
+    layout = catalog_of(checkpoint, ROW.format(name="a", arguments=arguments))
+    with pytest.raises(ServeError, match="sets it itself"):
+        plan_catalog(layout)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--engine-args", "--kv-memroy 1GiB"), "engine: unrecognized arguments: --kv-memroy 1GiB"),
+        (("--dtype", "float8"), "engine: --dtype must be one of auto, float32,"),
+    ],
+)
+def test_a_typo_for_the_engine_could_not_start(
+    tmp_path: Path, unused_ports: list[int], flags: tuple[str, str], said: str
+) -> None:
+    """Exit code 2 tells whoever restarts services that it is of no use."""
+    http, tokenizer, engine, grammar = map(str, unused_ports)
+    result = serve(
+        *flags, "--log-dir", str(tmp_path), "--port", http,
+        "--tokenizer-port", tokenizer, "--engine-port", engine, "--grammar-port", grammar,
+    )  # fmt: skip
+    assert_refused(result, said)
+
+
 def test_a_service_that_can_not_start_says_why(checkpoint: Path, unused_ports: list[int]) -> None:
     """The sentence of the service is the sentence of the command."""
     http, tokenizer, engine, grammar = map(str, unused_ports)
