@@ -15,6 +15,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from services.common import logging as service_logging
+from services.common import open_files
 from services.common.interceptor import RpcInterceptor
 from services.common.settings import ServerSettings, StartupError, parse
 from services.common.signals import stop_signal
@@ -74,6 +75,7 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
     try:
         settings = parse(settings_type, f"python -m services.{name}", f"TOKENWIRE_{name.upper()}")
         service_logging.configure(name, settings.log_level)
+        open_files.allow_many()
         code = uvloop.run(_serve(settings, make))
     except StartupError as error:
         print(f"{name}: {error}", file=sys.stderr)

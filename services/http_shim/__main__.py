@@ -14,6 +14,7 @@ import uvicorn
 import uvloop
 
 from services.common import logging as service_logging
+from services.common import open_files
 from services.common.settings import StartupError, parse
 from services.common.signals import stop_signal
 from services.http_shim.app import create_app
@@ -53,6 +54,7 @@ def main() -> None:
         settings = parse(HttpShimSettings, "python -m services.http_shim", "TOKENWIRE_HTTP_SHIM")
         check(settings)
         service_logging.configure("http_shim", settings.log_level)
+        open_files.allow_many()
         uvloop.run(serve(settings))
     except (StartupError, CatalogError, KeyFileError) as error:
         print(f"http_shim: {error}", file=sys.stderr)

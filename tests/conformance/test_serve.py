@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ def test_a_death_is_reported_and_takes_the_rest_along(tmp_path: Path) -> None:
     http, tokenizer, engine, grammar = map(str, free_ports(4))
     process = subprocess.Popen(
         [
+            "prlimit", f"--nofile=1024:{resource.getrlimit(resource.RLIMIT_NOFILE)[1]}",
             sys.executable, "-m", "tokenwire", "serve", "--port", http,
             "--tokenizer-port", tokenizer, "--engine-port", engine, "--grammar-port", grammar,
             "--engine-args", "--kv-memory 64MiB", "--log-dir", str(tmp_path),
@@ -33,6 +35,9 @@ def test_a_death_is_reported_and_takes_the_rest_along(tmp_path: Path) -> None:
 
     children = _children(process.pid)
     assert len(children) == 4
+    for pid in children:
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        assert soft == hard, "each connection is an open file"
     assert process.stderr is not None
     (victim,) = [pid for pid, command in children.items() if "services.grammar" in command]
     (slow,) = [pid for pid, command in children.items() if "services.http_shim" in command]

@@ -1,11 +1,14 @@
 """The shim's process by itself: how it starts, refuses, and stops, with nothing behind it."""
 
+import contextlib
 import gzip
 import json
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -191,6 +194,25 @@ def test_files_that_can_not_be_used_end_it_with_a_sentence(
     assert ended.returncode == 2
     assert len(ended.stderr.splitlines()) == 1
     assert said in ended.stderr
+
+
+def test_connections_are_not_held_to_the_soft_limit_of_open_files() -> None:
+    """Shells start with 1024, and what comes beyond is reset without a word."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = ("prlimit", f"--nofile=64:{hard}")
+    shim = subprocess.Popen([*few, *command("--port", "0")], stderr=subprocess.PIPE, text=True)
+    assert shim.stderr is not None
+    port = next(entry["port"] for entry in map(json.loads, shim.stderr) if "port" in entry)
+    try:
+        with contextlib.ExitStack() as open_connections:
+            for _ in range(100):
+                connection = HTTPConnection("127.0.0.1", port, timeout=20)
+                open_connections.callback(connection.close)
+                connection.request("GET", "/health")
+                assert connection.getresponse().read()
+    finally:
+        shim.kill()
+        shim.wait()
 
 
 def test_beyond_loopback_it_wants_keys_or_a_word() -> None:
