@@ -20,7 +20,7 @@ import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, cast
 
 import grpc
 
@@ -47,7 +47,13 @@ from tokenwire.results import (
     TokenDelta,
     Usage,
 )
-from tokenwire.session import CompletionSession, Session, completion_session, engine_session
+from tokenwire.session import (
+    CompletionSession,
+    EngineSession,
+    Session,
+    completion_session,
+    engine_session,
+)
 from tokenwire.stream import RequestStream
 from tokenwire.tokenizer.v1 import tokenizer_pb2
 from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
@@ -75,6 +81,7 @@ Prompt = str | Sequence[int]
 TextDelta = TypeVar("TextDelta", Delta, ChatDelta)
 Made = TypeVar("Made")
 Answer = TypeVar("Answer")
+AnySession = TypeVar("AnySession", CompletionSession, EngineSession)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -145,7 +152,30 @@ class GenerateOptions(RequestOptions, total=False):
     prompt_logprobs: int
 
 
-class Client:
+class _Connection(Generic[AnySession]):
+    """What both clients have: a channel, and the one session on it. `async with` ends them."""
+
+    _channel: grpc.aio.Channel
+    _session: AnySession
+
+    async def aclose(self) -> None:
+        """Cancel what runs, and disconnect."""
+        await self._session.close()
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+class Client(_Connection[CompletionSession]):
     """Text in, text out: talks to the tokenizer service at "host:port"."""
 
     def __init__(self, target: str = "127.0.0.1:50051") -> None:
@@ -227,24 +257,8 @@ class Client:
         answer = await _answer(self._completions.ListModels, request)
         return tuple(Model.read(model) for model in answer.models)
 
-    async def aclose(self) -> None:
-        """Cancel what runs, and disconnect."""
-        await self._session.close()
-        await self._channel.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-
-class EngineClient:
+class EngineClient(_Connection[EngineSession]):
     """Token ids in, token ids out: talks to an engine at "host:port"."""
 
     def __init__(self, target: str = "127.0.0.1:50052") -> None:
@@ -292,22 +306,6 @@ class EngineClient:
         """How busy the engine is."""
         answer = await _answer(self._control.GetLoad, engine_pb2.GetLoadRequest())
         return Load.read(answer.load)
-
-    async def aclose(self) -> None:
-        """Cancel what runs, and disconnect."""
-        await self._session.close()
-        await self._channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
 
 class _TextStream(RequestStream[completion_pb2.SessionEvent, TextDelta]):

@@ -26,8 +26,8 @@ class ServiceError(Exception):
     """A request that fails: what the caller is told.
 
     `field` is the path of the request field to blame ("sampling.top_p"); `retry_seconds` says
-    when a retry makes sense; `metadata` are further facts for programs. Message and field may quote
-    the request: where they are long, their middle is left out.
+    when a retry makes sense. Message and field may quote the request: where they are long, their
+    middle is left out.
     """
 
     def __init__(
@@ -38,14 +38,12 @@ class ServiceError(Exception):
         *,
         field: str = "",
         retry_seconds: float | None = None,
-        metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.code = code
         self.reason = reason
         self.message = _shortened(message, _MESSAGE_BYTES)
         self.field = _shortened(field, _FIELD_BYTES)
         self.retry_seconds = retry_seconds
-        self.metadata = dict(metadata or {})
         super().__init__(self.message)
 
     def __repr__(self) -> str:
@@ -54,9 +52,7 @@ class ServiceError(Exception):
     def to_status(self) -> status_pb2.Status:
         """The same as a google.rpc.Status."""
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
-        info = error_details_pb2.ErrorInfo(
-            reason=self.reason, domain=DOMAIN, metadata=self.metadata
-        )
+        info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)
         status.details.add().Pack(info)
         if self.field:
             violation = error_details_pb2.BadRequest.FieldViolation(
@@ -72,21 +68,19 @@ class ServiceError(Exception):
     @classmethod
     def from_status(cls, status: status_pb2.Status) -> "ServiceError":
         """Reads a google.rpc.Status; unknown details are left out."""
-        reason, field, retry, metadata = "UNKNOWN", "", None, {}
+        reason, field, retry = "UNKNOWN", "", None
         for detail in status.details:
             info = error_details_pb2.ErrorInfo()
             bad_request = error_details_pb2.BadRequest()
             retry_info = error_details_pb2.RetryInfo()
             if detail.Unpack(info):
-                reason, metadata = info.reason, dict(info.metadata)
+                reason = info.reason
             elif detail.Unpack(bad_request) and bad_request.field_violations:
                 field = bad_request.field_violations[0].field
             elif detail.Unpack(retry_info):
                 retry = retry_info.retry_delay.ToNanoseconds() / 1e9
         code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
-        return cls(
-            code, reason, status.message, field=field, retry_seconds=retry, metadata=metadata
-        )
+        return cls(code, reason, status.message, field=field, retry_seconds=retry)
 
     @classmethod
     def from_rpc_error(cls, error: grpc.aio.AioRpcError) -> "ServiceError":

@@ -12,13 +12,15 @@ from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 
 __all__ = ["is_ready", "is_serving", "until_idle"]
 
+_SECONDS = 2.0  # that an answer may take
 
-async def is_serving(target: str, *, seconds: float = 2.0) -> bool:
+
+async def is_serving(target: str) -> bool:
     """Whether the gRPC server at "host:port" says SERVING."""
     async with grpc.aio.insecure_channel(target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=seconds)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS)
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -36,14 +38,14 @@ async def until_idle(target: str) -> None:
             return
 
 
-async def is_ready(url: str, *, seconds: float = 2.0) -> bool:
+async def is_ready(url: str) -> bool:
     """Whether a GET of the URL answers 200. No proxy is used. Raises ValueError for no URL."""
-    return await asyncio.to_thread(_answers_200, url, seconds)
+    return await asyncio.to_thread(_answers_200, url)
 
 
-def _answers_200(url: str, seconds: float) -> bool:
+def _answers_200(url: str) -> bool:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=seconds)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_SECONDS)
     try:
         connection.request("GET", parts.path or "/")
         return connection.getresponse().status == 200
