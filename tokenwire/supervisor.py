@@ -37,15 +37,15 @@ async def supervise(layout: Layout) -> None:
     processes ends, or when one had to be killed at the end.
     """
     stack = _Stack(layout)
-    with tempfile.TemporaryDirectory(prefix="tokenwire-") as folder:
-        try:
-            with contextlib.suppress(_Stopped):
-                if layout.catalog is None:
-                    await stack.run_model()
-                else:
+    try:
+        with contextlib.suppress(_Stopped):
+            if layout.catalog is None:
+                await stack.run_model()
+            else:
+                with tempfile.TemporaryDirectory(prefix="tokenwire-") as folder:
                     await stack.run_catalog(Path(folder) / "catalog.toml")
-        finally:
-            clean = await stack.stop()
+    finally:
+        clean = await stack.stop()
     if not clean:
         raise ServeError("Not every service stopped by itself.", exit_code=1)
 

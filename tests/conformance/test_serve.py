@@ -18,6 +18,8 @@ from tokenwire.ports import why_unusable
 def test_a_death_is_reported_and_takes_the_rest_along(tmp_path: Path) -> None:
     """A stack that silently misses a part would answer with riddles."""
     http, tokenizer, engine, grammar = map(str, free_ports(4))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     process = subprocess.Popen(
         [
             "prlimit", f"--nofile=1024:{resource.getrlimit(resource.RLIMIT_NOFILE)[1]}",
@@ -28,11 +30,13 @@ def test_a_death_is_reported_and_takes_the_rest_along(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
     )  # fmt: skip
     assert process.stdout is not None
     line = process.stdout.readline()
     assert re.fullmatch(rf"Tokenwire serves http://127\.0\.0\.1:{http} \(up in .* s\)\n", line)
 
+    assert not list(temporary.glob("tokenwire-*")), "kill -9 would leave them"
     children = _children(process.pid)
     assert len(children) == 4
     for pid in children:
