@@ -3,6 +3,7 @@
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
+MODEL_ID ?=
 CATALOG ?=
 KEYS ?=
 DTYPE ?= auto
@@ -33,7 +34,8 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 	@exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
 	  --tokenizer-port "$(TOKENIZER_PORT)" --engine-port "$(ENGINE_PORT)" \
 	  --grammar-port "$(GRAMMAR_PORT)" --engine-args="$(ENGINE_ARGS)" \
-	  $(if $(MODEL),--model "$(MODEL)") $(if $(CATALOG),--catalog "$(CATALOG)") $(if $(KEYS),--keys "$(KEYS)") \
+	  $(if $(MODEL),--model "$(MODEL)") $(if $(MODEL_ID),--model-id "$(MODEL_ID)") \
+	  $(if $(CATALOG),--catalog "$(CATALOG)") $(if $(KEYS),--keys "$(KEYS)") \
 	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(OPEN),--open)
 
 test: .venv/.dev ## Run the tests (all but the containers')

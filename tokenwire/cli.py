@@ -55,8 +55,8 @@ async def _serve(options: argparse.Namespace) -> int:
     from tokenwire.layout import Layout, ServeError
     from tokenwire.supervisor import supervise
 
-    if options.catalog is not None and options.model is not None:
-        _complain("--catalog names the models; leave out --model.")
+    if options.catalog is not None and (options.model is not None or options.model_id):
+        _complain("--catalog names the models; leave out --model and --model-id.")
         return 2
     try:
         layout = Layout(
@@ -66,6 +66,7 @@ async def _serve(options: argparse.Namespace) -> int:
             engine_port=options.engine_port,
             grammar_port=options.grammar_port,
             model=options.model,
+            model_id=options.model_id,
             catalog=options.catalog,
             keys=options.keys,
             dtype=options.dtype,
@@ -290,6 +291,9 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--port", type=int, default=8000, help="HTTP port.")
     serve.add_argument(
         "--model", type=Path, help="Directory of a checkpoint; none = the embedded one."
+    )
+    serve.add_argument(
+        "--model-id", default="", help="Name that it is served under; empty = the directory's."
     )
     serve.add_argument(
         "--catalog", type=Path, help="TOML file of models to serve instead; SIGHUP reads it again."

@@ -56,6 +56,8 @@ class Layout:
     grammar_port: int = 50053
     model: Path | None = None
     """Directory of a checkpoint; None = the embedded one"""
+    model_id: str = ""
+    """The name under which it is served; empty = the directory's"""
     catalog: Path | None = None
     """Models to serve instead; their services get free ports from `tokenizer_port` on"""
     keys: Path | None = None
@@ -160,7 +162,8 @@ def _backend(
 ) -> tuple[Service, Service, Service]:
     """The services of a checkpoint, left to right."""
     checkpoint = ("--model", str(_checkpoint(model.path)))
-    named = ("--model-id", model.id) if model.id else ()
+    name = model.id or layout.model_id
+    named = ("--model-id", name) if name else ()
     engine_args = [*_engine_args(layout.engine_args), *_engine_args(model.engine_args)]
     dtype = layout.dtype if model.dtype == "auto" else model.dtype
     near, (at_tokenizer, at_engine, at_grammar) = reachable(host), ports

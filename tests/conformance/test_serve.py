@@ -65,7 +65,7 @@ def test_ipv6_is_served(host: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [
             sys.executable, "-m", "tokenwire", "serve", "--host", host, "--open",
-            "--port", str(http), "--tokenizer-port", str(tokenizer),
+            "--model-id", "acme/small", "--port", str(http), "--tokenizer-port", str(tokenizer),
             "--engine-port", str(engine), "--grammar-port", str(grammar),
             "--engine-args", "--kv-memory 64MiB", "--log-dir", str(tmp_path),
         ],
@@ -79,7 +79,7 @@ def test_ipv6_is_served(host: str, tmp_path: Path) -> None:
     answer = httpx.post(
         f"http://[::1]:{http}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60
     )
-    assert answer.status_code == 200
+    assert answer.json()["model"] == "acme/small"
     for port in (tokenizer, engine):
         assert httpx.get(f"http://[::1]:{port + 1000}/metrics").status_code == 200
     process.send_signal(signal.SIGTERM)

@@ -121,6 +121,15 @@ def test_each_service_is_told_where_the_next_one_is(checkpoint: Path) -> None:
     assert "0.0.0.0" not in grammar.arguments  # it is nobody's way in
 
 
+def test_the_model_has_the_name_that_it_is_given(checkpoint: Path) -> None:
+    """Tokenizer and engine must agree on it; without one it is the directory's."""
+    _, *named, _ = plan(Layout(model=checkpoint, model_id="acme/small"))
+    for service in named:
+        at = service.arguments.index("--model-id")
+        assert service.arguments[at + 1] == "acme/small"
+    assert all("--model-id" not in each.arguments for each in plan(Layout(model=checkpoint)))
+
+
 def test_the_server_is_opened_only_when_asked(checkpoint: Path) -> None:
     layout = Layout(model=checkpoint)
     assert "--open" not in plan(layout)[0].arguments
@@ -271,3 +280,4 @@ def test_a_bad_catalog_is_one_sentence(checkpoint: Path) -> None:
     path.write_text('[[models]]\nid = "m"\npath = "."\nengine_args = "\'"')
     assert_refused(serve("--catalog", str(path)), "engine's arguments")
     assert_refused(serve("--catalog", str(path), "--model", str(checkpoint)), "leave out --model")
+    assert_refused(serve("--catalog", str(path), "--model-id", "m"), "leave out --model")
