@@ -1,4 +1,4 @@
-"""Completions through the openai SDK: pip install openai."""
+"""Completions through the openai SDK: `.venv/bin/pip install openai` first."""
 
 import os
 
