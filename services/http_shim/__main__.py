@@ -115,7 +115,12 @@ def _watch(keyring: Keyring | None) -> asyncio.Future[None]:
 def _bind(settings: HttpShimSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        bound = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        bound = socket.create_server(
+            (settings.host, settings.port),
+            family=family,
+            backlog=2048,
+            dualstack_ipv6=settings.host == "::" and socket.has_dualstack_ipv6(),  # as gRPC does
+        )
     except OSError as error:
         place = address(settings.host, settings.port)
         why = why_unusable(settings.host, settings.port) or str(error.strerror)

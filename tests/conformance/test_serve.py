@@ -82,6 +82,8 @@ def test_ipv6_is_served(host: str, tmp_path: Path) -> None:
     assert answer.json()["model"] == "acme/small"
     for port in (tokenizer, engine):
         assert httpx.get(f"http://[::1]:{port + 1000}/metrics").status_code == 200
+    if host == "::":  # means every address, those of IPv4 too
+        assert httpx.get(f"http://127.0.0.1:{http}/health").status_code == 200
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 0
