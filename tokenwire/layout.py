@@ -205,7 +205,11 @@ def _checkpoint(model: Path | None) -> Path:
     if model is not None:
         if not model.is_dir():
             raise ServeError(f"The model directory {model} does not exist.")
-        if not (model / "config.json").is_file():
+        try:
+            has_config = (model / "config.json").is_file()
+        except PermissionError:
+            raise ServeError(f"The model directory {model} may not be read.") from None
+        if not has_config:
             raise ServeError(f"The model directory {model} holds no config.json.")
         return model.resolve()
     return embedded_checkpoint()

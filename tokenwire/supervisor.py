@@ -55,7 +55,8 @@ class _Stopped(Exception):  # noqa: N818 - it is no error
 
 
 class _Signals:
-    """SIGINT and SIGTERM: the first asks to stop, the second to hurry. SIGHUP: read again."""
+    """SIGINT and SIGTERM: the first asks to stop, the second to hurry. SIGHUP: read the catalog
+    again, or without one, as when a terminal closes, stop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -64,9 +65,11 @@ class _Signals:
         self.reload = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            self._loop.add_signal_handler(signal.SIGHUP, self._on_signal)
 
     def expect_reload(self) -> None:
-        """From now on SIGHUP sets `reload`; until then it ends the process."""
+        """From now on SIGHUP sets `reload`."""
         self._loop.add_signal_handler(signal.SIGHUP, self.reload.set)
 
     def _on_signal(self) -> None:
@@ -104,6 +107,7 @@ class _Stack:
 
     async def run_catalog(self, resolved: Path) -> None:
         """All that a catalog names, until one ends. Raises _Stopped or ServeError."""
+        self._signals.expect_reload()
         current = plan_catalog(self._layout)
         require_free_ports(self._layout)
         write_catalog(resolved, current.models)
@@ -113,7 +117,6 @@ class _Stack:
         await self._while_alive(_until_ready(backend, f"http://{shim.target}/{probe}"))
         self._announce(shim)
         _list(current)
-        self._signals.expect_reload()
         while True:
             await self._while_alive(self._signals.reload.wait())
             self._signals.reload.clear()

@@ -57,6 +57,30 @@ def test_a_death_is_reported_and_takes_the_rest_along(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_closes_ends_the_server_unless_under_nohup(
+    tmp_path: Path, ignored: bool
+) -> None:
+    """And in order: what runs has its grace."""
+    http, tokenizer, engine, grammar = map(str, free_ports(4))
+    command = [
+        sys.executable, "-m", "tokenwire", "serve", "--port", http,
+        "--tokenizer-port", tokenizer, "--engine-port", engine, "--grammar-port", grammar,
+        "--engine-args", "--kv-memory 64MiB", "--log-dir", str(tmp_path),
+    ]  # fmt: skip
+    nohup = ["env", "--ignore-signal=HUP"] if ignored else []
+    with subprocess.Popen([*nohup, *command], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("Tokenwire serves")
+        children = _children(process.pid)
+        process.send_signal(signal.SIGHUP)
+        if ignored:
+            assert httpx.get(f"http://127.0.0.1:{http}/ready").status_code == 200
+            process.terminate()
+        assert process.wait(timeout=60) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
 @pytest.mark.skipif(why_unusable("::1", 0) is not None, reason="no IPv6 here")
 @pytest.mark.parametrize("host", ["::1", "::"])
 def test_ipv6_is_served(host: str, tmp_path: Path) -> None:

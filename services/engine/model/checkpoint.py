@@ -1,5 +1,6 @@
 """A directory in the Hugging Face format: its files, and its tensors by name."""
 
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -132,6 +133,8 @@ class Checkpoint:
     def _add(self, file: Path) -> None:
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist.")
+        if not os.access(file, os.R_OK):
+            raise CheckpointError(f"{file} may not be read.")
         try:
             opened = self._stack.enter_context(safe_open(file, framework="pt"))
             for name in opened.keys():  # noqa: SIM118  (it is not a mapping)
