@@ -25,6 +25,7 @@ __all__ = [
     "is_busy",
     "is_idle",
     "left_early",
+    "loop_process",
     "metrics_of",
     "mortal_engine",
     "running_service",
@@ -158,6 +159,13 @@ async def mortal_engine(model: Path) -> AsyncIterator[MortalEngine]:
         yield engine
     finally:
         await engine.kill()
+
+
+def loop_process(service: int) -> int:
+    """The process of an engine that runs its step loop."""
+    children = Path(f"/proc/{service}/task/{service}/children").read_text().split()
+    [loop] = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return int(loop)
 
 
 async def watch_load(engine: str, *, until: Callable[[Load], bool]) -> Load:

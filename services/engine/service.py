@@ -124,7 +124,7 @@ class _Engine(engine_pb2_grpc.EngineServiceServicer):
         try:
             while call.outbox.pending or not call.ended:
                 events = await call.outbox.take(self._heartbeat_seconds)
-                if not events and not call.ended:
+                if not events and call.is_accepted and not call.ended:
                     events = [GenerateResponse(heartbeat=engine_pb2.Heartbeat())]
                 for event in events:
                     call.outbox.sending()
@@ -171,10 +171,12 @@ class _Call:
 
     def __init__(self) -> None:
         self.outbox: Outbox[GenerateResponse] = Outbox()
+        self.is_accepted = False
         self.ended = False
         self.error: ServiceError | None = None
 
     def on_accepted(self, accepted: engine_pb2.Accepted) -> None:
+        self.is_accepted = True
         self.outbox.put(GenerateResponse(accepted=accepted))
 
     def on_prompt_scores(self, scores: engine_pb2.PromptScores) -> None:

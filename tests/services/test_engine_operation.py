@@ -14,7 +14,14 @@ import grpc
 import pytest
 
 from tests.services.engine_client import SessionClient, generate, ids_of, make_request, start
-from tests.stack import RunningService, is_idle, metrics_of, running_service, watch_load
+from tests.stack import (
+    RunningService,
+    is_idle,
+    loop_process,
+    metrics_of,
+    running_service,
+    watch_load,
+)
 from tests.unit.engine.tiny import VOCABULARY
 from tokenwire.channel import connect
 from tokenwire.engine.v1 import engine_pb2
@@ -201,13 +208,6 @@ async def test_a_step_that_dies_ends_its_requests_with_an_error_and_then_the_ser
                 assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
                 assert error.retry_seconds
         assert await service.process.wait() == 1
-
-
-def loop_process(service: int) -> int:
-    """The process of an engine that runs its step loop."""
-    children = Path(f"/proc/{service}/task/{service}/children").read_text().split()
-    [loop] = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-    return int(loop)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ The intervals are so short that a test can await what they bring.
 
 import asyncio
 import itertools
+import os
+import signal
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from tests.stack import RunningService, is_idle, running_service, watch_load
+from tests.stack import RunningService, is_idle, loop_process, running_service, watch_load
 from tokenwire.channel import connect
 from tokenwire.client import EngineClient
 from tokenwire.completion.v1 import completion_pb2 as completion
@@ -199,6 +201,25 @@ async def test_a_silent_session_hears_heartbeats(
         await listener.completed(1)
         assert listener.ids[1] == await neighbour(engine)
         session.cancel()
+
+
+async def test_what_a_call_hears_first_is_that_it_was_accepted(engine: RunningService) -> None:
+    """However long the step takes that it waits for: its client reads the seed there."""
+    loop = loop_process(engine.process.pid)
+    async with connect(engine.target) as channel, asyncio.timeout(HANG_SECONDS):
+        os.kill(loop, signal.SIGSTOP)
+        try:
+            call = TokenLevel(channel).call(1)
+            first = asyncio.ensure_future(call.read())
+            session = TokenLevel(channel).session()
+            for _ in range(3):
+                [event] = (await session.read()).events
+                assert event.HasField("heartbeat")
+            session.cancel()
+        finally:
+            os.kill(loop, signal.SIGCONT)
+        assert (await first).HasField("accepted")
+        call.cancel()
 
 
 @pytest.mark.parametrize("credit", [0, 5])
