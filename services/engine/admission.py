@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 MAX_SEQUENCES = 128
-"""prompts x n of one request"""
+"""prompts x n of one request, however many may wait and run"""
 _MAX_STOP_TOKENS = 128
 
 
@@ -61,6 +61,8 @@ class Admission:
     model_id: str
     model: ModelDescription
     max_logprobs: int
+    max_sequences: int
+    """prompts x n of one request"""
     grammar: bool
     """Whether there is a grammar service"""
 
@@ -74,8 +76,8 @@ class Admission:
                 field="model",
             )
         n = request.n if request.HasField("n") else 1
-        if not 1 <= n <= MAX_SEQUENCES:
-            raise invalid("n", f"n must be between 1 and {MAX_SEQUENCES}, not {n}.")
+        if not 1 <= n <= self.max_sequences:
+            raise invalid("n", f"n must be between 1 and {self.max_sequences}, not {n}.")
         stopping = self._stopping(request.stopping)
         return CheckedRequest(
             prompts=self._prompts(request.prompts, n, stopping),
@@ -93,8 +95,8 @@ class Admission:
     ) -> Sequence[Sequence[int]]:
         if not prompts:
             raise invalid("prompts", "At least one prompt is needed.")
-        if len(prompts) * n > MAX_SEQUENCES:
-            message = f"prompts x n must be at most {MAX_SEQUENCES}, not {len(prompts) * n}."
+        if len(prompts) * n > self.max_sequences:
+            message = f"prompts x n must be at most {self.max_sequences}, not {len(prompts) * n}."
             raise invalid("n" if n > 1 else "prompts", message)
         most = stopping.context_length - min(stopping.max_tokens, 1)
         for i, prompt in enumerate(prompts):

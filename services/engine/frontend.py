@@ -16,7 +16,12 @@ from typing import Protocol
 import grpc
 
 from services.engine import metrics
-from services.engine.admission import Admission, CheckedRequest, resolved_sampling
+from services.engine.admission import (
+    MAX_SEQUENCES,
+    Admission,
+    CheckedRequest,
+    resolved_sampling,
+)
 from services.engine.engine_process import EngineProcess
 from services.engine.matchers import Matchers
 from services.engine.messages import (
@@ -121,8 +126,14 @@ class Frontend:
     async def start(self) -> None:
         """Load the model. Raises StartupError."""
         model = await self._process.start()
+        settings = self._settings
         self._admission = Admission(
-            self.model_id, model, self._settings.max_logprobs, bool(self._settings.grammar)
+            self.model_id,
+            model,
+            settings.max_logprobs,
+            # one that has more could never be admitted, however often its client tries again
+            min(MAX_SEQUENCES, settings.max_running + settings.max_waiting),
+            bool(settings.grammar),
         )
         self.load = LoadSnapshot(free_blocks=model.total_blocks, total_blocks=model.total_blocks)
         if self._settings.grammar:

@@ -22,7 +22,7 @@ from services.common.interceptor import (
 from services.common.logging import request_id, traceparent
 from services.common.server import Application
 from services.common.settings import StartupError
-from services.engine.admission import MAX_SEQUENCES, default_sampling
+from services.engine.admission import default_sampling
 from services.engine.frontend import Caller, Frontend, internal_error
 from services.engine.messages import Token
 from services.engine.outbox import Outbox
@@ -396,7 +396,7 @@ class _EngineControl(engine_pb2_grpc.EngineControlServiceServicer):
             recommended_sampling=default_sampling(model),
             capabilities=(*_CAPABILITIES, *grammar),
             max_logprobs=settings.max_logprobs,
-            max_sequences_per_request=MAX_SEQUENCES,
+            max_sequences_per_request=self._frontend.admission.max_sequences,
             max_running_sequences=settings.max_running,
             max_waiting_sequences=settings.max_waiting,
             max_step_tokens=settings.max_step_tokens,

@@ -13,7 +13,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.services.engine_client import SessionClient, generate, ids_of, make_request, start
+from tests.services.engine_client import (
+    SessionClient,
+    generate,
+    ids_of,
+    make_request,
+    refused,
+    start,
+)
 from tests.stack import (
     RunningService,
     is_idle,
@@ -171,6 +178,24 @@ async def test_an_operator_sees_a_request_whose_grammar_is_compiled(
         error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
         assert error.reason == "ABORTED"
         assert (await control.Drain(drain)).remaining_requests == 0
+
+
+async def test_a_request_that_never_fits_is_told_so_rather_than_to_try_again(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    few = ("--max-running", "4", "--max-waiting", "2", "--kv-memory", "16MiB")
+    arguments = ("--model", str(checkpoint), "--dtype", "float32", *few)
+    async with (
+        running_service("engine", *arguments, log=tmp_path / "log") as service,
+        connect(service.target) as channel,
+    ):
+        model = await EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())
+        assert model.max_sequences_per_request == 6
+        error = await refused(channel, make_request([1], n=7))
+        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "n")
+        error = await refused(channel, make_request(*[[1]] * 7))
+        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "prompts")
+        assert len(ids_of(await generate(channel, make_request([1], n=6)), sequence=5)) == 8
 
 
 async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> None:
