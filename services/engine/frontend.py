@@ -211,6 +211,9 @@ class Frontend:
         except ServiceError as error:
             metrics.REQUESTS.labels(_outcome(error.reason)).inc()
             raise
+        except asyncio.CancelledError:
+            metrics.REQUESTS.labels("cancelled").inc()
+            raise
         handle = next(self._handles)
         live = _Live(caller, checked, sink, arrival)
         self._live[handle] = live

@@ -67,15 +67,17 @@ async def test_an_operator_can_abort_by_id(channel: grpc.aio.Channel) -> None:
     session.call.cancel()
 
 
+async def outcomes(engine: RunningService) -> dict[str, float]:
+    """Of requests, how many became what."""
+    name = re.compile(r'tokenwire_engine_requests_total{outcome="(\w+)"}')
+    metrics = (await metrics_of(engine.target)).items()
+    return {found[1]: count for sample, count in metrics if (found := name.match(sample))}
+
+
 async def test_requests_are_counted_by_what_became_of_them(
     channel: grpc.aio.Channel, engine: RunningService
 ) -> None:
-    async def counts() -> dict[str, float]:
-        name = re.compile(r'tokenwire_engine_requests_total{outcome="(\w+)"}')
-        metrics = (await metrics_of(engine.target)).items()
-        return {found[1]: count for sample, count in metrics if (found := name.match(sample))}
-
-    before = await counts()
+    before = await outcomes(engine)
     session = SessionClient(channel)
     commands = [start(handle, make_request([1], max_tokens=90), credit=1) for handle in range(1, 6)]
     served, refused, cancelled, aborted, expired = commands
@@ -89,7 +91,7 @@ async def test_requests_are_counted_by_what_became_of_them(
     abort = engine_pb2.AbortRequest(request_ids=["count-me"])
     await EngineControlServiceStub(channel).Abort(abort)
     await session.until_all_ended(1, 2, 3, 4, 5)
-    after = await counts()
+    after = await outcomes(engine)
     more = {outcome: count - before.get(outcome, 0) for outcome, count in after.items()}
     expected = dict.fromkeys(("ok", "refused", "cancelled", "aborted", "expired"), 1.0)
     assert {outcome: count for outcome, count in more.items() if count} == expected
@@ -160,6 +162,16 @@ async def test_a_deadline_holds_while_a_grammar_is_compiled(
     async with waiting_for_grammar(embedded_model, tmp_path, 0.5) as waiting:
         error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
         assert error.reason == "DEADLINE_EXCEEDED"
+
+
+async def test_who_cancels_while_a_grammar_is_compiled_is_counted(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    async with waiting_for_grammar(embedded_model, tmp_path) as waiting:
+        await waiting.session.send(SessionCommand(handle=2, cancel=SessionCancel()))
+        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
+        assert error.reason == "CANCELLED"
+        assert await outcomes(waiting.engine) == {"ok": 2.0, "cancelled": 1.0}
 
 
 async def test_an_operator_sees_a_request_whose_grammar_is_compiled(
