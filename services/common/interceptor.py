@@ -6,12 +6,13 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
+from services.common.errors import abort, internal_error
 from services.common.logging import request_id, traceparent
-from tokenwire.errors import DETAILS_KEY, ServiceError, invalid
+from tokenwire.errors import ServiceError, invalid
 
 __all__ = [
     "RpcInterceptor",
@@ -127,31 +128,19 @@ class _Rpc:
         request_id.set(identity)
         traceparent.set(sane_traceparent(metadata_value(self._context, "traceparent")))
         self._context.set_trailing_metadata((("x-request-id", identity),))
-        self._identity = identity
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:
             self._log("OK", logging.INFO)
         elif isinstance(error, ServiceError):
             self._log(error.code.name, logging.INFO, reason=error.reason, error=error.message)
-            await self._abort(error)
+            await abort(self._context, error)
         elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
             _LOG.exception("unexpected failure in %s", self._method)
             self._log("INTERNAL", logging.ERROR)
-            failure = ServiceError(
-                grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log."
-            )
-            await self._abort(failure)
+            await abort(self._context, internal_error())
         else:
             self._log("CANCELLED", logging.INFO)
-
-    async def _abort(self, error: ServiceError) -> NoReturn:
-        details = error.to_status().SerializeToString()
-        await self._context.abort(
-            error.code,
-            error.message,
-            (("x-request-id", self._identity), (DETAILS_KEY, details)),
-        )
 
     def _log(self, code: str, level: int, **fields: object) -> None:
         milliseconds = round((time.monotonic() - self._began) * 1e3, 2)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import grpc
 
+from services.common.errors import internal_error
 from services.engine import metrics
 from services.engine.admission import (
     MAX_SEQUENCES,
@@ -50,7 +51,7 @@ from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1.types_pb2 import FinishReason, GrammarSpec, StopMatch, Usage
 
-__all__ = ["Caller", "Frontend", "Sink", "internal_error"]
+__all__ = ["Caller", "Frontend", "Sink"]
 
 _LOG = logging.getLogger("engine")
 _RATE_SECONDS = 5.0
@@ -445,11 +446,6 @@ def _aborted() -> ServiceError:
 def _expired() -> ServiceError:
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     return ServiceError(code, "DEADLINE_EXCEEDED", "The deadline passed.")
-
-
-def internal_error() -> ServiceError:
-    """A defect of ours, told without its details."""
-    return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log.")
 
 
 _FINISH: dict[FinishCause, FinishReason.ValueType] = {

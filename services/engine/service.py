@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from services.common.errors import cut_stalled, internal_error
 from services.common.interceptor import (
     metadata_priority,
     metadata_value,
@@ -23,7 +24,7 @@ from services.common.logging import request_id, traceparent
 from services.common.server import Application
 from services.common.settings import StartupError
 from services.engine.admission import default_sampling
-from services.engine.frontend import Caller, Frontend, internal_error
+from services.engine.frontend import Caller, Frontend
 from services.engine.messages import Token
 from services.engine.outbox import Outbox
 from services.engine.settings import EngineSettings
@@ -37,7 +38,7 @@ from tokenwire.engine.v1.engine_pb2 import (
     SessionRequest,
     SessionResponse,
 )
-from tokenwire.errors import DETAILS_KEY, ServiceError, invalid
+from tokenwire.errors import ServiceError, invalid
 
 __all__ = ["EngineApplication"]
 
@@ -465,7 +466,7 @@ class _EngineControl(engine_pb2_grpc.EngineControlServiceServicer):
 async def _cut_when_stalled(
     outbox: Outbox[Any], context: Context, abandon: Callable[[], None], stall_seconds: float
 ) -> None:
-    """End a call whose client takes nothing for too long. Its handler is blocked meanwhile."""
+    """End a call whose client takes nothing for too long."""
     while True:
         left = stall_seconds - outbox.sending_seconds
         if left <= 0:
@@ -473,11 +474,7 @@ async def _cut_when_stalled(
         await asyncio.sleep(left)
     abandon()
     outbox.clear()
-    message = f"Nothing was read for {stall_seconds:g} s."
-    error = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "STALLED", message)
-    details = (DETAILS_KEY, error.to_status().SerializeToString())
-    with suppress(grpc.aio.AbortError):
-        await context.abort(error.code, error.message, (details,))
+    await cut_stalled(context, stall_seconds)
 
 
 def _caller(context: GenerateContext) -> Caller:

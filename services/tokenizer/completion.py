@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.errors import internal_error
 from services.common.logging import names_of
 from services.tokenizer.best_of import rank
 from services.tokenizer.choice import Choice, Echo
@@ -501,9 +502,7 @@ class Completion:
         """A defect of ours: one request's failure must not end the Session."""
         _LOG.exception("unexpected failure", extra=self._context.names)
         self._leave_engine()
-        self._fail(
-            ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log.")
-        )
+        self._fail(internal_error())
 
     def _end(self, outcome: str, **why: str) -> None:
         self._ended = True

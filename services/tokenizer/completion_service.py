@@ -1,13 +1,13 @@
 """CompletionService: completions over calls of their own, and many over one Session."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
 
+from services.common.errors import cut_stalled
 from services.common.interceptor import (
     metadata_priority,
     metadata_value,
@@ -26,7 +26,7 @@ from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceServicer
 from tokenwire.engine.v1 import engine_pb2
-from tokenwire.errors import DETAILS_KEY, ServiceError, invalid
+from tokenwire.errors import invalid
 
 __all__ = ["CompletionServicer", "Works"]
 
@@ -173,10 +173,9 @@ class CompletionServicer(CompletionServiceServicer):
         return completion_pb2.ListModelsResponse(models=[model])
 
     def _cut(self, context: Context, abandon: Callable[[], None]) -> None:
-        """End a call whose handler is blocked, because its client reads nothing. The handler itself
-        goes on, to its end, only when the client reads or disconnects."""
+        """End a call whose client reads nothing."""
         abandon()
-        task = asyncio.ensure_future(_refuse_stalled(context, self._settings.stall_seconds))
+        task = asyncio.ensure_future(cut_stalled(context, self._settings.stall_seconds))
         self._cutting.add(task)
         task.add_done_callback(self._cutting.discard)
 
@@ -273,18 +272,6 @@ class _ClientSession:
         self._by_handle[handle] = completion
         self._handles[completion] = handle
         return completion
-
-
-async def _refuse_stalled(context: Context, stall_seconds: float) -> None:
-    error = ServiceError(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "STALLED",
-        f"The client read nothing for {stall_seconds:g} s.",
-        retry_seconds=1,
-    )
-    details = (DETAILS_KEY, error.to_status().SerializeToString())
-    with contextlib.suppress(grpc.aio.AbortError):
-        await context.abort(error.code, error.message, (details,))
 
 
 def _context_of_call(context: Context, user: str) -> CallContext:

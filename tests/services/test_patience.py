@@ -27,11 +27,13 @@ from tokenwire.errors import ServiceError
 from tokenwire.types.v1 import types_pb2 as types
 
 Call: TypeAlias = Any  # of grpc.aio; its stubs give each rpc another type
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Commands: TypeAlias = generation.SessionRequest | completion.SessionRequest
 
 IMPATIENT = ("--heartbeat-seconds", "0.1", "--stall-seconds", "1.5")
 HANG_SECONDS = 60
 PROMPT = [5, 6, 7]
+NAMED = (("x-request-id", "reads-nothing"),)
 MANY = 900
 """Tokens of each sequence whose client is cut; it never comes so far"""
 FEW = 40
@@ -82,11 +84,11 @@ class TokenLevel:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = EngineServiceStub(channel)
 
-    def session(self) -> Call:
-        return self._stub.Session()
+    def session(self, metadata: Metadata = ()) -> Call:
+        return self._stub.Session(metadata=metadata)
 
-    def call(self, n: int) -> Call:
-        return self._stub.Generate(self._request(n, MANY))
+    def call(self, n: int, metadata: Metadata = ()) -> Call:
+        return self._stub.Generate(self._request(n, MANY), metadata=metadata)
 
     def start(
         self, handle: int, *, n: int = 1, tokens: int = MANY, credit: int | None = None
@@ -112,11 +114,11 @@ class TextLevel:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = CompletionServiceStub(channel)
 
-    def session(self) -> Call:
-        return self._stub.Session()
+    def session(self, metadata: Metadata = ()) -> Call:
+        return self._stub.Session(metadata=metadata)
 
-    def call(self, n: int) -> Call:
-        return self._stub.Complete(self._request(n, MANY))
+    def call(self, n: int, metadata: Metadata = ()) -> Call:
+        return self._stub.Complete(self._request(n, MANY), metadata=metadata)
 
     def start(
         self, handle: int, *, n: int = 1, tokens: int = MANY, credit: int | None = None
@@ -151,13 +153,13 @@ def target(level: type[Level], engine: RunningService, tokenizer: RunningService
 
 
 async def in_session(level: type[Level], channel: grpc.aio.Channel) -> Call:
-    call = level(channel).session()
+    call = level(channel).session(metadata=NAMED)
     await call.write(level(channel).start(1, n=32))
     return call
 
 
 async def in_a_call_of_its_own(level: type[Level], channel: grpc.aio.Channel) -> Call:
-    return level(channel).call(32)
+    return level(channel).call(32, metadata=NAMED)
 
 
 class Listener:
@@ -273,6 +275,8 @@ async def test_who_does_not_read_is_cut_and_a_neighbour_goes_on(
     error = ServiceError.from_rpc_error(raised.value)
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.reason == level.reason
+    trailers = raised.value.trailing_metadata()
+    assert trailers["x-request-id"] == "reads-nothing", "its log lines can't be found"
 
 
 async def test_choices_that_wait_for_others_to_end_starve_nobody(
