@@ -56,9 +56,10 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     os._exit(0)  # skips torch's slow teardown; nothing is left to save
 
 
-def _run(loop: StepLoop, messages: "_MessageSocket") -> None:
+def _run(loop: StepLoop, messages: "_MessageSocket") -> NoReturn:
+    """Step after step. Raises EOFError or ConnectionError when the other side is gone."""
     timeout: float | None = None
-    while not loop.stopped:
+    while True:
         messages.wait(timeout)
         output = loop.step(messages.receive)
         if output.outputs or loop.progressed:

@@ -39,7 +39,6 @@ __all__ = [
     "ScoredPrompt",
     "SetMasks",
     "StepOutput",
-    "Stop",
     "StoppingSettings",
     "Token",
 ]
@@ -224,12 +223,7 @@ class FlushCache:
     """Forget cached prefixes that nothing holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the loop."""
-
-
-Command = AddRequest | CancelRequest | GrantCredit | SetMasks | FlushCache | Stop
+Command = AddRequest | CancelRequest | GrantCredit | SetMasks | FlushCache
 
 
 # Outputs: from the loop to the gRPC side.

@@ -58,7 +58,7 @@ class Requests:
         return len(self._requests)
 
     def carry_out(self, command: Command) -> None:
-        """Anything but Stop."""
+        """Do what the gRPC side asks."""
         match command:
             case AddRequest():
                 self._add(command)

@@ -18,7 +18,6 @@ from services.engine.messages import (
     Score,
     ScoredPrompt,
     StepOutput,
-    Stop,
 )
 from services.engine.model_runner import SCORED_ROWS, Drawn, ModelRunner
 from services.engine.requests import LoopLimits, Requests
@@ -118,7 +117,6 @@ class StepLoop:
         self._steps = 0
         self.progressed = False
         """Whether the last step computed anything"""
-        self.stopped = False
 
     @property
     def is_idle(self) -> bool:
@@ -181,10 +179,7 @@ class StepLoop:
     def apply(self, commands: Iterable[Command]) -> None:
         """Carry out commands, in order."""
         for command in commands:
-            if isinstance(command, Stop):
-                self.stopped = True
-            else:
-                self._requests.carry_out(command)
+            self._requests.carry_out(command)
 
     def check(self) -> None:
         """Raise AssertionError if a block is lost or shared wrongly. For tests."""
