@@ -41,7 +41,8 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     try:
         loop, description, team = _load(settings)
     except (CheckpointError, StartupError) as error:
-        messages.send(LoopFailed(str(error)))
+        with suppress(ConnectionError):  # the other side may be gone: another service failed first
+            messages.send(LoopFailed(str(error)))
         os._exit(2)
     team.watch()
     try:

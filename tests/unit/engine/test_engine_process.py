@@ -1,11 +1,14 @@
 """The gRPC side learns that the loop died, and the log says of what."""
 
 import asyncio
+import multiprocessing
+import socket
 from pathlib import Path
 
 import pytest
 
 from services.engine.engine_process import EngineProcess
+from services.engine.loop_process import run
 from services.engine.messages import SetMasks
 from services.engine.settings import EngineSettings
 
@@ -21,3 +24,18 @@ async def test_a_step_that_fails_ends_the_process_and_leaves_its_reason_in_the_l
     assert "exit code 1" in await died
     assert "a step failed" in capfd.readouterr().err
     await process.stop()
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_loop_that_is_not_wanted_any_more_says_nothing(
+    embedded_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], loads: bool
+) -> None:
+    """Where another service fails first, its reason is what stands last on the terminal."""
+    ours, theirs = socket.socketpair()
+    ours.close()
+    model = embedded_model if loads else tmp_path
+    settings = EngineSettings(model=model, dtype="float32", kv_memory="16MiB", log_level="warning")
+    process = multiprocessing.get_context("spawn").Process(target=run, args=(settings, theirs))
+    process.start()
+    process.join()
+    assert capfd.readouterr().err == ""
