@@ -10,7 +10,7 @@ from services.common.settings import StartupError
 from services.engine.attention import KVCache
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import touch
-from services.engine.memory import choose_num_blocks
+from services.engine.memory import choose_num_blocks, require_memory
 from services.engine.model.decoder import Decoder
 from services.engine.model.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_model, resolve_dtype
@@ -57,8 +57,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         weights=settings.weights,
         team=team,
     )
-    rows = most_logits(settings.max_running)
-    decoder.reserve(settings.max_step_tokens + settings.max_running, rows)
+    _reserve(settings, decoder, team)
     fingerprint = weights_fingerprint(settings.model, settings.weights)
     team.agree(
         {
@@ -81,11 +80,24 @@ def load(settings: EngineSettings) -> LoadedModel:
     )
 
 
+def _reserve(settings: EngineSettings, decoder: Decoder, team: Team) -> None:
+    """Take what the largest step writes into."""
+    tokens = settings.max_step_tokens + settings.max_running
+    rows = most_logits(settings.max_running)
+    require_memory(
+        decoder.bytes_to_reserve(tokens, rows),
+        f"A step of --max-step-tokens {settings.max_step_tokens} and "
+        f"--max-running {settings.max_running}",
+        decoder.device,
+        _sharers(decoder, team),
+    )
+    decoder.reserve(tokens, rows)
+
+
 def _choose_num_blocks(
     settings: EngineSettings, decoder: Decoder, team: Team, per_block: int
 ) -> int:
     """As many blocks, of so many bytes each, as every rank has room for."""
-    device = decoder.device
     least = -(-decoder.spec.context_length // decoder.block_size)
     return team.least(
         choose_num_blocks(
@@ -93,10 +105,15 @@ def _choose_num_blocks(
             per_block,
             least * settings.max_running,
             least,
-            device,
-            team.rank.local_count if device.type == "cpu" else 1,
+            decoder.device,
+            _sharers(decoder, team),
         )
     )
+
+
+def _sharers(decoder: Decoder, team: Team) -> int:
+    """Ranks that take of the same memory."""
+    return team.rank.local_count if decoder.device.type == "cpu" else 1
 
 
 def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCache:

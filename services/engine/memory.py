@@ -8,7 +8,7 @@ import torch
 from services.common.settings import StartupError
 from services.engine.settings import parse_bytes
 
-__all__ = ["available_memory", "choose_num_blocks"]
+__all__ = ["available_memory", "choose_num_blocks", "require_memory"]
 
 _SHARES = {"cpu": 0.25, "cuda": 0.85}
 """Of the free memory, what the KV cache takes by itself; a machine has other uses for its memory"""
@@ -68,6 +68,15 @@ def choose_num_blocks(
     if missing > 0:
         raise StartupError(f"--kv-memory {wanted}: {missing:,} bytes of memory are missing.")
     return min(number, most_blocks)
+
+
+def require_memory(needed: int, purpose: str, device: torch.device, sharers: int = 1) -> None:
+    """Raises StartupError with the bytes that are missing for that purpose, if there are any."""
+    missing = needed - available_memory(device) // sharers
+    if missing > 0:
+        raise StartupError(
+            f"{purpose} takes {needed:,} bytes; {missing:,} bytes of memory are missing."
+        )
 
 
 def available_memory(device: torch.device, root: Path = Path("/")) -> int:

@@ -255,6 +255,8 @@ async def test_a_step_that_dies_ends_its_requests_with_an_error_and_then_the_ser
         (("--model", "{model}", "--stall-seconds", "0"), "--stall-seconds must be between"),
         (("--model", "{model}", "--kv-memory", "lots"), "no amount of memory"),
         (("--model", "{model}", "--kv-memory", "900GiB"), "bytes of memory are missing"),
+        (("--model", "{model}", "--max-running", f"{10**10}"), "bytes of memory are missing"),
+        (("--model", "{model}", "--max-step-tokens", f"{10**10}"), "bytes of memory are missing"),
         (("--model", "{model}", "--kv-memory", "1"), "holds no block"),
         (("--model", "{model}", "--mixed-step-factor", "nan"), "--mixed-step-factor"),
         (("--model", "{model}", "--threads", "-1"), "--threads must be between 0"),

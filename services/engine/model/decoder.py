@@ -74,6 +74,11 @@ class _Activations:
     rotations: tuple[Rotation, ...]
     """One for each way to rotate"""
 
+    @property
+    def large(self) -> tuple[Tensor, ...]:
+        """All but the rotations."""
+        return self.hidden, self.normed, self.qkv, self.attended, self.inner
+
     def first(self, tokens: int) -> "_Activations":
         return _Activations(
             self.hidden[:tokens],
@@ -149,7 +154,13 @@ class Decoder:
         """
         at, logits = self._buffers(tokens), self._logits_of(rows)
         if self.device.type == "cpu":
-            touch((at.hidden, at.normed, at.qkv, at.attended, at.inner, logits))
+            touch((*at.large, logits))
+
+    def bytes_to_reserve(self, tokens: int, rows: int) -> int:
+        """What `reserve` takes."""
+        of_a_few = sum(buffer.nbytes for buffer in self._activations.large)
+        of_logits = rows * self.spec.vocab_size * self._logits.itemsize
+        return tokens * of_a_few // len(self._activations.hidden) + of_logits
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
