@@ -251,10 +251,14 @@ class Admission:
 
 def default_sampling(model: ModelDescription) -> SamplingParams:
     """What the checkpoint recommends, as a message."""
-    recommended = dict(model.recommended)
-    if "top_k" in recommended:
-        return SamplingParams(**{**recommended, "top_k": int(recommended["top_k"])})  # type: ignore[arg-type]
-    return SamplingParams(**recommended)  # type: ignore[arg-type]
+    recommended = model.recommended
+    return SamplingParams(
+        temperature=recommended.temperature,
+        top_p=recommended.top_p,
+        top_k=recommended.top_k,
+        min_p=recommended.min_p,
+        repetition_penalty=recommended.repetition_penalty,
+    )
 
 
 def resolved_sampling(settings: SamplingSettings) -> SamplingParams:

@@ -19,7 +19,7 @@ from services.engine.framing import Unpacker, pack
 from services.engine.loaded_model import LoadedModel, load
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription
 from services.engine.model.errors import CheckpointError
-from services.engine.model.loader import load_generation_defaults
+from services.engine.model.generation import load_generation_defaults
 from services.engine.model_runner import ModelRunner, StepRoom, most_logits
 from services.engine.requests import LoopLimits
 from services.engine.scheduler import Scheduler, SchedulerLimits
@@ -89,9 +89,6 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
         max_waiting=settings.max_waiting,
         starvation_seconds=settings.stall_seconds,
     )
-    defaults = load_generation_defaults(settings.model)
-    fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    recommended = {name: getattr(defaults, name) for name in fields}
     description = ModelDescription(
         architecture=spec.architecture,
         dtype=str(decoder.dtype).removeprefix("torch."),
@@ -100,7 +97,7 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
         vocabulary_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
-        recommended={k: float(v) for k, v in recommended.items() if v is not None},
+        recommended=load_generation_defaults(settings.model),
         weights_fingerprint=model.fingerprint,
         block_size=cache.block_size,
         total_blocks=model.num_blocks,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+from services.engine.model.generation import GenerationDefaults
+
 __all__ = [
     "AddRequest",
     "Admitted",
@@ -382,8 +384,7 @@ class ModelDescription:
     vocabulary_size: int
     eos_token_ids: Sequence[int]
     bos_token_id: int | None
-    recommended: dict[str, float]
-    """Fields of SamplingParams that generation_config.json sets"""
+    recommended: GenerationDefaults
     weights_fingerprint: str
     block_size: int
     total_blocks: int

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,9 +11,9 @@ from services.engine.attention import choose_backend
 from services.engine.kernels.library import native
 from services.engine.kernels.tiles import runs_in_tiles
 from services.engine.model.checkpoint import Checkpoint
-from services.engine.model.config import Config
 from services.engine.model.decoder import Decoder
 from services.engine.model.errors import CheckpointError
+from services.engine.model.generation import generation_config
 from services.engine.model.int8_operators import Int8Operators
 from services.engine.model.layout import Layout
 from services.engine.model.lockstep import LeadingDecoder
@@ -30,8 +29,6 @@ from services.engine.team import ALONE, Team
 
 __all__ = [
     "CheckpointError",
-    "GenerationDefaults",
-    "load_generation_defaults",
     "load_model",
     "load_spec",
     "resolve_dtype",
@@ -42,18 +39,6 @@ _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """The sampling its makers recommend (generation_config.json); None where it says nothing."""
-
-    temperature: float | None = None
-    """0 where do_sample is false"""
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
 def load_spec(path: str | Path) -> ModelSpec:
     """Reads config.json and the EOS ids of generation_config.json, which may name several.
 
@@ -62,7 +47,7 @@ def load_spec(path: str | Path) -> ModelSpec:
     directory = Path(path)
     config = Checkpoint.config(directory)
     spec = ModelSpec.from_config(config.values, config.file)
-    if eos_token_ids := _generation_config(directory).ids("eos_token_id"):
+    if eos_token_ids := generation_config(directory).ids("eos_token_id"):
         spec = dataclasses.replace(spec, eos_token_ids=eos_token_ids)
     known = tuple(eos for eos in spec.eos_token_ids if 0 <= eos < spec.vocab_size)
     if known != spec.eos_token_ids:
@@ -70,23 +55,6 @@ def load_spec(path: str | Path) -> ModelSpec:
         _LOG.warning("end-of-sequence ids %s are not in the vocabulary of the model", beyond)
         spec = dataclasses.replace(spec, eos_token_ids=known)
     return spec
-
-
-def load_generation_defaults(path: str | Path) -> GenerationDefaults:
-    """Raises CheckpointError when generation_config.json is there but malformed."""
-    config = _generation_config(Path(path))
-
-    def number(key: str) -> float | None:
-        return config.number(key) if config.has(key) else None
-
-    greedy = config.has("do_sample") and not config.flag("do_sample", True)
-    return GenerationDefaults(
-        temperature=0.0 if greedy else number("temperature"),
-        top_p=number("top_p"),
-        top_k=config.integer("top_k") if config.has("top_k") else None,
-        min_p=number("min_p"),
-        repetition_penalty=number("repetition_penalty"),
-    )
 
 
 def load_model(
@@ -128,11 +96,6 @@ def load_model(
     if team.leads_others:
         return LeadingDecoder(team, spec, dtype, read.weights, operators, attention)
     return Decoder(spec, dtype, read.weights, operators, attention)
-
-
-def _generation_config(directory: Path) -> Config:
-    file = directory / "generation_config.json"
-    return Config.read(file) if file.exists() else Config(str(file), {})
 
 
 def _choose_operators(

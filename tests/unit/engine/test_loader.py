@@ -16,13 +16,8 @@ from transformers import AutoConfig
 
 from services.engine.model.errors import CheckpointError
 from services.engine.model.families import FAMILIES
-from services.engine.model.loader import (
-    GenerationDefaults,
-    load_generation_defaults,
-    load_model,
-    load_spec,
-    resolve_dtype,
-)
+from services.engine.model.generation import GenerationDefaults, load_generation_defaults
+from services.engine.model.loader import load_model, load_spec, resolve_dtype
 from services.engine.model.spec import ModelSpec
 
 from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens, reference_logits
