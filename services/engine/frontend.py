@@ -16,6 +16,7 @@ from typing import Protocol
 import grpc
 
 from services.common.errors import internal_error
+from services.common.logging import names_of
 from services.engine import metrics
 from services.engine.admission import (
     MAX_SEQUENCES,
@@ -349,6 +350,9 @@ class Frontend:
             case Refused():
                 self._forget(item.handle, _outcome(item.reason))
                 code = grpc.StatusCode[item.code]
+                if code is grpc.StatusCode.INTERNAL:
+                    names = names_of(live.caller.request_id, live.caller.traceparent)
+                    _LOG.error(item.message, extra=names)
                 live.sink.on_error(
                     ServiceError(code, item.reason, item.message, retry_seconds=item.retry_seconds)
                 )
@@ -430,7 +434,12 @@ class Frontend:
 
 def _outcome(reason: str) -> str:
     """What a request that got this error counts as."""
-    outcomes = {"ABORTED": "aborted", "DEADLINE_EXCEEDED": "expired", "STALLED": "stalled"}
+    outcomes = {
+        "ABORTED": "aborted",
+        "DEADLINE_EXCEEDED": "expired",
+        "NOT_FINITE": "failed",
+        "STALLED": "stalled",
+    }
     return outcomes.get(reason, "refused")
 
 

@@ -94,7 +94,7 @@ class ModelRunner:
         return self._decoder.finds_most_likely
 
     def most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
-        """The ids whose `logits` are highest, the first of equals."""
+        """The ids whose `logits` are highest, the first of equals; -1 where they are NaN."""
         ids: list[int] = self._decoder.most_likely(_rows_of(hidden, rows)).tolist()
         return ids
 

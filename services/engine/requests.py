@@ -122,13 +122,22 @@ class Requests:
             for s in self._scheduler.running
             if s.starved_since is not None and s.starved_since < limit
         }
-        for handle, request in starved.items():
-            for sequence in request.sequences:
-                if sequence.state is not SequenceState.FINISHED:
-                    self._scheduler.remove(sequence)
-            del self._requests[handle]
-            message = f"No credit for {self._limits.starvation_seconds:g} s: the client is stalled."
-            self.report(Refused(handle, "RESOURCE_EXHAUSTED", "STALLED", message))
+        message = f"No credit for {self._limits.starvation_seconds:g} s: the client is stalled."
+        for request in starved.values():
+            self._cut(request, "RESOURCE_EXHAUSTED", "STALLED", message)
+
+    def fail(self, request: Request) -> None:
+        """Cut a request for which the model computes NaN: it would go on so to its last token."""
+        message = "The model computed no number; its weights may be broken."
+        self._cut(request, "INTERNAL", "NOT_FINITE", message)
+
+    def _cut(self, request: Request, code: str, reason: str, message: str) -> None:
+        for sequence in request.sequences:
+            if sequence.state is not SequenceState.FINISHED:
+                self._scheduler.remove(sequence)
+        handle = request.command.handle
+        del self._requests[handle]
+        self.report(Refused(handle, code, reason, message))
 
     def _add(self, command: AddRequest) -> None:
         room = [command.stopping.context_length - len(prompt) for prompt in command.prompts]

@@ -21,7 +21,7 @@ from services.engine.messages import (
 )
 from services.engine.model_runner import SCORED_ROWS, Drawn, ModelRunner
 from services.engine.requests import LoopLimits, Requests
-from services.engine.sampling import Ahead, Row, argmax, sample, score
+from services.engine.sampling import Ahead, Row, argmax, only_numbers, sample, score
 from services.engine.scheduler import Scheduler, StepPlan
 from services.engine.sequence import Sequence, SequenceState
 
@@ -353,12 +353,20 @@ class StepLoop:
             tokens = argmax(logits)
         else:
             tokens = sample(logits, [self._row(draw) for draw in draws])
-        self._accept(draws, tokens, self._scores(draws, logits, tokens))
+        scores = self._scores(draws, logits, tokens)
+        self._accept(draws, only_numbers(logits, tokens), scores)
 
     def _accept(self, draws: Items[_Draw], tokens: Items[int], scores: Mapping[int, Score]) -> None:
-        """Report what was drawn, with the scores of some rows, and end what it ends."""
+        """Report what was drawn, with the scores of some rows, and end what it ends.
+
+        A token below 0 is none: the model computed no number.
+        """
         for i, (draw, token) in enumerate(zip(draws, tokens, strict=True)):
-            if draw.is_next:
+            if not draw.is_next:
+                continue
+            if token < 0:
+                self._requests.fail(draw.sequence.request)
+            else:
                 self._requests.append(draw.sequence, token, scores.get(i))
         for draw in draws:
             draw.sequence.leave_guesses()

@@ -1,6 +1,7 @@
 """The engine as its operator sees it: what is aborted, drained, flushed, stopped, lost."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.services.engine_client import (
     SessionClient,
@@ -29,7 +31,7 @@ from tests.stack import (
     running_service,
     watch_load,
 )
-from tests.unit.engine.tiny import VOCABULARY
+from tests.unit.engine.tiny import VOCABULARY, make_checkpoint
 from tokenwire.channel import connect
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.engine.v1.engine_pb2 import SessionCancel, SessionCommand
@@ -208,6 +210,29 @@ async def test_a_request_that_never_fits_is_told_so_rather_than_to_try_again(
         error = await refused(channel, make_request(*[[1]] * 7))
         assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "prompts")
         assert len(ids_of(await generate(channel, make_request([1], n=6)), sequence=5)) == 8
+
+
+async def test_a_broken_checkpoint_answers_with_an_error_and_says_so_once_in_the_log(
+    tmp_path: Path,
+) -> None:
+    """A copy that was cut short, or trained until it diverged: its NaN make no text."""
+    broken = make_checkpoint(tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, broken / "model.safetensors")
+    arguments = ("--model", str(broken), "--dtype", "float32", "--kv-memory", "16MiB")
+    async with (
+        running_service("engine", *arguments, log=tmp_path / "log") as service,
+        connect(service.target) as channel,
+    ):
+        error = await refused(channel, make_request([1, 2], n=8, max_tokens=80))
+        assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "NOT_FINITE")
+        await watch_load(service.target, until=is_idle)
+        assert await outcomes(service) == {"failed": 1.0}
+    lines = (tmp_path / "log").read_text().splitlines()
+    [told] = [line for line in map(json.loads, lines) if line["level"] == "error"]
+    assert told["message"] == error.message
+    assert told["request_id"]
 
 
 async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> None:

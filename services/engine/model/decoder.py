@@ -202,7 +202,8 @@ class Decoder:
 
     @torch.inference_mode()
     def most_likely(self, hidden: Tensor) -> Tensor:
-        """int64 [rows]: where `logits` are highest, the first of equals, without storing them."""
+        """int64 [rows]: where `logits` are highest, the first of equals, without storing them; -1
+        where they are NaN."""
         normed = self._final(hidden)
         ids = torch.empty(len(hidden), dtype=torch.int64)
         self._weights.output.largest(normed, ids)

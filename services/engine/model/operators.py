@@ -34,7 +34,8 @@ class Projection(ABC):
         """out += rows @ weight.T + bias"""
 
     def largest(self, rows: Tensor, out: Tensor) -> None:
-        """out int64 [n] = which output is largest for each row, the first of equals."""
+        """out int64 [n] = which output is largest for each row, the first of equals; -1 where none
+        is above minus infinity."""
         raise NotImplementedError
 
 

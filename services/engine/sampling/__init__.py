@@ -16,10 +16,20 @@ asks for is skipped.
 """
 
 from services.engine.sampling.ahead import Ahead
-from services.engine.sampling.draw import argmax, sample
+from services.engine.sampling.draw import argmax, only_numbers, sample
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.penalties import Penalties
 from services.engine.sampling.row import Row, uniform
 from services.engine.sampling.score import score
 
-__all__ = ["Ahead", "Mirostat", "Penalties", "Row", "argmax", "sample", "score", "uniform"]
+__all__ = [
+    "Ahead",
+    "Mirostat",
+    "Penalties",
+    "Row",
+    "argmax",
+    "only_numbers",
+    "sample",
+    "score",
+    "uniform",
+]

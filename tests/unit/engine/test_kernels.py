@@ -111,6 +111,15 @@ def test_the_largest_product_is_found_without_storing_any(
     assert_finds_largest(tiled, rows, outputs)
 
 
+def test_of_a_row_without_numbers_no_product_is_the_largest(tiled: TiledOperators) -> None:
+    """Else a broken checkpoint would answer with whatever token that is."""
+    x = torch.randn(3, 256, dtype=torch.bfloat16)
+    x[1, 100] = torch.nan
+    found = torch.zeros(3, dtype=torch.int64)
+    tiled.projection(torch.randn(100, 256), None).largest(to_tiles(x)[:3], found)
+    assert [int(column) < 0 for column in found] == [False, True, False]
+
+
 def assert_finds_largest(operators: TiledOperators, rows: int, outputs: int) -> None:
     torch.manual_seed(rows)
     weight, x = torch.randn(outputs, 256), torch.randn(rows, 256, dtype=torch.bfloat16)

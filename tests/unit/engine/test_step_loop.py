@@ -2,11 +2,13 @@
 
 from array import array
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from services.engine.block_pool import BlockPool
 from services.engine.messages import (
@@ -571,6 +573,44 @@ def test_asking_for_logprobs_does_not_change_a_greedy_token(
     tokens = generated(None)
     assert tokens == generated(0)
     assert [len(tokens[i, 0]) for i in range(1, 9)] == [5 * i for i in range(1, 9)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("constrained", [False, True])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingSettings(0.0, 1.0, 0, 0.0, 1),
+        SamplingSettings(1.0, 1.0, 0, 0.0, 1),
+        SamplingSettings(1.0, 0.9, 0, 0.0, 1),
+        SamplingSettings(1.0, 1.0, 0, 0.0, 1, mirostat=MirostatSettings(2.0, 0.1)),
+    ],
+    ids=["greedy", "drawn", "restricted", "mirostat"],
+)
+def test_weights_that_are_no_numbers_end_a_request_with_an_error(
+    tmp_path: Path,
+    dtype: torch.dtype,
+    logprobs: int | None,
+    constrained: bool,
+    sampling: SamplingSettings,
+) -> None:
+    """Rather than with an answer of whatever token is drawn from none, which looks like one."""
+    checkpoints.make_checkpoint(tmp_path, checkpoints.CONFIGS["llama, wide heads"])
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][5, 7] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loop = make_loop(load_model(tmp_path, dtype), block=32)
+    request = make_request(
+        1, [[3, 4]], n=2, sampling=sampling, logprobs=logprobs, constrained=constrained
+    )
+    mask = Mask(1, 0, 0, (), b"\xfe" * 13, False)  # of some tokens, the first not among them
+    masks = SetMasks([mask, replace(mask, sequence=1)] if constrained else [])
+    outputs = run(loop, [request, masks])
+    assert tokens_of(outputs) == {}
+    [refused] = [output for output in outputs if isinstance(output, Refused)]
+    assert (refused.code, refused.reason) == ("INTERNAL", "NOT_FINITE")
+    assert outputs[-1] is refused
 
 
 def scores_of(outputs: list[Output], handle: int) -> list[float]:

@@ -64,7 +64,10 @@ inline void end_search(const Largest *rows, int64_t start, int64_t end, uint64_t
   }
 }
 
-// The column that such a number tells.
-inline uint64_t column_of(uint64_t found) { return static_cast<uint32_t>(~found); }
+// The column that such a number tells, or -1: where no product is above minus infinity, none was found.
+inline uint64_t column_of(uint64_t found) {
+  constexpr uint32_t kMinusInfinity = 0x007fffffu;  // in end_search's order
+  return found >> 32 > kMinusInfinity ? static_cast<uint32_t>(~found) : ~uint64_t{0};
+}
 
 }  // namespace

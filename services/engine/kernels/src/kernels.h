@@ -159,7 +159,8 @@ enum tw_epilogue : int32_t {
   TW_ADD = 1,            // out += product
   TW_GATE = 2,           // out = silu(even tiles) * odd tiles, in tiles
   TW_STORE_FLOAT32 = 3,  // out is float32
-  TW_ARGMAX = 4,         // out is int64 [num_rows]: each row's largest column, the first of equals
+  TW_ARGMAX = 4,         // out is int64 [num_rows]: each row's largest column, the first of equals;
+                         // -1 where none is above minus infinity
 };
 
 enum tw_format : int32_t {
