@@ -4,9 +4,9 @@ import sys
 
 from services.common.server import main
 from services.common.settings import StartupError, parse
+from services.engine.application import EngineApplication
 from services.engine.engine_process import set_thread_waiting
 from services.engine.rank import Rank
-from services.engine.service import EngineApplication
 from services.engine.settings import EngineSettings
 
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import grpc
 
@@ -48,26 +48,16 @@ from services.engine.messages import (
 )
 from services.engine.outbox import add_scores
 from services.engine.settings import EngineSettings
+from services.engine.sink import Sink
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1.types_pb2 import FinishReason, GrammarSpec, StopMatch, Usage
 
-__all__ = ["Caller", "Frontend", "Sink"]
+__all__ = ["Caller", "Frontend"]
 
 _LOG = logging.getLogger("engine")
 _RATE_SECONDS = 5.0
 """What tokens_per_second is averaged over"""
-
-
-class Sink(Protocol):
-    """Where the events of one request go. Called on the event loop; must not block."""
-
-    def on_accepted(self, accepted: engine_pb2.Accepted) -> None: ...
-    def on_prompt_scores(self, scores: engine_pb2.PromptScores) -> None: ...
-    def on_token(self, token: Token) -> None: ...
-    def on_finished(self, finished: engine_pb2.SequenceFinished) -> None: ...
-    def on_completed(self, completed: engine_pb2.Completed) -> None: ...
-    def on_error(self, error: ServiceError) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +77,7 @@ class _Live:
 
     caller: Caller
     request: CheckedRequest
-    sink: Sink
+    sink: Sink[Any]
     arrival: float
     last_token: dict[int, float] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
@@ -195,7 +185,7 @@ class Frontend:
         request: engine_pb2.GenerateRequest,
         caller: Caller,
         credit: int | None,
-        sink: Sink,
+        sink: Sink[Any],
     ) -> int:
         """Check a request and hand it to the loop. Returns its handle; raises ServiceError.
 
