@@ -19,10 +19,11 @@ from services.engine.step_cost import StepCost
 __all__ = ["Chunk", "Scheduler", "SchedulerLimits", "StepPlan"]
 
 _CROWD, _SHORT_CROWD = 4, 12
-"""Streams that each prompt but the first outweighs, at least and where prompts are short: a crowd
-takes less time in large chunks, its streams then run together, and there are more of them"""
+"""Where prompts and streams share a step, each prompt but the first counts for as many streams: the
+first number where prompts are long, the second where they are short. In large chunks a crowd of
+prompts is done sooner, and its streams then run together"""
 _SHORT_STEPS = 4
-"""Steps beside which a short prompt can be computed, at most"""
+"""A prompt that takes more steps beside streams than this is no longer short"""
 _MOST_ALONE = 15
 """Guesses of a stream that no other one runs beside"""
 _MOST_FORCED = 16
@@ -41,7 +42,7 @@ class SchedulerLimits:
     """How many times as long as without prompts a step may take that also decodes"""
     block_size: int
     rows_at_once: int
-    """That products compute: a step that fills them wastes nothing"""
+    """A product of fewer rows takes as long as one of so many: steps are filled up to a multiple"""
     speculate: bool = False
     """Whether tokens are guessed"""
     most_logits: int = 256

@@ -18,9 +18,10 @@ _FRESH_STEPS = 16
 class StepCost:
     """Estimates the seconds of a decode step, by batch size, and those that a prompt token adds."""
 
-    def __init__(self, telling_tokens: int) -> None:
-        """telling_tokens: of prompts, from which on a step tells what one of them adds."""
-        self._telling_tokens = telling_tokens
+    def __init__(self, measurable_tokens: int) -> None:
+        """measurable_tokens: the fewest prompt tokens of a step whose time tells what one of them
+        adds; what fewer add is lost in the time of the rest."""
+        self._measurable_tokens = measurable_tokens
         self._steps = 0
         self._last_decode_step = 0
         """The latest step without prompts"""
@@ -37,7 +38,7 @@ class StepCost:
             # what was faster once can be; too high an estimate would hurt the streams
             self._decode[size] = min(seconds, _towards(estimate, seconds))
             self._last_decode_step = self._steps
-        elif prompt_tokens >= self._telling_tokens and (decodes or self._prompt_token is None):
+        elif prompt_tokens >= self._measurable_tokens and (decodes or self._prompt_token is None):
             alone = self._decode_seconds(decodes) if decodes else 0.0
             added = max(seconds - alone, 1e-9) / prompt_tokens
             known = self._prompt_token
@@ -51,7 +52,7 @@ class StepCost:
         if not self._decode or self._steps - self._last_decode_step >= _FRESH_STEPS:
             return None
         if self._prompt_token is None:
-            return self._telling_tokens
+            return self._measurable_tokens
         return int((factor - 1) * self._decode_seconds(decodes) / self._prompt_token)
 
     def _decode_seconds(self, decodes: int) -> float:

@@ -7,8 +7,8 @@ from services.engine.attention.interface import AttentionBackend, KVCache
 from services.engine.attention.native_backend import NativeAttention, TiledAttention
 from services.engine.attention.torch_backend import TorchAttention
 from services.engine.kernels.library import native
-from services.engine.kernels.tiles import runs_in_tiles
 from services.engine.model.spec import ModelSpec
+from services.engine.model.tiling import runs_in_tiles
 
 __all__ = ["AttentionBackend", "KVCache", "choose_backend"]
 

@@ -9,7 +9,6 @@ import torch
 from services.common.settings import StartupError
 from services.engine.attention import choose_backend
 from services.engine.kernels.library import native
-from services.engine.kernels.tiles import runs_in_tiles
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.decoder import Decoder
 from services.engine.model.errors import CheckpointError
@@ -24,6 +23,7 @@ from services.engine.model.progress import LoadProgress
 from services.engine.model.reader import Reader
 from services.engine.model.shard import Shard
 from services.engine.model.spec import ModelSpec
+from services.engine.model.tiling import runs_in_tiles
 from services.engine.model.torch_operators import TorchOperators
 from services.engine.team import ALONE, Team
 

@@ -18,12 +18,13 @@ from services.engine.kernels.library import (
     limit_instruction_set,
     native,
 )
-from services.engine.kernels.tiles import TILE, to_rows
+from services.engine.kernels.tiles import TILE
 from services.engine.model.families import FAMILIES
 from services.engine.model.loader import load_spec
 from services.engine.model.spec import ModelSpec
 
 from .checkpoints import CONFIGS, keep_last, make_checkpoint
+from .tiles import to_rows
 
 BLOCK = 32
 CONTEXTS = (1, 31, 32, 33, 100, 512, 513, 1300)  # of the sequences that decode

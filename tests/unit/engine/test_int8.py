@@ -12,7 +12,7 @@ from services.engine.kernels.library import (
     InstructionSet,
     limit_instruction_set,
 )
-from services.engine.kernels.tiles import to_rows, to_tiles
+from services.engine.kernels.tiles import to_tiles
 from services.engine.model.fingerprint import weights_fingerprint
 from services.engine.model.int8_operators import Int8Operators
 from services.engine.model.loader import load_model
@@ -21,6 +21,7 @@ from services.engine.model.torch_operators import TorchOperators
 from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
 from .machines import TILED, limited_to
 from .test_kernels import assert_finds_largest
+from .tiles import to_rows
 
 CPU = torch.device("cpu")
 

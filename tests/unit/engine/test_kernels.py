@@ -13,13 +13,14 @@ import services.engine.kernels.build as builder
 from services.engine.kernels.build import build
 from services.engine.kernels.library import InstructionSet, Native
 from services.engine.kernels.memory import Arena, allocate, touch
-from services.engine.kernels.tiles import to_rows, to_tiles
+from services.engine.kernels.tiles import to_tiles
 from services.engine.model.native_operators import NativeOperators, TiledOperators
 from services.engine.model.operators import Projection
 from services.engine.model.rotary import Rotation
 from services.engine.model.torch_operators import TorchOperators
 
 from .machines import TILED, limited_to
+from .tiles import to_rows
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
