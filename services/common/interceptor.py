@@ -5,10 +5,11 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from services.common.errors import abort, internal_error
 from services.common.logging import request_id, traceparent
@@ -89,13 +90,45 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else grpc.unary_unary_rpc_method_handler
             )
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return make(wrapped, _reader(handler.request_deserializer), handler.response_serializer)
+
+
+_UNREADABLE = object()
+"""In place of a request that is no message of its type"""
+
+
+def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:  # which gRPC would answer in Python's words, or not at all
+            return _UNREADABLE
+
+    return read
+
+
+def _readable(request: Any) -> Any:
+    """The request, or the stream of them. Raises INVALID_ARGUMENT for an unreadable one."""
+    if isinstance(request, AsyncIterator):
+        return _all_readable(request)
+    if request is _UNREADABLE:
+        raise ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_MESSAGE",
+            "The request is no protobuf message of the type that the method takes.",
+        )
+    return request
+
+
+async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _readable(request)
 
 
 def _unary(inner: Any, method: str) -> Any:
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         async with _Rpc(method, context):
-            return await inner(request, context)
+            return await inner(_readable(request), context)
 
     return handle
 
@@ -103,7 +136,7 @@ def _unary(inner: Any, method: str) -> Any:
 def _stream(inner: Any, method: str) -> Any:
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         async with _Rpc(method, context):
-            responses = inner(request, context)
+            responses = inner(_readable(request), context)
             if not inspect.isasyncgen(responses):
                 raise TypeError(f"{method} must be an async generator")
             try:

@@ -37,7 +37,7 @@ __all__ = [
 
 MAX_SEQUENCES = 128
 """prompts x n of one request, however many may wait and run"""
-_MAX_STOP_TOKENS = 128
+_MAX_STOP_TOKENS = 128 + 16  # those of a client, and what infill adds
 
 
 @dataclass(frozen=True, slots=True)

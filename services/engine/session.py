@@ -56,6 +56,10 @@ class Session:
         except ServiceError as error:
             self._fail(error)
             return
+        except Exception:
+            _LOG.exception("unexpected failure")
+            self._fail(internal_error())
+            return
         while self._handles or self._starting:
             await self._frontend.changed_since(self._frontend.version)
         self.ended = True

@@ -28,6 +28,7 @@ __all__ = [
 
 DEFAULT_MAX_TOKENS = 16
 _MAX_SEQUENCES = 128
+_MAX_STOP_IDS = 128
 _MAX_STOP_LENGTH = 1_000  # code points; bounds the automaton that a request can ask for
 _MAX_TOP_K = 128
 _MAX_TEXT = 1024 * 1024  # bytes, in UTF-8
@@ -151,6 +152,8 @@ def _check_stopping(request: completion_pb2.CompleteRequest, limits: Limits) -> 
         raise invalid("stopping.min_tokens", "min_tokens must not be more than max_tokens.")
     if stopping.HasField("context_length") and not stopping.context_length:
         raise invalid("stopping.context_length", "context_length must be at least 1.")
+    if len(stopping.stop_token_ids) > _MAX_STOP_IDS:
+        raise invalid("stopping.stop_token_ids", f"At most {_MAX_STOP_IDS} ids.")
     for index, token in enumerate(stopping.stop_token_ids):
         if token >= limits.vocabulary_size:
             raise invalid(

@@ -394,6 +394,11 @@ async def test_a_session_carries_many_and_one_failure_is_its_own(services: _Serv
     assert caught.value.field == "n"
 
 
+async def test_infill_leaves_clients_all_their_stop_ids(services: _Services) -> None:
+    stopping = _tokens(1, stop_token_ids=range(100, 228))
+    assert (await services.complete("import", suffix="x", stopping=stopping)).finished
+
+
 async def test_a_timeout_that_is_no_number_is_refused(services: _Services) -> None:
     context = completion.RequestContext(timeout_seconds=math.nan)
     _, bad = _start(services, _request("a", stopping=_tokens(1)), context=context)

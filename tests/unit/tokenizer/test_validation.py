@@ -63,6 +63,7 @@ _INVALID: list[tuple[str, dict[str, object]]] = [
     ("logprobs", {"logprobs": 6}),
     ("stopping.max_tokens", {"stopping": types.StoppingParams(max_tokens=0)}),
     ("stopping.min_tokens", {"stopping": types.StoppingParams(min_tokens=17)}),
+    ("stopping.stop_token_ids", {"stopping": types.StoppingParams(stop_token_ids=[1] * 129)}),
     ("stopping.stop_token_ids[1]", {"stopping": types.StoppingParams(stop_token_ids=[1, 100])}),
     ("stop", {"stop": ["a"] * 17}),
     ("stop[1]", {"stop": ["a", ""]}),

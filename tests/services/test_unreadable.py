@@ -1,0 +1,68 @@
+"""What is no protobuf message is the fault of who sent it, at every service."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from tests.stack import Stack
+from tokenwire.channel import connect
+from tokenwire.errors import ServiceError
+
+ENGINE, COMPLETION = (
+    "tokenwire.engine.v1.EngineService",
+    "tokenwire.completion.v1.CompletionService",
+)
+TOKENIZER, GRAMMAR = (
+    "tokenwire.tokenizer.v1.TokenizerService",
+    "tokenwire.grammar.v1.GrammarService",
+)
+NO_MESSAGE = b"\xff\xff\xff"
+
+
+async def read_to_end(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+def assert_blames_the_client(error: grpc.aio.AioRpcError) -> None:
+    told = ServiceError.from_rpc_error(error)
+    assert (told.code, told.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_MESSAGE")
+
+
+@pytest.mark.parametrize(
+    ("service", "method"),
+    [(ENGINE, "Generate"), (COMPLETION, "Complete"), (TOKENIZER, "Encode"), (GRAMMAR, "Compile")],
+)
+async def test_a_request_that_is_no_message_is_refused(
+    stack: Stack, service: str, method: str
+) -> None:
+    async with connect(target_of(stack, service)) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await channel.unary_unary(f"/{service}/{method}")(NO_MESSAGE)
+    assert_blames_the_client(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("service", "method"),
+    [
+        (ENGINE, "Session"),
+        (COMPLETION, "Session"),
+        (TOKENIZER, "DecodeStream"),
+        (GRAMMAR, "Masks"),
+    ],
+)
+async def test_a_stream_ends_with_what_is_no_message(
+    stack: Stack, service: str, method: str
+) -> None:
+    """It does not go on for ever without hearing its client."""
+    async with asyncio.timeout(30), connect(target_of(stack, service)) as channel:
+        call = channel.stream_stream(f"/{service}/{method}")()
+        await call.write(NO_MESSAGE)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await read_to_end(call)
+    assert_blames_the_client(raised.value)
+
+
+def target_of(stack: Stack, service: str) -> str:
+    return {ENGINE: stack.engine, GRAMMAR: stack.grammar}.get(service, stack.tokenizer)
