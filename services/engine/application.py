@@ -1,5 +1,6 @@
 """The service as a whole: what it starts and stops."""
 
+import asyncio
 import logging
 import os
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ class EngineApplication(Application):
         self._frontend = Frontend(settings, self._on_failure)
         self._sessions = EngineServicer(self._frontend, settings)
         self._control = EngineControlServicer(self._frontend, settings, self.set_serving)
+        self._silence_seconds = settings.silence_seconds
+        self._listening: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self._sessions, server)
@@ -51,13 +54,32 @@ class EngineApplication(Application):
             model.kv_bytes / 2**30,
         )
         self.set_serving(True)
+        self._listening = asyncio.create_task(self._listen())
 
     async def drain(self) -> None:
         self._frontend.draining = True
         await self._frontend.drained()
 
     async def stop(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
         await self._frontend.stop()
+
+    async def _listen(self) -> None:
+        """Says while the loop is silent that nothing is served: new requests had better go
+        elsewhere, and an operator sees it. Those that run are not ended: it may only be slow."""
+        while True:
+            await self._until_silent(True)
+            _LOG.error("the step loop has said nothing for %g s", self._silence_seconds)
+            self.set_serving(False)
+            await self._until_silent(False)
+            _LOG.info("the step loop goes on")
+            self.set_serving(not self._frontend.draining)
+
+    async def _until_silent(self, wanted: bool) -> None:
+        limit = self._silence_seconds
+        while (self._frontend.silent_seconds > limit) is not wanted:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(min(limit / 4, 1.0))
 
     def _on_failure(self, why: str) -> None:
         self.set_serving(False)

@@ -105,6 +105,8 @@ class Frontend:
         self._process = EngineProcess(settings, self._on_output, self._on_death)
         self._matchers: Matchers | None = None
         self._live: dict[int, _Live] = {}
+        self._heard = 0.0
+        """When the loop reported last, or had nothing to report on, as time.monotonic() has it"""
         self._compiling: set[_Compiling] = set()
         self._handles = itertools.count(1)
         self._flushes: deque[asyncio.Future[int]] = deque()
@@ -173,6 +175,12 @@ class Frontend:
         return len(self._live) + len(self._compiling)
 
     @property
+    def silent_seconds(self) -> float:
+        """For how long the loop has reported nothing, though requests run: a step hangs, or is very
+        long."""
+        return time.monotonic() - self._heard if self._live else 0.0
+
+    @property
     def tokens_per_second(self) -> float:
         """Generated tokens per second, over the last seconds."""
         self._forget_rates()
@@ -208,6 +216,8 @@ class Frontend:
             raise
         handle = next(self._handles)
         live = _Live(caller, checked, sink, arrival)
+        if not self._live:
+            self._heard = time.monotonic()
         self._live[handle] = live
         if matchers is not None:
             count = len(checked.prompts) * checked.n
@@ -305,6 +315,7 @@ class Frontend:
         metrics.observe_load(output.load)
         self._feed_matchers(output)
         now, generated = time.monotonic(), 0
+        self._heard = now
         for item in output.outputs:
             if isinstance(item, CacheFlushed):
                 self._on_flushed(item)

@@ -63,8 +63,8 @@ def _run(loop: StepLoop, messages: "_MessageSocket") -> NoReturn:
     while True:
         messages.wait(timeout)
         output = loop.step(messages.receive)
-        if output.outputs or loop.progressed:
-            messages.send(output)
+        if output.outputs or loop.progressed or not loop.is_idle:
+            messages.send(output)  # though nothing happened: silence means that a step hangs
         # without progress, what is left waits for credit or masks; look in on those that starve
         timeout = 0.0 if loop.progressed else None if loop.is_idle else 1.0
 

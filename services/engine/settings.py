@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.settings import LAST_PORT, StartupError, StreamSettings, setting
+from services.common.settings import INSTANT, LAST_PORT, StartupError, StreamSettings, setting
 
 __all__ = ["EngineSettings", "parse_bytes"]
 
@@ -44,6 +44,11 @@ class EngineSettings(StreamSettings):
         "off",
         "Guess tokens from what the sequence repeats; the output stays the same.",
         choices=("off", "ngram"),
+    )
+    silence_seconds: float = setting(
+        60.0,
+        "Seconds of one step after which the service says that it does not serve, till it goes on.",
+        least=INSTANT,
     )
     max_logprobs: int = setting(20, "Most candidates that a token may be scored with.", most=128)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
 
 from tests.services.engine_client import (
@@ -233,6 +234,27 @@ async def test_a_broken_checkpoint_answers_with_an_error_and_says_so_once_in_the
     [told] = [line for line in map(json.loads, lines) if line["level"] == "error"]
     assert told["message"] == error.message
     assert told["request_id"]
+
+
+async def test_a_loop_that_hangs_is_noticed_and_may_go_on(checkpoint: Path, tmp_path: Path) -> None:
+    """Whoever sends requests sees it by the service's health, before its clients do."""
+    arguments = ("--model", str(checkpoint), "--dtype", "float32", "--silence-seconds", "0.2")
+    async with (
+        running_service("engine", *arguments, log=tmp_path / "log") as service,
+        connect(service.target) as channel,
+    ):
+        name = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
+        request = health_pb2.HealthCheckRequest(service=name)
+        health = aiter(health_pb2_grpc.HealthStub(channel).Watch(request))
+        assert (await anext(health)).status == health_pb2.HealthCheckResponse.SERVING
+        loop = loop_process(service.process.pid)
+        os.kill(loop, signal.SIGSTOP)
+        call = EngineServiceStub(channel).Generate(make_request([1, 2]))
+        assert (await anext(health)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        os.kill(loop, signal.SIGCONT)
+        assert len(ids_of([response async for response in call])) == 8
+        assert (await anext(health)).status == health_pb2.HealthCheckResponse.SERVING
+    assert "said nothing" in (tmp_path / "log").read_text()
 
 
 async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> None:
