@@ -98,11 +98,13 @@ _ERRORS = {
     413: "The body is too large.",
     429: "A limit of the API key, or of the server, is reached.",
     431: "The request's head is too large.",
+    499: "An operator ended the request.",
+    500: "The server failed; its log says more.",
     501: "This model, or this server, can't do it.",
     503: "The server is stopping, or the model can't be reached.",
     504: "It took too long.",
 }
-_WORK = (400, 401, 403, 404, 408, 413, 429, 431, 501, 503, 504)
+_WORK = (400, 401, 403, 404, 408, 413, 429, 431, 499, 500, 501, 503, 504)
 _COMPLETION_EXAMPLE: Json = {
     "model": "default",
     "prompt": "def add(a, b):",
