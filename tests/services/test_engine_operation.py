@@ -242,6 +242,7 @@ async def test_a_loop_that_hangs_is_noticed_and_may_go_on(checkpoint: Path, tmp_
     async with (
         running_service("engine", *arguments, log=tmp_path / "log") as service,
         connect(service.target) as channel,
+        asyncio.timeout(30),
     ):
         name = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
         request = health_pb2.HealthCheckRequest(service=name)

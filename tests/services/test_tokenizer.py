@@ -394,6 +394,16 @@ async def test_a_session_carries_many_and_one_failure_is_its_own(services: _Serv
     assert caught.value.field == "n"
 
 
+async def test_echo_keeps_what_the_prompt_began(services: _Services) -> None:
+    """Half a character, though nothing but a special token follows."""
+    half, special = [73, 181], 7
+    forced = types.SamplingParams(temperature=0, logit_bias={special: 100})
+    answer = await services.complete(
+        half, echo=True, sampling=forced, stopping=_tokens(1, ignore_eos=True)
+    )
+    assert answer.texts == {0: "a\ufffd"}
+
+
 async def test_infill_leaves_clients_all_their_stop_ids(services: _Services) -> None:
     stopping = _tokens(1, stop_token_ids=range(100, 228))
     assert (await services.complete("import", suffix="x", stopping=stopping)).finished
