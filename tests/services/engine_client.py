@@ -60,20 +60,23 @@ class SessionClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.call = EngineServiceStub(channel).Session()
         self.events: list[SessionEvent] = []
+        self._awaited: dict[int, int] = {}
+        """How many events were read when the last one that was waited for came, by handle"""
 
     async def send(self, *commands: SessionCommand) -> None:
         await self.call.write(SessionRequest(commands=commands))
 
     async def until(self, kind: str, handle: int) -> SessionEvent:
-        """Reads on to an event of one request."""
+        """The next such event of one request; it may have come with another that was waited for."""
+        read = self._awaited.get(handle, 0)
         while True:
-            response = await self.call.read()
-            assert response is not grpc.aio.EOF
-            assert isinstance(response, engine_pb2.SessionResponse)
-            self.events += response.events
-            for event in response.events:
+            while read < len(self.events):
+                event = self.events[read]
+                read += 1
                 if event.handle == handle and event.WhichOneof("event") == kind:
+                    self._awaited[handle] = read
                     return event
+            await self._read()
 
     async def until_all_ended(self, *handles: int) -> None:
         """Reads on until each has been completed or got an error."""
@@ -81,12 +84,15 @@ class SessionClient:
             any(event.HasField("completed") or event.HasField("error") for event in self.of(handle))
             for handle in handles
         ):
-            response = await self.call.read()
-            assert isinstance(response, engine_pb2.SessionResponse)
-            self.events += response.events
+            await self._read()
 
     def of(self, handle: int) -> list[SessionEvent]:
         return [event for event in self.events if event.handle == handle]
+
+    async def _read(self) -> None:
+        response = await self.call.read()
+        assert isinstance(response, engine_pb2.SessionResponse), "the Session has ended"
+        self.events += response.events
 
 
 def start(handle: int, request: GenerateRequest, credit: int | None = None) -> SessionCommand:
