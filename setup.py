@@ -66,6 +66,10 @@ generate_stubs()
 build_kernels()
 setup(
     packages=find_packages(include=["tokenwire*", "services*"]),
-    package_data={"services.engine.kernels": ["*.so"], "": ["py.typed", "*.pyi"]},
+    package_data={
+        "services.engine.kernels": ["*.so"],
+        "services.http_shim": ["web/*"],
+        "": ["py.typed", "*.pyi"],
+    },
     distclass=PlatformDistribution,
 )

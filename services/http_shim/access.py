@@ -1,7 +1,7 @@
 """Who may do what: keys are asked for, requests and tokens counted."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,18 +16,20 @@ from tokenwire.errors import ServiceError
 
 __all__ = ["AccessMiddleware", "charged", "direct", "model_for"]
 
-_FREE = frozenset({"/health", "/ready", "/metrics"})
-
 
 class AccessMiddleware:
-    """Lets in who has a key, and tells them what they have left. Every POST is a request."""
+    """Lets in who has a key, and tells them what they have left. Every POST is a request.
 
-    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+    The paths in `free` are for everybody.
+    """
+
+    def __init__(self, app: ASGIApp, keyring: Keyring, free: Collection[str]) -> None:
         self._app = app
         self._keyring = keyring
+        self._free = free
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _FREE:
+        if scope["type"] != "http" or scope["path"] in self._free:
             await self._app(scope, receive, send)
             return
         try:

@@ -14,11 +14,15 @@ from services.http_shim.keys import Keyring
 from services.http_shim.models import Models
 from services.http_shim.multi_completion import MultiCompletion
 from services.http_shim.openapi import openapi
+from services.http_shim.pages import PAGES, page_routes
 from services.http_shim.probes import Probes
 from services.http_shim.served import ModelSource
 from services.http_shim.tokens import Tokens
 
 __all__ = ["create_app"]
+
+_FREE = {"/health", "/ready", "/metrics", "/openapi.json", *PAGES}
+"""What needs no key"""
 
 
 def create_app(
@@ -50,9 +54,10 @@ def create_app(
         Route("/health", probes.health),
         Route("/ready", probes.ready),
         Route("/metrics", probes.metrics),
+        *page_routes(),
     ]
     labels = {route.endpoint: route.path for route in reversed(routes)}  # the first path names it
     middleware = [Middleware(ExchangeMiddleware, labels=labels)]
     if keyring is not None:
-        middleware.append(Middleware(AccessMiddleware, keyring=keyring))
+        middleware.append(Middleware(AccessMiddleware, keyring=keyring, free=_FREE))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers())

@@ -221,7 +221,7 @@ _OPERATIONS = (
         path="/openapi.json",
         name="getOpenapi",
         summary="This document.",
-        errors=(401,),
+        needs_key=False,
     ),
     _Operation(
         method="get",

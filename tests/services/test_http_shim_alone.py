@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -222,6 +223,26 @@ def test_beyond_loopback_it_wants_keys_or_a_word() -> None:
     (sentence,) = refused.stderr.splitlines()
     assert "--keys" in sentence
     assert "--open" in sentence
+
+
+def test_pages_load_all_that_they_name_and_nothing_from_elsewhere(http: httpx.Client) -> None:
+    policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
+    for path in ("/", "/docs"):
+        page = http.get(path)
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert page.headers["content-security-policy"].startswith(policy)
+        named = set(re.findall(r'(?:src|href)="([^#"][^"]*)"', page.text)) - {"data:,"}
+        assert {"style.css", "openapi.json"} <= named
+        for name in named:
+            assert http.get(f"/{name}".replace("/.", "/")).status_code == 200, name
+
+
+def test_the_playground_asks_for_what_is_there(http: httpx.Client) -> None:
+    script = http.get("/playground.js")
+    assert script.headers["content-type"] == "text/javascript; charset=utf-8"
+    asked = set(re.findall(r'"(v1/[\w/]+)"', script.text))
+    assert asked == {"v1/models", "v1/completions", "v1/chat/completions"}
+    assert {f"/{path}" for path in asked} <= set(http.get("/openapi.json").json()["paths"])
 
 
 def test_sigterm_ends_it_cleanly(http: httpx.Client, process: "subprocess.Popen[str]") -> None:

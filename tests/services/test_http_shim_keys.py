@@ -81,16 +81,18 @@ async def test_a_key_cannot_tell_what_others_asked(shim: Shim, keys: Path) -> No
         assert await cached(other) == 0
 
 
-async def test_everything_but_probes_needs_a_key(shim: Shim) -> None:
+async def test_everything_but_probes_and_pages_needs_a_key(shim: Shim) -> None:
     async with httpx.AsyncClient(base_url=shim.url) as http:
-        for path in ("/health", "/ready", "/metrics"):
+        for path in (
+            "/health", "/ready", "/metrics", "/openapi.json",
+            "/", "/docs", "/playground.js", "/style.css",
+        ):  # fmt: skip
             assert (await http.get(path)).status_code == 200
         for method, path in (
             ("POST", "/v1/completions"), ("POST", "/completions"), ("POST", "/v1/completion"),
             ("POST", "/v1/chat/completions"), ("POST", "/chat/completions"),
             ("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/tokenize"),
-            ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/openapi.json"),
-            ("GET", "/nowhere"),
+            ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/nowhere"),
         ):  # fmt: skip
             response = await http.request(method, path)
             assert response.status_code == 401, path

@@ -1,0 +1,174 @@
+"""The API's reference as a page: the OpenAPI document, put in HTML."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from xml.etree.ElementTree import Element, SubElement, tostring
+
+__all__ = ["reference"]
+
+Json = Mapping[str, Any]
+
+
+def reference(document: Json) -> bytes:
+    """A whole HTML page; what is text in the document is text in it."""
+    root = Element("html", lang="en")
+    head = SubElement(root, "head")
+    SubElement(head, "meta", charset="utf-8")
+    SubElement(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
+    _add(head, "title", f"{document['info']['title']} API")
+    SubElement(head, "link", rel="icon", href="data:,")
+    SubElement(head, "link", rel="stylesheet", href="style.css")
+    body = SubElement(root, "body")
+    header = SubElement(body, "header")
+    _add(header, "h1", f"{document['info']['title']} {document['info']['version']}")
+    links = SubElement(header, "nav")
+    _add(links, "a", "playground", href=".")
+    _add(links, "a", "openapi.json", href="openapi.json")
+    main = SubElement(body, "main", attrib={"class": "reference"})
+    _add(main, "p", document["info"]["description"])
+    operations = list(_operations(document))
+    contents = SubElement(main, "ul")
+    for method, paths, operation in operations:
+        _add_link(SubElement(contents, "li"), operation["operationId"], f"{method} {paths[0]}")
+    for method, paths, operation in operations:
+        _add_operation(main, method, paths, operation)
+    components = document["components"]
+    _add_meanings(main, "Errors", components["responses"])
+    _add_meanings(main, "Headers", components["headers"])
+    _add(main, "h2", "Types")
+    for name, schema in components["schemas"].items():
+        _add(main, "h3", name, id=name)
+        _add(main, "p", schema.get("description", ""))
+        _add_fields(main, schema)
+    page: str = tostring(root, method="html", encoding="unicode")
+    return f"<!doctype html>\n{page}\n".encode()
+
+
+def _operations(document: Json) -> Iterator[tuple[str, Sequence[str], Json]]:
+    """Each with the paths that do the same."""
+    alike: dict[tuple[str, str], list[tuple[str, Json]]] = {}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            alike.setdefault((method, operation["summary"]), []).append((path, operation))
+    for (method, _), found in alike.items():
+        yield method.upper(), [path for path, _ in found], found[0][1]
+
+
+def _add_operation(main: Element, method: str, paths: Sequence[str], operation: Json) -> None:
+    _add(main, "h2", f"{method} {paths[0]}", id=operation["operationId"])
+    also = "".join(f" Also as {path}." for path in paths[1:])
+    _add(main, "p", operation["summary"] + also)
+    for parameter in operation.get("parameters", ()):
+        line = _add(main, "p", f"In the {parameter['in']}: ")
+        _add(line, "code", parameter["name"])
+    if "requestBody" in operation:
+        content = operation["requestBody"]["content"]["application/json"]
+        _add(main, "pre", _curl(method, paths[0], content["example"]))
+        _add_type(_add(main, "p", "Body: "), content["schema"])
+    responses = dict(operation["responses"])
+    answer = responses.pop("200")
+    for media, content in answer["content"].items():
+        line = _add(main, "p", f"Answer, {media}: ")
+        if "description" in content["schema"]:
+            _add_text(line, content["schema"]["description"])
+        else:
+            _add_type(line, content["schema"])
+    _add_links(main, "Headers: ", answer["headers"])
+    if responses:
+        _add_links(main, "Errors: ", sorted(responses))
+
+
+def _add_meanings(main: Element, title: str, meanings: Json) -> None:
+    _add(main, "h2", title)
+    table = SubElement(main, "table")
+    for name, described in meanings.items():
+        row = SubElement(table, "tr", id=name)
+        _add(row, "td", name)
+        _add(row, "td", described["description"])
+
+
+def _curl(method: str, path: str, example: Json) -> str:
+    body = json.dumps(example)
+    return (
+        f"curl -X {method} http://127.0.0.1:8000{path} \\\n"
+        f"  -H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def _add_fields(main: Element, schema: Json) -> None:
+    table = SubElement(main, "table")
+    required = schema.get("required", ())
+    for name, field in schema["properties"].items():
+        row = SubElement(table, "tr")
+        _add(SubElement(row, "td"), "code", name)
+        cell = SubElement(row, "td")
+        _add_type(cell, field)
+        default = field.get("default")
+        if name in required:
+            _add_text(cell, ", required")
+        elif default is not None:
+            _add_text(cell, f", default {json.dumps(default)}")
+        _add(row, "td", field.get("description", ""))
+
+
+def _add_type(parent: Element, schema: Json) -> None:
+    """A type in a few words, with links to those that have a name."""
+    match schema:
+        case {"$ref": reference_}:
+            name = reference_.rpartition("/")[2]
+            _add_link(parent, name, name)
+        case {"anyOf": options}:
+            for number, option in enumerate(options):
+                _add_text(parent, " or " if number else "")
+                _add_type(parent, option)
+        case {"enum": values}:
+            _add_text(parent, " or ".join(map(json.dumps, values)))
+        case {"type": "array", "items": items}:
+            _add_text(parent, "array of (" if "anyOf" in items else "array of ")
+            _add_type(parent, items)
+            _add_text(parent, ")" if "anyOf" in items else "")
+        case {"type": "object", "additionalProperties": values} if values:
+            _add_text(parent, "object of ")
+            _add_type(parent, values)
+        case {"type": str(name)}:
+            _add_text(parent, name + _range(schema))
+        case _:
+            _add_text(parent, "anything")
+
+
+def _range(schema: Json) -> str:
+    """Of a number; the ends of an integer type say nothing."""
+    signs = (
+        ("minimum", "from"),
+        ("exclusiveMinimum", "above"),
+        ("maximum", "to"),
+        ("exclusiveMaximum", "below"),
+    )
+    told = [(word, schema[sign]) for sign, word in signs if sign in schema]
+    return "".join(f" {word} {end}" for word, end in told if abs(end) < 2**31)
+
+
+def _add(parent: Element, tag: str, text: str, **attributes: str) -> Element:
+    element = SubElement(parent, tag, attributes)
+    element.text = text
+    return element
+
+
+def _add_link(parent: Element, target: str, text: str) -> None:
+    _add(parent, "a", text, href=f"#{target}")
+
+
+def _add_links(parent: Element, title: str, targets: Iterable[str]) -> None:
+    line = _add(parent, "p", title)
+    for number, target in enumerate(targets):
+        _add_text(line, ", " if number else "")
+        _add_link(line, target, target)
+
+
+def _add_text(parent: Element, text: str) -> None:
+    """After what is there."""
+    if len(parent):
+        parent[-1].tail = (parent[-1].tail or "") + text
+    else:
+        parent.text = (parent.text or "") + text

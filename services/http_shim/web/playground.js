@@ -1,0 +1,247 @@
+// The playground: sends what the form says to the API, and shows the stream as it comes.
+
+const form = document.getElementById("form");
+const fields = form.elements;
+const answers = document.getElementById("answers");
+const status = document.getElementById("status");
+let conversation = []; // of a chat: what was said and answered so far
+let running = null; // the AbortController of the request that is on its way
+
+fields.key.value = sessionStorage.getItem("key") ?? "";
+form.addEventListener("input", showCurl);
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+form.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+});
+fields.key.addEventListener("change", () => {
+  sessionStorage.setItem("key", fields.key.value);
+  listModels();
+});
+for (const radio of fields.kind) radio.addEventListener("change", forget);
+document.getElementById("forget").addEventListener("click", forget);
+document.getElementById("stop").addEventListener("click", () => running?.abort());
+await listModels();
+showCurl();
+
+async function listModels() {
+  try {
+    const response = await fetch("v1/models", { headers: headers() });
+    if (response.status === 401) document.getElementById("key").hidden = false;
+    if (!response.ok) throw await failure(response);
+    const models = (await response.json()).data.filter((model) => !model.placeholder);
+    fields.model.replaceChildren(...models.map((model) => new Option(model.id)));
+    say("");
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+function forget() {
+  conversation = [];
+  answers.replaceChildren();
+  say("");
+}
+
+// The request that the form describes. Throws if the further fields are not JSON.
+function request() {
+  const isChat = fields.kind.value === "chat";
+  const body = { model: fields.model.value, stream: true, stream_options: { include_usage: true } };
+  if (isChat) {
+    const system = fields.system.value;
+    body.messages = [
+      ...(system ? [{ role: "system", content: system }] : []),
+      ...conversation,
+      { role: "user", content: fields.prompt.value },
+    ];
+  } else {
+    body.prompt = fields.prompt.value;
+    if (fields.suffix.value) body.suffix = fields.suffix.value;
+  }
+  for (const name of ["max_tokens", "temperature", "top_p", "top_k", "seed"]) {
+    if (fields[name].value !== "") body[name] = Number(fields[name].value);
+  }
+  if (fields.grammar_type.value) {
+    body.grammar = { type: fields.grammar_type.value, value: fields.grammar.value };
+  }
+  if (fields.logprobs.checked) Object.assign(body, isChat ? { logprobs: true, top_logprobs: 5 } : { logprobs: 5 });
+  if (fields.further.value.trim()) {
+    try {
+      Object.assign(body, JSON.parse(fields.further.value));
+    } catch (error) {
+      throw new Error(`Further fields: ${error.message}`);
+    }
+  }
+  return { path: isChat ? "v1/chat/completions" : "v1/completions", body };
+}
+
+function showCurl() {
+  const curl = document.getElementById("curl");
+  try {
+    const { path, body } = request();
+    const quoted = JSON.stringify(body).replaceAll("'", "'\\''");
+    const key = fields.key.value ? " \\\n  -H \"Authorization: Bearer $API_KEY\"" : "";
+    curl.textContent = `curl -N ${new URL(path, location.href)} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${quoted}'`;
+  } catch (error) {
+    curl.textContent = error.message;
+  }
+}
+
+async function send() {
+  if (running) return;
+  const controller = (running = new AbortController());
+  setRunning(true);
+  const began = performance.now();
+  try {
+    const { path, body } = request();
+    if (body.messages) addBlock("user").textContent = body.messages.at(-1).content;
+    else answers.replaceChildren();
+    const response = await fetch(path, {
+      method: "POST",
+      headers: { ...headers(), "content-type": "application/json" },
+      body: JSON.stringify(body),
+      signal: controller.signal,
+    });
+    if (!response.ok) throw await failure(response);
+    const shown = body.stream ? await showStream(response, began) : showWhole(await response.json());
+    if (body.messages) {
+      conversation.push(body.messages.at(-1), { role: "assistant", content: shown });
+      fields.prompt.value = "";
+      showCurl();
+    }
+  } catch (error) {
+    say(error.name === "AbortError" ? "Stopped." : error.message, error.name !== "AbortError");
+  } finally {
+    running = null;
+    setRunning(false);
+  }
+}
+
+// Shows each choice in a block of its own; gives the text of the first.
+async function showStream(response, began) {
+  const blocks = new Map();
+  let first = null;
+  let usage = null;
+  let text = "";
+  for await (const chunk of events(response)) {
+    if (chunk.error) throw new Error(chunk.error.message);
+    usage = chunk.usage ?? usage;
+    for (const choice of chunk.choices) {
+      first ??= performance.now();
+      if (!blocks.has(choice.index)) blocks.set(choice.index, addBlock());
+      showPart(blocks.get(choice.index), choice);
+      if (choice.index === 0) text += choice.text ?? choice.delta.content ?? "";
+    }
+    if (usage && first) say(speed(usage, first - began, performance.now() - first));
+  }
+  return text;
+}
+
+function showWhole(answer) {
+  for (const choice of answer.choices) showPart(addBlock(), { ...choice, delta: choice.message });
+  say(`${answer.usage.prompt_tokens} + ${answer.usage.completion_tokens} tokens`);
+  const [first] = answer.choices;
+  return first.text ?? first.message.content ?? "";
+}
+
+function showPart(block, choice) {
+  const delta = choice.delta ?? {};
+  if (delta.reasoning_content) addText(block, delta.reasoning_content, "thought");
+  const text = choice.text ?? delta.content ?? "";
+  const tokens = tokensOf(choice);
+  if (tokens.map((token) => token.text).join("") === text) {
+    for (const token of tokens) addToken(block, token);
+  } else {
+    addText(block, text); // a character that several tokens make up is shown as such
+  }
+  for (const call of delta.tool_calls ?? []) {
+    const name = call.function.name ? `\n${call.function.name} ` : "";
+    addText(block, name + (call.function.arguments ?? ""), "thought");
+  }
+}
+
+// The tokens of a part in one form: {text, logprob, others: [[text, logprob]]}.
+function tokensOf({ logprobs }) {
+  if (!logprobs) return [];
+  if (logprobs.content) {
+    return logprobs.content.map(({ token, logprob, top_logprobs }) => ({
+      text: token,
+      logprob,
+      others: top_logprobs.map((other) => [other.token, other.logprob]),
+    }));
+  }
+  return logprobs.tokens.map((text, index) => ({
+    text,
+    logprob: logprobs.token_logprobs[index],
+    others: Object.entries(logprobs.top_logprobs?.[index] ?? {}),
+  }));
+}
+
+function addToken(block, { text, logprob, others }) {
+  const span = addText(block, text, "token");
+  if (logprob === null) return; // the first of an echoed prompt has none
+  const percent = (value) => `${(100 * Math.exp(value)).toFixed(1)} %`;
+  const ranked = others.sort(([, one], [, other]) => other - one);
+  span.title = [`${percent(logprob)}  chosen`, ...ranked.map(([other, value]) => `${percent(value)}  ${JSON.stringify(other)}`)].join("\n");
+  span.style.backgroundColor = `hsl(${120 * Math.exp(logprob)} 70% 50% / 30%)`;
+}
+
+function addText(block, text, kind) {
+  const span = document.createElement("span");
+  span.textContent = text;
+  if (kind) span.className = kind;
+  block.append(span);
+  return span;
+}
+
+function addBlock(kind) {
+  const block = document.createElement("div");
+  block.className = kind ? `answer ${kind}` : "answer";
+  answers.append(block);
+  return block;
+}
+
+// The events of a server-sent stream, parsed, up to [DONE].
+async function* events(response) {
+  let rest = "";
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let read = await reader.read(); !read.done; read = await reader.read()) {
+    const lines = (rest + read.value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line === "data: [DONE]") return;
+      if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
+    }
+  }
+  throw new Error("The stream ended early.");
+}
+
+function speed(usage, waited, streamed) {
+  const tokens = usage.completion_tokens;
+  const rate = tokens > 1 && streamed > 0 ? `, ${Math.round((tokens - 1) / (streamed / 1000))} tokens/s` : "";
+  return `${usage.prompt_tokens} + ${tokens} tokens, first after ${Math.round(waited)} ms${rate}`;
+}
+
+async function failure(response) {
+  try {
+    return new Error((await response.json()).error.message);
+  } catch {
+    return new Error(`${response.status} ${response.statusText}`);
+  }
+}
+
+function headers() {
+  return fields.key.value ? { authorization: `Bearer ${fields.key.value}` } : {};
+}
+
+function setRunning(isRunning) {
+  document.getElementById("send").disabled = isRunning;
+  document.getElementById("stop").disabled = !isRunning;
+}
+
+function say(text, isError = false) {
+  status.textContent = text;
+  status.classList.toggle("error", isError);
+}
