@@ -22,6 +22,8 @@ SERVICES = ("grammar", "engine", "tokenizer", "http_shim")
 LIMIT = 400 * 2**20  # bytes that an image without torch may have beyond its base
 START_SECONDS = 300
 
+pytestmark = pytest.mark.timeout(3600)  # the first test builds the images, torch and all
+
 
 def docker(*arguments: str) -> str:
     return subprocess.run(
