@@ -1,14 +1,15 @@
 """The whole stack, as tests see it."""
 
 import asyncio
-import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from random import SystemRandom
 
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -56,15 +57,25 @@ class Stack:
         return self.model.name
 
 
+def _shuffled_ports() -> Iterator[int]:
+    """Of every other thousand; the metrics' are in those between."""
+    thousands = range(20_000, 32_000, 2 * _METRICS_OFFSET)
+    ports = [port for first in thousands for port in range(first, first + _METRICS_OFFSET)]
+    SystemRandom().shuffle(ports)
+    return iter(ports)
+
+
+_ports = _shuffled_ports()
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports that are free on loopback, and so are those that their metrics take."""
-    found: list[int] = []
-    for port in range(20_000 + os.getpid() % 10_000, 32_000):
-        if all(_is_free(each) for each in (port, port + _METRICS_OFFSET)):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise RuntimeError("no free ports")
+    """Ports that are free on loopback, and so are those that their metrics take.
+
+    None is given twice: it may be that nothing listens there yet. For the same reason other runs
+    of the tests on this machine look in another order.
+    """
+    free = (port for port in _ports if _is_free(port) and _is_free(port + _METRICS_OFFSET))
+    return list(islice(free, count))
 
 
 def _is_free(port: int) -> bool:
@@ -128,7 +139,7 @@ class MortalEngine:
     """An engine in float32 that can be killed, and started again at the same address."""
 
     def __init__(self, model: Path) -> None:
-        _, port = free_ports(2)  # the first is the next service's
+        [port] = free_ports(1)
         self.target = f"127.0.0.1:{port}"
         self._command = [
             *(sys.executable, "-m", "services.engine", "--port", str(port), "--dtype", "float32"),
