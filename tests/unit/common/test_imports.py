@@ -1,0 +1,32 @@
+"""What the processes of the services load."""
+
+import subprocess
+import sys
+
+import pytest
+
+EVERY_MODULE = """
+import importlib, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+ITS_START = "import importlib, sys; importlib.import_module(sys.argv[1])"
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (EVERY_MODULE, "tokenwire"),
+        (EVERY_MODULE, "services.common"),
+        (EVERY_MODULE, "services.http_shim"),
+        (EVERY_MODULE, "services.tokenizer"),
+        (EVERY_MODULE, "services.grammar"),
+        (ITS_START, "services.engine.__main__"),  # the gRPC side; the step loop is another process
+    ],
+)
+def test_torch_is_loaded_by_the_step_loop_alone(program: str, name: str) -> None:
+    """It would cost every other process 300 MB and seconds at its start."""
+    loads = f"{program}\nsys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", loads, name], check=True, timeout=60)
