@@ -274,13 +274,13 @@ async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda s: s.name)
 async def test_a_step_that_dies_ends_its_requests_with_an_error_and_then_the_service(
-    checkpoint: Path, tmp_path: Path, number: signal.Signals
+    embedded_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """As when memory runs out, or a kernel faults: nobody may wait for ever."""
-    arguments = ("--model", str(checkpoint), "--dtype", "float32", "--kv-memory", "16MiB")
+    arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "64MiB")
     async with running_service("engine", *arguments, log=tmp_path / "log") as service:
         async with connect(service.target) as channel:
-            request = make_request([1, 2], n=32, max_tokens=90)
+            request = make_request([1, 2], n=32, max_tokens=1_900)
             calls = [EngineServiceStub(channel).Generate(request) for _ in range(3)]
             for call in calls:
                 await anext(aiter(call))

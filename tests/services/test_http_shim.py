@@ -329,7 +329,7 @@ async def test_sigterm_lets_streams_finish(stack: Stack) -> None:
         pass
     url = f"http://127.0.0.1:{entry['port']}"
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        body = {"prompt": PROMPT, "max_tokens": 1_000, "ignore_eos": True, "stream": True}
         async with client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.aiter_lines()
             await anext(lines)

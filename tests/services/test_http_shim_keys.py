@@ -25,7 +25,8 @@ TIERS = {
     "elsewhere": {"models": ["other"]},
 }
 HELLO = {"role": "user", "content": "Hello!"}
-LONG = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "stream": True}
+LONG = {"prompt": PROMPT, "max_tokens": 1_900, "ignore_eos": True, "stream": True}
+"""Under way for far longer than a busy machine keeps its client waiting"""
 
 
 def written_keys(folder: Path) -> Path:
@@ -192,7 +193,7 @@ async def test_who_leaves_pays_for_what_came(shim: Shim, keys: Path) -> None:
                 await anext(lines)
         line = await shim.answered("left-midway")
         assert line["status"] == 499
-        assert 20 <= line["completion_tokens"] < 600
+        assert 20 <= line["completion_tokens"] < 1_900
         least, most = await charged(http, began)
         assert least - 1 <= line["prompt_tokens"] + line["completion_tokens"] <= most
 

@@ -73,12 +73,12 @@ async def test_two_ranks_generate_what_one_does_and_leave_together(
 
 
 async def test_without_one_rank_the_engine_ends_and_says_why(
-    checkpoint: Path, tmp_path: Path
+    embedded_model: Path, tmp_path: Path
 ) -> None:
-    async with engine_of_two(checkpoint, tmp_path / "log") as service:
+    async with engine_of_two(embedded_model, tmp_path / "log") as service:
         async with connect(service.target) as channel:
             worker = rank(service, 1)
-            call = EngineServiceStub(channel).Generate(make_request(40, 50))
+            call = EngineServiceStub(channel).Generate(make_request(40, 1_900))
             await anext(aiter(call))
             worker.kill()
             with pytest.raises(grpc.aio.AioRpcError) as raised:
