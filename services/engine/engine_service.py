@@ -9,6 +9,7 @@ import grpc
 from services.common.errors import cut_stalled
 from services.common.interceptor import metadata_priority, metadata_value
 from services.common.logging import request_id, traceparent
+from services.engine import metrics
 from services.engine.frontend import Caller, Frontend
 from services.engine.outbox import Outbox
 from services.engine.session import Session
@@ -43,7 +44,11 @@ class EngineServicer(EngineServiceServicer):
         self, request: GenerateRequest, context: GenerateContext
     ) -> AsyncIterator[GenerateResponse]:
         call = _Call()
-        handle = await self._frontend.submit(request, _caller(context), None, call)
+        try:
+            handle = await self._frontend.submit(request, _caller(context), None, call)
+        except asyncio.CancelledError:
+            metrics.REQUESTS.labels("cancelled").inc()
+            raise
         watching = self._watch(call.outbox, context, lambda: self._frontend.drop(handle))
         try:
             while call.outbox.pending or not call.ended:

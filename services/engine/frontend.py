@@ -197,7 +197,8 @@ class Frontend:
     ) -> int:
         """Check a request and hand it to the loop. Returns its handle; raises ServiceError.
 
-        A request that the loop refuses gets its error through the sink.
+        A request that the loop refuses gets its error through the sink. Who cancels this counts
+        the request: a task that is cancelled before its first step has not come here.
         """
         arrival = time.monotonic()
         try:
@@ -210,9 +211,6 @@ class Frontend:
                 grammar_id = await self._compile(matchers, request.grammar, caller)
         except ServiceError as error:
             metrics.REQUESTS.labels(_outcome(error.reason)).inc()
-            raise
-        except asyncio.CancelledError:
-            metrics.REQUESTS.labels("cancelled").inc()
             raise
         handle = next(self._handles)
         live = _Live(caller, checked, sink, arrival)

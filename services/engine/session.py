@@ -12,6 +12,7 @@ import grpc
 from services.common.errors import internal_error
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
+from services.engine import metrics
 from services.engine.frontend import Caller, Frontend
 from services.engine.outbox import Outbox
 from services.engine.sink import Sink
@@ -150,6 +151,7 @@ class Session:
     def _started(self, handle: int, task: asyncio.Task[None]) -> None:
         del self._starting[handle]
         if task.cancelled():
+            metrics.REQUESTS.labels("cancelled").inc()
             _SessionSink(self, handle).on_error(
                 ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "Cancelled by the client.")
             )

@@ -84,19 +84,20 @@ async def test_requests_are_counted_by_what_became_of_them(
     session = SessionClient(channel)
     commands = [start(handle, make_request([1], max_tokens=90), credit=1) for handle in range(1, 6)]
     served, refused, cancelled, aborted, expired = commands
+    at_once = start(6, make_request([1]))
     served.start.request.stopping.max_tokens = 1
     refused.start.request.prompts[0].ids[0] = VOCABULARY
     aborted.start.request_id = "count-me"
     expired.start.timeout_seconds = 0.2
-    await session.send(*commands)
+    await session.send(*commands, at_once, SessionCommand(handle=6, cancel=SessionCancel()))
     await session.until("delta", aborted.handle)
     await session.send(SessionCommand(handle=cancelled.handle, cancel=SessionCancel()))
     abort = engine_pb2.AbortRequest(request_ids=["count-me"])
     await EngineControlServiceStub(channel).Abort(abort)
-    await session.until_all_ended(1, 2, 3, 4, 5)
+    await session.until_all_ended(1, 2, 3, 4, 5, 6)
     after = await outcomes(engine)
     more = {outcome: count - before.get(outcome, 0) for outcome, count in after.items()}
-    expected = dict.fromkeys(("ok", "refused", "cancelled", "aborted", "expired"), 1.0)
+    expected = dict.fromkeys(("ok", "refused", "aborted", "expired"), 1.0) | {"cancelled": 2.0}
     assert {outcome: count for outcome, count in more.items() if count} == expected
     session.call.cancel()
 
