@@ -236,18 +236,25 @@ class StepLoop:
             width = sequence.request.command.prompt_logprobs
             if width is not None:
                 for start in range(max(sequence.scored, chunk.start + 1), end, SCORED_ROWS):
+                    if sequence.state is SequenceState.FINISHED:
+                        break  # for want of numbers
                     ids = sequence.tokens[start : min(start + SCORED_ROWS, end)].tolist()
                     row = end_row - chunk.end + start - 1
                     logits = self._runner.logits(hidden, list(range(row, row + len(ids))))
                     handle, prompt = sequence.request.command.handle, sequence.prompt_index
                     scores = score(logits, ids, width)
-                    self._requests.report(ScoredPrompt(handle, prompt, start, ids, scores))
+                    if any(math.isnan(each.logprob) for each in scores):
+                        self._requests.fail(sequence.request)
+                    else:
+                        self._requests.report(ScoredPrompt(handle, prompt, start, ids, scores))
             sequence.scored = max(sequence.scored, end)
 
     def _draws(self, plan: StepPlan) -> list[_Draw]:
         """What may be drawn now that the plan was computed; ends sequences that only score."""
         draws: list[_Draw] = []
         for row, sequence in enumerate(plan.decodes):
+            if sequence.state is SequenceState.FINISHED:
+                continue  # its request has failed over the scores of a prompt
             if sequence.max_tokens == 0:
                 self._requests.finish(sequence, FinishCause.LENGTH)
             else:
@@ -256,7 +263,8 @@ class StepLoop:
         for chunk in plan.chunks:
             last_row += chunk.kept
             sequence = chunk.sequence
-            if chunk.end - len(chunk.draft) < sequence.length:
+            unfinished = chunk.end - len(chunk.draft) < sequence.length
+            if unfinished or sequence.state is SequenceState.FINISHED:
                 continue
             if sequence.max_tokens == 0:
                 self._requests.finish(sequence, FinishCause.LENGTH)

@@ -596,11 +596,7 @@ def test_weights_that_are_no_numbers_end_a_request_with_an_error(
     sampling: SamplingSettings,
 ) -> None:
     """Rather than with an answer of whatever token is drawn from none, which looks like one."""
-    checkpoints.make_checkpoint(tmp_path, checkpoints.CONFIGS["llama, wide heads"])
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["model.layers.1.mlp.down_proj.weight"][5, 7] = torch.nan
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    loop = make_loop(load_model(tmp_path, dtype), block=32)
+    loop = make_loop(load_broken(tmp_path, dtype), block=32)
     request = make_request(
         1, [[3, 4]], n=2, sampling=sampling, logprobs=logprobs, constrained=constrained
     )
@@ -608,6 +604,34 @@ def test_weights_that_are_no_numbers_end_a_request_with_an_error(
     masks = SetMasks([mask, replace(mask, sequence=1)] if constrained else [])
     outputs = run(loop, [request, masks])
     assert tokens_of(outputs) == {}
+    assert_failed(outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_tokens", [0, 8])
+@pytest.mark.parametrize("step_tokens", [8, 256])
+def test_scores_that_are_no_numbers_end_a_request_with_an_error(
+    tmp_path: Path, dtype: torch.dtype, max_tokens: int, step_tokens: int
+) -> None:
+    """A harness that only scores would take NaN for what the model thinks."""
+    loop = make_loop(load_broken(tmp_path, dtype), block=32, step_tokens=step_tokens)
+    prompts = [[3, 4, 5], list(range(20, 60)), [3, 4, 6]]
+    outputs = run(loop, [make_request(1, prompts, max_tokens=max_tokens, prompt_logprobs=1)])
+    assert scores_of(outputs, 1) == []
+    assert_failed(outputs)
+
+
+def load_broken(directory: Path, dtype: torch.dtype) -> Decoder:
+    """A model one of whose weights is NaN."""
+    checkpoints.make_checkpoint(directory, checkpoints.CONFIGS["llama, wide heads"])
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][5, 7] = torch.nan
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return load_model(directory, dtype)
+
+
+def assert_failed(outputs: list[Output]) -> None:
+    """Once, and last."""
     [refused] = [output for output in outputs if isinstance(output, Refused)]
     assert (refused.code, refused.reason) == ("INTERNAL", "NOT_FINITE")
     assert outputs[-1] is refused
