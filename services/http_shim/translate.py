@@ -62,7 +62,7 @@ _TOOL_FIELD = re.compile(r"(?P<tool>tools\[\d+\])\.(?P<field>\w+)")
 
 
 def param_of(path: str, body: GenerationBody) -> str:
-    """The client's name for a field of a request: "prompts[0].token_ids" is "prompt"."""
+    """The client's name for a field of a request: "prompts[0].text" is "prompt"."""
     if path.startswith("tools["):
         return tool_param(path)
     path = re.sub(r"\[[^\]]*\]", "", path)

@@ -54,10 +54,15 @@ class PromptPolicy:
 def encode_prompt(
     vocabulary: Vocabulary, prompt: completion_pb2.Prompt, field: str, policy: PromptPolicy
 ) -> EncodedPrompt:
-    """Raises INVALID_ARGUMENT for a prompt without ids, OUT_OF_RANGE for one that is too long."""
+    """Raises INVALID_ARGUMENT for a prompt without ids, OUT_OF_RANGE for one that is too long.
+
+    field: the path of the prompt.
+    """
+    is_text = prompt.WhichOneof("prompt") == "text"
+    field += ".text" if is_text else ".token_ids.ids"
     if policy.infill is not None and policy.suffix is not None:
         encoded = _encode_infill(vocabulary, prompt, field, policy.infill, policy.suffix, policy)
-    elif prompt.WhichOneof("prompt") == "text":
+    elif is_text:
         encoded = _encode_text(vocabulary, prompt.text, field, policy)
     else:
         given = prompt.token_ids.ids
@@ -112,10 +117,8 @@ def _encode_text(
         ids = vocabulary.encode(text)
     if not ids:
         if vocabulary.bos_id is None:
-            raise invalid(
-                f"{field}.text",
-                "The prompt has no tokens, and the model has no BOS to stand for it.",
-            )
+            message = "The prompt has no tokens, and the model has no BOS to stand for it."
+            raise invalid(field, message)
         ids, texts = [vocabulary.bos_id], [text] if policy.echo else []
     head = 1 if vocabulary.adds_bos else 0
     if cut := _check_length(len(ids), field, policy):

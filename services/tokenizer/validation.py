@@ -60,7 +60,7 @@ def check_ids(field: str, ids: "types_pb2.TokenIds", size: int, begin: int = 0) 
     if max(ids.ids[begin:], default=0) >= size:
         checked = enumerate(islice(ids.ids, begin, None), begin)
         place, token = next((place, token) for place, token in checked if token >= size)
-        raise invalid(f"{field}[{place}]", f"Token id {token} is not below {size:,}.")
+        raise invalid(f"{field}.ids[{place}]", f"Token id {token} is not below {size:,}.")
 
 
 def check_text_size(field: str, *texts: str) -> None:
@@ -104,11 +104,11 @@ def _check_prompts(request: completion_pb2.CompleteRequest, limits: Limits) -> N
         if kind is None:
             raise invalid(f"prompts[{index}]", "A prompt must hold text or token ids.")
         if kind == "token_ids":
+            field = f"prompts[{index}].token_ids"
             if not prompt.token_ids.ids:
-                raise invalid(f"prompts[{index}].token_ids", "A prompt needs at least one id.")
+                raise invalid(f"{field}.ids", "A prompt needs at least one id.")
             # what is longer than the context is refused, or cut: no more than its end is used
             begin = max(0, len(prompt.token_ids.ids) - limits.context_length)
-            field = f"prompts[{index}].token_ids"
             check_ids(field, prompt.token_ids, limits.vocabulary_size, begin)
 
 

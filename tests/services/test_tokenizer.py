@@ -282,7 +282,7 @@ async def test_what_is_far_too_long_is_refused_before_it_is_worked_on(
     for fields in ({}, {"echo": True}, {"suffix": "y"}, {"stop": ["a" * 1_000] * 16}):
         error = await services.refused(text, **fields)
         assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
-        assert error.field == "prompts[0]"
+        assert error.field == "prompts[0].text"
         assert "The prompt has at least " in error.message
     error = await services.refused("x", suffix=text)
     assert "The prompt has at least " in error.message
@@ -364,7 +364,11 @@ async def test_bad_requests_leave_the_service_as_it_was(services: _Services) -> 
         error = await services.refused("a", **fields)
         assert (error.code, error.field) == (code, path)
     error = await services.refused([1, 10**6])
-    assert error.field == "prompts[0].token_ids[1]"
+    assert error.field == "prompts[0].token_ids.ids[1]"
+    decode = tokenizer_pb2.DecodeRequest(sequences=[types.TokenIds(ids=[1, 10**6])])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await services.tokenizer.Decode(decode)
+    assert ServiceError.from_rpc_error(caught.value).field == "sequences[0].ids[1]"
     assert (await services.complete("a", stopping=_tokens(1))).usage is not None
 
 

@@ -183,7 +183,6 @@ def test_streams_ask_for_deltas() -> None:
     [
         ("model", "model"),
         ("prompts", "prompt"),
-        ("prompts[0].token_ids[3]", "prompt"),
         ("prompts[0].token_ids.ids[3]", "prompt"),
         ("prompts[1].text", "prompt"),
         ("suffix", "suffix"),

@@ -60,7 +60,7 @@ def test_a_text_that_can_not_fit_is_refused_unread(
         _encode(embedded, longest * policy.longest + "x", policy)
     error = caught.value
     assert (error.code, error.reason, error.field) == (
-        grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_LENGTH_EXCEEDED", "prompts[0]",
+        grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_LENGTH_EXCEEDED", "prompts[0].text",
     )  # fmt: skip
     assert error.message == (
         "The prompt has at least 8 tokens; the context length is 8, output included."
@@ -74,8 +74,11 @@ def test_a_text_that_is_too_long_by_little_is_told_its_length(embedded: Vocabula
     with pytest.raises(ServiceError, match="The prompt has 9 tokens; the context length is 8"):
         _encode(embedded, "123456789", _POLICY)
     prompt = completion.Prompt(token_ids=types.TokenIds(ids=range(9)))
-    with pytest.raises(ServiceError, match="The prompt has 9 tokens; the context length is 8"):
+    with pytest.raises(
+        ServiceError, match="The prompt has 9 tokens; the context length is 8"
+    ) as caught:
         encode_prompt(embedded, prompt, "prompts[0]", _POLICY)
+    assert caught.value.field == "prompts[0].token_ids.ids"
 
 
 @given(_LONG, st.integers(0, 9), st.booleans())

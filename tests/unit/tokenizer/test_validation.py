@@ -51,8 +51,8 @@ def _ids(*ids: int) -> completion.Prompt:
 _INVALID: list[tuple[str, dict[str, object]]] = [
     ("prompts", {"prompts": []}),
     ("prompts[0]", {"prompts": [completion.Prompt()]}),
-    ("prompts[1].token_ids", {"prompts": [_TEXT, _ids()]}),
-    ("prompts[1].token_ids[2]", {"prompts": [_TEXT, _ids(1, 99, 100)]}),
+    ("prompts[1].token_ids.ids", {"prompts": [_TEXT, _ids()]}),
+    ("prompts[1].token_ids.ids[2]", {"prompts": [_TEXT, _ids(1, 99, 100)]}),
     ("n", {"n": 0}),
     ("n", {"n": 129}),
     ("n", {"prompts": [_TEXT] * 2, "n": 65}),
