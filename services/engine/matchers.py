@@ -40,6 +40,8 @@ class _Matcher:
     generated: list[int]
     known: int
     """Tokens that the service has been fed, or has forced"""
+    resumed: int | None
+    """Its place among the sequences of its request that go on with tokens from elsewhere"""
     is_open: bool = True
     """Whether the service has it; if not, it will be opened again"""
     is_asked: bool = True
@@ -95,11 +97,20 @@ class Matchers:
         spec: GrammarSpec,
         generated: Mapping[int, Sequence[int]],
     ) -> None:
-        """Make matchers for the sequences of a request; some may have generated tokens already."""
+        """Make matchers for the sequences of a request; some may have generated tokens already, in
+        the order in which the request names them."""
+        places = {sequence: place for place, sequence in enumerate(generated)}
         for sequence in range(count):
             tokens = list(generated.get(sequence, ()))
             matcher = _Matcher(
-                next(self._numbers), handle, sequence, grammar_id, spec, tokens, len(tokens)
+                next(self._numbers),
+                handle,
+                sequence,
+                grammar_id,
+                spec,
+                tokens,
+                len(tokens),
+                places.get(sequence),
             )
             self._matchers[matcher.number] = matcher
             self._places[handle, sequence] = matcher
@@ -163,6 +174,7 @@ class Matchers:
                 matcher.returns += 1
                 self._restore([matcher])
             else:
+                _blame(matcher, state.error)
                 self._on_failed(matcher.handle, state.error)
         if masks:
             self._on_masks(masks)
@@ -229,3 +241,10 @@ class Matchers:
                 if error.code not in _TRANSIENT or loop.time() + _PAUSE >= deadline:
                     raise
             await asyncio.sleep(_PAUSE)
+
+
+def _blame(matcher: _Matcher, error: ServiceError) -> None:
+    """Name the field that the client knows; the commands to the grammar service are ours."""
+    if error.field.startswith("commands"):
+        refused = error.reason == "TOKEN_REFUSED" and matcher.resumed is not None
+        error.field = f"resume[{matcher.resumed}].generated.ids" if refused else ""

@@ -7,14 +7,19 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import httpx
 import jsonschema
 import pytest
 
 from tests.services.schemas import SUPPORTED, UNSUPPORTED, Sample
 from tests.stack import Stack
+from tokenwire.channel import connect
 from tokenwire.client import Client, GrammarSpec
+from tokenwire.engine.v1.engine_pb2 import GenerateRequest, ResumedSequence
+from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
 from tokenwire.errors import ServiceError
+from tokenwire.types.v1.types_pb2 import TokenIds
 
 # a leap second is a time to the grammar, but not to Python: times are left out
 FORMATS = jsonschema.FormatChecker(formats=("date", "email", "ipv4", "ipv6", "uuid"))
@@ -66,6 +71,27 @@ async def test_what_can_not_be_enforced_is_named_with_its_place(client: Client) 
         assert caught.value.field == "grammar.json_schema"
         assert sample.keyword in caught.value.message
         assert sample.path in caught.value.message
+
+
+async def test_what_was_generated_elsewhere_must_fit_its_grammar(stack: Stack) -> None:
+    """Its client is told by the field that it sent, not by one of the grammar service."""
+    async with Client(stack.tokenizer) as client, connect(stack.engine) as channel:
+        fits, misfit = [(await client.encode(text)).ids for text in ("12", "1x")]
+        request = GenerateRequest(
+            prompts=[TokenIds(ids=[40])],
+            n=3,
+            grammar=GrammarSpec(regex="[0-9]{4}"),
+            resume=[
+                ResumedSequence(sequence=0, generated=TokenIds(ids=fits)),
+                ResumedSequence(sequence=2, generated=TokenIds(ids=misfit)),
+            ],
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in EngineServiceStub(channel).Generate(request):
+                pass
+    error = ServiceError.from_rpc_error(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOKEN_REFUSED")
+    assert error.field == "resume[1].generated.ids"
 
 
 async def complete(http: httpx.AsyncClient, **fields: object) -> list[Any]:
