@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from typing import Literal, TypeAlias
 
 from llguidance import LLMatcher
@@ -17,6 +18,9 @@ Kind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark", "llguid
 # Compact JSON: a model that may pad with whitespace sooner or later does so for ever. No escapes by
 # code point: a key could be spelt so that it is not seen to be one that the schema names.
 _OPTIONS = r'"x-guidance":{"whitespace_flexible":false,"json_allowed_escapes":"nrbtf\\\""}'
+
+_END = "}]}"
+_PLACE = re.compile(r" at line (\d+) column (\d+)$")
 
 
 def kind_of(spec: GrammarSpec) -> Kind:
@@ -74,14 +78,34 @@ def translate(spec: GrammarSpec) -> str:
 
 
 def locate(spec: GrammarSpec, reason: str) -> str:
-    """The compiler's reason with the place that it means, where that can be told."""
-    if kind_of(spec) != "json_schema":
+    """The compiler's reason with the place that it means, where that can be told: in what was
+    sent, not in what it was translated to."""
+    kind = kind_of(spec)
+    if kind == "regex":  # a rule was made of it; the reason shows the regex itself, too
+        _, found, rest = reason.partition(" (in regex): ")
+        return rest.rpartition("\n   1 | start: /")[0] if found else reason
+    if kind == "llguidance":
+        return _PLACE.sub("", reason)
+    if kind != "json_schema":
         return reason
+    if place := _PLACE.search(reason):
+        line, column = map(int, place.groups())
+        return f"{reason[: place.start()]} at {_place_in(spec, line, column)}"
     return json_schema.locate(json_schema.parse(spec.json_schema), reason)
 
 
+def _place_in(spec: GrammarSpec, line: int, column: int) -> str:
+    """Where in a schema it is that the compiler found at a line and column, in bytes, of its
+    translation; both end alike."""
+    lines = translate(spec).encode().split(b"\n")
+    behind = len(b"\n".join([lines[line - 1][column:], *lines[line:]])) - len(_END)
+    schema = spec.json_schema.rstrip().encode()
+    before = schema[: len(schema) - behind].decode(errors="ignore")
+    return f"line {before.count(chr(10)) + 1}, column {len(before) - before.rfind(chr(10)) - 1}"
+
+
 def _grammar(field: str, value: str) -> str:
-    return f'{{"grammars":[{{"{field}":{value}}}]}}'
+    return f'{{"grammars":[{{"{field}":{value}{_END}'
 
 
 def _lark_of_choices(choices: list[str]) -> str:

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from services.grammar.error import GrammarError
 from services.grammar.prototype import compile_prototype
-from services.grammar.specification import check, identity, translate
+from services.grammar.specification import check, identity, locate, translate
 from tokenwire.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject
 
 BYTES = LLTokenizer("byte")
@@ -120,3 +120,29 @@ def test_nonsense_is_refused(spec: GrammarSpec, message: str) -> None:
 def test_the_compilers_reason_is_passed_on(spec: GrammarSpec, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         compile_prototype(BYTES, translate(spec))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            GrammarSpec(regex="a(b"),
+            "regex parse error:\n    a(b\n     ^\nerror: unclosed group",
+        ),
+        (GrammarSpec(lark='start: "a" foo'), 'at 1(8): unknown name: "foo"'),
+        (
+            GrammarSpec(json_schema='\n{"title":\n "é", "minimum": 1e999} '),
+            "number out of range at line 3, column 22",
+        ),
+        (
+            GrammarSpec(llguidance='{\n"grammars": [\n{"lark_grammar": 7}]}'),
+            "invalid type: integer `7`, expected a string",
+        ),
+    ],
+)
+def test_a_place_is_one_of_what_was_sent(spec: GrammarSpec, message: str) -> None:
+    """Its author never sees what it was translated to."""
+    with pytest.raises(GrammarError) as caught:
+        compile_prototype(BYTES, translate(spec))
+    first, _, _ = locate(spec, str(caught.value)).partition("\n   1 |")  # a lark grammar is shown
+    assert first == message
