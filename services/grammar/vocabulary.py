@@ -45,11 +45,18 @@ def _end_ids(directory: Path) -> list[int]:
     """eos_token_id of generation_config.json and config.json."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
+        path = directory / name
         try:
-            value = json.loads((directory / name).read_text(encoding="utf-8")).get("eos_token_id")
+            config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, AttributeError) as error:
-            raise StartupError(f"Can't read {directory / name}: {error}.") from None
-        ids += [value] if isinstance(value, int) else value or []
+        except (OSError, ValueError) as error:
+            raise StartupError(f"Can't read {path}: {error}.") from None
+        if not isinstance(config, dict):
+            raise StartupError(f"{path} is not a JSON object.")
+        value = config.get("eos_token_id")
+        some = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) for token in some):
+            raise StartupError(f"{path}: eos_token_id must be an id or a list of ids.")
+        ids += some
     return list(dict.fromkeys(ids))

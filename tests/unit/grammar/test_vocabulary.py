@@ -46,6 +46,24 @@ def test_no_end_at_all_fails_at_start(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", r"config\.json is not a JSON object\.$"),
+        ("{", r"^Can't read .*config\.json"),
+        ('{"eos_token_id": "</s>"}', r"config\.json: eos_token_id must be"),
+        ('{"eos_token_id": 2.5}', r"config\.json: eos_token_id must be"),
+    ],
+)
+def test_a_config_that_can_not_be_used_fails_at_start(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    write_tokenizer(tmp_path, [])
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(StartupError, match=message):
+        load(tmp_path)
+
+
 def test_a_file_that_is_no_tokenizer_fails_at_start(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(StartupError, match=r"can't use .*tokenizer\.json"):
