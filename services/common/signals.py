@@ -1,9 +1,9 @@
-"""How a service is told to stop."""
+"""How a service is told to stop, and what ended a process."""
 
 import asyncio
 import signal
 
-__all__ = ["stop_signal"]
+__all__ = ["ending", "stop_signal"]
 
 
 def stop_signal() -> asyncio.Future[None]:
@@ -18,3 +18,10 @@ def stop_signal() -> asyncio.Future[None]:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     return stop
+
+
+def ending(code: int | None) -> str:
+    """What an exit status tells, -9 being SIGKILL: "signal SIGKILL", or "exit code 1"."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from services.common.settings import StartupError
+from services.common.signals import ending
 from services.grammar.compile_process import HEADER, READY, Verdict
 from services.grammar.error import GrammarError
 from tokenwire.errors import ServiceError
@@ -16,6 +18,7 @@ from tokenwire.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["Compiler"]
 
+_LOG = logging.getLogger("compiler")
 _QUICK = 0.5  # seconds in which nearly all grammars compile
 
 
@@ -49,7 +52,7 @@ class Compiler:
         assert self._process.stdout is not None
         if not await self._process.stdout.readline():
             raise StartupError("The process that compiles grammars did not start; see the log.")
-        self._reader = asyncio.ensure_future(self._read(self._process.stdout))
+        self._reader = asyncio.ensure_future(self._read(self._process, self._process.stdout))
 
     async def stop(self) -> None:
         """End the process and what it is at; nothing starts it again."""
@@ -71,6 +74,7 @@ class Compiler:
         if verdict.killed == signal.SIGALRM and self._timeout > _QUICK:
             verdict = await self._run(content, self._free_for_slow, self._timeout)
         if verdict.killed:
+            _LOG.warning("the compilation of a grammar ended with %s", ending(-verdict.killed))
             raise GrammarError(self._cause(verdict.killed))
         if verdict.error:
             raise GrammarError(verdict.error)
@@ -107,7 +111,7 @@ class Compiler:
         finally:
             del self._waiting[job]
 
-    async def _read(self, lines: asyncio.StreamReader) -> None:
+    async def _read(self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader) -> None:
         while line := await lines.readline():
             verdict = Verdict(**json.loads(line))
             waiting = self._waiting.get(verdict.job)
@@ -116,6 +120,9 @@ class Compiler:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(_lost())
+        code = await process.wait()
+        if not self._stopped:
+            _LOG.error("the process that compiles grammars ended with %s", ending(code))
 
     def _cause(self, number: int) -> str:
         if number == signal.SIGALRM:

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from services.common.interceptor import RpcInterceptor
 from services.engine.constraint import GrammarClient, MaskState, MaskStream
 from services.grammar.application import GrammarApplication, GrammarSettings
+from services.grammar.error import GrammarError
 from tokenwire.channel import MESSAGE_LIMITS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.grammar.v1 import grammar_pb2
@@ -577,7 +578,10 @@ async def test_a_lost_service_is_told_once_and_the_stream_comes_back(
     await application.stop()
 
 
-async def test_a_lost_compile_process_comes_back(checkpoint: Path) -> None:
+async def test_a_lost_compile_process_comes_back(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says what it was lost to."""
     application = GrammarApplication(GrammarSettings(model=checkpoint))
     compiler = application._compiler
     await application.start()
@@ -586,8 +590,13 @@ async def test_a_lost_compile_process_comes_back(checkpoint: Path) -> None:
     await compiler._process.wait()
     assert compiler._reader is not None
     await compiler._reader
+    assert caplog.messages == ["the process that compiles grammars ended with signal SIGKILL"]
     assert await compiler.try_out(GrammarSpec(regex="a")) > 0
+    with pytest.raises(GrammarError):
+        await compiler.try_out(HOSTILE["overflows the stack"])
+    assert "the compilation of a grammar ended with signal SIG" in caplog.messages[-1]
     await application.stop()
+    assert len(caplog.messages) == 2
 
 
 def test_a_missing_checkpoint_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:

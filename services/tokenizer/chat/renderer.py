@@ -9,12 +9,14 @@ from collections.abc import Mapping
 import grpc
 import msgspec
 
+from services.common.signals import ending
 from services.tokenizer.chat.rendering import FRAME, Rendering, RenderJob, Templates
 from tokenwire.errors import ServiceError, invalid
 
 __all__ = ["Renderer"]
 
 _LOG = logging.getLogger("renderer")
+_ENDED = "the process that renders chat templates ended with %s"
 _SECONDS = 5.0  # that a conversation may take; most take less than a thousandth of it
 _START_SECONDS = 60.0
 _MOST_WAITING = 1_024
@@ -68,16 +70,23 @@ class Renderer:
             process = await self._running()
             try:
                 answer = await asyncio.wait_for(_ask(process, job), _SECONDS)
-            except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            except TimeoutError:
                 await self._kill(process)
-                slow = isinstance(error, TimeoutError)
-                reason = f"takes more than {_SECONDS:g} s" if slow else "takes too much memory"
-                _LOG.warning("the chat template %s", reason)
-                return Rendering(error=f"The chat template {reason}.")
+                self._process = None
+                _LOG.warning("the chat template takes more than %g s", _SECONDS)
+                return Rendering(error=f"The chat template takes more than {_SECONDS:g} s.")
+            except (OSError, asyncio.IncompleteReadError):
+                # not killed as well: that would hide what it ended with
+                _LOG.warning(_ENDED, ending(await process.wait()))
+                self._process = None
+                return Rendering(error="The chat template takes too much memory.")
             return msgspec.json.decode(answer, type=Rendering)
 
     async def _running(self) -> asyncio.subprocess.Process:
-        if self._process is None or self._process.returncode is not None:
+        if self._process is not None and self._process.returncode is not None:
+            _LOG.warning(_ENDED, ending(self._process.returncode))
+            self._process = None
+        if self._process is None:
             process = self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "services.tokenizer.chat.render_process"),
                 stdin=asyncio.subprocess.PIPE,
@@ -87,8 +96,11 @@ class Renderer:
             try:
                 content = msgspec.json.encode(self._templates)
                 await asyncio.wait_for(_ask(process, content), _START_SECONDS)
-            except (TimeoutError, OSError, asyncio.IncompleteReadError):
-                await self._kill(process)
+            except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+                if isinstance(error, TimeoutError):
+                    await self._kill(process)
+                _LOG.error(_ENDED, ending(await process.wait()))
+                self._process = None
                 raise ServiceError(
                     grpc.StatusCode.UNAVAILABLE,
                     "NO_RENDERER",

@@ -284,6 +284,22 @@ async def test_a_template_that_does_not_end_fails_alone(
         assert (await behind).text == "b"
 
 
+async def test_the_log_says_what_ended_the_process_that_renders(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when memory runs out: who looks for the reason finds it."""
+    async with _started(tmp_path, "{{ messages[0].content }}") as templates:
+        await templates.render(_prompt(_says("user", "a")))
+        process = templates._renderer._process
+        assert process is not None
+        process.kill()
+        # whether it is missed before or in this
+        await asyncio.gather(templates.render(_prompt(_says("user", "b"))), return_exceptions=True)
+        assert (await templates.render(_prompt(_says("user", "c")))).text == "c"
+    [line] = caplog.messages
+    assert line == "the process that renders chat templates ended with signal SIGKILL"
+
+
 async def test_who_goes_away_leaves_no_answer_for_the_next(tmp_path: Path) -> None:
     async with _started(tmp_path, "{{ messages[0].content }}") as templates:
         await templates.render(_prompt(_says("user", "a")))
