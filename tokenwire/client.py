@@ -19,12 +19,12 @@ the request down to its KV blocks.
 import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, cast
 
 import grpc
 
 from tokenwire.channel import connect
+from tokenwire.closing import Closing
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.completion.v1.completion_pb2 import Tool, ToolChoice
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
@@ -152,7 +152,7 @@ class GenerateOptions(RequestOptions, total=False):
     prompt_logprobs: int
 
 
-class _Connection(Generic[AnySession]):
+class _Connection(Closing, Generic[AnySession]):
     """What both clients have: a channel, and the one session on it. `async with` ends them."""
 
     _channel: grpc.aio.Channel
@@ -162,17 +162,6 @@ class _Connection(Generic[AnySession]):
         """Cancel what runs, and disconnect."""
         await self._session.close()
         await self._channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
 
 class Client(_Connection[CompletionSession]):

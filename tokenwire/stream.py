@@ -1,11 +1,11 @@
 """One request of a Session, as an async iterator of its deltas."""
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from tokenwire.closing import Closing
 from tokenwire.errors import ServiceError
 from tokenwire.results import Usage
 from tokenwire.session import Session
@@ -44,7 +44,7 @@ class Inbox(Generic[Event]):
         return self._events.popleft()
 
 
-class RequestStream(ABC, Generic[Event, DeltaType]):
+class RequestStream(Closing, Generic[Event, DeltaType]):
     """Iterates over the deltas of one request. Raises ServiceError when the request fails.
 
     Leaving `async with`, or `aclose`, cancels the request unless it has ended. Subclasses send the
@@ -90,14 +90,3 @@ class RequestStream(ABC, Generic[Event, DeltaType]):
             self._over = True
             self._session.forget(self._handle)
             self._session.send(self._cancel_command())
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
