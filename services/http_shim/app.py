@@ -56,8 +56,7 @@ def create_app(
         Route("/metrics", probes.metrics),
         *page_routes(),
     ]
-    labels = {route.endpoint: route.path for route in reversed(routes)}  # the first path names it
-    middleware = [Middleware(ExchangeMiddleware, labels=labels)]
+    middleware = [Middleware(ExchangeMiddleware, routes=routes)]
     if keyring is not None:
         middleware.append(Middleware(AccessMiddleware, keyring=keyring, free=_FREE))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers())

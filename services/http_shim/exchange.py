@@ -2,13 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.interceptor import sane_request_id, sane_traceparent
@@ -55,11 +56,12 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 class ExchangeMiddleware:
-    """Outermost. `labels` names the routes for metrics, by endpoint."""
+    """Outermost. Logs and metrics name a request by its route: the first path of the endpoint."""
 
-    def __init__(self, app: ASGIApp, labels: Mapping[Callable[..., Any], str]) -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
         self._app = app
-        self._labels = labels
+        self._routes = routes
+        self._paths = {route.endpoint: route.path for route in reversed(routes)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,7 +96,7 @@ class ExchangeMiddleware:
                 self._record(scope, exchange)
 
     def _record(self, scope: Scope, exchange: Exchange) -> None:
-        route = self._labels.get(scope.get("endpoint", _nowhere), NO_ROUTE)
+        route = self._route(scope)
         seconds = time.monotonic() - exchange.began
         REQUESTS.labels(route, exchange.status).inc()
         SECONDS.labels(route).observe(seconds)
@@ -116,6 +118,14 @@ class ExchangeMiddleware:
         level = logging.DEBUG if route in _PROBES else logging.INFO
         _LOG.log(level, "%s %s", scope["method"], scope["path"], extra=fields)
 
+    def _route(self, scope: Scope) -> str:
+        """The one that was asked for, even of a request that was refused before it came there."""
+        if "endpoint" in scope:
+            return self._paths[scope["endpoint"]]
+        asked = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+        route = next(asked, None)
+        return NO_ROUTE if route is None else self._paths[route.endpoint]
+
 
 def _add_headers(message: Message, exchange: Exchange) -> None:
     headers = MutableHeaders(scope=message)
@@ -123,7 +133,3 @@ def _add_headers(message: Message, exchange: Exchange) -> None:
     if exchange.ignored:
         names = [quote(name, safe="")[:64] for name in exchange.ignored[:_NAMES_SHOWN]]
         headers["x-tokenwire-ignored"] = ", ".join(names)
-
-
-def _nowhere() -> None:
-    """The endpoint of paths that have none."""

@@ -102,6 +102,28 @@ async def test_everything_but_probes_and_pages_needs_a_key(shim: Shim) -> None:
             assert response.headers["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        ("POST", "/v1/completions", "/v1/completions"),
+        ("POST", "/completions", "/v1/completions"),
+        ("GET", "/v1/models/m", "/v1/models/{model:path}"),
+        ("GET", "/v1/chat/completions", "/v1/chat/completions"),
+        ("GET", "/nowhere", "unknown"),
+    ],
+)
+async def test_who_runs_it_sees_what_was_asked_for_without_a_key(
+    shim: Shim, method: str, path: str, route: str
+) -> None:
+    """Else a client whose key has ended looks like somebody who tries paths."""
+    identity = f"keyless-{method}-{path.replace('/', '-')}"
+    async with httpx.AsyncClient(base_url=shim.url) as http:
+        await http.request(method, path, headers={"x-request-id": identity})
+        metrics = (await http.get("/metrics")).text
+    assert (await shim.answered(identity))["route"] == route
+    assert f'tokenwire_http_requests_total{{route="{route}",status="401"}}' in metrics
+
+
 async def test_the_sdk_understands(shim: Shim, keys: Path) -> None:
     async with openai.AsyncOpenAI(
         base_url=f"{shim.url}/v1", api_key="tw-wrong", max_retries=0
