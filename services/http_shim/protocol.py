@@ -7,6 +7,8 @@ uvicorn documents nothing of what is relied upon here, as 0.40 to 0.54 have it:
 - its `cycle` is the latest request, with `response_started`, `response_complete`, `keep_alive`
   (cleared, it closes the connection behind the answer), and `disconnected`, told to the application
   by `message_event`; `url`, `headers` and `scope` are of the latest head;
+- it answers with `app`; the cycle decides at the answer's start whether to send chunks, unless
+  `chunked_encoding` says it already, and without them sends `expected_content_length` more bytes;
 - `flow` says whether reading or writing is paused, and resumes reading; nothing is written while
   writing is paused;
 - `loop`, `transport`, `timeout_keep_alive` and `server_state.default_headers`.
@@ -19,7 +21,7 @@ from http import HTTPStatus
 from typing import ClassVar, cast
 
 import httptools
-from starlette.types import Scope
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.common.interceptor import sane_request_id
@@ -103,6 +105,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._undelivered > _MAX_HEAD_BYTES and self._head_bytes() > _MAX_HEAD_BYTES:
             raise ValueError("the head is too large")
+        if self.parser.get_http_version() != "1.1":
+            self.app = self._answer_without_chunks
         super().on_headers_complete()
         self._in_head = False
         self._undelivered = 0
@@ -167,6 +171,18 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._in_head:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+
+    async def _answer_without_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application for a client of HTTP/1.0: a body ends with its connection."""
+        cycle = self.cycle
+        cycle.keep_alive = False
+
+        async def send_on(message: Message) -> None:
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self.config.loaded_app(scope, receive, send_on)
 
     def _identity(self) -> str:
         """As the application calls the request, where it has begun with it."""

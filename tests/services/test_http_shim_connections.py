@@ -222,6 +222,35 @@ async def test_what_is_refused_before_it_is_read_is_counted(shim: Shim) -> None:
         assert await count() == before + 1
 
 
+async def old_answer(shim: Shim, fields: dict[str, object]) -> tuple[dict[str, str], bytes]:
+    """Headers and body, as a client of HTTP/1.0 finds it: all that comes."""
+    asked = body_of({"model": "m", "prompt": "x = ", "max_tokens": 8} | fields)
+    async with connected(shim) as client:
+        await client.send(asked.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, body = (await client.reader.read(-1)).partition(b"\r\n\r\n")
+    status, *lines = head.decode().lower().splitlines()
+    assert status.split()[1] == "200"
+    return dict(line.split(": ", 1) for line in lines), body
+
+
+async def test_a_client_of_http_1_0_gets_a_stream_without_chunks(shim: Shim) -> None:
+    """It knows none, and would take their sizes for events."""
+    headers, body = await old_answer(shim, {"stream": True, "ignore_eos": True})
+    assert "transfer-encoding" not in headers
+    assert headers["connection"] == "close"
+    *events, done, end = body.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    last = json.loads(events[-1].removeprefix("data: "))
+    assert last["usage"]["completion_tokens"] == 8
+
+
+async def test_a_client_of_http_1_0_is_told_how_long_an_answer_is(shim: Shim) -> None:
+    """Else it can't tell a whole one from one that was cut."""
+    headers, body = await old_answer(shim, {})
+    assert int(headers["content-length"]) == len(body)
+    assert json.loads(body)["model"] == "m"
+
+
 async def test_an_idle_connection_outlives_stalls(shim: Shim) -> None:
     """Clients keep them for their next request."""
     async with connected(shim) as idle:
