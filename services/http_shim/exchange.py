@@ -21,7 +21,7 @@ from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUESTS, SECONDS, T
 __all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
 
 _LOG = logging.getLogger("http")
-_NAMES_SHOWN = 32  # of unknown fields; a header has limits
+_PATHS_SHOWN = 32  # of unknown fields; a header has limits
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _CLIENT_GONE = 499
 
@@ -131,5 +131,5 @@ def _add_headers(message: Message, exchange: Exchange) -> None:
     headers = MutableHeaders(scope=message)
     headers["x-request-id"] = exchange.identity
     if exchange.ignored:
-        names = [quote(name, safe="")[:64] for name in exchange.ignored[:_NAMES_SHOWN]]
-        headers["x-tokenwire-ignored"] = ", ".join(names)
+        paths = [quote(path, safe="[]")[:64] for path in exchange.ignored[:_PATHS_SHOWN]]
+        headers["x-tokenwire-ignored"] = ", ".join(paths)

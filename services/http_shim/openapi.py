@@ -343,7 +343,7 @@ _OWN_FIELDS: Mapping[type[Struct], Mapping[str, tuple[str, Json]]] = {
 _HEADERS: Mapping[str, str] = {
     "x-request-id": "Names the request in every log; the client's own, if it sent a sane one.",
     "x-tokens-used": "Tokens of prompt and output that were used.",
-    "x-tokenwire-ignored": "Fields of the body that are not known and were ignored.",
+    "x-tokenwire-ignored": "Paths of the body's fields that are not known and were ignored.",
     "retry-after": "Seconds after which a retry makes sense.",
     "x-ratelimit-limit-requests": "Requests that the API key has in a minute.",
     "x-ratelimit-remaining-requests": "Requests that it has left.",

@@ -5,7 +5,10 @@ gRPC clients meet them there too. `null` means absent everywhere.
 """
 
 import re
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 import grpc
 import msgspec
@@ -234,22 +237,29 @@ class DetokenizeBody(Struct):
 
 Body = TypeVar("Body", bound=Struct)
 _OBJECT = msgspec.json.Decoder(JsonObject)
+_OBJECTS = msgspec.json.Decoder(list[JsonObject])
+_INDEX = re.compile(r"\[\d+\]")
+_MOST_UNKNOWN = 1_000  # fields, after which no more are looked for
 _PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 _DEEP = frozenset({"messages", "tools"})  # fields within which `param` is a path
 
 
 def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[str]]:
-    """Reads a body; also the names of its top-level fields that its type does not know.
+    """Reads a body; also which of its fields its type does not know, as paths: the first of those
+    that differ in nothing but indices.
 
     Raises INVALID_ARGUMENT with the field to blame, where there is one: a top-level one, or the
     path within messages or tools.
     """
     try:
         body.decode()  # what msgspec skips or keeps raw is not checked otherwise
-        names = _OBJECT.decode(body)
+        fields = _OBJECT.decode(body)
         value = decoder.decode(body)
-        return value, [name for name in names if name not in value.__struct_fields__]
+        unknown: dict[str, str] = {}
+        for path in islice(_unknown(value, fields), _MOST_UNKNOWN):
+            unknown.setdefault(_INDEX.sub("[]", path), path)
+        return value, list(unknown.values())
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from None
     except UnicodeDecodeError:
@@ -259,6 +269,38 @@ def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[
     except msgspec.DecodeError as error:
         hint = " (or it holds half of a surrogate pair)" if b"\\ud" in body.lower() else ""
         raise _malformed(str(error) + hint) from None
+
+
+def _unknown(value: Struct, fields: JsonObject) -> Iterator[str]:
+    """Paths of the fields that no type knows, but for null, which is absent. What may hold any JSON
+    is not looked into."""
+    known, parents = _fields_of(type(value))
+    if not fields.keys() <= known:
+        yield from (
+            name for name, raw in fields.items() if name not in known and bytes(raw) != b"null"
+        )
+    for name in parents:
+        inner = getattr(value, name)
+        if isinstance(inner, Struct):
+            for path in _unknown(inner, _OBJECT.decode(fields[name])):
+                yield f"{name}.{path}"
+        elif isinstance(inner, list):
+            for index, pair in enumerate(zip(inner, _OBJECTS.decode(fields[name]), strict=True)):
+                for path in _unknown(*pair):
+                    yield f"{name}[{index}].{path}"
+
+
+@cache
+def _fields_of(of: type[Struct]) -> tuple[frozenset[str | None], Sequence[str]]:
+    """A type's fields, its tag too, and those of them that may hold what has fields of its own."""
+    known = frozenset((*of.__struct_fields__, of.__struct_config__.tag_field))
+    hints = get_type_hints(of)
+    return known, [name for name in of.__struct_fields__ if _holds_structs(hints[name])]
+
+
+def _holds_structs(kind: object) -> bool:
+    is_struct = isinstance(kind, type) and issubclass(kind, Struct)
+    return is_struct or any(map(_holds_structs, get_args(kind)))
 
 
 def _malformed(why: str) -> ServiceError:

@@ -145,6 +145,12 @@ def test_ignored_fields_are_named_safely(http: httpx.Client) -> None:
     assert "set-cookie" not in response.headers
 
 
+def test_ignored_fields_within_others_are_named_as_errors_name_them(http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "x", "contnet": "y"}]}
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.headers["x-tokenwire-ignored"] == "messages[0].contnet"
+
+
 def test_metrics_are_prometheus_text(http: httpx.Client) -> None:
     response = http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")

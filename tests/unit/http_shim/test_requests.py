@@ -14,6 +14,7 @@ from services.http_shim.translate import to_complete_request
 from tokenwire.errors import ServiceError
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}
+FUNCTION_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 _DECODER = msgspec.json.Decoder(CompletionBody)
 _OPTIONAL = [name for name in CompletionBody.__struct_fields__ if name != "prompt"]
 
@@ -134,6 +135,66 @@ def test_unknown_fields_are_named() -> None:
     """A client that misspells a field learns of it."""
     _, unknown = parse(_DECODER, b'{"prompt": "x", "temprature": 1, "n": 1, "x": {}}')
     assert unknown == ["temprature", "x"]
+
+
+TEXT = {"type": "text", "text": "x"}
+
+
+def ignored(fields: dict[str, object]) -> list[str]:
+    return parse(msgspec.json.Decoder(ChatBody), json.dumps(fields).encode())[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"stream_options": {"x": 1, "include_usage": True}}, "stream_options.x"),
+        ({"response_format": {"type": "json_object", "json_schema": {}}},
+         "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": {}}}},
+         "response_format.json_schema.x"),
+        ({"grammar": {"type": "regex", "value": "a", "flags": "i"}}, "grammar.flags"),
+        ({"tools": [FUNCTION, FUNCTION | {"x": 1}]}, "tools[1].x"),
+        ({"tools": [{"function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
+        ({"tool_choice": FUNCTION | {"x": 1}}, "tool_choice.x"),
+        ({"messages": [{"role": "user", "content": "x", "x": 1}]}, "messages[0].x"),
+        ({"messages": [{"role": "user", "content": [TEXT, TEXT | {"x": 1}]}]},
+         "messages[0].content[1].x"),
+        ({"messages": [{"role": "user", "tool_calls": [FUNCTION_CALL | {"index": 0}]}]},
+         "messages[0].tool_calls[0].index"),
+    ],
+)  # fmt: skip
+def test_unknown_fields_within_others_are_named_by_path(
+    fields: dict[str, object], path: str
+) -> None:
+    """What is misspelt there changes the answer as much."""
+    assert ignored(fields) == [path]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template_kwargs": {"x": {"y": 1}}},
+        {"logit_bias": {"7": 1}},
+        {"response_format": {"type": "json_object", "schema": {"x": {"y": [{"z": 1}]}}}},
+        {"grammar": {"type": "llguidance", "value": {"x": [{"y": 1}]}}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": {}}}}]},
+        {"messages": [{"role": "user", "function_call": {"x": 1}}], "functions": [{"x": 1}]},
+    ],
+)
+def test_what_may_hold_any_json_has_no_unknown_fields(fields: dict[str, object]) -> None:
+    assert ignored(fields) == []
+
+
+def test_a_message_of_an_answer_has_no_unknown_fields() -> None:
+    """Clients send it back as it is, with its nulls."""
+    answered = {"role": "assistant", "content": "x", "refusal": None}
+    assert ignored({"messages": [answered], "x": None}) == []
+
+
+def test_an_unknown_field_of_many_messages_hides_no_other() -> None:
+    """Only so many fit into a header."""
+    messages = [{"role": "user", "x": 1}] * 100 + [{"role": "user", "y": 1}]
+    assert ignored({"messages": messages, "z": 1}) == ["z", "messages[0].x", "messages[100].y"]
 
 
 def test_the_last_of_equal_keys_counts() -> None:
