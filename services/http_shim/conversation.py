@@ -13,7 +13,7 @@ from msgspec import Struct
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
 
-__all__ = ["Message", "message_param", "messages_of"]
+__all__ = ["CalledFunction", "Message", "MessageCall", "message_param", "messages_of"]
 
 _ROLES = {
     "system": completion_pb2.ROLE_SYSTEM,

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from services.http_shim.cards import ModelCard, ModelList
 from services.http_shim.chat_responses import ChatChoice, ChatChunkChoice
 from services.http_shim.completion_responses import Choice
+from services.http_shim.conversation import CalledFunction, Message, MessageCall
 from services.http_shim.errors import ErrorBody
 from services.http_shim.multi_completion import MultiAnswer
 from services.http_shim.probes import State
@@ -20,7 +21,15 @@ from services.http_shim.requests import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    FunctionName,
+    FunctionSpec,
+    JsonSchemaFormat,
+    JsonSchemaGrammar,
+    JsonSchemaSpec,
+    LarkGrammar,
+    LlguidanceGrammar,
     MultiCompletionBody,
+    RegexGrammar,
     TokenizeBody,
 )
 from services.http_shim.responses import Usage
@@ -253,16 +262,32 @@ _OPERATIONS = (
 _TOKEN_LIMIT: Json = {"minimum": 0, "default": 16}
 _PENALTY: Json = {"minimum": -2, "maximum": 2, "default": 0}
 _FLAG: Json = {"default": False}
+_REFUSED: Json = {"anyOf": [{"type": "null"}]}
+_NOT_EMPTY: Json = {"minLength": 1}
+_FUNCTION_NAME: Json = {"pattern": "^[A-Za-z0-9_-]{1,64}$"}
+_TOKEN_ID: Json = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
+_TOKEN_IDS: Json = {"type": "array", "minItems": 1, "items": _TOKEN_ID}
+_PROMPTS: Json = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "maxItems": 128, "items": {"type": "string"}},
+        _TOKEN_IDS,
+        {"type": "array", "minItems": 1, "maxItems": 128, "items": _TOKEN_IDS},
+    ]
+}
+_STOP = (
+    "Strings that end a choice; they are cut off. 16 at most, unless the server has another limit."
+)
 _FIELDS: Mapping[str, tuple[str, Json]] = {
     "model": ("Id, alias, or id:variant; absent or `default` = the only model.", {}),
-    "prompt": ("Text, several texts, token ids, or several lists of them.", {}),
+    "prompt": ("Text, several texts, token ids, or several lists of them.", _PROMPTS),
     "suffix": ("What follows the gap: only the middle is generated.", {}),
     "max_tokens": ("Tokens of each choice at most; 0 only with echo.", _TOKEN_LIMIT),
     "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 0}),
     "min_tokens": ("Until then nothing ends a choice.", {"minimum": 0, "default": 0}),
     "ignore_eos": ("The end-of-sequence token does not end a choice.", _FLAG),
-    "stop": ("Strings that end a choice; they are cut off.", {}),
-    "stop_token_ids": ("Token ids that end a choice.", {}),
+    "stop": (_STOP, {"minLength": 1, "maxLength": 1_000}),
+    "stop_token_ids": ("Token ids that end a choice.", {"maxItems": 128}),
     "include_stop_str_in_output": ("Keep the stop string that ended a choice.", _FLAG),
     "temperature": ("0 = greedy.", {"minimum": 0, "maximum": 2, "default": 1}),
     "top_p": ("Nucleus mass.", {"minimum": 0, "maximum": 1, "default": 1}),
@@ -275,13 +300,19 @@ _FIELDS: Mapping[str, tuple[str, Json]] = {
         "Divides positive logits of tokens that occurred, multiplies negative ones.",
         {"exclusiveMinimum": 0, "maximum": 2, "default": 1},
     ),
-    "logit_bias": ("Added to the logits of token ids, -100 to 100.", {}),
+    "logit_bias": (
+        "Added to the logits of token ids.",
+        {"minimum": -100, "maximum": 100, "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
+    ),
     "dry_multiplier": ("DRY; 0 = off.", {"minimum": 0, "default": 0}),
-    "dry_base": ("DRY's base.", {"default": 1.75}),
+    "dry_base": ("DRY's base.", {"minimum": 1, "default": 1.75}),
     "dry_allowed_length": ("Repetitions of so many tokens cost nothing.", {"default": 2}),
-    "dry_sequence_breakers": ("Texts that end a repetition.", {}),
-    "mirostat_target": ("Mirostat 2: the perplexity to keep to.", {}),
-    "mirostat_lr": ("Mirostat's learning rate.", {}),
+    "dry_sequence_breakers": (
+        "Texts that end a repetition.",
+        {"minItems": 1, "maxItems": 32, "minLength": 1, "maxLength": 64},
+    ),
+    "mirostat_target": ("Mirostat 2: the perplexity to keep to.", {"exclusiveMinimum": 0}),
+    "mirostat_lr": ("Mirostat's learning rate.", {"exclusiveMinimum": 0}),
     "n": ("Choices of each prompt; prompts x n is 128 at most.", {"minimum": 1, "maximum": 128}),
     "best_of": ("Candidates of which the n best are returned.", {"minimum": 0, "maximum": 128}),
     "echo": ("Put the prompt in front of each choice.", _FLAG),
@@ -296,35 +327,39 @@ _FIELDS: Mapping[str, tuple[str, Json]] = {
     ),
     "response_format": ("Constrains the output to JSON.", {}),
     "grammar": ("Constrains the output to a grammar.", {}),
-    "tools": ("Functions to call.", {}),
+    "tools": ("Functions to call.", {"maxItems": 128}),
     "tool_choice": ("Whether, and which.", {}),
-    "images": ("Refused: the models read text only.", {}),
+    "images": ("Refused: the models read text only.", {"maxItems": 0}),
     "stream": ("Answer in server-sent events, `data: [DONE]` last.", _FLAG),
     "stream_options": ("Where in the stream usage is told.", {}),
     "user": ("A label for logs.", {}),
     "return_token_ids": ("Show the ids of prompts and choices.", _FLAG),
     "return_tokens_as_token_ids": ("`token_id:N` in place of token texts.", _FLAG),
-    "messages": ("The conversation.", {}),
+    "messages": ("The conversation.", {"minItems": 1, "maxItems": 4_096}),
     "parallel_tool_calls": ("Whether an answer may hold several calls.", {"default": True}),
     "chat_template": ("Name of one of the checkpoint's templates.", {"default": "default"}),
-    "chat_template_kwargs": ("Further variables of the template.", {}),
+    "chat_template_kwargs": (
+        "Further variables of the template, up to 65,536 characters of JSON.",
+        {},
+    ),
     "add_generation_prompt": (
         "End the prompt with the start of an answer; default true, unless it continues a message.",
         {},
     ),
     "continue_final_message": ("Continue the last message, which is the assistant's.", _FLAG),
-    "functions": ("Refused: use tools.", {}),
-    "function_call": ("Refused: use tool_choice.", {}),
+    "functions": ("Refused: use tools.", _REFUSED),
+    "function_call": ("Refused: use tool_choice.", _REFUSED),
     "add_special_tokens": (
         "Put the BOS in front of the prompt; default true. Messages have what their template says.",
         {},
     ),
     "return_token_strs": ("Show the tokens' texts.", _FLAG),
-    "tokens": ("Token ids.", {}),
+    "tokens": ("Token ids.", {"maxItems": 262_144}),
 }
 _OWN_FIELDS: Mapping[type[Struct], Mapping[str, tuple[str, Json]]] = {
     ChatBody: {
-        "max_tokens": ("Tokens of each choice at most; absent = all that fit.", {"minimum": 0}),
+        "max_tokens": ("Tokens of each choice at most; absent = all that fit.", {"minimum": 1}),
+        "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 1}),
         "n": ("Choices.", {"minimum": 1, "maximum": 128}),
         "logprobs": ("Show the logprob of each token of the content.", _FLAG),
         "top_logprobs": (
@@ -333,13 +368,52 @@ _OWN_FIELDS: Mapping[type[Struct], Mapping[str, tuple[str, Json]]] = {
         ),
         "tool_choice": ("Whether, and which; `auto` where there are tools.", {}),
     },
-    TokenizeBody: {
+    MultiCompletionBody: {
+        "model": ("Name of a model, or names of several.", {"minItems": 1, "maxItems": 128}),
         "prompt": ("Text.", {}),
-        "messages": ("A conversation in its place.", {}),
-        "tools": ("Functions that the conversation's prompt names.", {}),
+        "max_tokens": ("Tokens of each choice at most.", {"default": 16}),
+        "stream": ("Refused: /v1/completions streams.", {"const": False, "default": False}),
+    },
+    TokenizeBody: {
+        "prompt": ("Text, up to 1 MiB in UTF-8.", {"maxLength": 1024 * 1024}),
+        "messages": ("A conversation in its place.", {"minItems": 1, "maxItems": 4_096}),
+        "tools": ("Functions that the conversation's prompt names.", {"maxItems": 128}),
     },
 }
 """Where a field means something else than elsewhere."""
+_LIMITS: Mapping[type[Struct], Mapping[str, Json]] = {
+    CalledFunction: {"name": _NOT_EMPTY, "arguments": {"maxLength": 1024 * 1024}},
+    FunctionName: {"name": _FUNCTION_NAME},
+    FunctionSpec: {"name": _FUNCTION_NAME},
+    JsonSchemaGrammar: {"value": _NOT_EMPTY},
+    LarkGrammar: {"value": _NOT_EMPTY},
+    LlguidanceGrammar: {"value": _NOT_EMPTY},
+    Message: {
+        "content": {"maxItems": 1_024},
+        "tool_calls": {"maxItems": 128},
+        "function_call": _REFUSED,
+    },
+    MessageCall: {"id": _NOT_EMPTY},
+    RegexGrammar: {"value": _NOT_EMPTY},
+}
+"""Of what bodies hold."""
+_REQUIRED: Mapping[type[Struct], Sequence[str]] = {
+    JsonSchemaFormat: ("json_schema",),
+    JsonSchemaSpec: ("schema",),
+}
+_SAID_OF: Mapping[str, Sequence[str]] = {
+    "minimum": ("integer", "number"),
+    "exclusiveMinimum": ("integer", "number"),
+    "maximum": ("integer", "number"),
+    "minLength": ("string",),
+    "maxLength": ("string",),
+    "pattern": ("string",),
+    "minItems": ("array",),
+    "maxItems": ("array",),
+    "propertyNames": ("object",),
+    "const": ("boolean",),
+}
+"""Keywords of schemas, and the types that they narrow."""
 _HEADERS: Mapping[str, str] = {
     "x-request-id": "Names the request in every log; the client's own, if it sent a sane one.",
     "x-tokens-used": "Tokens of prompt and output that were used.",
@@ -366,6 +440,11 @@ def document() -> Json:
     for body, required in bodies.items():
         fields = {**_FIELDS, **_OWN_FIELDS.get(body, {})}
         _describe(schemas[body.__name__], required, fields)
+    for part, limits in _LIMITS.items():
+        for name, constraints in limits.items():
+            _limit(schemas[part.__name__]["properties"][name], constraints)
+    for part, required in _REQUIRED.items():
+        _require(schemas[part.__name__], required)
     paths: dict[str, Json] = {}
     for operation in _OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
@@ -458,25 +537,40 @@ def _describe(
 
     `null` means absent everywhere, so the types require nothing; what must be there is told here.
     """
-    schema["required"] = list(required)
     for name, field in schema["properties"].items():
         meaning, constraints = fields[name]
         field["description"] = meaning
-        for constraint, value in constraints.items():
-            _constrain(field, constraint, value)
-        if name in required:
-            del field["default"]
-            field["anyOf"].remove({"type": "null"})
+        _limit(field, constraints)
+    _require(schema, required)
 
 
-def _constrain(field: Json, constraint: str, value: float) -> None:
-    """Narrows what the type says."""
-    if constraint == "default":
-        field["default"] = value
-        return
-    numbers = next(each for each in field["anyOf"] if each.get("type") in ("integer", "number"))
-    narrower = max if constraint == "minimum" else min
-    numbers[constraint] = narrower(value, numbers.get(constraint, value))
+def _limit(field: Json, constraints: Json) -> None:
+    """Narrows what the type of a field says, or replaces it."""
+    for keyword, value in constraints.items():
+        if keyword in _SAID_OF:
+            _narrow(field, keyword, value)
+        else:
+            field[keyword] = value
+
+
+def _narrow(part: Json, keyword: str, value: Any) -> None:
+    """Says a keyword of all that it can be said of: "minLength" of strings, and of those in
+    arrays."""
+    for inner in (*part.get("anyOf", ()), part.get("items"), part.get("additionalProperties")):
+        if inner:
+            _narrow(inner, keyword, value)
+    if part.get("type") in _SAID_OF[keyword]:
+        narrower = max if keyword in ("minimum", "exclusiveMinimum") else min
+        part[keyword] = narrower(value, part[keyword]) if keyword in part else value
+
+
+def _require(schema: Json, names: Sequence[str]) -> None:
+    """Fields that must be there, though their types have null."""
+    schema["required"] = [*schema["required"], *names]
+    for name in names:
+        field = schema["properties"][name]
+        del field["default"]
+        field["anyOf"] = [part for part in field["anyOf"] if part != {"type": "null"}]
 
 
 def _reference(of: type[Struct]) -> Json:

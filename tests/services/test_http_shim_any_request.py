@@ -1,10 +1,13 @@
-"""All that the OpenAPI document allows, and much that it does not, is answered or refused."""
+"""All that the OpenAPI document allows, and much that it does not, is answered or refused; what is
+over a limit that it tells is refused, what is within is not."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import httpx
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -43,17 +46,29 @@ def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         case "integer" | "number":
             return numbers(schema)
         case "string":
-            return st.text(st.characters(codec="utf-8"), max_size=6)
+            return strings(schema)
         case "array":
-            return st.lists(values(schema["items"]), max_size=3)
+            least, most = schema.get("minItems", 0), min(schema.get("maxItems", 3), 3)
+            return st.lists(values(schema["items"]), min_size=least, max_size=most)
         case "object" if "properties" in schema:
-            return objects(schema, {})
+            needed = {name: values(schema["properties"][name]) for name in schema["required"]}
+            parts = (objects(schema, {}), st.fixed_dictionaries(needed))
+            return st.tuples(*parts).map(lambda each: each[0] | each[1])
         case "object":
             inner = schema.get("additionalProperties")
             value = values(inner) if isinstance(inner, dict) else JUNK
             return st.dictionaries(st.integers(0, 9999).map(str), value, max_size=2)
         case _:
             return JUNK
+
+
+def strings(schema: dict[str, Any]) -> st.SearchStrategy[str]:
+    if "pattern" in schema:
+        return st.from_regex(
+            schema["pattern"], fullmatch=True, alphabet=st.characters(codec="ascii")
+        )
+    least = schema.get("minLength", 0)
+    return st.text(st.characters(codec="utf-8"), min_size=least, max_size=6)
 
 
 def numbers(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
@@ -88,7 +103,8 @@ def http(stack: Stack) -> Iterator[httpx.Client]:
         yield client
 
 
-def assert_answered_or_refused(response: httpx.Response) -> None:
+def is_answered(response: httpx.Response) -> bool:
+    """Or refused; nothing else."""
     if response.status_code != 200:
         assert response.status_code in REFUSALS, response.text
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -98,10 +114,18 @@ def assert_answered_or_refused(response: httpx.Response) -> None:
         assert all("error" not in json.loads(event[6:]) for event in events[:-1])
     else:
         assert response.json()["choices"]
+    return response.status_code == 200
 
 
+@pytest.fixture(scope="module")
+def answered() -> Counter[str]:
+    """How many requests were not refused."""
+    return Counter()
+
+
+EXAMPLES = 200
 thorough = settings(
-    max_examples=300,
+    max_examples=EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -109,27 +133,29 @@ thorough = settings(
 
 @thorough
 @given(body=bodies("CompletionBody", prompt=PROMPTS, stream=st.booleans()))
-def test_any_completion(http: httpx.Client, body: dict[str, Any]) -> None:
-    assert_answered_or_refused(http.post("/v1/completions", json=body))
+def test_any_completion(http: httpx.Client, answered: Counter[str], body: dict[str, Any]) -> None:
+    answered["completion"] += is_answered(http.post("/v1/completions", json=body))
 
 
 CONVERSATIONS = st.one_of(
-    st.sampled_from([[{"role": "user", "content": "Hello"}], []]),
-    st.lists(values(SCHEMAS["Message"]), max_size=3),
+    st.just([{"role": "user", "content": "Hello"}]),
+    values(SCHEMAS["ChatBody"]["properties"]["messages"]),
 )
 FEW_ONLY = FEW.filter(lambda tokens: tokens is not None)
 
 
 @thorough
 @given(body=bodies("ChatBody", messages=CONVERSATIONS, max_tokens=FEW_ONLY, stream=st.booleans()))
-def test_any_chat(http: httpx.Client, body: dict[str, Any]) -> None:
-    assert_answered_or_refused(http.post("/v1/chat/completions", json=body))
+def test_any_chat(http: httpx.Client, answered: Counter[str], body: dict[str, Any]) -> None:
+    answered["chat"] += is_answered(http.post("/v1/chat/completions", json=body))
 
 
 @thorough
 @given(body=bodies("MultiCompletionBody", model=MODELS, prompt=st.just("x = ")))
-def test_any_completion_of_many_models(http: httpx.Client, body: dict[str, Any]) -> None:
-    assert_answered_or_refused(http.post("/v1/completion", json=body))
+def test_any_completion_of_many_models(
+    http: httpx.Client, answered: Counter[str], body: dict[str, Any]
+) -> None:
+    answered["many models"] += is_answered(http.post("/v1/completion", json=body))
 
 
 @thorough
@@ -140,3 +166,128 @@ def test_any_completion_of_many_models(http: httpx.Client, body: dict[str, Any])
 def test_anything_tokenized(http: httpx.Client, body: dict[str, Any]) -> None:
     response = http.post("/tokenize", json=body)
     assert response.status_code in {200} | REFUSALS, response.text
+
+
+def test_many_were_no_refusals(answered: Counter[str]) -> None:
+    """Or the tests above would say little."""
+    assert min(answered[kind] for kind in ("completion", "chat", "many models")) > EXAMPLES / 3
+
+
+HELLO = {"role": "user", "content": "Hello"}
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def tools(count: int) -> list[dict[str, Any]]:
+    return [tool(f"f{i}") for i in range(count)]
+
+
+def calls(count: int = 1, **fields: Any) -> list[dict[str, Any]]:
+    """A conversation that holds so many, which differ in nothing from each other."""
+    called = {"name": fields.get("name", "f"), "arguments": fields.get("arguments", "{}")}
+    call = {"type": "function", "id": fields.get("id", "c"), "function": called}
+    return [{"role": "assistant", "tool_calls": [call] * count}, HELLO]
+
+
+def said(parts: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": ""}] * parts}]
+
+
+GENERATION = [  # taken, and refused
+    ({"stop": ["a" * 1_000]}, {"stop": ["a" * 1_001]}),
+    ({"stop": "a"}, {"stop": ""}),
+    ({"stop_token_ids": [7] * 128}, {"stop_token_ids": [7] * 129}),
+    ({"top_k": 128}, {"top_k": 129}),
+    ({"logit_bias": {"7": 100}}, {"logit_bias": {"7": 100.5}}),
+    ({"logit_bias": {"7": -100}}, {"logit_bias": {"7": -100.5}}),
+    ({"logit_bias": {"70": 1}}, {"logit_bias": {"07": 1}}),
+    ({"dry_base": 1}, {"dry_base": 0.5}),
+    ({"dry_sequence_breakers": ["a" * 64]}, {"dry_sequence_breakers": ["a" * 65]}),
+    ({"dry_sequence_breakers": ["a"] * 32}, {"dry_sequence_breakers": ["a"] * 33}),
+    ({"dry_sequence_breakers": ["a"]}, {"dry_sequence_breakers": [""]}),
+    ({"dry_sequence_breakers": ["a"]}, {"dry_sequence_breakers": []}),
+    ({"mirostat_target": 0.5}, {"mirostat_target": 0}),
+    ({"mirostat_lr": 0.5}, {"mirostat_lr": 0}),
+    ({"n": 128}, {"n": 129}),
+    ({"tools": tools(128), "tool_choice": "none"}, {"tools": tools(129), "tool_choice": "none"}),
+    ({"tools": [tool("f" * 64)]}, {"tools": [tool("f" * 65)]}),
+    ({"tools": [tool("f-1")]}, {"tools": [tool("f 1")]}),
+    ({"tools": [tool("f")], "tool_choice": tool("f")},
+     {"tools": [tool("f")], "tool_choice": tool("")}),
+    ({"grammar": {"type": "regex", "value": "a"}}, {"grammar": {"type": "regex", "value": ""}}),
+    ({"grammar": {"type": "json_schema", "value": "{}"}},
+     {"grammar": {"type": "json_schema", "value": ""}}),
+    ({"grammar": {"type": "lark", "value": 'start: "a"'}},
+     {"grammar": {"type": "lark", "value": ""}}),
+    ({}, {"grammar": {"type": "llguidance", "value": ""}}),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+     {"response_format": {"type": "json_schema", "json_schema": {}}}),
+    ({"response_format": {"type": "text"}}, {"response_format": {"type": "json_schema"}}),
+]  # fmt: skip
+COMPLETION = [
+    ({"prompt": ["a"] * 128}, {"prompt": ["a"] * 129}),
+    ({"prompt": [[7]] * 128}, {"prompt": [[7]] * 129}),
+    ({"prompt": [7] * 200}, {"prompt": []}),
+    ({"prompt": [[7]]}, {"prompt": [[7], []]}),
+    ({"prompt": ["a", "b"]}, {"prompt": ["a", 7]}),
+    ({"prompt": [7, 8]}, {"prompt": [7, 2**32]}),
+    ({"max_tokens": 0, "echo": True}, {"max_tokens": -1, "echo": True}),
+    ({"images": []}, {"images": ["data:,"]}),
+]
+CHAT = [
+    ({"max_tokens": 1}, {"max_tokens": 0}),
+    ({"max_tokens": None, "max_completion_tokens": 1},
+     {"max_tokens": None, "max_completion_tokens": 0}),
+    ({"messages": [HELLO]}, {"messages": []}),
+    ({"messages": [HELLO]}, {"messages": [HELLO] * 4_097}),
+    ({"messages": said(1_024)}, {"messages": said(1_025)}),
+    ({"messages": calls(8)}, {"messages": calls(129)}),
+    ({"messages": calls(id="c")}, {"messages": calls(id="")}),
+    ({"messages": calls(name="f")}, {"messages": calls(name="")}),
+    ({"messages": calls(arguments="")}, {"messages": calls(arguments="{}" + " " * 1024 * 1024)}),
+    ({"messages": [HELLO | {"function_call": None}]}, {"messages": [HELLO | {"function_call": 1}]}),
+    ({"functions": None}, {"functions": []}),
+    ({"function_call": None}, {"function_call": "auto"}),
+]  # fmt: skip
+MANY_MODELS = [
+    ({"model": ["default"] * 128}, {"model": ["default"] * 129}),
+    ({"model": ["default"]}, {"model": []}),
+    ({"stop": ["a"]}, {"stop": [""]}),
+    ({"stream": False}, {"stream": True}),
+]
+TOKENIZE = [
+    ({"prompt": "a" * 1000}, {"prompt": "a" * (1024 * 1024 + 1)}),
+    ({"messages": [HELLO]}, {"messages": []}),
+    ({"messages": [HELLO], "tools": tools(128)}, {"messages": [HELLO], "tools": tools(129)}),
+]
+DETOKENIZE = [({"tokens": [7] * 262_144}, {"tokens": [7] * 262_145})]
+SHORT = {"max_tokens": 1, "dry_multiplier": 1}
+ROUTES = [
+    ("/v1/completions", "CompletionBody", SHORT | {"prompt": "x"}, GENERATION + COMPLETION),
+    ("/v1/chat/completions", "ChatBody", SHORT | {"messages": [HELLO]}, GENERATION + CHAT),
+    ("/v1/completion", "MultiCompletionBody",
+     {"model": "default", "prompt": "x", "max_tokens": 1}, MANY_MODELS),
+    ("/tokenize", "TokenizeBody", {}, TOKENIZE),
+    ("/detokenize", "DetokenizeBody", {}, DETOKENIZE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "taken", "refused"),
+    [
+        (path, name, base | taken, base | refused)
+        for path, name, base, limits in ROUTES
+        for taken, refused in limits
+    ],
+)
+def test_the_document_tells_the_limits_that_hold(
+    http: httpx.Client, path: str, name: str, taken: dict[str, Any], refused: dict[str, Any]
+) -> None:
+    """Who checks a body by it before it is sent is neither stopped nor surprised."""
+    validator = jsonschema.Draft202012Validator(DOCUMENT | {"$ref": f"#/components/schemas/{name}"})
+    assert validator.is_valid(taken)
+    assert not validator.is_valid(refused)
+    assert http.post(path, json=taken).status_code == 200
+    assert http.post(path, json=refused).status_code == 400
