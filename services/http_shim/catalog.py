@@ -17,6 +17,7 @@ __all__ = ["Catalog"]
 
 _LOG = logging.getLogger("catalog")
 _ASK_SECONDS = 2.0  # that a list of models waits for each backend
+_CARDS_AT_ONCE = 250  # of a list; more would hold other requests up
 
 
 class Catalog:
@@ -48,6 +49,12 @@ class Catalog:
             self._connections[target] = Connection(target)
         self._models = tuple(models)
         self._by_name = {name: model for model in models for name in model.names}
+        self._listed = [model for model in models if not model.variant]
+        self._served = [model for model in self._listed if not model.is_placeholder]
+        self._variants: dict[str, list[str]] = {model.full_name: [] for model in models}
+        for model in models:
+            if model.variant:
+                self._variants[model.id].append(model.full_name)
 
     def find(self, name: str | None) -> ServedModel:
         """The model of a name. Raises INVALID_ARGUMENT without a name and NOT_FOUND."""
@@ -76,12 +83,22 @@ class Catalog:
 
     async def cards(self) -> list[ModelCard]:
         """All models; variants are named in their model's card."""
-        rows = [row for row in self._models if not row.variant]
-        return list(await asyncio.gather(*[self._card(row) for row in rows]))
+        rows, variants = self._listed, self._variants
+        targets = {row.target for row in rows}
+        answers = await asyncio.gather(*map(self._described, targets))
+        described = dict(zip(targets, answers, strict=True))
+        cards: list[ModelCard] = []
+        for row in rows:
+            cards.append(catalog_card(row, variants[row.full_name], described[row.target]))
+            if len(cards) % _CARDS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return cards
 
     async def card(self, name: str) -> ModelCard:
         """The model, or variant, of a name."""
-        return await self._card(self._only() if name == "default" else self._row(name))
+        row = self._only() if name == "default" else self._row(name)
+        variants = self._variants[row.full_name]
+        return catalog_card(row, variants, await self._described(row.target))
 
     async def is_ready(self) -> bool:
         """Whether any backend would answer."""
@@ -102,23 +119,17 @@ class Catalog:
         return row
 
     def _only(self) -> CatalogModel:
-        served = [row for row in self._models if not row.variant and not row.is_placeholder]
-        if len(served) != 1:
+        if len(self._served) != 1:
             raise invalid("model", "model is required: GET /v1/models lists those there are.")
-        return served[0]
+        return self._served[0]
 
-    async def _card(self, row: CatalogModel) -> ModelCard:
-        related = [] if row.variant else [each for each in self._models if each.id == row.id]
-        variants = [each.full_name for each in related if each.variant]
-        return catalog_card(row, variants, await self._described(row))
-
-    async def _described(self, row: CatalogModel) -> completion_pb2.Model | None:
-        """What the backend says of the model, if it can be asked."""
-        if row.target is None:
+    async def _described(self, target: str | None) -> completion_pb2.Model | None:
+        """What the backend says of its model, if there is one and it can be asked."""
+        if target is None:
             return None
         try:
             async with asyncio.timeout(_ASK_SECONDS):
-                with self._connections[row.target].used() as backend:
+                with self._connections[target].used() as backend:
                     models = await backend.models()
         except (ServiceError, TimeoutError):
             return None
