@@ -16,7 +16,7 @@ from tokenwire.errors import ServiceError, invalid
 __all__ = ["Catalog"]
 
 _LOG = logging.getLogger("catalog")
-_ASK_SECONDS = 2.0  # that a list of models waits for each backend
+_ASK_SECONDS = 2.0  # that a list of models waits for each backend, and until it is asked again
 _CARDS_AT_ONCE = 250  # of a list; more would hold other requests up
 
 
@@ -27,6 +27,7 @@ class Catalog:
         self._path = path
         self._connections: dict[str, Connection] = {}
         self._retiring: set[asyncio.Task[None]] = set()
+        self._comparing: set[asyncio.Task[None]] = set()
         self._replace(_read(path))
 
     def reload(self) -> None:
@@ -55,6 +56,13 @@ class Catalog:
         for model in models:
             if model.variant:
                 self._variants[model.id].append(model.full_name)
+        for comparing in self._comparing:
+            comparing.cancel()
+        self._comparing = {
+            asyncio.ensure_future(self._compare_contexts(target))
+            for target in {model.target for model in models if model.context is not None}
+            if target is not None
+        }
 
     def find(self, name: str | None) -> ServedModel:
         """The model of a name. Raises INVALID_ARGUMENT without a name and NOT_FOUND."""
@@ -107,8 +115,8 @@ class Catalog:
 
     async def close(self) -> None:
         """Cut what still runs."""
-        for retiring in self._retiring:
-            retiring.cancel()
+        for task in (*self._retiring, *self._comparing):
+            task.cancel()
         for connection in self._connections.values():
             await connection.backend.close()
 
@@ -122,6 +130,17 @@ class Catalog:
         if len(self._served) != 1:
             raise invalid("model", "model is required: GET /v1/models lists those there are.")
         return self._served[0]
+
+    async def _compare_contexts(self, target: str) -> None:
+        """Tell of rows with more context than their model has, as soon as it can be asked."""
+        while (model := await self._described(target)) is None:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(_ASK_SECONDS)
+        for row in self._models:
+            if row.target == target and (row.context or 0) > model.context_length:
+                _LOG.warning(
+                    "The catalog gives %s a context of %d tokens, its model has %d: those hold.",
+                    row.full_name, row.context, model.context_length,
+                )  # fmt: skip
 
     async def _described(self, target: str | None) -> completion_pb2.Model | None:
         """What the backend says of its model, if there is one and it can be asked."""

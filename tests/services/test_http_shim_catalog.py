@@ -228,6 +228,29 @@ async def test_a_row_may_narrow_the_context(http: httpx.AsyncClient) -> None:
         assert error_of(refused)["code"] == "context_length_exceeded"
 
 
+async def test_a_row_that_would_widen_the_context_is_told_of(stack: Stack, tmp_path: Path) -> None:
+    """Whoever wrote it would find out by prompts that are refused."""
+    path = tmp_path / "catalog.toml"
+    [port] = free_ports(1)
+    path.write_text(
+        f'[[models]]\nid = "wide"\ntarget = "127.0.0.1:{port}"\ncontext = 100_000\n'
+        "[models.variants.narrow]\ncontext = 24\n"
+    )
+    flags = ("--model", str(stack.model), "--engine", stack.engine)
+    log = tmp_path / "tokenizer.log"
+    async with running_shim("--catalog", str(path)) as shim:
+        async with (
+            running_service("tokenizer", *flags, log=log, port=port),
+            httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
+        ):
+            line = await shim.logged("The catalog gives")
+            card = (await http.get("/v1/models/wide")).json()
+        assert line["level"] == "warning"
+        length = card["max_model_len"]
+        assert f"wide a context of 100000 tokens, its model has {length}:" in line["message"]
+        assert shim.count("The catalog gives") == 1
+
+
 async def test_tokens_of_each_model(http: httpx.AsyncClient) -> None:
     asked = {"prompt": PROMPT, "model": "two"}
     response = await http.post("/tokenize", json=asked)
