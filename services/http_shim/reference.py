@@ -9,6 +9,13 @@ __all__ = ["reference"]
 
 Json = Mapping[str, Any]
 
+_BOUNDS = {
+    "from": ("minimum", "minLength", "minItems"),
+    "above": ("exclusiveMinimum",),
+    "to": ("maximum", "maxLength", "maxItems"),
+}
+_NO_BOUND = 2**31
+
 
 def reference(document: Json) -> bytes:
     """A whole HTML page; what is text in the document is text in it."""
@@ -127,26 +134,31 @@ def _add_type(parent: Element, schema: Json) -> None:
         case {"type": "array", "items": items}:
             _add_text(parent, "array of (" if "anyOf" in items else "array of ")
             _add_type(parent, items)
-            _add_text(parent, ")" if "anyOf" in items else "")
+            _add_text(parent, (")" if "anyOf" in items else "") + _bounds(schema))
         case {"type": "object", "additionalProperties": values} if values:
             _add_text(parent, "object of ")
             _add_type(parent, values)
         case {"type": str(name)}:
-            _add_text(parent, name + _range(schema))
+            _add_text(parent, name + _bounds(schema))
         case _:
             _add_text(parent, "anything")
 
 
-def _range(schema: Json) -> str:
-    """Of a number; the ends of an integer type say nothing."""
-    signs = (
-        ("minimum", "from"),
-        ("exclusiveMinimum", "above"),
-        ("maximum", "to"),
-        ("exclusiveMaximum", "below"),
-    )
-    told = [(word, schema[sign]) for sign, word in signs if sign in schema]
-    return "".join(f" {word} {end}" for word, end in told if abs(end) < 2**31)
+def _bounds(schema: Json) -> str:
+    """Of a number, of a text's length, of an array's; the ends of an integer type say nothing."""
+    ends = {
+        sign: schema[keyword]
+        for sign, keywords in _BOUNDS.items()
+        for keyword in keywords
+        if abs(schema.get(keyword, _NO_BOUND)) < _NO_BOUND
+    }
+    words = [f"{sign} {end}" for sign, end in ends.items()]
+    if list(ends) == ["to"]:
+        words.insert(0, "up")
+    if "pattern" in schema:
+        words.append(f"like {schema['pattern']}")
+    unit = {"string": " characters", "array": " items"}.get(schema["type"], "") if ends else ""
+    return f" ({' '.join(words)}{unit})" if words else ""
 
 
 def _add(parent: Element, tag: str, text: str, **attributes: str) -> Element:

@@ -244,13 +244,13 @@ async def is_answered(neighbour: Neighbour, path: str, body: dict[str, Any]) -> 
     return response.status_code == 200
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(body=bodies(FIELDS, {"prompt": "x = "}))
 async def test_any_body(neighbour: Neighbour, answered: Counter[str], body: dict[str, Any]) -> None:
     answered["body"] += await is_answered(neighbour, "/v1/completions", body)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(body=bodies(CHAT_FIELDS, {"messages": [{"role": "user", "content": "Hello"}]}))
 async def test_any_chat(neighbour: Neighbour, answered: Counter[str], body: dict[str, Any]) -> None:
     answered["chat"] += await is_answered(neighbour, "/v1/chat/completions", body)
@@ -419,7 +419,7 @@ async def is_completed(neighbour: Neighbour, session: CompletionSession, **start
     return False
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(fields=messages(SENSE, NONSENSE, {"prompts": [{"text": "x = "}]}))
 async def test_any_message(
     neighbour: Neighbour,
@@ -434,7 +434,7 @@ async def test_any_message(
 HELLO = {"role": completion.ROLE_USER, "parts": [{"text": "Hello"}]}
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(fields=messages(CHAT_SENSE, CHAT_NONSENSE, {"messages": [HELLO]}))
 async def test_any_chat_message(
     neighbour: Neighbour,

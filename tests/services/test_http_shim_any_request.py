@@ -126,7 +126,6 @@ def answered() -> Counter[str]:
 EXAMPLES = 200
 thorough = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

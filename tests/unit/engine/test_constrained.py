@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.messages import (
@@ -194,7 +194,7 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
     lateness=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     neighbours=st.integers(0, 2),
 )
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 def test_what_is_forced_guessed_or_late_is_not_to_be_seen(
     decoder: Decoder,
     kind: str,
@@ -225,7 +225,7 @@ def test_what_is_forced_guessed_or_late_is_not_to_be_seen(
 
 
 @given(allowed=ALLOWED, data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 def test_a_sequence_goes_on_elsewhere_in_the_middle_of_what_is_forced(
     decoder: Decoder, allowed: list[set[int]], data: st.DataObject
 ) -> None:

@@ -25,7 +25,7 @@ def make_row(mirostat: MirostatSettings, state: Mirostat, position: int, **field
     st.floats(0.01, 1),
     st.floats(0.3, 2),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_mu_goes_as_the_definition_says(
     seed: int, vocabulary: int, target: float, rate: float, temperature: float
 ) -> None:

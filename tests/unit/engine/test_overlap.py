@@ -67,7 +67,6 @@ def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @settings(
     max_examples=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @pytest.mark.usefixtures("few_candidates")
@@ -132,7 +131,7 @@ def run_with_credit(
 
 
 @given(prompts=st.lists(PROMPTS, min_size=2, max_size=8), blocks=st.integers(14, 30))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 def test_preemption_never_changes_output(
     decoder: Decoder, prompts: list[list[int]], blocks: int
 ) -> None:

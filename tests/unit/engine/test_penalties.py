@@ -88,7 +88,7 @@ SO_FAR = st.builds(
     st.lists(st.tuples(SAMPLING, SO_FAR), min_size=1, max_size=6),
     st.integers(0, 2**31),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_logits_become_what_the_definitions_say(
     asked: list[tuple[SamplingSettings, SoFar]], seed: int
 ) -> None:
@@ -104,7 +104,7 @@ def test_logits_become_what_the_definitions_say(
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=60), st.integers(1, 60), DRY)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_dry_follows_a_sequence_from_any_beginning(
     tokens: list[int], begin: int, dry: DrySettings
 ) -> None:

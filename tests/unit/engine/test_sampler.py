@@ -124,7 +124,7 @@ def test_drawn_frequencies_follow_the_definition(sampling: SamplingSettings) -> 
     st.sampled_from([0.0, 0.05, 0.5, 1.0]),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_only_tokens_that_the_definition_leaves_are_drawn(
     seed: int,
     vocabulary: int,
@@ -157,7 +157,7 @@ def test_only_tokens_that_the_definition_leaves_are_drawn(
     ),
     st.sampled_from(InstructionSet),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_seed_means_the_same_on_every_machine(
     seed: int,
     vocabulary: int,

@@ -15,7 +15,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_step_is_read_as_it_was_filled_in(steps: list[tuple[int, list[int]]]) -> None:
     """Steps of any size one after another, over ten sequences that grow by a block at a time."""
     staging = Staging(torch.device("cpu"))

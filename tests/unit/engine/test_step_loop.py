@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -81,7 +81,7 @@ def assert_same_up_to_ties(tokens: list[int], alone: list[Token]) -> None:
     step_tokens=st.integers(3, 64),
     ticks=st.lists(st.floats(0, 0.1), min_size=1, max_size=8),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 def test_batching_chunking_caching_and_preemption_never_change_greedy_output(
     decoder: Decoder,
     prompts: list[list[int]],
@@ -109,7 +109,7 @@ ACTIONS = st.lists(
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @given(actions=ACTIONS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 def test_every_request_ends_once_and_no_block_is_leaked(
     decoder: Decoder, overlaps: bool, actions: list[tuple[str, object, object]]
 ) -> None:
@@ -148,7 +148,7 @@ def test_every_request_ends_once_and_no_block_is_leaked(
     temperature=st.sampled_from([0.0, 0.05, 0.3]),
     credit=st.sampled_from([None, 1, 5]),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 def test_speculation_never_changes_output(
     decoder: Decoder,
     prompts: list[list[int]],
@@ -228,7 +228,7 @@ def test_another_tenant_cannot_see_the_cache(decoder: Decoder) -> None:
 
 
 @given(prompt=PROMPTS, seed=st.integers(0, 99), cut=st.integers(0, 9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_resumed_sequence_draws_what_it_would_have_drawn(
     decoder: Decoder, prompt: list[int], seed: int, cut: int
 ) -> None:
@@ -351,7 +351,7 @@ def test_min_tokens_that_bans_everything_bans_nothing(decoder: Decoder) -> None:
 
 
 @given(prompt=st.lists(st.integers(1, 40), min_size=2, max_size=60), step=st.integers(3, 64))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_prompt_scores_are_those_of_a_whole_pass(
     decoder: Decoder, prompt: list[int], step: int
 ) -> None:

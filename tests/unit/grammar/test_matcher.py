@@ -43,7 +43,7 @@ def walk(seed: int) -> list[int]:
     return ids
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 1000), st.data())
 def test_rolled_back_equals_never_fed(seed: int, data: st.DataObject) -> None:
     ids = walk(seed)
@@ -64,7 +64,7 @@ def test_rolled_back_equals_never_fed(seed: int, data: st.DataObject) -> None:
             other.accept([token], WIDTH)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 1000), st.data())
 def test_a_fork_goes_its_own_way(seed: int, data: st.DataObject) -> None:
     ids = walk(seed)
@@ -113,7 +113,7 @@ def test_more_than_was_fed_is_not_taken_back() -> None:
         matcher.rollback(5)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 1000), st.data())
 def test_forced_tokens_are_those_that_masks_of_one_id_force(seed: int, data: st.DataObject) -> None:
     ids = walk(seed)

@@ -25,7 +25,7 @@ def matches(matcher: LLMatcher, content: list[int]) -> bool:
     return matcher.try_consume_tokens(content) == len(content) and matcher.is_accepting()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
 def test_every_choice_is_possible_and_nothing_else(choices: list[str]) -> None:
     spec = GrammarSpec(choice=ChoiceList(choices=choices))

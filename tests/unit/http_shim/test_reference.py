@@ -45,10 +45,12 @@ def test_it_names_every_route_and_field_and_its_links_lead_somewhere() -> None:
 def test_types_are_told_in_words() -> None:
     text = Page(reference(document())).text
     for words in (
-        "number from 0 to 2 or null, default 1",  # temperature
-        "string or array of (string or integer",  # prompt
-        "required",
-        "object of number",
+        "number (from 0 to 2) or null, default 1",  # temperature
+        "string (from 1 to 1000 characters) or array of string (from 1 to 1000 characters) or null",
+        "array of array of integer (from 0) (from 1 items) (from 1 to 128 items), required",
+        "array of FunctionTool (up to 128 items)",
+        "string (like ^[A-Za-z0-9_-]{1,64}$), required",
+        "object of number (from -100 to 100)",
         '"error" or "truncate"',
     ):
         assert words in text

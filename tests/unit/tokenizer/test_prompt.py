@@ -82,7 +82,7 @@ def test_a_text_that_is_too_long_by_little_is_told_its_length(embedded: Vocabula
 
 
 @given(_LONG, st.integers(0, 9), st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_cut_prompt_keeps_the_end_of_the_whole(
     embedded: Vocabulary,
     byte_fallback_vocabulary: Vocabulary,
@@ -107,7 +107,7 @@ def test_a_cut_prompt_keeps_the_end_of_the_whole(
 
 
 @given(_LONG, _LONG, st.sampled_from(["prefix", "suffix", "both"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_cut_infill_prompt_keeps_what_is_next_to_the_gap(
     embedded: Vocabulary, before: str, after: str, long: str
 ) -> None:
@@ -161,7 +161,7 @@ def test_one_long_token_lets_no_long_text_be_read(
 
 
 @given(_LONG)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_text_that_fits_is_taken_however_long_it_looks(sparse: Vocabulary, text: str) -> None:
     """At exactly its length in tokens, the suspicion proves unfounded."""
     text = ("=" * 1_000 + "\n") * 200 + text

@@ -5,7 +5,7 @@ import string
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.tokenizer.chat.json_scanner import JsonScanner
@@ -24,7 +24,6 @@ def _push(text: str) -> tuple[JsonScanner, bool]:
     return scanner, all(scanner.push(character) for character in text)
 
 
-@settings(deadline=None)  # quadratic: every beginning is completed
 @given(_DOCUMENTS, st.booleans(), st.sampled_from([None, 1]))
 def test_every_document_is_read_to_its_end(
     value: Any, ascii_only: bool, indent: int | None
