@@ -134,7 +134,7 @@ async function showStream(response, began) {
       showPart(blocks.get(choice.index), choice);
       if (choice.index === 0) text += choice.text ?? choice.delta.content ?? "";
     }
-    if (usage && first) say(speed(usage, first - began, performance.now() - first));
+    if (usage && first) say(speed(usage, first - began, performance.now() - began));
   }
   return text;
 }
@@ -218,10 +218,11 @@ async function* events(response) {
   throw new Error("The stream ended early.");
 }
 
-function speed(usage, waited, streamed) {
+// The rate is of the whole request: text that may be a call comes late, and all at once.
+function speed(usage, first, all) {
   const tokens = usage.completion_tokens;
-  const rate = tokens > 1 && streamed > 0 ? `, ${Math.round((tokens - 1) / (streamed / 1000))} tokens/s` : "";
-  return `${usage.prompt_tokens} + ${tokens} tokens, first after ${Math.round(waited)} ms${rate}`;
+  const rate = Math.round((1000 * tokens) / all);
+  return `${usage.prompt_tokens} + ${tokens} tokens in ${Math.round(all)} ms (${rate}/s), first after ${Math.round(first)} ms`;
 }
 
 async function failure(response) {
