@@ -13,23 +13,15 @@ from starlette.responses import Response
 from services.http_shim.cards import ModelCard, ModelList
 from services.http_shim.chat_responses import ChatChoice, ChatChunkChoice
 from services.http_shim.completion_responses import Choice
-from services.http_shim.conversation import CalledFunction, Message, MessageCall
 from services.http_shim.errors import ErrorBody
 from services.http_shim.multi_completion import MultiAnswer
+from services.http_shim.openapi_fields import FIELDS, LIMITS, OWN_FIELDS, REQUIRED
 from services.http_shim.probes import State
 from services.http_shim.requests import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    FunctionName,
-    FunctionSpec,
-    JsonSchemaFormat,
-    JsonSchemaGrammar,
-    JsonSchemaSpec,
-    LarkGrammar,
-    LlguidanceGrammar,
     MultiCompletionBody,
-    RegexGrammar,
     TokenizeBody,
 )
 from services.http_shim.responses import Usage
@@ -259,148 +251,6 @@ _OPERATIONS = (
     ),
 )
 
-_TOKEN_LIMIT: Json = {"minimum": 0, "default": 16}
-_PENALTY: Json = {"minimum": -2, "maximum": 2, "default": 0}
-_FLAG: Json = {"default": False}
-_REFUSED: Json = {"anyOf": [{"type": "null"}]}
-_NOT_EMPTY: Json = {"minLength": 1}
-_FUNCTION_NAME: Json = {"pattern": "^[A-Za-z0-9_-]{1,64}$"}
-_TOKEN_ID: Json = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
-_TOKEN_IDS: Json = {"type": "array", "minItems": 1, "items": _TOKEN_ID}
-_PROMPTS: Json = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "minItems": 1, "maxItems": 128, "items": {"type": "string"}},
-        _TOKEN_IDS,
-        {"type": "array", "minItems": 1, "maxItems": 128, "items": _TOKEN_IDS},
-    ]
-}
-_STOP = (
-    "Strings that end a choice; they are cut off. 16 at most, unless the server has another limit."
-)
-_FIELDS: Mapping[str, tuple[str, Json]] = {
-    "model": ("Id, alias, or id:variant; absent or `default` = the only model.", {}),
-    "prompt": ("Text, several texts, token ids, or several lists of them.", _PROMPTS),
-    "suffix": ("What follows the gap: only the middle is generated.", {}),
-    "max_tokens": ("Tokens of each choice at most; 0 only with echo.", _TOKEN_LIMIT),
-    "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 0}),
-    "min_tokens": ("Until then nothing ends a choice.", {"minimum": 0, "default": 0}),
-    "ignore_eos": ("The end-of-sequence token does not end a choice.", _FLAG),
-    "stop": (_STOP, {"minLength": 1, "maxLength": 1_000}),
-    "stop_token_ids": ("Token ids that end a choice.", {"maxItems": 128}),
-    "include_stop_str_in_output": ("Keep the stop string that ended a choice.", _FLAG),
-    "temperature": ("0 = greedy.", {"minimum": 0, "maximum": 2, "default": 1}),
-    "top_p": ("Nucleus mass.", {"minimum": 0, "maximum": 1, "default": 1}),
-    "top_k": ("Draw from so many; -1 and 0 = from all.", {"minimum": -1, "maximum": 128}),
-    "min_p": ("Least probability, relative to the most likely.", {"minimum": 0, "maximum": 1}),
-    "seed": ("The same seed gives the same text.", {}),
-    "frequency_penalty": ("By how often a token was generated.", _PENALTY),
-    "presence_penalty": ("By whether a token was generated.", _PENALTY),
-    "repetition_penalty": (
-        "Divides positive logits of tokens that occurred, multiplies negative ones.",
-        {"exclusiveMinimum": 0, "maximum": 2, "default": 1},
-    ),
-    "logit_bias": (
-        "Added to the logits of token ids.",
-        {"minimum": -100, "maximum": 100, "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
-    ),
-    "dry_multiplier": ("DRY; 0 = off.", {"minimum": 0, "default": 0}),
-    "dry_base": ("DRY's base.", {"minimum": 1, "default": 1.75}),
-    "dry_allowed_length": ("Repetitions of so many tokens cost nothing.", {"default": 2}),
-    "dry_sequence_breakers": (
-        "Texts that end a repetition.",
-        {"minItems": 1, "maxItems": 32, "minLength": 1, "maxLength": 64},
-    ),
-    "mirostat_target": ("Mirostat 2: the perplexity to keep to.", {"exclusiveMinimum": 0}),
-    "mirostat_lr": ("Mirostat's learning rate.", {"exclusiveMinimum": 0}),
-    "n": ("Choices of each prompt; prompts x n is 128 at most.", {"minimum": 1, "maximum": 128}),
-    "best_of": ("Candidates of which the n best are returned.", {"minimum": 0, "maximum": 128}),
-    "echo": ("Put the prompt in front of each choice.", _FLAG),
-    "logprobs": (
-        "Candidates to show for each token; more than 5 only where the server allows them.",
-        {"minimum": 0, "maximum": 20},
-    ),
-    "truncate_sequence": ("Keep the end of a prompt that is over the context.", _FLAG),
-    "context_length_exceeded_behavior": (
-        "Where prompt and max_tokens exceed the context: lower max_tokens, or refuse.",
-        {"default": "truncate"},
-    ),
-    "response_format": ("Constrains the output to JSON.", {}),
-    "grammar": ("Constrains the output to a grammar.", {}),
-    "tools": ("Functions to call.", {"maxItems": 128}),
-    "tool_choice": ("Whether, and which.", {}),
-    "images": ("Refused: the models read text only.", {"maxItems": 0}),
-    "stream": ("Answer in server-sent events, `data: [DONE]` last.", _FLAG),
-    "stream_options": ("Where in the stream usage is told.", {}),
-    "user": ("A label for logs.", {}),
-    "return_token_ids": ("Show the ids of prompts and choices.", _FLAG),
-    "return_tokens_as_token_ids": ("`token_id:N` in place of token texts.", _FLAG),
-    "messages": ("The conversation.", {"minItems": 1, "maxItems": 4_096}),
-    "parallel_tool_calls": ("Whether an answer may hold several calls.", {"default": True}),
-    "chat_template": ("Name of one of the checkpoint's templates.", {"default": "default"}),
-    "chat_template_kwargs": (
-        "Further variables of the template, up to 65,536 characters of JSON.",
-        {},
-    ),
-    "add_generation_prompt": (
-        "End the prompt with the start of an answer; default true, unless it continues a message.",
-        {},
-    ),
-    "continue_final_message": ("Continue the last message, which is the assistant's.", _FLAG),
-    "functions": ("Refused: use tools.", _REFUSED),
-    "function_call": ("Refused: use tool_choice.", _REFUSED),
-    "add_special_tokens": (
-        "Put the BOS in front of the prompt; default true. Messages have what their template says.",
-        {},
-    ),
-    "return_token_strs": ("Show the tokens' texts.", _FLAG),
-    "tokens": ("Token ids.", {"maxItems": 262_144}),
-}
-_OWN_FIELDS: Mapping[type[Struct], Mapping[str, tuple[str, Json]]] = {
-    ChatBody: {
-        "max_tokens": ("Tokens of each choice at most; absent = all that fit.", {"minimum": 1}),
-        "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 1}),
-        "n": ("Choices.", {"minimum": 1, "maximum": 128}),
-        "logprobs": ("Show the logprob of each token of the content.", _FLAG),
-        "top_logprobs": (
-            "Candidates to show for each token; only with logprobs.",
-            {"minimum": 0, "maximum": 20},
-        ),
-        "tool_choice": ("Whether, and which; `auto` where there are tools.", {}),
-    },
-    MultiCompletionBody: {
-        "model": ("Name of a model, or names of several.", {"minItems": 1, "maxItems": 128}),
-        "prompt": ("Text.", {}),
-        "max_tokens": ("Tokens of each choice at most.", {"default": 16}),
-        "stream": ("Refused: /v1/completions streams.", {"const": False, "default": False}),
-    },
-    TokenizeBody: {
-        "prompt": ("Text, up to 1 MiB in UTF-8.", {"maxLength": 1024 * 1024}),
-        "messages": ("A conversation in its place.", {"minItems": 1, "maxItems": 4_096}),
-        "tools": ("Functions that the conversation's prompt names.", {"maxItems": 128}),
-    },
-}
-"""Where a field means something else than elsewhere."""
-_LIMITS: Mapping[type[Struct], Mapping[str, Json]] = {
-    CalledFunction: {"name": _NOT_EMPTY, "arguments": {"maxLength": 1024 * 1024}},
-    FunctionName: {"name": _FUNCTION_NAME},
-    FunctionSpec: {"name": _FUNCTION_NAME},
-    JsonSchemaGrammar: {"value": _NOT_EMPTY},
-    LarkGrammar: {"value": _NOT_EMPTY},
-    LlguidanceGrammar: {"value": _NOT_EMPTY},
-    Message: {
-        "content": {"maxItems": 1_024},
-        "tool_calls": {"maxItems": 128},
-        "function_call": _REFUSED,
-    },
-    MessageCall: {"id": _NOT_EMPTY},
-    RegexGrammar: {"value": _NOT_EMPTY},
-}
-"""Of what bodies hold."""
-_REQUIRED: Mapping[type[Struct], Sequence[str]] = {
-    JsonSchemaFormat: ("json_schema",),
-    JsonSchemaSpec: ("schema",),
-}
 _SAID_OF: Mapping[str, Sequence[str]] = {
     "minimum": ("integer", "number"),
     "exclusiveMinimum": ("integer", "number"),
@@ -438,12 +288,12 @@ def document() -> Json:
     )
     bodies = {each.body: each.required for each in _OPERATIONS if each.body is not None}
     for body, required in bodies.items():
-        fields = {**_FIELDS, **_OWN_FIELDS.get(body, {})}
+        fields = {**FIELDS, **OWN_FIELDS.get(body, {})}
         _describe(schemas[body.__name__], required, fields)
-    for part, limits in _LIMITS.items():
+    for part, limits in LIMITS.items():
         for name, constraints in limits.items():
             _limit(schemas[part.__name__]["properties"][name], constraints)
-    for part, required in _REQUIRED.items():
+    for part, required in REQUIRED.items():
         _require(schemas[part.__name__], required)
     paths: dict[str, Json] = {}
     for operation in _OPERATIONS:
