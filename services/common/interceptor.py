@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from services.common.errors import abort, internal_error
-from services.common.logging import request_id, traceparent
+from services.common.logging import failure, request_id, traceparent
 from tokenwire.errors import ServiceError, invalid
 
 __all__ = [
@@ -166,9 +166,12 @@ class _Rpc:
         if error is None:
             self._log("OK", logging.INFO)
         elif isinstance(error, ServiceError):
-            self._log(error.code.name, logging.INFO, reason=error.reason, error=error.message)
+            why = failure(_LOG, error.reason, error.message)
+            self._log(error.code.name, logging.INFO, **why)
             await abort(self._context, error)
-        elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+        elif isinstance(error, grpc.aio.AbortError):  # `cut_stalled` has told the client
+            self._log("RESOURCE_EXHAUSTED", logging.INFO, reason="STALLED")
+        elif isinstance(error, Exception):
             _LOG.exception("unexpected failure in %s", self._method)
             self._log("INTERNAL", logging.ERROR)
             await abort(self._context, internal_error())

@@ -6,12 +6,13 @@ import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
-__all__ = ["configure", "names_of", "request_id", "traceparent"]
+__all__ = ["configure", "failure", "names_of", "request_id", "traceparent"]
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 """The caller's place in a trace, as https://www.w3.org/TR/trace-context writes it; empty: none"""
 
+_QUOTING = frozenset({"INVALID_GRAMMAR"})
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
@@ -41,6 +42,14 @@ def names_of(request_id: str, traceparent: str) -> dict[str, str]:
     _, _, rest = traceparent.partition("-")
     named = {"request_id": request_id, "trace_id": rest.partition("-")[0]}
     return {key: value for key, value in named.items() if value}
+
+
+def failure(log: logging.Logger, reason: str, error: str) -> dict[str, str]:
+    """The fields that say why a request failed. A message that quotes what its client wrote, as
+    that of a grammar does, is for debugging only."""
+    if reason in _QUOTING and not log.isEnabledFor(logging.DEBUG):
+        return {"reason": reason}
+    return {"reason": reason, "error": error}
 
 
 def configure(service: str, level: str) -> None:

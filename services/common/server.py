@@ -23,16 +23,16 @@ from services.common.telemetry import serve_metrics
 from tokenwire.channel import MESSAGE_LIMITS, QUIET
 from tokenwire.ports import address, why_unusable
 
-__all__ = ["Application", "main"]
+__all__ = ["SERVER_OPTIONS", "Application", "main"]
 
 _LOG = logging.getLogger("server")
 S = TypeVar("S", bound=ServerSettings)
 
-_SERVER_OPTIONS: list[tuple[str, Any]] = [
+SERVER_OPTIONS: list[tuple[str, Any]] = [
     *MESSAGE_LIMITS,
     *QUIET,
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share it
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 250),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
@@ -87,7 +87,7 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
 
 async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     stop = stop_signal()
-    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[RpcInterceptor()])
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RpcInterceptor()])
     application = make(settings)
     health = health_aio.HealthServicer()
     names = [*application.register(server), ""]

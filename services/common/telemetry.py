@@ -1,7 +1,11 @@
 """Metrics: an HTTP endpoint for Prometheus, and the buckets that all services share."""
 
+from collections.abc import Iterable
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
 from prometheus_client import start_http_server
 
+from services.common.hosts import AllowedHosts
 from services.common.settings import LAST_PORT, StartupError
 from tokenwire.ports import address, why_unusable
 
@@ -16,11 +20,24 @@ INTER_TOKEN_BUCKETS = (
 
 
 def serve_metrics(host: str, port: int) -> None:
-    """Serve /metrics in a thread of its own."""
+    """Serve /metrics in a thread of its own, under names as `AllowedHosts` has them."""
     if port > LAST_PORT:
         raise StartupError(f"Can't serve metrics on port {port}; choose one with --metrics-port.")
     try:
-        start_http_server(port, addr=host)
+        server, _ = start_http_server(port, addr=host)
     except OSError as error:
         why = why_unusable(host, port) or str(error.strerror)
         raise StartupError(f"Can't serve metrics on {address(host, port)}: {why}.") from None
+    application = server.get_app()
+    assert application is not None
+    server.set_app(_guarded(application, AllowedHosts(host, ())))
+
+
+def _guarded(application: WSGIApplication, allowed: AllowedHosts) -> WSGIApplication:
+    def guarded(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if allowed.allows(environ.get("HTTP_HOST", "localhost")):
+            return application(environ, start_response)
+        start_response("400 Bad Request", [("Content-Type", "text/plain")])
+        return [b"This server is not asked under the name in the Host header.\n"]
+
+    return guarded
