@@ -35,7 +35,7 @@ class GrammarSettings(ServerSettings):
     port: int = setting(50053, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     model: Path = setting(Path(), "Directory of the checkpoint; its tokenizer.json is used.")
     compile_timeout: float = setting(
-        5.0, "Seconds that a grammar may take to compile.", least=INSTANT
+        5.0, "CPU seconds that a grammar may take to compile.", least=INSTANT
     )
     compile_concurrency: int = setting(
         2, "Grammars compiled at once; as many slow ones besides.", least=1

@@ -141,7 +141,9 @@ class MatcherBatch:
                 "The grammar is not held (any more): compile it again.",
                 field="commands.open.grammar_id",
             )
-        matcher = Matcher(compiled.prototype.deep_copy(), tuple(command.eos_token_ids))
+        matcher = Matcher(
+            compiled.prototype.deep_copy(), tuple(command.eos_token_ids), compiled.steering
+        )
         self._add(number, matcher)
         matcher.accept(command.generated, self._known)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
+from services.grammar.steering import Steering
+
 __all__ = ["CompiledGrammar", "GrammarCache"]
 
 _KEEP = 600.0  # seconds after the last use
@@ -19,6 +21,7 @@ class CompiledGrammar:
     grammar_id: str
     prototype: LLMatcher  # copied for each sequence, never fed
     size: int  # bytes of memory, about
+    steering: Steering | None = None  # where a sequence begins; None where nothing may repeat
 
 
 class GrammarCache:

@@ -1,12 +1,12 @@
 """Where foreign grammars are tried first: `python -m services.grammar.compile_process`.
 
 llguidance can overflow its stack, loop or eat memory over a hostile grammar, and nothing cancels
-it. So each grammar is tried in a fork of this process, under an alarm and limits that the kernel
-enforces; only what survives is compiled again where it is served. This process imports no grpc and
-has one thread, so that forking it is safe and cheap and shares the tokenizer.
+it. So each grammar is tried in a fork of this process, under limits of CPU time and memory that the
+kernel enforces; only what survives is compiled again where it is served. This process imports no
+grpc and has one thread, so that forking it is safe and cheap and shares the tokenizer.
 
-Jobs come on stdin: a header (job, seconds, bytes that follow) and a GrammarSpec. Verdicts leave on
-stdout, a JSON line each, short enough that lines of several forks never mix.
+Jobs come on stdin: a header (job, CPU seconds, bytes that follow) and a GrammarSpec. Verdicts leave
+on stdout, a JSON line each, short enough that lines of several forks never mix.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,9 +32,10 @@ from services.grammar.prototype import compile_prototype, reason_of, shortened
 from services.grammar.vocabulary import load
 from tokenwire.types.v1.types_pb2 import GrammarSpec, JsonObject
 
-__all__ = ["HEADER", "READY", "Verdict"]
+__all__ = ["HEADER", "READY", "TIMED_OUT", "Verdict"]
 
 HEADER = struct.Struct("<QdI")
+TIMED_OUT = signal.SIGPROF  # ends a job that used up its CPU time
 READY = 0  # the job of the line that says that the process is ready
 _STDIN, _STDOUT = 0, 1
 _MEMORY = 1 << 30  # bytes that compiling may add
@@ -52,6 +53,7 @@ class Verdict:
     error: str = ""  # empty: it compiles
     size: int = 0  # bytes that the compiled grammar takes, about
     killed: int = 0  # the signal that ended the attempt
+    seconds: float = 0.0  # CPU time that it took
 
 
 def serve(directory: Path) -> None:
@@ -95,22 +97,23 @@ def _child_signals() -> socket.socket:
 
 def _reap(jobs: dict[int, int]) -> None:
     while jobs:
-        child, status = os.waitpid(-1, os.WNOHANG)
+        child, status, used = os.wait4(-1, os.WNOHANG)
         if child == 0:
             return
-        job = jobs.pop(child)
+        job, seconds = jobs.pop(child), used.ru_utime + used.ru_stime
         if os.WIFSIGNALED(status):
-            _report(Verdict(job, killed=os.WTERMSIG(status)))
+            _report(Verdict(job, killed=os.WTERMSIG(status), seconds=seconds))
         elif os.WEXITSTATUS(status) != 0:
-            _report(Verdict(job, killed=signal.SIGABRT))
+            _report(Verdict(job, killed=signal.SIGABRT, seconds=seconds))
 
 
 def _try(job: int, content: bytes, tokenizer: LLTokenizer, timeout: float) -> NoReturn:
-    """The life of a fork. `timeout` is in wall-clock seconds."""
+    """The life of a fork. `timeout` is in seconds of CPU time: a busy machine must not change the
+    verdict."""
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is doing
-        signal.setitimer(signal.ITIMER_REAL, timeout)
+        signal.signal(TIMED_OUT, signal.SIG_DFL)  # ends the process, whatever it is doing
+        signal.setitimer(signal.ITIMER_PROF, timeout)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         before = _memory()
         resource.setrlimit(resource.RLIMIT_AS, (before[0] + _MEMORY, before[0] + _MEMORY))
@@ -121,7 +124,7 @@ def _try(job: int, content: bytes, tokenizer: LLTokenizer, timeout: float) -> No
         )
         worker.start()
         worker.join()
-        _report(verdicts[0])
+        _report(replace(verdicts[0], seconds=time.process_time()))
         os._exit(0)
     finally:
         os._exit(1)
@@ -140,8 +143,9 @@ def _judge(job: int, content: bytes, tokenizer: LLTokenizer, before: int) -> Ver
 
 
 def _compile(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
+    translated = specification.translate(spec)
     try:
-        return compile_prototype(tokenizer, specification.translate(spec))
+        return compile_prototype(tokenizer, translated)
     except GrammarError as error:
         raise GrammarError(specification.locate(spec, str(error))) from None
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import signal
 import sys
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import grpc
 
 from services.common.settings import StartupError
 from services.common.signals import ending
-from services.grammar.compile_process import HEADER, READY, Verdict
+from services.grammar.compile_process import HEADER, READY, TIMED_OUT, Verdict
+from services.grammar.compile_slots import CompileSlots
 from services.grammar.error import GrammarError
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1.types_pb2 import GrammarSpec
@@ -19,7 +19,7 @@ from tokenwire.types.v1.types_pb2 import GrammarSpec
 __all__ = ["Compiler"]
 
 _LOG = logging.getLogger("compiler")
-_QUICK = 0.5  # seconds in which nearly all grammars compile
+_QUICK = 0.5  # CPU seconds in which nearly all grammars compile
 
 
 class Compiler:
@@ -31,8 +31,8 @@ class Compiler:
     def __init__(self, model: Path, timeout: float, concurrency: int) -> None:
         self._model = model
         self._timeout = timeout
-        self._free = asyncio.Semaphore(concurrency)
-        self._free_for_slow = asyncio.Semaphore(concurrency)
+        self._slots = CompileSlots(concurrency, timeout)
+        self._slots_for_slow = CompileSlots(concurrency, timeout)
         self._waiting: dict[int, asyncio.Future[Verdict]] = {}
         self._next_job = READY + 1
         self._process: asyncio.subprocess.Process | None = None
@@ -41,7 +41,12 @@ class Compiler:
         self._stopped = False
 
     async def start(self) -> None:
-        """Start the process; returns when it takes jobs. Raises StartupError."""
+        """Start the process unless it runs; returns when it takes jobs. Raises StartupError."""
+        async with self._starting:  # a request may come before the service has started it
+            if self._reader is None or self._reader.done():
+                await self._launch()
+
+    async def _launch(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.grammar.compile_process"),
             str(self._model),
@@ -70,9 +75,9 @@ class Compiler:
         RESOURCE_EXHAUSTED when too many others compile, UNAVAILABLE when the process was lost.
         """
         content = spec.SerializeToString()
-        verdict = await self._run(content, self._free, min(_QUICK, self._timeout))
-        if verdict.killed == signal.SIGALRM and self._timeout > _QUICK:
-            verdict = await self._run(content, self._free_for_slow, self._timeout)
+        verdict = await self._run(content, self._slots, min(_QUICK, self._timeout))
+        if verdict.killed == TIMED_OUT and self._timeout > _QUICK:
+            verdict = await self._run(content, self._slots_for_slow, self._timeout)
         if verdict.killed:
             _LOG.warning("the compilation of a grammar ended with %s", ending(-verdict.killed))
             raise GrammarError(self._cause(verdict.killed))
@@ -80,27 +85,22 @@ class Compiler:
             raise GrammarError(verdict.error)
         return verdict.size
 
-    async def _run(self, content: bytes, free: asyncio.Semaphore, timeout: float) -> Verdict:
+    async def _run(self, content: bytes, slots: CompileSlots, timeout: float) -> Verdict:
+        await slots.take()
+        seconds = 0.0
         try:
-            await asyncio.wait_for(free.acquire(), self._timeout)
-        except TimeoutError:
-            raise ServiceError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                "TOO_MANY_COMPILES",
-                "Too many grammars are being compiled.",
-                retry_seconds=self._timeout,
-            ) from None
-        try:
-            return await self._attempt(content, timeout)
+            verdict = await self._attempt(content, timeout)
+            seconds = verdict.seconds
         finally:
-            free.release()
+            slots.give_back(seconds)
+        return verdict
 
     async def _attempt(self, content: bytes, timeout: float) -> Verdict:
-        async with self._starting:
-            if self._stopped:
-                raise _lost()
-            if self._reader is None or self._reader.done():
-                await self.start()
+        if self._stopped:
+            raise _lost()
+        await self.start()
+        if self._stopped:  # while it started
+            raise _lost()
         assert self._process is not None
         assert self._process.stdin is not None
         job, self._next_job = self._next_job, self._next_job + 1
@@ -125,8 +125,8 @@ class Compiler:
             _LOG.error("the process that compiles grammars ended with %s", ending(code))
 
     def _cause(self, number: int) -> str:
-        if number == signal.SIGALRM:
-            return f"The grammar did not compile within {self._timeout:g} s; simplify it."
+        if number == TIMED_OUT:
+            return f"The grammar needs more than {self._timeout:g} s of CPU time; simplify it."
         return "The grammar is too complex: its compilation ran out of stack or memory."
 
 

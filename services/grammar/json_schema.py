@@ -6,23 +6,23 @@ refuses both.
 """
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn, TypeAlias
 from urllib.parse import unquote
 
 from services.grammar.error import GrammarError
 
-__all__ = ["Json", "check", "locate", "parse"]
+__all__ = ["Json", "check", "locate", "parse", "reachable", "subschemas"]
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
 _MAX_DEPTH = 120  # levels of JSON; the compiler's own parser stops at 128, in less clear words
 _MOST_PLACES = 5  # that are listed where any of them may be meant
 _UNSUPPORTED = frozenset({
-    "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains",
-    "dependencies", "dependentRequired", "dependentSchemas", "disallow", "divisibleBy", "else",
-    "extends", "if", "maxContains", "minContains", "not", "propertyNames", "then",
-    "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+    "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "disallow", "divisibleBy",
+    "extends", "unevaluatedItems", "unevaluatedProperties",
 })  # fmt: skip
 _NEWEST = "https://json-schema.org/draft/2020-12/schema"
 _LATER: Mapping[str, frozenset[str]] = {
@@ -32,20 +32,25 @@ _LATER: Mapping[str, frozenset[str]] = {
     "https://json-schema.org/draft/2019-09/schema": frozenset({"prefixItems"}),
 }  # the keywords of later drafts, by draft; of those that are supported
 _OPTIONS = "x-guidance"  # llguidance reads its options here; they can silence unsupported keywords
-_ONE = frozenset({"additionalItems", "additionalProperties", "items"})
-_MANY = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
-_NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})
-_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
-_FORMATS = frozenset({
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri",
-    "uuid",
+_ONE = frozenset({
+    "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not",
+    "propertyNames", "then",
 })  # fmt: skip
+_MANY = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+_NAMED = frozenset({
+    "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
+})  # fmt: skip
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+# JSON's strings and numbers; of a text that is JSON, the pieces between them hold neither
+_SCALAR = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9][-+.0-9eE]*')
 
 
 def parse(text: str) -> Json:
-    """JSON text; raises GrammarError with line and column."""
+    """JSON text; raises GrammarError with line and column, for what the compiler can't read too:
+    numbers out of range, and halves of surrogate pairs."""
     try:
         value: Json = json.loads(text, parse_constant=_refuse_constant)
+        _check_scalars(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise GrammarError(f"This is not JSON: {error.msg} ({where}).") from None
@@ -56,31 +61,48 @@ def parse(text: str) -> Json:
     return value
 
 
-def check(schema: Json, path: str = "$") -> None:
-    """Raise GrammarError for the first thing in a schema that can't be enforced."""
+def check(schema: Json, path: str = "$", *, is_whole: bool = True) -> None:
+    """Raise GrammarError for the first thing in a schema that can't be enforced.
+
+    `is_whole`: all of the text is of this schema. Only then repetitions are seen (`steering`).
+    """
     if schema is False:
         raise GrammarError(f"The schema at {path} is false, which nothing can satisfy.")
+    found = reachable(schema, path)
+    for subschema, where in found:
+        _check_keywords(subschema, where)
+        if not is_whole:
+            _check_repetitions(subschema, where)
+    _check_drafts(found)
+
+
+def reachable(schema: Json, path: str = "$") -> list[tuple[Mapping[str, Json], str]]:
+    """The schema, all schemas in it, and what "$ref" names; each object once, with its path.
+
+    Raises GrammarError for what stands in the place of a schema and is none.
+    """
     seen: dict[int, tuple[Mapping[str, Json], str]] = {}
     pending = [(schema, path)]
     while pending:
         start, at = pending.pop()
-        for subschema, where in () if id(start) in seen else _subschemas(start, at, 1):
+        for subschema, where in () if id(start) in seen else subschemas(start, at):
             if isinstance(subschema, bool) or id(subschema) in seen:
                 continue
             if not isinstance(subschema, Mapping):
                 raise GrammarError(f"The schema at {where} must be an object or a boolean.")
             seen[id(subschema)] = subschema, where
-            _check_keywords(subschema, where)
             pending += _referred(subschema, where, schema, path)
-    _check_drafts(list(seen.values()))
+    return list(seen.values())
 
 
 def locate(schema: Json, reason: str) -> str:
     """llguidance's reason with the places of the keyword that it speaks of, which it leaves out."""
-    keyword = "oneOf" if reason.startswith("oneOf") else "pattern" if "regex" in reason else None
+    keyword = (
+        "oneOf" if reason.startswith("oneOf") else "pattern" if "regex" in reason.lower() else None
+    )
     places = [
         f"{where}.{keyword}"
-        for subschema, where in _subschemas(schema, "$", 1)
+        for subschema, where in subschemas(schema, "$")
         if isinstance(subschema, Mapping) and keyword in subschema
     ]
     if not places:
@@ -90,23 +112,33 @@ def locate(schema: Json, reason: str) -> str:
     return f"{reason}\nLook at {' or '.join(places[:_MOST_PLACES])}."
 
 
-def _subschemas(schema: Json, path: str, depth: int) -> Iterator[tuple[Json, str]]:
-    """The schema and all below it, with their paths; parents first."""
+def subschemas(schema: Json, path: str, *, deep: bool = True) -> Iterator[tuple[Json, str]]:
+    """A schema and all below it, with their paths; parents first. Not `deep`: those right below."""
+    return _below(schema, path, 1) if deep else _children(schema, path)
+
+
+def _below(schema: Json, path: str, depth: int) -> Iterator[tuple[Json, str]]:
     if depth > _MAX_DEPTH:
         raise GrammarError(_too_deep())
     yield schema, path
+    for child, where in _children(schema, path):
+        yield from _below(child, where, depth + 2)
+
+
+def _children(schema: Json, path: str) -> Iterator[tuple[Json, str]]:
     if not isinstance(schema, Mapping):
         return
     for keyword, value in schema.items():
         where = f"{path}.{keyword}"
         if keyword in _NAMED and isinstance(value, Mapping):
             for name, subschema in value.items():
-                yield from _subschemas(subschema, f"{where}.{name}", depth + 2)
+                if keyword != "dependencies" or not isinstance(subschema, list):
+                    yield subschema, f"{where}.{name}"
         elif keyword in _MANY and isinstance(value, list):
             for index, subschema in enumerate(value):
-                yield from _subschemas(subschema, f"{where}[{index}]", depth + 2)
+                yield subschema, f"{where}[{index}]"
         elif keyword in _ONE:
-            yield from _subschemas(value, where, depth + 1)
+            yield value, where
 
 
 def _check_keywords(schema: Mapping[str, Json], path: str) -> None:
@@ -115,22 +147,19 @@ def _check_keywords(schema: Mapping[str, Json], path: str) -> None:
             raise GrammarError(f'"{_OPTIONS}" at {path} is not allowed: the server sets it.')
         if keyword in _UNSUPPORTED:
             raise GrammarError(f'The keyword "{keyword}" at {path} is not supported.')
-    format_name = schema.get("format")
-    if isinstance(format_name, str) and format_name not in _FORMATS:
-        known = ", ".join(sorted(_FORMATS - {"unknown"}))
-        raise GrammarError(
-            f'The format "{format_name}" at {path}.format is not supported; these are: {known}.'
-        )
-    _check_fewest(schema, path)
     kinds = schema.get("type")
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind is not None and kind not in _TYPES:
             raise GrammarError(f"{json.dumps(kind)} at {path}.type is not a JSON type.")
 
 
-def _check_fewest(schema: Mapping[str, Json], path: str) -> None:
+def _check_repetitions(schema: Mapping[str, Json], path: str) -> None:
     """The compiler counts a key again where it comes again, as one that is not named may: so only
     as many can be enforced as are required, and one more."""
+    if schema.get("uniqueItems") is True:
+        raise GrammarError(
+            f'The keyword "uniqueItems" at {path} is not supported beside other text.'
+        )
     fewest, required = schema.get("minProperties"), schema.get("required")
     distinct = len({str(name) for name in required}) if isinstance(required, list) else 0
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
@@ -170,6 +199,26 @@ def _referred(
         else:
             raise GrammarError(f'"{reference}" at {path}.$ref does not exist.')
     return [(found, where)]
+
+
+def _check_scalars(text: str) -> None:
+    """Look for what Python's parser takes and the compiler's does not. The text is JSON."""
+    for scalar in _SCALAR.finditer(text):
+        written = scalar.group()
+        if written.startswith('"'):
+            why = "half of a surrogate pair" if _has_half(written) else ""
+        else:
+            why = "a number out of range" if math.isinf(float(written)) else ""
+        if why:
+            line = text.count("\n", 0, scalar.start()) + 1
+            column = scalar.start() - text.rfind("\n", 0, scalar.start())
+            raise GrammarError(f"The JSON has {why} (line {line}, column {column}).")
+
+
+def _has_half(written: str) -> bool:
+    return "\\ud" in written.lower() and any(
+        "\ud800" <= character <= "\udfff" for character in json.loads(written)
+    )
 
 
 def _too_deep() -> str:

@@ -67,7 +67,7 @@ class MaskFiller:
         ends = _bits(matcher.end_ids, self._width)
         if matcher.terminated:
             return ends
-        mask = int.from_bytes(row, "little") & self._text_ids & ~ends
+        mask = matcher.allowed(int.from_bytes(row, "little") & self._text_ids & ~ends)
         return mask | ends if matcher.may_end else mask
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from llguidance import LLMatcher
 
 from services.grammar.prototype import reason_of
+from services.grammar.steering import Steering
 
 __all__ = ["Matcher", "RefusedTokenError"]
 
@@ -30,13 +31,19 @@ class Matcher:
     They are allowed wherever it may end, and only counted when they are fed.
     """
 
-    __slots__ = ("_cost", "_ended", "end_ids", "inner")
+    __slots__ = ("_cost", "_ended", "_steering", "end_ids", "inner")
 
     def __init__(
-        self, inner: LLMatcher, end_ids: tuple[int, ...], cost: _Cost | None = None
+        self,
+        inner: LLMatcher,
+        end_ids: tuple[int, ...],
+        steering: Steering | None = None,
+        cost: _Cost | None = None,
     ) -> None:
+        """`steering`: what forbids repetitions; None where the grammar forbids all that it must."""
         self.inner = inner
         self.end_ids = end_ids
+        self._steering = steering
         self._cost = cost or _Cost()
         self._ended = 0  # end ids fed
 
@@ -75,6 +82,11 @@ class Matcher:
             if self.inner.is_error():
                 raise RefusedTokenError(f"The grammar can't be followed: {reason_of(self.inner)}")
             raise RefusedTokenError(f"Token {taken}, id {body[taken]}, does not fit the grammar.")
+        for position, token in enumerate(body):
+            if not self._steer(token):
+                raise RefusedTokenError(
+                    f"Token {position}, id {token}, repeats a key or an item that was there."
+                )
         if ends and not self.may_end:
             raise RefusedTokenError(f"Token {taken}, id {ends[0]}, ends an unfinished sequence.")
         if any(token not in self.end_ids for token in ends):
@@ -87,10 +99,12 @@ class Matcher:
         self._ended -= ends
         if count > ends and not self.inner.rollback(count - ends):
             raise RefusedTokenError(f"{count} tokens can't be taken back; fewer were fed.")
+        for _ in range(count - ends):
+            self._steering = self._steering and self._steering.previous
 
     def fork(self) -> "Matcher":
         """Another matcher in the same state."""
-        copy = Matcher(self.inner.deep_copy(), self.end_ids, self._cost)
+        copy = Matcher(self.inner.deep_copy(), self.end_ids, self._steering, self._cost)
         copy._ended = self._ended
         return copy
 
@@ -101,6 +115,8 @@ class Matcher:
         for token in self._split(ids)[0]:
             state = state.fork()
             if token >= vocabulary_size or not state.inner.consume_token(token):
+                break
+            if not state._steer(token):
                 break
             states.append(state)
         return states
@@ -115,10 +131,26 @@ class Matcher:
             ahead = self.inner.compute_ff_tokens()
             if not ahead or ahead[0] >= vocabulary_size or ahead[0] in self.end_ids:
                 break
+            if self._steering is not None and self._steering.after(ahead[0]) is None:
+                break
             if not self.inner.consume_token(ahead[0]):
                 break  # the mask tells what is wrong
+            self._steer(ahead[0])
             forced.append(ahead[0])
         return forced
+
+    def allowed(self, mask: int) -> int:
+        """The tokens of the grammar's mask that repeat nothing, as bits."""
+        return mask if self._steering is None else mask & ~self._steering.forbidden(mask)
+
+    def _steer(self, token: int) -> bool:
+        """Go on behind a token; false where it repeats something."""
+        if self._steering is not None:
+            following = self._steering.after(token)
+            if following is None:
+                return False
+            self._steering = following
+        return True
 
     def _split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """The ids before the first end id, and the rest."""

@@ -16,6 +16,8 @@ from services.grammar.error import GrammarError
 from services.grammar.metrics import COMPILE_SECONDS, COMPILES, MATCHERS, STEP_SECONDS
 from services.grammar.prototype import compile_prototype
 from services.grammar.specification import Kind
+from services.grammar.steering import Steering
+from services.grammar.token_index import TokenIndex
 from services.grammar.vocabulary import Vocabulary
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.grammar.v1 import grammar_pb2
@@ -34,6 +36,7 @@ class GrammarServicer(GrammarServiceServicer):
         self, vocabulary: Vocabulary, compiler: Compiler, cache: GrammarCache, max_bytes: int
     ) -> None:
         self._vocabulary = vocabulary
+        self._index = TokenIndex(vocabulary)
         self._compiler = compiler
         self._cache = cache
         self._max_bytes = max_bytes
@@ -44,7 +47,11 @@ class GrammarServicer(GrammarServiceServicer):
         self._idle = asyncio.Event()
 
     async def drain(self) -> None:
-        """Compile nothing new; returns when no matcher is open."""
+        """Compile nothing new; returns when what compiles has.
+
+        Open matchers are not waited for: their engines open them again at the service's replica, or
+        at what is started in its place, and would meanwhile get no new ones.
+        """
         self._draining = True
         self._note_load()
         await self._idle.wait()
@@ -139,12 +146,17 @@ class GrammarServicer(GrammarServiceServicer):
     async def _compile(self, grammar_id: str, spec: GrammarSpec) -> CompiledGrammar:
         with COMPILE_SECONDS.time():
             size = await self._compiler.try_out(spec)
-            prototype = await asyncio.to_thread(
-                lambda: compile_prototype(self._vocabulary.tokenizer, specification.translate(spec))
-            )
-        compiled = CompiledGrammar(grammar_id, prototype, size)
+            compiled = await asyncio.to_thread(self._compile_here, grammar_id, spec, size)
         self._cache.put(compiled)
         return compiled
+
+    def _compile_here(self, grammar_id: str, spec: GrammarSpec, size: int) -> CompiledGrammar:
+        """Of a grammar that was tried."""
+        grammar = specification.translate(spec)
+        prototype = compile_prototype(self._vocabulary.tokenizer, grammar)
+        positions = specification.positions(spec)
+        steering = None if positions is None else Steering(positions, self._index)
+        return CompiledGrammar(grammar_id, prototype, size, steering)
 
     def _named(self, commands: Iterable[grammar_pb2.MatcherCommand]) -> dict[str, CompiledGrammar]:
         """The grammars that commands open, by id."""
@@ -155,5 +167,5 @@ class GrammarServicer(GrammarServiceServicer):
     def _note_load(self) -> None:
         matchers = sum(len(batch) for batch in self._batches)
         MATCHERS.set(matchers)
-        if self._draining and not matchers and not self._compiling:
+        if self._draining and not self._compiling:
             self._idle.set()

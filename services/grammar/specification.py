@@ -3,23 +3,29 @@
 import hashlib
 import json
 import re
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
 
 from llguidance import LLMatcher
 
-from services.grammar import json_schema
+from services.grammar import gbnf, json_schema, rewriting, strings, structural_tag
 from services.grammar.error import GrammarError
+from services.grammar.json_positions import JsonPositions, may_repeat
 from tokenwire.types.v1.types_pb2 import GrammarSpec
 
-__all__ = ["Kind", "check", "identity", "kind_of", "locate", "size_of", "translate"]
+__all__ = ["Kind", "check", "identity", "kind_of", "locate", "positions", "size_of", "translate"]
 
-Kind: TypeAlias = Literal["json_schema", "json_object", "regex", "lark", "llguidance", "choice"]
+Kind: TypeAlias = Literal[
+    "json_schema", "json_object", "regex", "lark", "llguidance", "choice", "gbnf", "structural_tag"
+]
 
 # Compact JSON: a model that may pad with whitespace sooner or later does so for ever. No escapes by
 # code point: a key could be spelt so that it is not seen to be one that the schema names.
-_OPTIONS = r'"x-guidance":{"whitespace_flexible":false,"json_allowed_escapes":"nrbtf\\\""}'
+_OPTIONS: Mapping[str, json_schema.Json] = {
+    "x-guidance": {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
+}
 
-_END = "}]}"
+_ANY_OBJECT: Mapping[str, json_schema.Json] = {"type": "object"}
 _PLACE = re.compile(r" at line (\d+) column (\d+)$")
 
 
@@ -41,6 +47,8 @@ def identity(spec: GrammarSpec) -> str:
     kind = kind_of(spec)
     if kind == "choice":
         content = json.dumps(list(spec.choice.choices))
+    elif kind == "structural_tag":
+        content = spec.structural_tag.SerializeToString(deterministic=True).hex()
     else:
         content = "" if kind == "json_object" else getattr(spec, kind)
     return hashlib.sha256(f"{kind}\n{content}".encode()).hexdigest()
@@ -59,22 +67,44 @@ def check(spec: GrammarSpec) -> None:
                 raise GrammarError(f"choices[{index}] is empty.")
     elif kind == "llguidance":
         _check_llguidance(json_schema.parse(spec.llguidance))
+    elif kind == "gbnf":
+        gbnf.to_lark(spec.gbnf)
+    elif kind == "structural_tag":
+        structural_tag.check(spec.structural_tag)
 
 
 def translate(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's JSON form. Says nothing about whether it compiles."""
+    """The grammar in llguidance's JSON form. Says nothing about whether it compiles, but raises
+    GrammarError, with the place, where llguidance could not hold strings of a schema."""
     kind = kind_of(spec)
     if kind == "json_schema":
-        return _grammar("json_schema", _with_options(spec.json_schema))
+        return _grammar("json_schema", _compiled(json_schema.parse(spec.json_schema)))
     if kind == "json_object":
-        return _grammar("json_schema", _with_options('{"type":"object"}'))
+        return _grammar("json_schema", _compiled(_ANY_OBJECT))
     if kind == "regex":
         return str(LLMatcher.grammar_from_regex(spec.regex))
     if kind == "choice":
-        return _grammar("lark_grammar", json.dumps(_lark_of_choices(list(spec.choice.choices))))
+        return _grammar("lark_grammar", _lark_of_choices(list(spec.choice.choices)))
     if kind == "lark":
-        return _grammar("lark_grammar", json.dumps(spec.lark))
-    return _with_options_in_parts(spec.llguidance)
+        return _grammar("lark_grammar", spec.lark)
+    if kind == "gbnf":
+        return _grammar("lark_grammar", gbnf.to_lark(spec.gbnf))
+    if kind == "structural_tag":
+        parts = structural_tag.parts_of(spec.structural_tag, "tag", _compiled)
+        return json.dumps({"grammars": parts})
+    return _of_parts(json.loads(spec.llguidance))
+
+
+def positions(spec: GrammarSpec) -> JsonPositions | None:
+    """How to follow a text that may repeat keys or items as far as the compiler can tell; None
+    where it can't."""
+    kind = kind_of(spec)
+    if kind == "json_object":
+        return JsonPositions(_ANY_OBJECT, _OPTIONS)
+    if kind != "json_schema":
+        return None
+    plain = _plain(json_schema.parse(spec.json_schema))
+    return JsonPositions(plain, _OPTIONS) if may_repeat(plain) else None
 
 
 def locate(spec: GrammarSpec, reason: str) -> str:
@@ -85,27 +115,20 @@ def locate(spec: GrammarSpec, reason: str) -> str:
         _, found, rest = reason.partition(" (in regex): ")
         return rest.rpartition("\n   1 | start: /")[0] if found else reason
     if kind == "llguidance":
-        return _PLACE.sub("", reason)
+        for index, part in enumerate(json.loads(spec.llguidance)["grammars"]):
+            if isinstance(part, dict) and part.get("json_schema") is not None:
+                reason = strings.given_words(part["json_schema"], _part(index), reason)
+    if kind in ("llguidance", "gbnf", "structural_tag"):
+        return _PLACE.sub("", reason.partition("\n   1 | ")[0])
     if kind != "json_schema":
         return reason
-    if place := _PLACE.search(reason):
-        line, column = map(int, place.groups())
-        return f"{reason[: place.start()]} at {_place_in(spec, line, column)}"
-    return json_schema.locate(json_schema.parse(spec.json_schema), reason)
+    schema = json_schema.parse(spec.json_schema)
+    reason = _PLACE.sub("", strings.given_words(schema, "$", reason))
+    return json_schema.locate(schema, reason)
 
 
-def _place_in(spec: GrammarSpec, line: int, column: int) -> str:
-    """Where in a schema it is that the compiler found at a line and column, in bytes, of its
-    translation; both end alike."""
-    lines = translate(spec).encode().split(b"\n")
-    behind = len(b"\n".join([lines[line - 1][column:], *lines[line:]])) - len(_END)
-    schema = spec.json_schema.rstrip().encode()
-    before = schema[: len(schema) - behind].decode(errors="ignore")
-    return f"line {before.count(chr(10)) + 1}, column {len(before) - before.rfind(chr(10)) - 1}"
-
-
-def _grammar(field: str, value: str) -> str:
-    return f'{{"grammars":[{{"{field}":{value}{_END}'
+def _grammar(field: str, value: object) -> str:
+    return json.dumps({"grammars": [{field: value}]})
 
 
 def _lark_of_choices(choices: list[str]) -> str:
@@ -114,23 +137,42 @@ def _lark_of_choices(choices: list[str]) -> str:
     return "start: CHOICE\nCHOICE: " + " | ".join(literals).replace("\x7f", "\\u007f")
 
 
-def _with_options(schema: str) -> str:
-    """The schema's text with our options as its first key."""
-    body = schema.strip()
-    if body == "true":
-        body = "{}"
-    inner = body.removeprefix("{")
-    separator = "" if inner.lstrip().startswith("}") else ","
-    return f"{{{_OPTIONS}{separator}{inner}"
+def _plain(schema: json_schema.Json, path: str = "$") -> Mapping[str, json_schema.Json]:
+    """The same schema in the keywords and expressions that the compiler holds exactly."""
+    try:
+        plain = rewriting.rewrite(strings.held_exactly(schema, path), path)
+    except GrammarError as error:
+        raise GrammarError(strings.given_words(schema, path, str(error))) from None
+    return plain if isinstance(plain, Mapping) else {}  # true allows all
 
 
-def _with_options_in_parts(grammar: str) -> str:
-    """The same for the schemas of an llguidance grammar, which was checked."""
-    value = json.loads(grammar)
-    for part in value["grammars"]:
-        if isinstance(part, dict) and isinstance(schema := part.get("json_schema"), dict):
-            part["json_schema"] = json.loads(_with_options(json.dumps(schema)))
-    return json.dumps(value)
+def _compiled(schema: json_schema.Json, path: str = "$") -> Mapping[str, json_schema.Json]:
+    """The schema as the compiler takes it."""
+    return {**_OPTIONS, **_plain(schema, path)}
+
+
+def _of_parts(grammar: dict[str, Any]) -> str:
+    """An llguidance grammar, which was checked, with its schemas as the compiler takes them; parts
+    that llguidance does not know become what they stand for."""
+    translated: list[Any] = []
+    further: list[Any] = []
+    for index, part in enumerate(grammar["grammars"]):
+        known = dict(part) if isinstance(part, dict) else part
+        if isinstance(known, dict) and "gbnf" in known:
+            known["lark_grammar"] = gbnf.to_lark(known.pop("gbnf"))
+        elif isinstance(known, dict) and "structural_tag" in known:
+            tag = structural_tag.read(known["structural_tag"])
+            name = known.get("name") or f"tag_{index}"
+            known, *schemas = structural_tag.parts_of(tag, name, _compiled)
+            further += schemas
+        elif isinstance(known, dict) and known.get("json_schema") is not None:
+            known["json_schema"] = _compiled(known["json_schema"], _part(index))
+        translated.append(known)
+    return json.dumps(grammar | {"grammars": translated + further})
+
+
+def _part(index: int) -> str:
+    return f"$.grammars[{index}].json_schema"
 
 
 def _check_llguidance(grammar: json_schema.Json) -> None:
@@ -138,5 +180,13 @@ def _check_llguidance(grammar: json_schema.Json) -> None:
     if not isinstance(grammars, list):
         raise GrammarError('An llguidance grammar is a JSON object with the array "grammars".')
     for index, part in enumerate(grammars):
-        if isinstance(part, dict) and part.get("json_schema") is not None:
-            json_schema.check(part["json_schema"], f"$.grammars[{index}].json_schema")
+        if not isinstance(part, dict):
+            continue
+        if part.get("json_schema") is not None:
+            json_schema.check(part["json_schema"], _part(index), is_whole=False)
+        if "gbnf" in part:
+            if not isinstance(part["gbnf"], str):
+                raise GrammarError(f"$.grammars[{index}].gbnf must be a string.")
+            gbnf.to_lark(part["gbnf"])
+        if "structural_tag" in part:
+            structural_tag.check(structural_tag.read(part["structural_tag"]))

@@ -1,0 +1,91 @@
+"""Structural tags: free text in which a trigger starts a part that follows a JSON Schema."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from google.protobuf.json_format import ParseDict, ParseError
+
+from services.grammar import json_schema
+from services.grammar.error import GrammarError
+from tokenwire.types.v1.types_pb2 import StructuralTag, TaggedStructure
+
+__all__ = ["check", "parts_of", "read"]
+
+_MOST = 128  # structures, and triggers: each is a token of the lexer
+_ANY_JSON = "{}"
+
+
+def read(value: json_schema.Json) -> StructuralTag:
+    """A structural tag from protobuf's JSON form of it."""
+    try:
+        return ParseDict(cast(dict[str, Any], value), StructuralTag())
+    except (ParseError, TypeError, AttributeError) as error:
+        raise GrammarError(f"This is no structural tag: {error}.") from None
+
+
+def check(tag: StructuralTag) -> None:
+    """Raise GrammarError for the first thing that is wrong, with its path."""
+    for name, values in (("structures", tag.structures), ("triggers", tag.triggers)):
+        if not 1 <= len(values) <= _MOST:
+            raise GrammarError(f"{name} must have 1 to {_MOST} elements, got {len(values)}.")
+    for index, trigger in enumerate(tag.triggers):
+        if not trigger:
+            raise GrammarError(f"triggers[{index}] is empty.")
+        if not any(structure.begin.startswith(trigger) for structure in tag.structures):
+            raise GrammarError(f"triggers[{index}] starts the begin of no structure.")
+    for index, structure in enumerate(tag.structures):
+        if _trigger_of(structure, tag.triggers) is None:
+            raise GrammarError(f"structures[{index}].begin starts with none of the triggers.")
+        place = f"structures[{index}].schema"
+        try:
+            schema = json_schema.parse(_schema(structure))
+        except GrammarError as error:
+            raise GrammarError(f"{place}: {error}") from None
+        json_schema.check(schema, place, is_whole=False)
+
+
+def parts_of(
+    tag: StructuralTag,
+    name: str,
+    compiled: Callable[[json_schema.Json, str], json_schema.Json],
+) -> list[dict[str, Any]]:
+    """Grammars of llguidance: the first is the whole, each of the others holds a schema. The names
+    begin with `name`. The tag was checked. `compiled(schema, path)` is what the compiler takes.
+
+    A trigger is found as soon as its last character is there: of two that begin alike, the shorter
+    one counts.
+    """
+    bodies: dict[str, list[str]] = {}
+    parts: list[dict[str, Any]] = [{"name": name}]
+    for index, structure in enumerate(tag.structures):
+        trigger = _trigger_of(structure, tag.triggers)
+        assert trigger is not None
+        part = f"{name}_schema_{index}"
+        schema = json.loads(_schema(structure))
+        held = compiled(schema, f"structures[{index}].schema")
+        parts.append({"name": part, "json_schema": held})
+        rest = structure.begin.removeprefix(trigger)
+        body = f"{_literal(rest)} @{part} {_literal(structure.end)}"
+        bodies.setdefault(trigger, []).append(body)
+    rules = ["TEXT: /(?s:.*)/"]
+    tagged: list[str] = []
+    for index, (trigger, alternatives) in enumerate(bodies.items()):
+        rules.append(f"open_{index}[lazy]: TEXT {_literal(trigger)}")
+        tagged.append(f"open_{index} ({' | '.join(alternatives)})")
+    start = f"start: ({' | '.join(tagged)})* TEXT"
+    parts[0]["lark_grammar"] = "\n".join([start, *rules])
+    return parts
+
+
+def _trigger_of(structure: TaggedStructure, triggers: Sequence[str]) -> str | None:
+    found = [trigger for trigger in triggers if structure.begin.startswith(trigger)]
+    return min(found, key=len, default=None)
+
+
+def _schema(structure: TaggedStructure) -> str:
+    return structure.schema or _ANY_JSON
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""
