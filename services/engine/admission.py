@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
+import numpy as np
 
 from services.engine.messages import (
     DrySettings,
@@ -38,6 +39,8 @@ __all__ = [
 MAX_SEQUENCES = 128
 """prompts x n of one request, however many may wait and run"""
 _MAX_STOP_TOKENS = 128 + 16  # those of a client, and what infill adds
+_MAX_BAD_WORDS = 1_024
+_MAX_BAD_IDS = 16_384  # of all bad words: the step loop arranges them
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,41 @@ class Admission:
             logit_bias=self._logit_bias(params),
             dry=self._dry(params.dry),
             mirostat=_mirostat(params.mirostat) if params.HasField("mirostat") else None,
+            allowed=self._allowed(params),
+            bad_words=self._bad_words(params),
         )
+
+    def _allowed(self, params: SamplingParams) -> bytes | None:
+        size = self.model.vocabulary_size
+        ids: Sequence[int] = params.allowed_token_ids.ids
+        field = "sampling.allowed_token_ids"
+        if not params.HasField("allowed_token_ids"):
+            if len(params.bad_token_ids) < size:
+                return None
+            ids = range(size)  # bad words may leave none of them, which is seen in a mask
+        if not ids:
+            raise invalid(field, "At least one id is needed: nothing could be generated.")
+        if len(ids) > size:
+            raise invalid(field, f"At most {size} ids: the vocabulary has no more.")
+        self._check_ids(ids, f"{field}.ids")
+        bits = bytearray(-(-size // 8))
+        for token in ids:
+            bits[token >> 3] |= 1 << (token & 7)
+        return bytes(bits)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        words, field = params.bad_token_ids, "sampling.bad_token_ids"
+        if len(words) > _MAX_BAD_WORDS or sum(len(word.ids) for word in words) > _MAX_BAD_IDS:
+            message = f"At most {_MAX_BAD_WORDS:,} bad words of {_MAX_BAD_IDS:,} ids in all."
+            raise invalid(field, message)
+        for i, word in enumerate(words):
+            if not word.ids:
+                raise invalid(f"{field}[{i}].ids", "A bad word needs at least one id.")
+            self._check_ids(word.ids, f"{field}[{i}].ids")
+        allowed = params.allowed_token_ids.ids or range(self.model.vocabulary_size)
+        if {word.ids[0] for word in words if len(word.ids) == 1}.issuperset(allowed):
+            raise invalid(field, "The bad words leave no token to generate: give fewer of them.")
+        return tuple(tuple(word.ids) for word in words)
 
     def _logit_bias(self, params: SamplingParams) -> LogitBias | None:
         if not params.logit_bias:
@@ -273,6 +310,10 @@ def resolved_sampling(settings: SamplingSettings) -> SamplingParams:
         presence_penalty=settings.presence_penalty,
         repetition_penalty=settings.repetition_penalty,
     )
+    if settings.allowed is not None:
+        bits = np.unpackbits(np.frombuffer(settings.allowed, np.uint8), bitorder="little")
+        params.allowed_token_ids.ids.extend(bits.nonzero()[0].tolist())
+    params.bad_token_ids.extend(TokenIds(ids=word) for word in settings.bad_words)
     bias, dry, mirostat = settings.logit_bias, settings.dry, settings.mirostat
     if bias is not None:
         params.logit_bias.update(zip(bias.ids, bias.values, strict=True))

@@ -74,11 +74,24 @@ class BlockPool:
                 del self._free[block]
             self._holders[block] += 1
 
+    def count_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of some blocks nobody holds."""
+        return sum(self._holders[block] == 0 for block in blocks)
+
+    def count_freed(self, blocks: Iterable[int]) -> int:
+        """How many of a sequence's blocks nobody else holds."""
+        return sum(self._holders[block] == 1 for block in blocks)
+
     def name(self, block: int, name: bytes) -> None:
         """Make the contents of a held, full block known. The first block of a name keeps it."""
         if self._names[block] is None and name not in self._cached:
             self._names[block] = name
             self._cached[name] = block
+
+    def void(self, blocks: Iterable[int]) -> None:
+        """Forget what held blocks contain: it was not written."""
+        for block in blocks:
+            self._forget(block)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Take a holder from blocks, given in the order of the sequence.

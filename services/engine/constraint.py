@@ -5,9 +5,10 @@ what was sampled, and gets the next mask by callback, for all matchers of a step
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import grpc
 
@@ -17,9 +18,13 @@ from tokenwire.grammar.v1 import grammar_pb2
 from tokenwire.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
 from tokenwire.types.v1.types_pb2 import GrammarSpec
 
-__all__ = ["GrammarClient", "MaskState", "MaskStream"]
+__all__ = ["GRAMMAR_HANGS", "GrammarClient", "MaskState", "MaskStream"]
 
+_LOG = logging.getLogger("constraint")
+GRAMMAR_HANGS = "GRAMMAR_HANGS"
+"""Reason of the error of a service that lives, but gives no masks"""
 _RETRY = 1.0  # seconds
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +51,21 @@ class GrammarClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = GrammarServiceStub(channel)
 
-    async def compile(self, spec: GrammarSpec, timeout: float | None = None) -> str:
+    async def compile(
+        self, spec: GrammarSpec, timeout: float | None = None, *, waits: bool = False
+    ) -> str:
         """The grammar's id.
 
         Raises ServiceError: INVALID_ARGUMENT with the field to blame, or UNAVAILABLE with a time to
-        retry when the service is gone. `timeout` is in seconds.
+        retry when the service is gone. `timeout` is in seconds; `waits` for a service that is not
+        there, within that time.
         """
         names = (("x-request-id", request_id.get()), ("traceparent", traceparent.get()))
         try:
             response = await self._stub.Compile(
                 grammar_pb2.CompileRequest(grammar=spec),
                 timeout=timeout,
+                wait_for_ready=waits,
                 metadata=[(key, value) for key, value in names if value],
             )
         except grpc.aio.AioRpcError as failure:
@@ -69,7 +78,8 @@ class MaskStream:
 
     It connects at the first command and anew after a loss. Commands of one turn of the event loop
     leave together. A lost stream forgets its matchers: `on_lost` is told, once, and the owner opens
-    them again with what was generated, or fails them.
+    them again with what was generated, or fails them. A stream that leaves a message unanswered for
+    `answer_seconds` counts as lost: its service lives, but hangs.
     """
 
     def __init__(
@@ -80,12 +90,14 @@ class MaskStream:
         eos_token_ids: Sequence[int],
         on_states: Callable[[list[MaskState]], None],
         on_lost: Callable[[ServiceError], None],
+        answer_seconds: float,
         mask_slots: int = 1024,
     ) -> None:
         self._stub = GrammarServiceStub(channel)
         self._configuration = grammar_pb2.MasksConfiguration(
             vocabulary_size=vocabulary_size, mask_slots=mask_slots
         )
+        self._answer_seconds = answer_seconds
         self._eos_token_ids = tuple(eos_token_ids)
         self._on_states = on_states
         self._on_lost = on_lost
@@ -130,27 +142,36 @@ class MaskStream:
 
     async def _run(self) -> None:
         call = self._stub.Masks()
-        writer = asyncio.ensure_future(self._write(call))
-        held: dict[int, bytes] = {}
-        error = ServiceError(
-            grpc.StatusCode.UNAVAILABLE,
-            "GRAMMAR_LOST",
-            "The stream of the grammar service ended.",
-            retry_seconds=_RETRY,
-        )
+        error = _gone("The stream of the grammar service ended.")
+        writer: asyncio.Task[None] | None = None
         try:
-            while (response := cast(Any, await call.read())) is not grpc.aio.EOF:
-                if response.states:
-                    self._on_states([self._expand(state, held) for state in response.states])
+            async with asyncio.timeout(None) as patience:
+                clock = _AnswerClock(patience, self._answer_seconds)
+                writer = asyncio.ensure_future(self._write(call, clock))
+                await self._read(call, clock)
         except grpc.aio.AioRpcError as failure:
             error = _typed(failure)
+        except TimeoutError:
+            message = f"The grammar service gave no mask for {self._answer_seconds:g} s."
+            error = _gone(message, GRAMMAR_HANGS)
+        except Exception:  # what it sent makes no sense: without a new stream nobody would go on
+            _LOG.exception("the stream of masks failed")
+            error = _gone("The grammar service gave no mask that can be read.", GRAMMAR_HANGS)
         finally:
-            writer.cancel()
+            if writer is not None:
+                writer.cancel()
             call.cancel()
             self._running = None
         self._on_lost(error)
 
-    async def _write(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
+    async def _read(self, call: _Call, clock: "_AnswerClock") -> None:
+        held: dict[int, bytes] = {}
+        while (response := cast(Any, await call.read())) is not grpc.aio.EOF:
+            clock.answered()
+            if response.states:
+                self._on_states([self._expand(state, held) for state in response.states])
+
+    async def _write(self, call: _Call, clock: "_AnswerClock") -> None:
         step = 0
         try:
             while True:
@@ -158,6 +179,7 @@ class MaskStream:
                 self._wake.clear()
                 commands, self._outbox = self._outbox, []
                 configuration = None if step else self._configuration
+                clock.asked()
                 await call.write(
                     grammar_pb2.MasksRequest(
                         configuration=configuration, commands=commands, step=step
@@ -196,9 +218,35 @@ class MaskStream:
         return bytes(mask)
 
 
+class _AnswerClock:
+    """Lets a timeout run while a message has no answer. Each has one, in order."""
+
+    def __init__(self, patience: asyncio.Timeout, seconds: float) -> None:
+        self._patience = patience
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._unanswered = 0
+
+    def asked(self) -> None:
+        """A message leaves."""
+        self._unanswered += 1
+        if self._unanswered == 1 and not self._patience.expired():
+            self._patience.reschedule(self._loop.time() + self._seconds)
+
+    def answered(self) -> None:
+        """An answer has come: the next one has as long again."""
+        self._unanswered -= 1
+        if not self._patience.expired():
+            later = self._loop.time() + self._seconds if self._unanswered else None
+            self._patience.reschedule(later)
+
+
+def _gone(message: str, reason: str = "GRAMMAR_LOST") -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, reason, message, retry_seconds=_RETRY)
+
+
 def _typed(failure: grpc.aio.AioRpcError) -> ServiceError:
     error = ServiceError.from_rpc_error(failure)
     if error.code is grpc.StatusCode.UNAVAILABLE:
-        message = "The grammar service can't be reached; requests without a grammar are served."
-        return ServiceError(error.code, "GRAMMAR_LOST", message, retry_seconds=_RETRY)
+        return _gone("The grammar service can't be reached; requests without a grammar are served.")
     return error

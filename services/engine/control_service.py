@@ -29,6 +29,7 @@ _CAPABILITIES = (
     Capability.CAPABILITY_PROMPT_LOGPROBS,
     Capability.CAPABILITY_RESUME,
     Capability.CAPABILITY_PREFIX_CACHE,
+    Capability.CAPABILITY_TOKEN_LIMITS,
 )
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -91,7 +91,14 @@ class _Compiling:
 
     request_id: str
     until: asyncio.Timeout
-    is_aborted: bool = False
+    failure: ServiceError | None = None
+    """Why it is ended, where that is not its deadline"""
+
+    def end(self, failure: ServiceError) -> None:
+        """Let it fail; the first reason counts."""
+        self.failure = self.failure or failure
+        if not self.until.expired():  # else it is about to end, and tells this
+            self.until.reschedule(asyncio.get_running_loop().time())
 
 
 class Frontend:
@@ -99,6 +106,7 @@ class Frontend:
 
     def __init__(self, settings: EngineSettings, on_failure: Callable[[str], None]) -> None:
         self._settings = settings
+        self._most_requests = settings.max_running + settings.max_waiting
         self._on_failure = on_failure
         self.model_id = settings.model_id or settings.model.resolve().name
         self._admission: Admission | None = None
@@ -137,10 +145,17 @@ class Frontend:
                 eos_token_ids=model.eos_token_ids,
                 on_masks=lambda masks: self._process.send(SetMasks(masks)),
                 on_failed=lambda handle, error: self._fail(handle, error, "failed"),
+                lost_seconds=self._settings.lost_seconds,
+                wait_seconds=self._settings.grammar_wait,
             )
 
     async def stop(self) -> None:
         """Abort everything and end the loop."""
+        self.draining = True
+        for request in self._compiling:  # before their channel is closed, which would cancel them
+            request.end(_draining())
+        while self._compiling:
+            await self.changed_since(self.version)
         if self._matchers is not None:
             await self._matchers.aclose()
         await self._process.stop()
@@ -204,6 +219,8 @@ class Frontend:
         try:
             if self.draining:
                 raise _draining()
+            if self.num_requests >= self._most_requests:
+                raise _queue_full(self.num_requests)
             checked = self.admission.check(request)
             matchers = self._matchers if checked.constrained else None
             grammar_id = ""
@@ -247,12 +264,14 @@ class Frontend:
     async def _compile(self, matchers: Matchers, grammar: GrammarSpec, caller: Caller) -> str:
         """The grammar's id. Meanwhile the request counts as one that is here."""
         compiling = _Compiling(caller.request_id, asyncio.timeout(caller.timeout_seconds))
+        if len(self._compiling) >= self._settings.max_waiting:
+            raise _too_many(len(self._compiling))
         self._compiling.add(compiling)
         try:
             async with compiling.until:
                 return await matchers.compile(grammar)
         except TimeoutError:
-            raise (_aborted() if compiling.is_aborted else _expired()) from None
+            raise (compiling.failure or _expired()) from None
         finally:
             self._compiling.discard(compiling)
             self.notify()
@@ -295,8 +314,7 @@ class Frontend:
             self._fail(handle, _aborted(), "aborted")
         compiling = [request for request in self._compiling if is_meant(request.request_id)]
         for request in compiling:
-            request.is_aborted = True
-            request.until.reschedule(asyncio.get_running_loop().time())
+            request.end(_aborted())
         return len(handles) + len(compiling)
 
     async def flush_cache(self) -> int:
@@ -353,7 +371,13 @@ class Frontend:
                     names = names_of(live.caller.request_id, live.caller.traceparent)
                     _LOG.error(item.message, extra=names)
                 live.sink.on_error(
-                    ServiceError(code, item.reason, item.message, retry_seconds=item.retry_seconds)
+                    ServiceError(
+                        code,
+                        item.reason,
+                        item.message,
+                        field=item.field,
+                        retry_seconds=item.retry_seconds,
+                    )
                 )
 
     def _on_flushed(self, flushed: CacheFlushed) -> None:
@@ -401,10 +425,13 @@ class Frontend:
         live.sink.on_completed(engine_pb2.Completed(usage=usage))
 
     def _on_death(self, why: str) -> None:
+        self.draining = True  # whoever tries again must not come back here
+        self._on_failure(why)
         error = ServiceError(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", why, retry_seconds=1)
         for handle in list(self._live):
             self._fail(handle, error, "failed")
-        self._on_failure(why)
+        for request in self._compiling:
+            request.end(error)
 
     def _expire(self, handle: int) -> None:
         self._fail(handle, _expired(), "expired")
@@ -437,6 +464,8 @@ def _outcome(reason: str) -> str:
         "ABORTED": "aborted",
         "DEADLINE_EXCEEDED": "expired",
         "NOT_FINITE": "failed",
+        "OUT_OF_MEMORY": "failed",
+        "STEP_FAILED": "failed",
         "STALLED": "stalled",
     }
     return outcomes.get(reason, "refused")
@@ -445,6 +474,20 @@ def _outcome(reason: str) -> str:
 def _draining() -> ServiceError:
     message = "This engine takes no new requests."
     return ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", message, retry_seconds=1)
+
+
+def _too_many(waiting: int) -> ServiceError:
+    return _full(f"{waiting} requests wait for their grammars already; try again.")
+
+
+def _queue_full(count: int) -> ServiceError:
+    """As the loop refuses, which counts sequences. Here it costs the loop nothing."""
+    return _full(f"{count} requests are here already; try again.")
+
+
+def _full(message: str) -> ServiceError:
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    return ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
 
 
 def _aborted() -> ServiceError:

@@ -8,6 +8,8 @@ import os
 import select
 import signal
 import socket
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NoReturn
@@ -30,6 +32,8 @@ from services.engine.team import Team
 __all__ = ["run"]
 
 _LOG = logging.getLogger("loop")
+_RECEIVE_SECONDS = 0.005
+"""That commands may take before each step: the rest of a flood waits, the streams do not"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
@@ -106,7 +110,9 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
     )
     runner = ModelRunner(decoder, cache, _graph_room(settings, model))
     overlaps = decoder.device.type == "cuda"
-    return StepLoop(scheduler, runner, limits, overlaps=overlaps), description, model.team
+    alone = model.team.rank.is_alone
+    loop = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
+    return loop, description, model.team
 
 
 def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepRoom | None:
@@ -127,19 +133,27 @@ class _MessageSocket:
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._unpacker = Unpacker()
+        self._arrived: deque[Command] = deque()
 
     def send(self, message: object) -> None:
         self._link.sendall(pack(message))
 
     def wait(self, timeout: float | None) -> None:
-        """Return when bytes have come, or after `timeout` seconds."""
-        if timeout != 0:
+        """Return when something has come, or after `timeout` seconds."""
+        if timeout != 0 and not self._arrived:
             select.select([self._link], [], [], timeout)
 
     def receive(self) -> Iterator[Command]:
-        """The messages that have come, without waiting. Raises EOFError when the peer is gone."""
-        while select.select([self._link], [], [], 0)[0]:
-            data = self._link.recv(1 << 20)
-            if not data:
-                raise EOFError
-            yield from self._unpacker.feed(data)
+        """The messages that have come, without waiting; where many have, those for which there is
+        time before the next step. Raises EOFError when the peer is gone."""
+        end = time.monotonic() + _RECEIVE_SECONDS
+        while self._arrived or select.select([self._link], [], [], 0)[0]:
+            if not self._arrived:
+                data = self._link.recv(1 << 20)
+                if not data:
+                    raise EOFError
+                self._arrived.extend(self._unpacker.feed(data))
+            while self._arrived:
+                yield self._arrived.popleft()
+                if time.monotonic() >= end:
+                    return

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.engine.constraint import GrammarClient, MaskState, MaskStream
+from services.engine.constraint import GRAMMAR_HANGS, GrammarClient, MaskState, MaskStream
 from services.engine.messages import Guessed, Mask, Token
-from tokenwire.channel import connect
+from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["Matchers"]
 
-_PATIENCE = 20.0
-"""Seconds that constrained sequences wait for a grammar service that is lost"""
+_ANSWER_SECONDS = 10.0
+"""How long the answer to a step may take; a service that takes longer hangs"""
 _PAUSE = 0.1
 """Seconds between attempts to reach it"""
 _MOST_RETURNS = 3
-"""Times that a sequence may find its grammar gone"""
+"""Times that a sequence may find its grammar gone, or its service hanging"""
 _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
@@ -65,8 +65,12 @@ class Matchers:
         eos_token_ids: Sequence[int],
         on_masks: Callable[[Sequence[Mask]], None],
         on_failed: Callable[[int, ServiceError], None],
+        lost_seconds: float = LOST_SECONDS,
+        wait_seconds: float = 60.0,
     ) -> None:
-        self._channel = connect(target)
+        """wait_seconds: how long constrained requests wait for a grammar service that is lost."""
+        self._wait_seconds = wait_seconds
+        self._channel = connect(target, lost_seconds)
         self._grammar = GrammarClient(self._channel)
         self._masks = MaskStream(
             self._channel,
@@ -74,6 +78,7 @@ class Matchers:
             eos_token_ids=eos_token_ids,
             on_states=self._on_states,
             on_lost=self._on_lost,
+            answer_seconds=_ANSWER_SECONDS,
         )
         self._eos_token_ids = frozenset(eos_token_ids)
         self._on_masks = on_masks
@@ -86,8 +91,11 @@ class Matchers:
         """By grammar"""
 
     async def compile(self, spec: GrammarSpec) -> str:
-        """The grammar's id. Raises ServiceError."""
-        return await self._grammar.compile(spec)
+        """Return the grammar's id. A service that is not there is waited for, as those do that run.
+
+        Raises ServiceError.
+        """
+        return await self._compile(spec)
 
     def open(
         self,
@@ -196,7 +204,15 @@ class Matchers:
             self._masks.ask_ahead(matcher.number, guesses)
 
     def _on_lost(self, error: ServiceError) -> None:
-        self._restore([matcher for matcher in self._matchers.values() if matcher.is_open])
+        lost = [matcher for matcher in self._matchers.values() if matcher.is_open]
+        if error.reason == GRAMMAR_HANGS:
+            for matcher in [each for each in lost if each.is_asked]:
+                matcher.returns += 1
+                if matcher.returns > _MOST_RETURNS:
+                    lost.remove(matcher)
+                    matcher.is_open = False
+                    self._on_failed(matcher.handle, error)
+        self._restore([matcher for matcher in lost if matcher.number in self._matchers])
 
     def _restore(self, matchers: Sequence[_Matcher]) -> None:
         """Open matchers again that the service has forgotten, once their grammars are compiled."""
@@ -210,7 +226,7 @@ class Matchers:
     async def _restore_grammar(self, grammar_id: str, spec: GrammarSpec) -> None:
         failure: ServiceError | None = None
         try:
-            await self._compile_again(spec)
+            await self._compile(spec)
         except ServiceError as error:
             failure = error
         finally:
@@ -225,17 +241,16 @@ class Matchers:
                 matcher.known = len(matcher.generated)
                 self._masks.open(matcher.number, grammar_id, matcher.generated)
 
-    async def _compile_again(self, spec: GrammarSpec) -> None:
+    async def _compile(self, spec: GrammarSpec) -> str:
         """Raises ServiceError if no service does it in time."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + _PATIENCE
+        deadline = loop.time() + self._wait_seconds
         while True:
             try:
-                await self._grammar.compile(spec, deadline - loop.time())
-                return
+                return await self._grammar.compile(spec, deadline - loop.time(), waits=True)
             except ServiceError as error:
                 if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    message = "The grammar service was lost, and does not answer."
+                    message = "The grammar service can't be reached, or does not answer."
                     code = grpc.StatusCode.UNAVAILABLE
                     raise ServiceError(code, "GRAMMAR_LOST", message, retry_seconds=1) from None
                 if error.code not in _TRANSIENT or loop.time() + _PAUSE >= deadline:

@@ -94,6 +94,15 @@ class SamplingSettings:
     logit_bias: LogitBias | None = None
     dry: DrySettings | None = None
     mirostat: MirostatSettings | None = None
+    allowed: bytes | None = None
+    """Bit i, least significant first, = id i may be drawn; none past its end. None = every id"""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of ids that are never generated, none of them empty"""
+
+    @property
+    def limits_ids(self) -> bool:
+        """Whether some ids are never drawn, whatever the logits are."""
+        return self.allowed is not None or bool(self.bad_words)
 
     @property
     def penalises(self) -> bool:
@@ -274,6 +283,8 @@ class Refused:
     reason: str
     message: str
     retry_seconds: float | None = None
+    field: str = ""
+    """Of the request, to blame"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,42 @@
 """Decides what each step computes. Policy alone: no tensors, no clock, no input or output.
 
 One step is a flat batch. Sequences that decode come first; prompts are added in chunks, as far as
-that does not slow the streams down too much. When blocks run out, the sequence that is last in
-order gives up its own and is computed again later.
+that does not slow the streams down too much. When blocks or places run out, a sequence gives up
+its own and is computed again later: one that is paused, that has a lower priority, or whose owner
+holds the most.
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import attrgetter
+from typing import TypeVar
 
 from services.engine.block_pool import BlockPool
+from services.engine.prompt_budget import Allowance, Crowd, PromptBudget
 from services.engine.sequence import Sequence, SequenceState
 from services.engine.step_cost import StepCost
+from services.engine.tenants import GENERATED_WEIGHT, Tenants
+from services.engine.waiting_queue import Turn, Turns, WaitingQueue
 
 __all__ = ["Chunk", "Scheduler", "SchedulerLimits", "StepPlan"]
 
-_CROWD, _SHORT_CROWD = 4, 12
-"""Where prompts and streams share a step, each prompt but the first counts for as many streams: the
-first number where prompts are long, the second where they are short. In large chunks a crowd of
-prompts is done sooner, and its streams then run together"""
-_SHORT_STEPS = 4
-"""A prompt that takes more steps beside streams than this is no longer short"""
+K = TypeVar("K", bound=Hashable)
+
+_PAUSE_SECONDS = 1.0
+"""A sequence without credit for so long may be preempted for another one; less is a round trip"""
+_MUCH_LONGER = 4
+"""A prompt so many times as long as the others on average leaves them a half of each step"""
+_NEWCOMERS = 4
+"""Waiting sequences for which others may be preempted: the first in turn"""
+_SECONDS_PER_CHOICE = 0.25
+"""Each choice of a request queues as if it had come so much later than the one before it: requests
+of few choices pass the later ones of requests that have many"""
+_GUARANTEED_SHARE = 8
+"""A tenant with newcomers gets one in so many places at once, however many another one holds"""
 _MOST_ALONE = 15
 """Guesses of a stream that no other one runs beside"""
 _MOST_FORCED = 16
@@ -93,27 +106,35 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitingQueue()
+        self.tenants = Tenants()
         self.queued_tokens = 0
         self.preemptions = 0
         self._cost = StepCost(limits.rows_at_once)
+        self._budget = PromptBudget(
+            self._cost, limits.max_step_tokens, limits.mixed_step_factor, limits.rows_at_once
+        )
 
     def add(self, sequence: Sequence) -> int:
         """Queue a sequence. Returns how many of its tokens the prefix cache holds now."""
         found = len(self.pool.find(sequence.readable_names())) * self.limits.block_size
         sequence.queued_tokens = sequence.length - found
         self.queued_tokens += sequence.queued_tokens
-        insort(self.waiting, sequence, key=attrgetter("order"))
+        command = sequence.request.command
+        sequence.tenant = self.tenants.enter(command.cache_salt)
+        sequence.tenant.waiting += 1
+        delay = self._cost.prompt_seconds(sequence.queued_tokens)
+        sequence.due = command.arrival + delay + _SECONDS_PER_CHOICE * sequence.index
+        self.waiting.add(sequence)
         return found
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that has ended, and free its blocks."""
         if sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence)
-            self.queued_tokens -= sequence.queued_tokens
+            self._leave_queue(sequence)
         elif sequence.state is SequenceState.RUNNING:
-            self.running.remove(sequence)
-            self.pool.release(sequence.blocks)
+            self._leave_place(sequence)
+        self.tenants.leave(sequence.tenant)
         sequence.blocks = []
         sequence.held_logits = None
         sequence.state = SequenceState.FINISHED
@@ -127,16 +148,27 @@ class Scheduler:
         """Whether a sequence of so many tokens can ever run."""
         return self._blocks_for(tokens) <= self.pool.num_blocks
 
-    def plan(self) -> StepPlan:
-        """Choose the next batch, allocate its blocks, and count its tokens as computed."""
+    def plan(self, now: float) -> StepPlan:
+        """Choose the next batch, allocate its blocks, and count its tokens as computed.
+
+        now: seconds, on the clock of the requests' arrivals.
+        """
+        if len(self.waiting):
+            self._make_place(now)
         preempted = self.preemptions
         decodes, drafts = self._plan_decodes()
         decode_tokens = len(decodes) + sum(chunk.count for chunk in drafts)
         prompts = [s for s in self.running if s.uncomputed > 1]
-        budget = self._prefill_budget(len(decodes) + len(drafts), decode_tokens, prompts)
-        prefills = list(self._plan_prefills(prompts, budget))
-        if self.preemptions == preempted:
-            prefills += self._admit(budget - sum(chunk.count for chunk in prefills))
+        crowd = self._crowd(prompts)
+        allowance = self._budget.allow(len(decodes) + len(drafts), decode_tokens, crowd)
+        prefills: list[Chunk] = []
+        if allowance.tokens:
+            turns = Turns(prompts, self.waiting, self._turn(now, prompts))
+            if self.preemptions > preempted:
+                turns.end_starts()
+            prefills += self._plan_prefills(turns, allowance, crowd)
+        if len(self.tenants) > 1:
+            self._count_service(decodes, drafts, prefills)
         return StepPlan(
             decodes=decodes,
             chunks=[*drafts, *prefills],
@@ -184,6 +216,18 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             sequence.num_computed -= 1
 
+    def void(self, sequence: Sequence, start: int) -> None:
+        """Forget the blocks that hold tokens from `start` on: a step failed to write them.
+
+        Another sequence of that step may have found them in the prefix cache: it is preempted.
+        """
+        blocks = sequence.blocks[start // self.limits.block_size :]
+        self.pool.void(blocks)
+        unwritten = set(blocks)
+        for other in list(self.running):
+            if other is not sequence and not unwritten.isdisjoint(other.blocks):
+                self._preempt(other)
+
     def _plan_decodes(self) -> tuple[list[Sequence], list[Chunk]]:
         """Sequences whose newest token is computed: those without guesses, and those with them."""
         decodes: list[Sequence] = []
@@ -207,54 +251,154 @@ class Scheduler:
                 decodes.append(sequence)
         return decodes, drafts
 
-    def _plan_prefills(self, prompts: Items[Sequence], budget: int) -> Iterator[Chunk]:
-        for sequence in prompts:
-            count = min(budget, sequence.uncomputed)
-            if count > 0:
-                budget -= count
-                yield self._chunk(sequence, count)
-
-    def _admit(self, budget: int) -> Iterator[Chunk]:
-        """Start waiting sequences while budget and blocks last.
+    def _plan_prefills(self, turns: Turns, allowance: Allowance, crowd: Crowd) -> Iterator[Chunk]:
+        """Continue prompts and start waiting sequences, while allowance, places and blocks last.
 
         One whose next block is about to be computed by another sequence waits for it, so that a
         prefix that arrives many times together is computed once.
         """
-        promised = self._promised_blocks() if self.waiting else set()
-        for sequence in list(self.waiting):
-            if budget <= 0 or len(self.running) >= self.limits.max_running:
+        left = allowance.tokens
+        promised = self._promised_blocks() if len(self.waiting) else set()
+        for sequence in turns:
+            if left <= 0:
                 return
-            if sequence.awaited_block in promised:
-                continue
-            names = sequence.readable_names()
-            found = self.pool.find(names)
-            sequence.awaited_block = names[len(found)] if len(found) < len(names) else None
-            if sequence.awaited_block in promised:
-                continue
-            if not self._start(sequence, found):
-                return
-            count = min(budget, sequence.uncomputed)
-            budget -= count
+            if sequence.state is SequenceState.WAITING:
+                if len(self.running) >= self.limits.max_running:
+                    turns.end_starts()
+                    continue
+                if sequence.awaited_block in promised:
+                    continue
+                names = sequence.readable_names()
+                found = self.pool.find(names)
+                sequence.awaited_block = names[len(found)] if len(found) < len(names) else None
+                if sequence.awaited_block in promised:
+                    continue
+                if not self._start(sequence, found):
+                    turns.end_starts()
+                    continue
+            count = _share(sequence.uncomputed, left, allowance.slack, crowd)
+            left -= count
             yield self._chunk(sequence, count)
             promised.update(self._promised_by(sequence))
 
+    def _crowd(self, prompts: Items[Sequence]) -> Crowd:
+        """Prompts under way, and as many of those that wait as there are places for."""
+        places = min(len(self.waiting), max(self.free_places, 0))
+        tokens = sum(sequence.uncomputed for sequence in prompts)
+        if places:
+            tokens += self.queued_tokens * places // len(self.waiting)
+        return Crowd(len(prompts) + places, tokens)
+
+    def _turn(self, now: float, prompts: Items[Sequence]) -> Turn:
+        priorities = [sequence.request.command.priority for sequence in prompts]
+        if self.waiting.highest is not None:
+            priorities.append(self.waiting.highest)
+        return Turn(now, max(priorities, default=0))
+
+    def _count_service(
+        self, decodes: Items[Sequence], drafts: Items[Chunk], prefills: Items[Chunk]
+    ) -> None:
+        """Charge the tenants with a step."""
+        for sequence in decodes:
+            sequence.tenant.served += GENERATED_WEIGHT
+        for chunk in drafts:
+            chunk.sequence.tenant.served += GENERATED_WEIGHT
+        for chunk in prefills:
+            chunk.sequence.tenant.served += chunk.count
+
+    def _make_place(self, now: float) -> None:
+        """Start a sequence whose turn it is by preempting others, if some should yield to it."""
+        turn = self._turn(now, ())
+        for newcomer in islice(self.waiting.in_turn(turn), _NEWCOMERS):
+            found = self.pool.find(newcomer.readable_names())
+            missing = self._missing(newcomer, found) - self.pool.num_free
+            if missing <= 0 < self.free_places:
+                return  # it starts as it is
+            if victims := self._enough_victims(newcomer, missing, now):
+                for victim in victims:
+                    self._preempt(victim)
+                self._start(newcomer, found)
+                return
+
+    def _enough_victims(self, newcomer: Sequence, missing: int, now: float) -> list[Sequence]:
+        """Sequences whose blocks and places a newcomer can start with; none where they are too few.
+
+        missing: blocks beyond those that are free.
+        """
+        places = 1 - self.free_places
+        victims: list[Sequence] = []
+        for victim in self._victims(newcomer, now):
+            victims.append(victim)
+            # one runs less beside the newcomer, for which room to grow need not be left
+            missing -= self.pool.count_freed(victim.blocks) + 1
+            places -= 1
+            if missing <= 0 and places <= 0:
+                return victims
+        return []
+
+    def _victims(self, newcomer: Sequence, now: float) -> Iterator[Sequence]:
+        """Running sequences that should yield to a newcomer, in the order in which they do."""
+        priority = newcomer.request.command.priority
+        last_first = self.running[::-1]
+        paused = [
+            s
+            for s in last_first
+            if s.starved_since is not None
+            and s.starved_since <= now - _PAUSE_SECONDS
+            and s.uncomputed <= 1
+        ]
+        yield from paused
+        others = [s for s in last_first if s not in paused]
+        yield from (s for s in others if s.request.command.priority < priority)
+        if newcomer.cached_tokens is None:  # it has never run: none is preempted to and fro
+            peers = [s for s in others if s.request.command.priority == priority]
+            yield from self._greediest(newcomer, peers)
+
+    def _greediest(self, newcomer: Sequence, peers: list[Sequence]) -> Iterator[Sequence]:
+        """Sequences of the tenants, or of the newcomer's own tenant's requests, that hold most."""
+        tenant = newcomer.tenant
+        held = Counter(s.tenant.name for s in peers)
+        guaranteed = max(1, self.limits.max_running // _GUARANTEED_SHARE)
+        if tenant.running < guaranteed:
+            del held[tenant.name]
+            yield from _from_largest(held, peers, tenant.running + 1, lambda s: s.tenant.name)
+        if newcomer.request.running == 0:
+            own = [s for s in peers if s.tenant is tenant]
+            requests = Counter(id(s.request) for s in own)
+            yield from _from_largest(requests, own, 1, lambda s: id(s.request))
+
+    def _missing(self, sequence: Sequence, found: Items[int]) -> int:
+        """Free blocks that a waiting sequence needs to start, beside those found in the cache: room
+        for every running sequence to grow once, too, or the newcomer would soon be preempted."""
+        held_by_none = self.pool.count_unheld(found)
+        return self._blocks_for(sequence.length) - len(found) + held_by_none + len(self.running)
+
     def _start(self, sequence: Sequence, found: list[int]) -> bool:
         """Give a waiting sequence its blocks; False if there are too few."""
-        self.pool.hold(found)
-        missing = self._blocks_for(sequence.length) - len(found)
-        # room for every running sequence to grow once, or the newcomer would soon be preempted
-        if missing + len(self.running) > self.pool.num_free and self.running:
-            self.pool.release(found)
+        if self.running and self._missing(sequence, found) > self.pool.num_free:
             return False
-        sequence.blocks = found + self.pool.allocate(missing)
+        self.pool.hold(found)
+        sequence.blocks = found + self.pool.allocate(self._blocks_for(sequence.length) - len(found))
         sequence.num_computed = len(found) * self.limits.block_size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_length)
+        self._leave_queue(sequence)
         sequence.state = SequenceState.RUNNING
-        self.waiting.remove(sequence)
-        self.queued_tokens -= sequence.queued_tokens
+        sequence.tenant.running += 1
+        sequence.request.running += 1
         insort(self.running, sequence, key=attrgetter("order"))
         return True
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.queued_tokens -= sequence.queued_tokens
+        sequence.tenant.waiting -= 1
+
+    def _leave_place(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.tenant.running -= 1
+        sequence.request.running -= 1
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         start = sequence.num_computed
@@ -326,41 +470,22 @@ class Scheduler:
             if self.pool.num_free:
                 sequence.blocks += self.pool.allocate(1)
                 continue
-            victim = self.running[-1]
+            # whoever is paused is in no plan, and the last comes after those already planned
+            paused = (s for s in reversed(self.running) if s.is_paused and s.uncomputed <= 1)
+            victim = next(paused, self.running[-1])
             self._preempt(victim)
             if victim is sequence:
                 return False
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self.pool.release(sequence.blocks)
+        self._leave_place(sequence)
         sequence.blocks = []
         sequence.num_computed = 0
         sequence.held_logits = None
         sequence.state = SequenceState.WAITING
         self.preemptions += 1
         self.add(sequence)
-
-    def _prefill_budget(self, streams: int, decode_tokens: int, prompts: Items[Sequence]) -> int:
-        """Prompt tokens for a step in which so many streams decode, and `prompts` go on."""
-        if streams == 0:
-            return self.limits.max_step_tokens
-        crowd = [*prompts, *self.waiting[: self.limits.max_running - len(self.running)]]
-        factor = self.limits.mixed_step_factor
-        budget = self._cost.prompt_tokens(decode_tokens, factor)
-        if budget is None or not crowd:
-            return 0
-        # where many wait for their first token, those that wait for their next do so in proportion
-        steps = sum(sequence.queued_tokens for sequence in crowd) / len(crowd) / max(budget, 1)
-        weight = min(max(_SHORT_CROWD * _SHORT_STEPS / steps, _CROWD), _SHORT_CROWD)
-        factor *= max(1.0, weight * (len(crowd) - 1) / streams)
-        budget = self._cost.prompt_tokens(decode_tokens, factor) or 0
-        # so many rows, or more: prompts go on, if slowly, however many streams run
-        size = self.limits.rows_at_once
-        rows = (decode_tokens + budget) // size * size
-        least = (-(-decode_tokens // size) + 1) * size
-        return min(max(rows, least) - decode_tokens, self.limits.max_step_tokens)
 
     def _promised_blocks(self) -> set[bytes]:
         return {name for sequence in self.running for name in self._promised_by(sequence)}
@@ -373,6 +498,29 @@ class Scheduler:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
+
+
+def _share(wanted: int, left: int, slack: int, crowd: Crowd) -> int:
+    """How many of the tokens that a prompt wants it gets of those left in a step."""
+    others = crowd.count - 1
+    if others and wanted > _MUCH_LONGER * (crowd.tokens - wanted) / others:
+        left -= min(left // 2, max(crowd.tokens - wanted, 0))
+    return wanted if wanted <= left + slack else left
+
+
+def _from_largest(
+    held: Counter[K], sequences: Items[Sequence], least: int, holder: Callable[[Sequence], K]
+) -> Iterator[Sequence]:
+    """Sequences of the holders that have most, while these have more than `least`."""
+    mine: dict[K, list[Sequence]] = {}
+    for sequence in reversed(sequences):
+        mine.setdefault(holder(sequence), []).append(sequence)
+    while held:
+        name, count = held.most_common(1)[0]
+        if count <= least:
+            return
+        held[name] -= 1
+        yield mine[name].pop()
 
 
 def _room(sequence: Sequence) -> int:

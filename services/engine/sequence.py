@@ -10,10 +10,11 @@ import torch
 
 from services.engine.block_pool import hash_block
 from services.engine.messages import AddRequest, Mask, Resume
-from services.engine.sampling import Mirostat, Penalties
+from services.engine.sampling import BadWords, Mirostat, Penalties
 from services.engine.speculation import DraftWidth, Precedents
+from services.engine.tenants import Tenant
 
-__all__ = ["Request", "Sequence", "SequenceState"]
+__all__ = ["Prompt", "Request", "Sequence", "SequenceState"]
 
 
 class SequenceState(Enum):
@@ -26,6 +27,34 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
+class Prompt:
+    """A prompt: its ids and the names of its blocks, which all its choices share."""
+
+    def __init__(self, ids: Items[int], cache_salt: bytes, block_size: int) -> None:
+        self.ids = np.array(ids, dtype=np.int32)
+        """int32 [length]; not writeable"""
+        self.ids.flags.writeable = False
+        self.num_blocks = len(ids) // block_size
+        """Blocks that it fills"""
+        self._salt = cache_salt
+        self._block_size = block_size
+        self._names: list[bytes] = []
+
+    def block_names(self, count: int) -> list[bytes]:
+        """Return the names of its first `count` blocks, `num_blocks` at most."""
+        size = self._block_size
+        for start in range(len(self._names) * size, count * size, size):
+            parent = self._names[-1] if self._names else self._salt
+            self._names.append(hash_block(parent, self.ids[start : start + size]))
+        return self._names[:count]
+
+    def block_name(self, index: int) -> bytes:
+        """Return the name of one of its blocks."""
+        if index >= len(self._names):
+            self.block_names(index + 1)
+        return self._names[index]
+
+
 class Sequence:
     """One choice of one prompt: its tokens so far, and how far their KV is computed."""
 
@@ -33,7 +62,7 @@ class Sequence:
         self,
         request: "Request",
         index: int,
-        prompt: Items[int],
+        prompt: Prompt,
         resume: Resume | None,
         max_tokens: int,
         block_size: int,
@@ -42,7 +71,7 @@ class Sequence:
         self.index = index
         self.prompt_index = index // request.command.n
         self.choice = index % request.command.n
-        self.prompt_length = len(prompt)
+        self.prompt_length = len(prompt.ids)
         self.max_tokens = max_tokens
         self.state = SequenceState.WAITING
         self.blocks: list[int] = []
@@ -55,7 +84,7 @@ class Sequence:
         """Prompt tokens found in the prefix cache at first; None = never scheduled"""
         # one choice speaks for its prompt
         scores = request.command.prompt_logprobs is not None and self.choice == 0
-        self.scored = 1 if scores else len(prompt)
+        self.scored = 1 if scores else self.prompt_length
         """Prompt tokens before this one need no score (any more)"""
         self.credit = request.command.credit
         self.starved_since: float | None = None
@@ -68,12 +97,17 @@ class Sequence:
         """float32 [1 + guesses, vocabulary], kept while it may not draw"""
         self.queued_tokens = 0
         """Tokens that were not in the prefix cache when it began to wait"""
+        self.tenant = Tenant(request.command.cache_salt)
+        """The scheduler's, once it has been queued there"""
+        self.due = request.command.arrival
+        """Sorts the waiting sequences of a tenant, in time.monotonic(): the arrival, and later the
+        longer the prompt is and the more choices of the request come before this one"""
         self.awaited_block: bytes | None = None
         """The block that another sequence is about to compute for it"""
         self.draft_width = DraftWidth()
         self.precedents = Precedents()
         command, sampling = request.command, request.command.sampling
-        self.penalties = Penalties(sampling, len(prompt)) if sampling.penalises else None
+        self.penalties = Penalties(sampling, self.prompt_length) if sampling.penalises else None
         self.mirostat: Mirostat | None = None
         if sampling.mirostat is not None:
             mu = resume.mirostat_mu if resume is not None else None
@@ -82,6 +116,7 @@ class Sequence:
             sampling.temperature == 0
             and sampling.logit_bias is None
             and not sampling.penalises
+            and not sampling.limits_ids
             and command.stopping.min_tokens == 0
             and not command.constrained
         )
@@ -89,8 +124,7 @@ class Sequence:
         self.needs_no_logits = self.is_plainly_greedy and command.logprobs is None
         """Whether nothing but that token is of interest"""
         self.runs_ahead = (
-            self.penalties is None
-            and self.mirostat is None
+            self.is_guessable
             and not command.constrained
             and command.logprobs is None
             and max_tokens > 0
@@ -99,11 +133,14 @@ class Sequence:
         makes of tokens decides about the next, and the host scores none"""
         generated = resume.generated if resume is not None else ()
         self._block_size = block_size
-        self._tokens = np.empty(len(prompt) + len(generated) + 64, dtype=np.int32)
-        self._tokens[: len(prompt)] = prompt
-        self._tokens[len(prompt) : len(prompt) + len(generated)] = generated
-        self.length = len(prompt) + len(generated)
+        self._prompt = prompt
+        self._tokens = prompt.ids
+        """Shared until the first token of its own"""
+        if generated:
+            self._tokens = np.concatenate((prompt.ids, np.array(generated, dtype=np.int32)))
+        self.length = len(self._tokens)
         self._names: list[bytes] = []
+        """Of the blocks behind those that the prompt fills"""
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -138,6 +175,11 @@ class Sequence:
         return self.credit is None or self.credit > self.in_flight
 
     @property
+    def is_paused(self) -> bool:
+        """Whether its client has granted no credit for the next token."""
+        return self.starved_since is not None
+
+    @property
     def may_draw(self) -> bool:
         """Whether it knows what it may draw next, and has credit for it."""
         return self.may_draw_at(self.position)
@@ -152,10 +194,12 @@ class Sequence:
     def is_guessable(self) -> bool:
         """Whether a token can be drawn without the one before: none but the row's own logits count.
 
-        What penalties and mirostat do depends on the token drawn before. So does a mask, but the
-        grammar service tells those behind guesses that it was told.
+        What penalties, mirostat and bad words of several tokens do depends on the token drawn
+        before. So does a mask, but the grammar service tells those behind guesses that it was told.
         """
-        return self.penalties is None and self.mirostat is None
+        words = self.request.bad_words
+        looks_back = words is not None and words.looks_back
+        return self.penalties is None and self.mirostat is None and not looks_back
 
     @property
     def order(self) -> tuple[int, float, int, int]:
@@ -179,7 +223,9 @@ class Sequence:
         if self.mask is not None and not self.mask.outlives(self.position, token):
             self.mask = None
         if self.length == len(self._tokens):
-            self._tokens = np.resize(self._tokens, 2 * self.length)
+            grown = np.empty(self.length + max(64, self.length // 4), dtype=np.int32)
+            grown[: self.length] = self._tokens
+            self._tokens = grown
         self._tokens[self.length] = token
         self.length += 1
 
@@ -190,11 +236,15 @@ class Sequence:
 
     def block_name(self, index: int) -> bytes:
         """The name of full block `index` of this sequence."""
-        while len(self._names) <= index:
-            start = len(self._names) * self._block_size
-            parent = self._names[-1] if self._names else self.request.command.cache_salt
-            self._names.append(hash_block(parent, self._tokens[start : start + self._block_size]))
-        return self._names[index]
+        own = index - self._prompt.num_blocks
+        if own < 0:
+            return self._prompt.block_name(index)
+        while len(self._names) <= own:
+            last = self._prompt.num_blocks + len(self._names)
+            parent = self.block_name(last - 1) if last else self.request.command.cache_salt
+            tokens = self._tokens[last * self._block_size : (last + 1) * self._block_size]
+            self._names.append(hash_block(parent, tokens))
+        return self._names[own]
 
     def readable_names(self) -> list[bytes]:
         """Names of the full blocks that the prefix cache may serve.
@@ -205,7 +255,9 @@ class Sequence:
         last = self.length - 1
         if self.scored < self.prompt_length:
             last = self.scored - 1
-        return [self.block_name(i) for i in range(last // self._block_size)]
+        count, shared = last // self._block_size, self._prompt.num_blocks
+        names = self._prompt.block_names(min(count, shared))
+        return names + [self.block_name(i) for i in range(shared, count)]
 
 
 @dataclass(slots=True, eq=False)
@@ -215,10 +267,17 @@ class Request:
     command: AddRequest
     sequences: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
+    running: int = 0
+    """Sequences that hold a place"""
     started: float | None = None
     """time.monotonic() of the first step that held a token of it"""
     first_token: float | None = None
     """time.monotonic() of the first generated token"""
+    bad_words: BadWords | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        words = self.command.sampling.bad_words
+        self.bad_words = BadWords(words) if words else None
 
     @property
     def order(self) -> tuple[int, float, int]:

@@ -11,7 +11,7 @@ import grpc
 
 from services.common.errors import internal_error
 from services.common.interceptor import sane_request_id, sane_traceparent
-from services.common.logging import request_id, traceparent
+from services.common.logging import failure, request_id, traceparent
 from services.engine import metrics
 from services.engine.frontend import Caller, Frontend
 from services.engine.outbox import Outbox
@@ -25,6 +25,7 @@ from tokenwire.engine.v1.engine_pb2 import (
     SessionResponse,
 )
 from tokenwire.errors import ServiceError, invalid
+from tokenwire.turns import Turns
 
 __all__ = ["Session"]
 
@@ -39,7 +40,7 @@ class Session:
     def __init__(self, frontend: Frontend) -> None:
         self.outbox: Outbox[SessionEvent] = Outbox()
         self.ended = False
-        self.error: ServiceError | None = None
+        self.error: Exception | None = None
         self._frontend = frontend
         self._handles: dict[int, int] = {}
         """The client's handle to the engine's"""
@@ -52,9 +53,12 @@ class Session:
         """Carry out the client's commands until it closes its side; what runs then goes on."""
         try:
             async for request in requests:
+                turns = Turns()
                 for command in request.commands:
                     self._carry_out(command)
-        except ServiceError as error:
+                    if turns.is_over:
+                        await turns.others()
+        except (ServiceError, grpc.aio.AbortError) as error:  # the latter: the client was cut
             self._fail(error)
             return
         except Exception:
@@ -99,7 +103,7 @@ class Session:
         """A request had its terminal event."""
         self._handles.pop(client_handle, None)
 
-    def _fail(self, error: ServiceError) -> None:
+    def _fail(self, error: Exception) -> None:
         self.error = error
         self.ended = True
         self.outbox.wake()
@@ -172,7 +176,7 @@ class Session:
                 extra={"prompts": len(request.prompts), "handle": self._handles[handle]},
             )
         except ServiceError as error:
-            _LOG.info("refused", extra={"reason": error.reason, "error": error.message})
+            _LOG.info("refused", extra=failure(_LOG, error.reason, error.message))
             sink.on_error(error)
         except Exception:
             _LOG.exception("unexpected failure")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.settings import INSTANT, LAST_PORT, StartupError, StreamSettings, setting
+from tokenwire.channel import LOST_SECONDS
 
 __all__ = ["EngineSettings", "parse_bytes"]
 
@@ -30,6 +31,12 @@ class EngineSettings(StreamSettings):
     )
     device: str = setting("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     grammar: str = setting("", "host:port of the grammar service; empty = no grammars.")
+    grammar_wait: float = setting(
+        60.0, "Seconds that constrained requests wait for a grammar service that is lost."
+    )
+    lost_seconds: float = setting(
+        LOST_SECONDS, "Seconds of silence after which a grammar service is taken for lost.", least=1
+    )
     threads: int = setting(0, "Threads that compute; 0 = one per core.", most=4096)
     kv_memory: str = setting("auto", "Memory of the KV cache, 4GiB say; auto = from what is free.")
     max_running: int = setting(256, "Sequences that run at once.", least=1)

@@ -39,7 +39,7 @@ class StepCost:
             self._decode[size] = min(seconds, _towards(estimate, seconds))
             self._last_decode_step = self._steps
         elif prompt_tokens >= self._measurable_tokens and (decodes or self._prompt_token is None):
-            alone = self._decode_seconds(decodes) if decodes else 0.0
+            alone = self.decode_seconds(decodes) if decodes else 0.0
             added = max(seconds - alone, 1e-9) / prompt_tokens
             known = self._prompt_token
             self._prompt_token = added if known is None else _towards(known, added)
@@ -53,10 +53,18 @@ class StepCost:
             return None
         if self._prompt_token is None:
             return self._measurable_tokens
-        return int((factor - 1) * self._decode_seconds(decodes) / self._prompt_token)
+        return int((factor - 1) * self.decode_seconds(decodes) / self._prompt_token)
 
-    def _decode_seconds(self, decodes: int) -> float:
-        """Of the nearest size that was measured."""
+    def tokens_within(self, seconds: float) -> int:
+        """Prompt tokens that add so much to a step; 0 where that was not measured yet."""
+        return int(seconds / self._prompt_token) if self._prompt_token else 0
+
+    def prompt_seconds(self, tokens: float) -> float:
+        """What so many prompt tokens add to a step; 0 where that was not measured yet."""
+        return tokens * (self._prompt_token or 0.0)
+
+    def decode_seconds(self, decodes: int) -> float:
+        """A step of so many tokens without prompts: that of the nearest size measured."""
         wanted = _size_class(decodes)
         nearest = min(self._decode, key=lambda size: abs(size - wanted), default=None)
         return 0.0 if nearest is None else self._decode[nearest]

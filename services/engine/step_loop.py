@@ -1,5 +1,7 @@
 """The step loop: take commands, schedule, run, draw, report."""
 
+import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,11 +23,23 @@ from services.engine.messages import (
 )
 from services.engine.model_runner import SCORED_ROWS, Drawn, ModelRunner
 from services.engine.requests import LoopLimits, Requests
-from services.engine.sampling import Ahead, Row, argmax, only_numbers, sample, score
+from services.engine.sampling import (
+    NOTHING_ALLOWED,
+    Ahead,
+    Row,
+    argmax,
+    narrowed,
+    only_numbers,
+    sample,
+    score,
+)
 from services.engine.scheduler import Scheduler, StepPlan
 from services.engine.sequence import Sequence, SequenceState
 
 __all__ = ["StepLoop"]
+
+
+_LOG = logging.getLogger("loop")
 
 
 class _Draw(NamedTuple):
@@ -100,9 +114,14 @@ class StepLoop:
         clock: Callable[[], float] = time.monotonic,
         *,
         overlaps: bool = False,
+        isolates: bool = True,
     ) -> None:
         """overlaps: launch a step before the tokens of the last one are here; not where tokens are
-        guessed, because guesses need them."""
+        guessed, because guesses need them.
+
+        isolates: a step that raises is repeated sequence by sequence, and only requests whose own
+        part raises fail. Several ranks can't do that: the others wait in the middle of the step.
+        """
         self._scheduler = scheduler
         self._runner = runner
         self._limits = limits
@@ -111,7 +130,10 @@ class StepLoop:
         self._late: list[_Late] = []
         """What keeps its logits until a mask comes, or credit"""
         self._overlaps = overlaps and not scheduler.limits.speculate
+        self._isolates = isolates
         self._flight: _Flight | None = None
+        self._landing: _Flight | None = None
+        """The step before, while its tokens are not taken"""
         self._last_end = -math.inf
         """When the last step had run"""
         self._steps = 0
@@ -132,35 +154,102 @@ class StepLoop:
         self.apply(receive())
         self._requests.cut_starved()
         began = self._clock()
-        plan = self._scheduler.plan()
-        before, self._flight = self._flight, None
-        self.progressed = not plan.is_empty or before is not None
+        plan = self._scheduler.plan(began)
+        self._landing, self._flight = self._flight, None
+        self.progressed = not plan.is_empty or self._landing is not None
         if not plan.is_empty:
             self._requests.note_started(chunk.sequence for chunk in plan.chunks)
-            hidden = self._runner.forward(plan, before.drawn if before is not None else None)
-            self._steps += 1
-            self._score_prompts(plan, hidden)
-            draws = self._draws(plan)
-            logits, tokens = self._look_at(draws, hidden)
-            if self._overlaps and all(draw.runs_ahead for draw in draws):
-                self._flight = self._launch(plan, draws, logits, began)
-            self.apply(receive())
-            if before is not None:
-                self._settle(before, draws)
-            if self._flight is None:
-                if tokens is not None:
-                    self._accept(draws, tokens, {})
-                elif logits is not None:
-                    self._draw(draws, logits)
-                else:
-                    self._runner.wait()
-                self._accept_guesses(plan)
-                self._learn(plan, began)
-        elif before is not None:
-            self._settle(before, [])
+            try:
+                self._run(plan, began, receive)
+            except (OSError, EOFError):
+                raise  # the gRPC side is gone
+            except Exception as error:
+                if not self._isolates or self._flight is not None:
+                    raise
+                self._run_apart(plan, error)
+        elif self._landing is not None:
+            self._settle(self._landing, [])
         self._draw_late()
         self._tell_guesses()
         return self.take_output()
+
+    def _run(self, plan: StepPlan, began: float, receive: Callable[[], Iterable[Command]]) -> None:
+        """Compute a plan, and draw from it."""
+        before = self._landing
+        hidden = self._runner.forward(plan, before.drawn if before is not None else None)
+        self._steps += 1
+        self._score_prompts(plan, hidden)
+        draws = self._draws(plan)
+        logits, tokens = self._look_at(draws, hidden)
+        if self._overlaps and all(draw.runs_ahead for draw in draws):
+            self._flight = self._launch(plan, draws, logits, began)
+        self.apply(receive())
+        if before is not None:
+            self._settle(before, draws)
+        if self._flight is None:
+            self._take(plan, draws, logits, tokens)
+            self._learn(plan, began)
+
+    def _take(
+        self,
+        plan: StepPlan,
+        draws: list[_Draw],
+        logits: Tensor | None,
+        tokens: Items[int] | None,
+    ) -> None:
+        """Draw what a step brings now, and count what came true of its guesses."""
+        if tokens is not None:
+            self._accept(draws, tokens, {})
+        elif logits is not None:
+            self._draw(draws, logits)
+        else:
+            self._runner.wait()
+        self._accept_guesses(plan)
+
+    def _run_apart(self, plan: StepPlan, error: Exception) -> None:
+        """Repeat a step that raised, a sequence at a time; fail those that raise again.
+
+        A sequence that had advanced before the step raised is left as it is.
+        """
+        _LOG.error("a step failed and is repeated sequence by sequence", exc_info=error)
+        self._runner.wait()  # raises where the device itself is lost
+        if self._landing is not None:
+            row = itertools.count()
+            self._settle(
+                self._landing,
+                [_Draw(s, next(row), s.position + s.in_flight) for s in plan.decodes],
+            )
+        sequences = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
+        for sequence in sequences:
+            if sequence.mirostat is not None:
+                sequence.mirostat.roll_back()
+        for sequence in plan.decodes:
+            if sequence.state is SequenceState.RUNNING and sequence.uncomputed == 0:
+                self._run_alone(StepPlan([sequence], [], 1, 0), sequence.num_computed - 1)
+        for chunk in plan.chunks:
+            if chunk.sequence.state is SequenceState.RUNNING:
+                self._run_alone(StepPlan([], [chunk], 0, chunk.count), chunk.start)
+
+    def _run_alone(self, plan: StepPlan, start: int) -> None:
+        """Compute what a plan holds of its one sequence, from token `start` on."""
+        [sequence] = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
+        try:
+            hidden = self._runner.forward(plan)
+            self._steps += 1
+            self._score_prompts(plan, hidden)
+            draws = self._draws(plan)
+            self._take(plan, draws, *self._look_at(draws, hidden))
+        except Exception as error:
+            self._fail(sequence, start, error)
+
+    def _fail(self, sequence: Sequence, start: int, error: Exception) -> None:
+        """Cut the request of a sequence that could not be computed from token `start` on."""
+        request = sequence.request
+        _LOG.error("request %d failed", request.command.handle, exc_info=error)
+        self._runner.wait()
+        if sequence.state is SequenceState.RUNNING:
+            self._scheduler.void(sequence, start)
+        self._requests.break_off(request, error)
 
     def take_output(self) -> StepOutput:
         """What has happened since the last call."""
@@ -194,12 +283,14 @@ class StepLoop:
             logits, rows = torch.empty((0, 1), device=self._runner.device), []
         elif not all(draw.sequence.is_plainly_greedy for draw in draws):
             rows = [self._row(draw) for draw in draws]
+        tokens = Ahead(logits, rows)
         for draw in draws:
             draw.sequence.in_flight += 1
-        return _Flight(plan, draws, Ahead(logits, rows), began)
+        return _Flight(plan, draws, tokens, began)
 
     def _settle(self, flight: _Flight, following: list[_Draw]) -> None:
         """Take the tokens of a step that ran ahead; `following` is what is drawn after them."""
+        self._landing = None
         taken, tokens = flight.tokens.wait()
         for draw, guess, token in zip(flight.draws, taken, tokens, strict=True):
             if draw.guess is not None:
@@ -247,6 +338,7 @@ class StepLoop:
                         self._requests.fail(sequence.request)
                     else:
                         self._requests.report(ScoredPrompt(handle, prompt, start, ids, scores))
+                        sequence.scored = start + len(ids)
             sequence.scored = max(sequence.scored, end)
 
     def _draws(self, plan: StepPlan) -> list[_Draw]:
@@ -339,11 +431,30 @@ class StepLoop:
             draws += allowed
             logits.append(each.logits[: len(allowed)])
         if ready:
-            self._advance(draws, torch.cat(logits))
+            try:
+                self._advance(draws, torch.cat(logits))
+            except Exception as error:
+                if not self._isolates:
+                    raise
+                self._draw_late_apart(ready, error)
         for each in ready:
             guesses = [draw.guess for draw in each.draws if draw.guess is not None]
             if guesses:
                 self._scheduler.accept(each.sequence, guesses)
+
+    def _draw_late_apart(self, ready: Items[_Late], error: Exception) -> None:
+        """Repeat a draw that raised, a sequence at a time; fail those that raise again."""
+        _LOG.error("a draw failed and is repeated sequence by sequence", exc_info=error)
+        for each in ready:
+            if each.sequence.held_logits is not each.logits:
+                continue  # it had drawn before the others failed
+            if each.sequence.mirostat is not None:
+                each.sequence.mirostat.roll_back()
+            allowed = [d for d in each.draws if each.sequence.may_draw_at(d.position)]
+            try:
+                self._advance(allowed, each.logits[: len(allowed)])
+            except Exception as failure:
+                self._fail(each.sequence, each.sequence.num_computed, failure)
 
     def _tell_guesses(self) -> None:
         """Report guesses of constrained sequences: the next step needs the masks along them."""
@@ -357,22 +468,30 @@ class StepLoop:
 
         logits: float32 [draws, vocabulary].
         """
+        rows: list[Row] = []
         if all(draw.sequence.is_plainly_greedy for draw in draws):
             tokens = argmax(logits)
         else:
-            tokens = sample(logits, [self._row(draw) for draw in draws])
+            rows = [self._row(draw) for draw in draws]
+            tokens = sample(logits, rows)
         scores = self._scores(draws, logits, tokens)
-        self._accept(draws, only_numbers(logits, tokens), scores)
+        tokens = only_numbers(logits, tokens)
+        for i, row in enumerate(rows):
+            if row.allows_nothing:
+                tokens[i] = NOTHING_ALLOWED
+        self._accept(draws, tokens, scores)
 
     def _accept(self, draws: Items[_Draw], tokens: Items[int], scores: Mapping[int, Score]) -> None:
         """Report what was drawn, with the scores of some rows, and end what it ends.
 
-        A token below 0 is none: the model computed no number.
+        A token below 0 is none: the model computed no number, or the request allows none.
         """
         for i, (draw, token) in enumerate(zip(draws, tokens, strict=True)):
             if not draw.is_next:
                 continue
-            if token < 0:
+            if token == NOTHING_ALLOWED:
+                self._requests.contradict(draw.sequence.request)
+            elif token < 0:
                 self._requests.fail(draw.sequence.request)
             else:
                 self._requests.append(draw.sequence, token, scores.get(i))
@@ -397,12 +516,22 @@ class StepLoop:
             banned = (*eos, *stopping.stop_token_ids)
         if sequence.penalties is not None:
             sequence.penalties.follow(sequence.tokens)
+        sampling = sequence.request.command.sampling
+        mask = sequence.mask.allows_at(draw.position) if sequence.mask is not None else None
+        forbidden: Items[int] = ()
+        if sampling.limits_ids:
+            words = sequence.request.bad_words
+            if words is not None:
+                forbidden = words.completing(sequence.tokens[sequence.prompt_length :])
+            if mask is not None or sampling.allowed is not None:
+                mask, forbidden = narrowed(mask, sampling.allowed, forbidden), ()
         return Row(
-            sequence.request.command.sampling,
+            sampling,
             sequence.index,
             draw.position,
             banned,
-            sequence.mask.allows_at(draw.position) if sequence.mask is not None else None,
+            mask,
             sequence.penalties,
             sequence.mirostat,
+            forbidden,
         )

@@ -26,7 +26,7 @@ _OF_BYTES = np.where(
 
 
 def adjust(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Apply, in place: logit_bias, penalties, DRY, the grammar's mask, bans.
+    """Apply, in place: logit_bias, penalties, DRY, masks, forbidden ids, bans.
 
     logits: float32 [rows, vocabulary], contiguous.
     """
@@ -36,6 +36,7 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> None:
         _penalise_generated(logits, rows)
         _penalise_repetitions(logits, rows)
     _mask(logits, rows)
+    _forbid(logits, rows)
     _ban(logits, rows)
 
 
@@ -104,6 +105,15 @@ def _amounts(mask: bytes, vocabulary: int) -> npt.NDArray[np.float32]:
     bits = np.zeros(-(-vocabulary // 8), dtype=np.uint8)
     bits[: len(mask)] = np.frombuffer(mask, dtype=np.uint8)
     return _OF_BYTES[bits].reshape(-1)[:vocabulary]
+
+
+def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
+    """Keep ids from being drawn at all: some others are left."""
+    entries = [
+        (i, np.array(row.forbidden, dtype=np.int64)) for i, row in enumerate(rows) if row.forbidden
+    ]
+    if entries:
+        logits.view(-1)[_places(logits, entries)] = -torch.inf
 
 
 def _ban(logits: Tensor, rows: Sequence[Row]) -> None:

@@ -16,18 +16,27 @@ _FARTHEST = 1e30
 class Mirostat:
     """mu, the largest surprise that the next token may have. In bits."""
 
-    __slots__ = ("_settings", "mu")
+    __slots__ = ("_kept", "_settings", "mu")
 
     def __init__(self, settings: MirostatSettings, mu: float | None = None) -> None:
         """`mu` continues an earlier sequence; None = from the beginning, twice the target."""
         self._settings = settings
         self.mu = _rounded(2 * settings.target_surprise if mu is None else mu)
+        self._kept = self.mu
 
     def observe(self, surprise: float) -> None:
         """A token was drawn, and this was -log2 of its probability before any were dropped."""
         settings = self._settings
         error = surprise - settings.target_surprise
         self.mu = _rounded(self.mu - settings.learning_rate * error)
+
+    def keep(self) -> None:
+        """What was observed belongs to the sequence."""
+        self._kept = self.mu
+
+    def roll_back(self) -> None:
+        """Drop what was observed since the last `keep`: the token was not appended."""
+        self.mu = self._kept
 
 
 def _rounded(mu: float) -> float:

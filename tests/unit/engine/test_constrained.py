@@ -25,7 +25,14 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.model.decoder import Decoder
-from tests.unit.engine.tiny import EOS, VOCABULARY, load_tiny, make_loop, make_request
+from tests.unit.engine.tiny import (
+    EOS,
+    SAME_EXAMPLES,
+    VOCABULARY,
+    load_tiny,
+    make_loop,
+    make_request,
+)
 
 ALLOWED = st.lists(
     st.one_of(
@@ -194,7 +201,7 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
     lateness=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     neighbours=st.integers(0, 2),
 )
-@settings(max_examples=12)
+@settings(SAME_EXAMPLES, max_examples=12)
 def test_what_is_forced_guessed_or_late_is_not_to_be_seen(
     decoder: Decoder,
     kind: str,
@@ -225,7 +232,7 @@ def test_what_is_forced_guessed_or_late_is_not_to_be_seen(
 
 
 @given(allowed=ALLOWED, data=st.data())
-@settings(max_examples=25)
+@settings(SAME_EXAMPLES, max_examples=25)
 def test_a_sequence_goes_on_elsewhere_in_the_middle_of_what_is_forced(
     decoder: Decoder, allowed: list[set[int]], data: st.DataObject
 ) -> None:

@@ -25,10 +25,12 @@ from services.engine.sampling import draw
 from services.engine.step_loop import StepLoop
 from tests.unit.engine.tiny import (
     EOS,
+    SAME_EXAMPLES,
     VOCABULARY,
     load_tiny,
     make_loop,
     make_request,
+    mask_of,
     run,
     tokens_of,
 )
@@ -39,6 +41,9 @@ KINDS: dict[str, SamplingSettings] = {
     "plain": SamplingSettings(0.7, 1.0, 0, 0.0, 1),
     "restricted": SamplingSettings(0.7, 0.9, 0, 0.05, 1),
     "top-k": SamplingSettings(1.0, 1.0, 3, 0.0, 1),
+    "allowed ids": SamplingSettings(0.7, 0.9, 0, 0.0, 1, allowed=mask_of({*range(0, 48, 2), 17})),
+    "bad words": SamplingSettings(0.7, 1.0, 0, 0.0, 1, bad_words=((5,), (6,))),
+    "longer bad words": SamplingSettings(0.7, 1.0, 0, 0.0, 1, bad_words=((5, 6), (7, 8, 9))),
     "penalised": SamplingSettings(0.7, 1.0, 0, 0.0, 1, repetition_penalty=1.3),
 }
 
@@ -66,6 +71,7 @@ def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     credit=st.sampled_from([None, None, 1, 5]),
 )
 @settings(
+    SAME_EXAMPLES,
     max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -131,7 +137,7 @@ def run_with_credit(
 
 
 @given(prompts=st.lists(PROMPTS, min_size=2, max_size=8), blocks=st.integers(14, 30))
-@settings(max_examples=30)
+@settings(SAME_EXAMPLES, max_examples=30)
 def test_preemption_never_changes_output(
     decoder: Decoder, prompts: list[list[int]], blocks: int
 ) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.engine.block_pool import BlockPool
 from services.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
-from services.engine.sequence import Request
+from services.engine.sequence import Prompt, Request
 from services.engine.sequence import Sequence as TokenSequence
 from tests.unit.engine.tiny import make_request
 
@@ -25,19 +25,21 @@ class Machine:
         self.scheduler = Scheduler(limits, BlockPool(10_000))
         self.seconds = seconds
         self.handles = 0
+        self.now = 0.0
 
     def add(self, prompt: int, output: int) -> TokenSequence:
         self.handles += 1
         ids = [self.handles] * prompt
         request = Request(make_request(self.handles, [ids], max_tokens=output))
-        sequence = TokenSequence(request, 0, ids, None, output, 32)
+        sequence = TokenSequence(request, 0, Prompt(ids, b"", 32), None, output, 32)
         self.scheduler.add(sequence)
         return sequence
 
     def step(self) -> tuple[StepPlan, float]:
         """One step; every sequence that is computed to its end gets another token."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.now)
         took = self.seconds(plan.decode_tokens, plan.prompt_tokens)
+        self.now += took
         self.scheduler.learn(plan, took)
         ready = [*plan.decodes, *(c.sequence for c in plan.chunks if c.end == c.sequence.length)]
         for sequence in ready:

@@ -34,17 +34,19 @@ from services.engine.messages import (
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.scheduler import Scheduler, SchedulerLimits
-from services.engine.sequence import Request, Sequence
+from services.engine.sequence import Prompt, Request, Sequence
 from tests.unit.engine import checkpoints
 from tests.unit.engine.tiny import (
     BLOCK,
     CONTEXT,
     EOS,
+    SAME_EXAMPLES,
     VOCABULARY,
     load_tiny,
     make_checkpoint,
     make_loop,
     make_request,
+    mask_of,
     run,
     tokens_of,
 )
@@ -148,7 +150,7 @@ def test_every_request_ends_once_and_no_block_is_leaked(
     temperature=st.sampled_from([0.0, 0.05, 0.3]),
     credit=st.sampled_from([None, 1, 5]),
 )
-@settings(max_examples=25)
+@settings(SAME_EXAMPLES, max_examples=25)
 def test_speculation_never_changes_output(
     decoder: Decoder,
     prompts: list[list[int]],
@@ -228,7 +230,7 @@ def test_another_tenant_cannot_see_the_cache(decoder: Decoder) -> None:
 
 
 @given(prompt=PROMPTS, seed=st.integers(0, 99), cut=st.integers(0, 9))
-@settings(max_examples=25)
+@settings(SAME_EXAMPLES, max_examples=25)
 def test_a_resumed_sequence_draws_what_it_would_have_drawn(
     decoder: Decoder, prompt: list[int], seed: int, cut: int
 ) -> None:
@@ -254,12 +256,18 @@ FREE = SamplingSettings(1.0, 1.0, 0, 0.0, 1)
 GREEDY = replace(FREE, temperature=0.0)
 BIAS = LogitBias(array("q", [4, 7, EOS]), array("f", [3.0, 2.0, -100.0]))
 DRY = DrySettings(1.5, 1.75, 1, frozenset({9}))
+SOME = mask_of({*range(4, 40)})
+WORDS = ((5,), (7, 8), (8, 9, 5), *((i, i + 1) for i in range(10, 40, 2)))
 FEATURES = {
     "logit_bias": replace(FREE, logit_bias=BIAS),
     "frequency and presence": replace(FREE, frequency_penalty=1.0, presence_penalty=0.5),
     "repetition": replace(FREE, repetition_penalty=1.4),
     "dry": replace(FREE, dry=DRY),
     "mirostat": replace(FREE, mirostat=MirostatSettings(4.0, 0.3)),
+    "allowed ids": replace(FREE, allowed=SOME),
+    "bad words": replace(FREE, bad_words=WORDS),
+    "bad words of one token": replace(FREE, bad_words=((5,), (6,), (9,))),
+    "greedy with bad words": replace(GREEDY, bad_words=WORDS, allowed=SOME),
     "greedy": replace(GREEDY, repetition_penalty=1.4, dry=DRY, frequency_penalty=0.7),
     "greedy with a bias": replace(GREEDY, logit_bias=BIAS),
     "all": replace(
@@ -270,6 +278,8 @@ FEATURES = {
         repetition_penalty=1.2,
         dry=DRY,
         mirostat=MirostatSettings(8.0, 0.2),
+        allowed=SOME,
+        bad_words=WORDS,
     ),
 }
 REPEATING = [7, 8, 9, 5, 7, 8, 9, 5, 7, 8]
@@ -443,13 +453,13 @@ def test_forced_tokens_take_no_more_rows_than_there_is_memory_for() -> None:
     command = make_request(1, [[5]], n=8, max_tokens=40, logprobs=0, constrained=True)
     request = Request(command)
     for index in range(8):
-        scheduler.add(Sequence(request, index, [5], None, 40, BLOCK))
+        scheduler.add(Sequence(request, index, Prompt([5], b"", BLOCK), None, 40, BLOCK))
     for sequence in scheduler.waiting:
         sequence.mask = Mask(1, sequence.index, 0, [7] * 12, None, False)
-    scheduler.plan()
+    scheduler.plan(0.0)
     for sequence in scheduler.running:
         sequence.append(7)
-    plan = scheduler.plan()
+    plan = scheduler.plan(0.0)
     assert plan.decode_tokens == 16
 
 

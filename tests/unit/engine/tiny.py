@@ -2,11 +2,12 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, cycle
 from pathlib import Path
 
 import torch
+from hypothesis import settings
 from safetensors.torch import save_file
 
 from services.engine.block_pool import BlockPool
@@ -30,6 +31,10 @@ VOCABULARY = 48
 CONTEXT = 96
 EOS = 0
 BLOCK = 4
+SAME_EXAMPLES = settings(derandomize=True)
+"""For tests that compare drawn tokens of two paths, whose logprobs differ by up to 1e-5. Where the
+noise of an example lies as near to the border between two tokens, rounding decides: of examples by
+chance, one in some hundred thousand draws would fail."""
 
 
 def make_checkpoint(directory: Path) -> Path:
@@ -95,6 +100,7 @@ def make_loop(
     padded: bool = False,
     ticks: Sequence[float] = (0.01,),
     block: int = BLOCK,
+    runner: type[ModelRunner] = ModelRunner,
 ) -> StepLoop:
     """A loop whose clock goes on by `ticks`, over and over, each time it is read.
 
@@ -104,7 +110,7 @@ def make_loop(
     clock = accumulate(cycle(ticks))
     return StepLoop(
         Scheduler(limits, BlockPool(blocks)),
-        ModelRunner(
+        runner(
             decoder,
             decoder.allocate_cache(blocks + 1, block),
             StepRoom(step_tokens + running, running, CONTEXT // block) if padded else None,
@@ -134,13 +140,15 @@ def make_request(
     credit: int | None = None,
     salt: bytes = b"",
     priority: int = 0,
+    context: int = CONTEXT,
+    arrival: float | None = None,
 ) -> AddRequest:
     return AddRequest(
         handle=handle,
         prompts=prompts,
         n=n,
         sampling=sampling or SamplingSettings(temperature, 1.0, 0, 0.0, seed),
-        stopping=StoppingSettings(max_tokens, min_tokens, ignore_eos, CONTEXT, stop),
+        stopping=StoppingSettings(max_tokens, min_tokens, ignore_eos, context, stop),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         resume=resume,
@@ -148,8 +156,16 @@ def make_request(
         credit=credit,
         cache_salt=salt,
         priority=priority,
-        arrival=time.monotonic(),
+        arrival=time.monotonic() if arrival is None else arrival,
     )
+
+
+def mask_of(ids: Collection[int]) -> bytes:
+    """A mask of the whole vocabulary with these bits set."""
+    bits = bytearray(-(-VOCABULARY // 8))
+    for token in ids:
+        bits[token // 8] |= 1 << token % 8
+    return bytes(bits)
 
 
 def run(loop: StepLoop, commands: Sequence[Command], *, most_steps: int = 3000) -> list[Output]:

@@ -1,0 +1,155 @@
+"""A step that raises costs the requests their answers that it raised over, and nobody else."""
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.engine.block_pool import BlockPool
+from services.engine.messages import AddRequest, MirostatSettings, Output, Refused, SamplingSettings
+from services.engine.model.decoder import Decoder
+from services.engine.model_runner import Drawn, ModelRunner
+from services.engine.requests import LoopLimits, Requests
+from services.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
+from services.engine.sequence import Prompt, Request, Sequence
+from tests.unit.engine.tiny import BLOCK, load_tiny, make_loop, make_request, run, tokens_of
+
+POISON = 7
+"""A step over a sequence whose prompt holds this id raises"""
+PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=24)
+MIROSTAT = SamplingSettings(1.0, 1.0, -1, 0.0, 1, mirostat=MirostatSettings(4.0, 0.1))
+
+
+class FaultyRunner(ModelRunner):
+    """Raises over steps that hold a poisoned sequence, and whenever `raises_once` was set."""
+
+    error: Exception = RuntimeError("The tensor has a bad shape.")
+    raises_once = False
+
+    def forward(self, plan: StepPlan, drawn: Drawn | None = None) -> Tensor:
+        sequences = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
+        if any(POISON in sequence.tokens[: sequence.prompt_length] for sequence in sequences):
+            raise self.error
+        hidden = super().forward(plan, drawn)
+        if self.raises_once:
+            self.raises_once = False
+            raise self.error  # keys and values are written, but nobody was told
+        return hidden
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def refusals(outputs: Items[Output]) -> dict[int, str]:
+    return {each.handle: each.reason for each in outputs if isinstance(each, Refused)}
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@given(
+    prompts=st.lists(PROMPTS, min_size=1, max_size=6),
+    step_tokens=st.integers(5, 64),
+    place=st.integers(0, 6),
+)
+@settings(max_examples=10, deadline=None)
+def test_step_that_raises_fails_one_request_and_the_others_keep_their_output(
+    decoder: Decoder, overlaps: bool, prompts: list[list[int]], step_tokens: int, place: int
+) -> None:
+    """The poisoned prompt begins as another one does: what it leaves must not be found again."""
+    good = [
+        make_request(i, [prompt], max_tokens=6, temperature=i % 2, n=1 + i % 2)
+        for i, prompt in enumerate(prompts)
+    ]
+    poisoned = make_request(99, [[*prompts[0], POISON, 1, 2, 3, 1, 2]], max_tokens=6)
+    requests: list[AddRequest] = [*good[:place], poisoned, *good[place:]]
+    undisturbed = tokens_of(run(make_loop(decoder, step_tokens=step_tokens), good))
+    loop = make_loop(decoder, step_tokens=step_tokens, overlaps=overlaps, runner=FaultyRunner)
+    outputs = run(loop, requests)
+    loop.check()
+    assert refusals(outputs) == {99: "STEP_FAILED"}
+    assert tokens_of([o for o in outputs if getattr(o, "handle", 99) != 99]) == undisturbed
+    later = [make_request(100 + i, [prompt], max_tokens=6) for i, prompt in enumerate(prompts)]
+    assert tokens_of(run(loop, later)) == tokens_of(run(make_loop(decoder), later))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("at", [0, 2, 5])
+def test_step_that_raises_once_costs_nobody_anything(
+    decoder: Decoder, overlaps: bool, at: int
+) -> None:
+    requests = [
+        make_request(1, [[1, 2, 3]], max_tokens=8),
+        make_request(2, [[3, 2, 1, 3]], max_tokens=8, n=2, temperature=1.0),
+        make_request(3, [[2, 2]], max_tokens=8, sampling=MIROSTAT),
+        make_request(4, [[1, 3, 1, 3, 1]], max_tokens=8, logprobs=2, prompt_logprobs=1),
+    ]
+    undisturbed = tokens_of(run(make_loop(decoder, step_tokens=4), requests))
+    loop = make_loop(decoder, step_tokens=4, overlaps=overlaps, runner=FaultyRunner)
+    runner = loop._runner
+    assert isinstance(runner, FaultyRunner)
+    outputs: list[Output] = []
+    loop.apply(requests)
+    for step in range(200):
+        runner.raises_once = step == at
+        outputs += loop.step(list).outputs
+        loop.check()
+        if loop.is_idle:
+            break
+    assert refusals(outputs) == {}
+    assert tokens_of(outputs) == undisturbed
+
+
+def test_out_of_memory_is_told_as_such(decoder: Decoder) -> None:
+    for error in (
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ):
+        loop = make_loop(decoder, runner=FaultyRunner)
+        loop._runner.error = error  # type: ignore[attr-defined]
+        assert refusals(run(loop, [make_request(1, [[POISON]])])) == {1: "OUT_OF_MEMORY"}
+        assert tokens_of(run(loop, [make_request(2, [[1]], max_tokens=2)]))
+
+
+def test_command_that_raises_fails_its_request_alone(decoder: Decoder) -> None:
+    loop = make_loop(decoder)
+    bad = make_request(1, [[1, 2]])
+    object.__setattr__(bad, "prompts", [["no id"]])
+    outputs = run(loop, [bad, make_request(2, [[1, 2]], max_tokens=3)])
+    loop.check()
+    assert refusals(outputs) == {1: "STEP_FAILED"}
+    assert len(tokens_of(outputs)[2, 0]) == 3
+
+
+def test_choices_of_a_prompt_share_its_ids_and_the_names_of_its_blocks() -> None:
+    """128 copies and hashes of a prompt of 128,000 tokens would stop all streams for seconds."""
+    limits = SchedulerLimits(64, 64, 2.0, BLOCK, 32)
+    scheduler = Scheduler(limits, BlockPool(64))
+    requests = Requests(scheduler, LoopLimits(frozenset(), 64), lambda: 0.0)
+    requests.carry_out(make_request(1, [list(range(1, 12))], n=3))
+    first, *others = scheduler.waiting
+    for other in others:
+        assert np.shares_memory(first.tokens, other.tokens)
+        assert first.block_name(1) is other.block_name(1)
+        assert first.readable_names()[0] is other.readable_names()[0]
+
+
+def test_block_names_depend_on_tokens_alone() -> None:
+    """Not on where the prompt ends and what was generated begins: a resumed sequence finds them."""
+    ids = list(range(1, 14))
+    names = []
+    for length in range(1, 14):
+        request = Request(make_request(1, [ids[:length]], salt=b"salt"))
+        prompt = Prompt(ids[:length], b"salt", BLOCK)
+        sequence = Sequence(request, 0, prompt, None, 20, BLOCK)
+        for token in ids[length:]:
+            sequence.append(token)
+        names.append([sequence.block_name(i) for i in range(len(ids) // BLOCK)])
+        assert sequence.tokens.tolist() == ids
+        assert sequence.readable_names() == names[0]
+    assert all(each == names[0] for each in names)
