@@ -22,6 +22,7 @@ from services.tokenizer.engine_link import EngineLink, LinkSettings
 from services.tokenizer.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
 from services.tokenizer.tokenizer_service import TokenizerServicer
 from services.tokenizer.vocabulary import Vocabulary
+from tokenwire.channel import LOST_SECONDS
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.completion.v1.completion_pb2_grpc import add_CompletionServiceServicer_to_server
 from tokenwire.tokenizer.v1 import tokenizer_pb2
@@ -39,7 +40,14 @@ class TokenizerSettings(StreamSettings):
     model_id: str = setting("", "Name of the model for clients; empty = the directory's.")
     engine: str = setting("127.0.0.1:50052", "Address of the engine, host:port.")
     engine_wait: float = setting(
-        10.0, "Seconds that requests wait for an engine that was lost to come back."
+        60.0,
+        "Seconds that requests wait for an engine that stops or was lost; longer while it loads.",
+    )
+    lost_seconds: float = setting(
+        LOST_SECONDS, "Seconds of silence after which the engine is taken for lost.", least=1
+    )
+    max_waiting: int = setting(
+        1024, "New requests that may wait for the engine to come back; more are refused."
     )
     max_logprobs: int = setting(
         5, "Most candidates per token that a request may ask for, up to 20.", most=20
@@ -86,6 +94,8 @@ class TokenizerApplication(Application):
             max_stop_strings=settings.max_stop_strings,
             appends_suffix=settings.suffix_fallback == "append",
             wait_seconds=settings.engine_wait,
+            lost_seconds=settings.lost_seconds,
+            max_waiting=settings.max_waiting,
         )
         self._link = EngineLink(link_settings, vocabulary, self.set_serving)
         self._completions = Completions(self._link)

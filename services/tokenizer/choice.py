@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 
 import grpc
 
 from services.tokenizer.columns import Columns, Score, read_scores
 from services.tokenizer.detokenizer import Detokenizer
+from services.tokenizer.echo import Echo
 from services.tokenizer.plan import ChoicePlan
 from services.tokenizer.stops import StopMatcher, StopStringMatch
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["Choice", "Echo", "Outcome"]
+__all__ = ["Choice", "Outcome"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +26,26 @@ class Outcome:
     match: types_pb2.StopMatch | None
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """The prompt in front of a choice."""
-
-    text: str
-    columns: Columns
-
-
 class _HeldToken:
     """A token some of whose text is held, or whose text is not known in full."""
 
-    __slots__ = ("candidate_texts", "score", "start", "text", "token")
+    __slots__ = ("candidate_texts", "name", "score", "start", "text", "token")
 
     def __init__(
-        self, token: int, start: int, score: Score | None, candidate_texts: Sequence[str]
+        self,
+        token: int,
+        start: int,
+        score: Score | None,
+        candidate_texts: Sequence[str],
+        name: str | None,
     ) -> None:
+        """`name` is its own text, where the choice's text leaves it out."""
         self.token = token
         self.text = ""
         self.start = start
         self.score = score
         self.candidate_texts = candidate_texts
+        self.name = name
 
 
 class Choice:
@@ -67,8 +67,9 @@ class Choice:
         self._matcher = StopMatcher(plan.stops) if plan.stops is not None else None
         self._tracked = plan.scored or plan.stops is not None
         self._echo: Echo | None = None
-        self._awaits_echo = echo_length is not None
+        self._awaits_echo = self._has_echo = echo_length is not None
         self._base = echo_length or 0  # code points in front of the generated text
+        self._ends_prompt = False  # no token goes on with the prompt's last character
         self._logprobs: list[float] = []  # of all that was received, for best_of
         self._text = ""  # ready to be sent, as are the columns
         self._columns = Columns()
@@ -89,6 +90,8 @@ class Choice:
         """Whether `write` has something to write."""
         if self._awaits_echo or self._finish_written:
             return False
+        if self._echo is not None and self._detokenizer.is_inherited:
+            return False  # how the echo ends is not known
         return bool(self._columns.ids or self._text or self._echo or self.outcome)
 
     @property
@@ -133,7 +136,7 @@ class Choice:
         if self.outcome is not None:
             return
         if not self._tracked:
-            self._text += self._detokenizer.flush()
+            self._text += self._rest()
         elif not self._flush():
             self._release(self._decoded)
         if self.outcome is None:
@@ -142,7 +145,8 @@ class Choice:
     def write(self, add: Callable[[], completion_pb2.CompleteResponse]) -> None:
         """Write what is ready as events."""
         if self._echo is not None:
-            self._write_echo(add().delta, self._echo)
+            ended = self._echo.ended if self._ends_prompt else None
+            self._write_echo(add().delta, ended or self._echo)
             self._echo = None
         ids = self._columns.ids
         if ids or self._text:
@@ -190,30 +194,54 @@ class Choice:
             ends = token in self._plan.enders
             if ends and self._flush():
                 return
-            score = scores[place] if scores is not None else None
-            candidates = score.candidate_texts(detokenizer) if score is not None else ()
+            score, name = None, None
+            candidates: Sequence[str] = ()
+            if scores is not None:
+                score = scores[place]
+                candidates = score.candidate_texts(detokenizer)
+                if ends or detokenizer.leaves_out(token):
+                    name = detokenizer.peek(token)
             text = "" if ends else detokenizer.feed(token)
             self.received.append(token)
-            self._held.append(_HeldToken(token, self._decoded, score, candidates))
+            self._held.append(_HeldToken(token, self._decoded, score, candidates, name))
             if not detokenizer.holds_back:
                 self._unsettled = 0
             elif text:
                 self._unsettled = 1
             else:
                 self._unsettled += 1
-            if text and self._grow(text):
+            if text and self._grow(self._held[-1], text):
                 return
             self._release(self._decoded - (self._matcher.held if self._matcher is not None else 0))
 
     def _flush(self) -> bool:
         """Decode what the detokenizer holds back; whether that completed a stop string."""
-        rest = self._detokenizer.flush()
+        rest = self._rest()
+        unsettled = self._held[len(self._held) - self._unsettled :]
         self._unsettled = 0
-        return bool(rest) and self._grow(rest)
+        if not rest:
+            return False
+        is_silent = self._detokenizer.is_silent
+        began, *others = dropwhile(lambda held: is_silent(held.token), unsettled)
+        for held in others:
+            held.start += len(rest)
+        return self._grow(began, rest)
 
-    def _grow(self, text: str) -> bool:
-        """The last token adds text; whether that completed a stop string."""
-        self._held[-1].text += text
+    def _rest(self) -> str:
+        """What the unfinished character at the end adds to the generated text. One that only the
+        prompt began is the echo's, if there is any."""
+        is_prompts = self._detokenizer.is_inherited
+        rest = self._detokenizer.flush()
+        if not is_prompts:
+            return rest
+        if self._has_echo:
+            self._ends_prompt = True
+            self._base += len(rest)
+        return ""
+
+    def _grow(self, held: _HeldToken, text: str) -> bool:
+        """The token adds text; whether that completed a stop string."""
+        held.text += text
         self._held_text += text
         self._decoded += len(text)
         if self._matcher is None:
@@ -269,8 +297,7 @@ class Choice:
         for held in ready:
             if held.score is not None:
                 offset = self._base + held.start
-                self._columns.append(
-                    held.token, held.text, offset, held.score, held.candidate_texts
-                )
+                shown = held.text if held.name is None else held.name
+                self._columns.append(held.token, shown, offset, held.score, held.candidate_texts)
             self._text += held.text
             self._held_text = self._held_text[len(held.text) :]

@@ -25,6 +25,12 @@ class Score:
         """What each candidate would add; the detokenizer stands before the token."""
         return [detokenizer.peek(candidate) for candidate in self.top_ids]
 
+    def first(self, width: int) -> "Score":
+        """The same with so many candidates at most."""
+        if len(self.top_ids) <= width:
+            return self
+        return Score(self.logprob, self.rank, self.top_ids[:width], self.top_logprobs[:width])
+
     @classmethod
     def none(cls, width: int) -> "Score":
         """The row of a token that has no score."""

@@ -10,26 +10,35 @@ from dataclasses import dataclass
 import grpc
 
 from services.common.errors import internal_error
-from services.common.logging import names_of
+from services.common.logging import failure, names_of
 from services.tokenizer.best_of import rank
-from services.tokenizer.choice import Choice, Echo
-from services.tokenizer.columns import Columns, Score, read_scores
+from services.tokenizer.choice import Choice
+from services.tokenizer.columns import Score, read_scores
 from services.tokenizer.detokenizer import Detokenizer
+from services.tokenizer.echo import make_echo
 from services.tokenizer.engine_link import EngineLink
 from services.tokenizer.metrics import METRICS
 from services.tokenizer.outbox import Outbox
 from services.tokenizer.plan import CompletePlan, Work
+from services.tokenizer.prompt_logprobs import PromptLogprobs
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["CallContext", "Completion", "Completions"]
+__all__ = ["CallContext", "Completion", "Completions", "Losses"]
 
 _LOG = logging.getLogger("completion")
 _MARGIN_SECONDS = 0.1  # how much earlier than its own caller the engine gives up
 _LOGGED = 128  # characters of a user's label
 _WINDOW = 1_024  # tokens per choice that may be ahead of the reader of a call
+_MOST_CREDIT = 2**32 - 1  # tokens that a message can grant; more than any choice can have
+
+_MOST_FRUITLESS = 3
+"""Losses of the engine in a row in which a completion may get nothing: it may be what kills it"""
+_LOST = frozenset({"SESSION_LOST", "ENGINE_LOST"})
+_HELD = _LOST | {"DRAINING", "LOADING"}
+"""Reasons for which a completion waits until the engine serves again"""
 
 AddResponse = Callable[[], completion_pb2.CompleteResponse]
 
@@ -51,6 +60,22 @@ class CallContext:
         return names_of(self.request_id, self.traceparent)
 
 
+class Losses:
+    """Losses of the engine by one completion: in a row, without a token between."""
+
+    def __init__(self) -> None:
+        self._fruitless = 0
+        self._brought = 0
+
+    def count(self, brought: int) -> bool:
+        """Count a loss after so many tokens and scores; whether the completion may go on."""
+        if brought > self._brought:
+            self._fruitless = 0
+        self._brought = brought
+        self._fruitless += 1
+        return self._fruitless <= _MOST_FRUITLESS
+
+
 class Completions:
     """All completions of the process, and what they share."""
 
@@ -60,6 +85,8 @@ class Completions:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self.waiting = 0
+        """Completions that wait for the engine, and were never admitted"""
 
     def start(
         self,
@@ -116,7 +143,7 @@ class Completion:
         self._task: asyncio.Task[None] | None = None
         self._handle: int | None = None  # in the engine's Session
         self._ended = False
-        self._resubmitted = False
+        self._losses = Losses()
         self._is_cancelled = False
         self._plan: CompletePlan | None = None
         self._choices: list[Choice] = []
@@ -125,6 +152,7 @@ class Completion:
         self._winners: list[Choice] = []  # of best_of, in the order of the answer
         self._last_token_at: list[float] = []
         self._scores: list[list[Score]] = []
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._mirostat_mu: dict[int, float] = {}
         """By choice, what the engine needs besides the ids to go on"""
         self._admitted: engine_pb2.Accepted | None = None
@@ -156,17 +184,27 @@ class Completion:
                 )
             if self._context.deadline is not None and math.isnan(self._context.deadline):
                 raise invalid("context.timeout_seconds", "The timeout must be a number.")
-            limits = self._owner.link.limits
-            work.check(limits)
-            plan = work.plan(limits)
-            if isinstance(plan, CompletePlan):
-                self._submit(plan)
+            if self._owner.link.is_known:
+                self._prepare(work)
             else:
-                self._work(self._submit_later(plan))
+                self._work(self._prepare_later(work))
         except ServiceError as error:
             self._fail(error)
         except Exception:
             self.fail_unexpectedly()
+
+    def _prepare(self, work: Work) -> None:
+        limits = self._owner.link.limits
+        work.check(limits)
+        plan = work.plan(limits)
+        if isinstance(plan, CompletePlan):
+            self._submit(plan)
+        else:
+            self._work(self._submit_later(plan))
+
+    async def _prepare_later(self, work: Work) -> None:
+        await self._until_engine_serves("It has not been reached yet.")
+        self._prepare(work)
 
     def credit(self, tokens: int) -> None:
         """The client takes so many more tokens of each choice."""
@@ -210,6 +248,12 @@ class Completion:
             return
         if self._admitted is not None and not self._admission_written:
             self._write_admission(add().accepted, plan, self._admitted)
+        if self._prompt_logprobs is not None:
+            for run in self._prompt_logprobs.take():
+                add().prompt_logprobs.CopyFrom(run)
+                if is_full():
+                    self._outbox.mark(self)
+                    return
         while (choice := self._next_choice(plan)) is not None:
             is_large = choice.is_large
             choice.write(add)
@@ -262,11 +306,17 @@ class Completion:
         blame = self._plan.blame if self._plan is not None else None
         if blame is not None and error.field.startswith("grammar"):
             blame(error)
-        if error.reason == "SESSION_LOST" and not self._resubmitted and self._plan is not None:
-            self._resubmitted = True
+        if error.reason in _HELD and self._plan is not None and self._may_go_on(error):
             self._work(self._resubmit(self._plan, error))
         else:
             self._fail(error)
+
+    def _may_go_on(self, error: ServiceError) -> bool:
+        """Whether to go on after the engine was lost, or refused because it stops or starts."""
+        if error.reason not in _LOST:
+            return True
+        brought = sum(len(choice.received) for choice in self._choices)
+        return self._losses.count(brought + sum(map(len, self._scores)))
 
     def _take(self, event: engine_pb2.SessionEvent) -> None:
         kind = event.WhichOneof("event")
@@ -331,28 +381,26 @@ class Completion:
         if self._plan is None:
             return
         known = self._scores[scores.prompt]
-        known.extend(read_scores(scores.tokens)[max(0, len(known) + 1 - scores.position) :])
-        self._put_echo(self._plan, scores.prompt)
+        skip = max(0, len(known) + 1 - scores.position)
+        fresh = read_scores(scores.tokens)[skip:]
+        if fresh and self._prompt_logprobs is not None:
+            ids = scores.tokens.ids[skip:]
+            self._prompt_logprobs.add(scores.prompt, len(known) + 1, ids, fresh)
+            self._outbox.mark(self)
+        known.extend(fresh)
+        if self._plan.echo and self._plan.choice.scored:
+            self._put_echo(self._plan, scores.prompt)
 
     def _put_echo(self, plan: CompletePlan, index: int) -> None:
         """Puts the prompt in front of its choices, once its scores are there."""
         prompt, scores = plan.prompts[index], self._scores[index]
         if plan.choice.scored and len(scores) != len(prompt.ids) - 1:
             return
-        columns = Columns()
+        rows: list[Score] | None = None
         if plan.choice.scored:
-            detokenizer = Detokenizer(plan.table)
-            rows = [Score.none(plan.engine_request.logprobs), *scores]
-            offset = 0
-            for token, text, row in zip(prompt.ids, prompt.texts, rows, strict=True):
-                scored = row is not rows[0]
-                candidates = row.candidate_texts(detokenizer) if scored else [""] * len(row.top_ids)
-                columns.append(token, text, offset, row, candidates)
-                detokenizer.feed(token)
-                offset += len(text)
-        else:
-            columns.ids.extend(prompt.ids)
-        echo = Echo("".join(prompt.texts), columns)
+            width = plan.engine_request.logprobs
+            rows = [Score.none(width), *(score.first(width) for score in scores)]
+        echo = make_echo(prompt, rows)
         draws = plan.engine_request.n
         for choice in self._choices[index * draws : (index + 1) * draws]:
             choice.put_echo(echo)
@@ -391,13 +439,13 @@ class Completion:
         METRICS.encode_seconds.observe(time.monotonic() - self._began)
         self._plan = plan
         self._scores = [[] for _ in plan.prompts]
+        if plan.prompt_logprobs is not None:
+            self._prompt_logprobs = PromptLogprobs(plan.full_table, plan.prompt_logprobs)
         for prompt in plan.prompts:
             length = sum(map(len, prompt.texts)) if plan.echo else None
             for _ in range(plan.engine_request.n):
                 before = () if plan.begins_text else prompt.ids
-                detokenizer = Detokenizer(
-                    plan.table, before, begins_text=not prompt.is_infill, shows_prompt=plan.echo
-                )
+                detokenizer = Detokenizer(plan.table, before, begins_text=not prompt.is_infill)
                 choice = Choice(len(self._choices), plan.choice, detokenizer, length)
                 self._choices.append(choice)
         self._last_token_at = [0.0] * len(self._choices)
@@ -416,33 +464,43 @@ class Completion:
         if self._context.deadline is not None:
             left = self._context.deadline - asyncio.get_running_loop().time()
             if left <= 0:
-                raise ServiceError(
-                    grpc.StatusCode.DEADLINE_EXCEEDED,
-                    "DEADLINE_EXCEEDED",
-                    "The deadline passed before the request reached the engine.",
-                )
+                raise _expired("The deadline passed before the request reached the engine.")
             start.timeout_seconds = max(left - _MARGIN_SECONDS, left / 2)
         if self._granted is not None and not plan.whole:
             taken = min(
                 (len(choice.received) for choice in self._choices if choice.outcome is None),
                 default=0,
             )
-            start.credit = max(0, self._granted - taken)
+            start.credit = min(max(0, self._granted - taken), _MOST_CREDIT)
         self._handle = self._owner.link.session.open(self)
         self._send(start=start)
+
+    async def _until_engine_serves(self, why: str) -> None:
+        """Raises ServiceError if that takes too long, or too many wait. `why`: it does not now."""
+        owner, is_new = self._owner, self._admitted is None
+        if is_new and owner.waiting >= owner.link.max_waiting:
+            message = f"{owner.waiting} requests wait for the engine already; try again."
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            raise ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
+        owner.waiting += is_new
+        try:
+            async with asyncio.timeout_at(self._context.deadline):
+                serves = await owner.link.comes_back()
+        except TimeoutError:
+            raise _expired("The deadline passed while the engine was not there.") from None
+        finally:
+            owner.waiting -= is_new
+        if not serves:
+            message = f"The engine can't be reached, or does not serve: {why}"
+            code = grpc.StatusCode.UNAVAILABLE
+            raise ServiceError(code, "ENGINE_LOST", message, retry_seconds=1)
 
     async def _resubmit(self, plan: CompletePlan, error: ServiceError) -> None:
         """Continues on an engine that came back: prompt + generated ids, the same seed."""
         if all(choice.outcome is not None for choice in self._choices):
             self._on_completed(types_pb2.Usage())
             return
-        if not await self._owner.link.comes_back():
-            raise ServiceError(
-                grpc.StatusCode.UNAVAILABLE,
-                "ENGINE_LOST",
-                f"The engine was lost: {error.message}",
-                retry_seconds=1,
-            )
+        await self._until_engine_serves(error.message)
         request = engine_pb2.GenerateRequest()
         request.CopyFrom(plan.engine_request)
         for sequence, choice in enumerate(self._choices):
@@ -496,7 +554,7 @@ class Completion:
             self._task.cancel()
         self.error = error
         self._outbox.mark(self)
-        self._end(error.code.name.lower(), reason=error.reason, error=error.message)
+        self._end(error.code.name.lower(), **failure(_LOG, error.reason, error.message))
 
     def fail_unexpectedly(self) -> None:
         """A defect of ours: one request's failure must not end the Session."""
@@ -515,12 +573,17 @@ class Completion:
             extra={
                 **self._context.names,
                 **why,
-                "user": self._context.user[:_LOGGED],
+                **self._user(),
                 "prompt_tokens": self._plan.prompt_tokens if self._plan is not None else 0,
                 "completion_tokens": generated,
                 "milliseconds": round((time.monotonic() - self._began) * 1e3, 2),
             },
         )
+
+    def _user(self) -> dict[str, str]:
+        """Its user's label, which may be a name, while somebody debugs."""
+        is_told = self._context.user and _LOG.isEnabledFor(logging.DEBUG)
+        return {"user": self._context.user[:_LOGGED]} if is_told else {}
 
     def _write_admission(
         self,
@@ -533,4 +596,10 @@ class Completion:
         accepted.prompts.extend(plan.engine_request.prompts)
         accepted.seed = plan.engine_request.sampling.seed
         accepted.max_tokens.extend(admitted.max_tokens)
+        accepted.ignored.extend(plan.ignored)
         self._admission_written = True
+
+
+def _expired(message: str) -> ServiceError:
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    return ServiceError(code, "DEADLINE_EXCEEDED", message)

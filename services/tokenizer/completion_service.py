@@ -1,7 +1,7 @@
 """CompletionService: completions over calls of their own, and many over one Session."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from tokenwire.completion.v1 import completion_pb2
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceServicer
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import invalid
+from tokenwire.turns import Turns
 
 __all__ = ["CompletionServicer", "Works"]
 
@@ -69,7 +70,7 @@ class CompletionServicer(CompletionServiceServicer):
         self._model = model
         self._created = created
         self._settings = settings
-        self._cutting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def Complete(
         self, request: completion_pb2.CompleteRequest, context: Context
@@ -112,7 +113,7 @@ class CompletionServicer(CompletionServiceServicer):
         try:
             while not completion.is_written:
                 is_heartbeat_due = await outbox.wait()
-                outbox.take()
+                outbox.clear()
                 if is_heartbeat_due and completion.is_admitted:
                     add().heartbeat.SetInParent()
                 write(completion, add)
@@ -133,10 +134,20 @@ class CompletionServicer(CompletionServiceServicer):
         """Many completions. What the client starts before it ends its side is still answered; what
         runs when the call breaks is cancelled."""
         await context.send_initial_metadata(())
-        outbox = Outbox(self._settings, lambda: self._cut(context, client.abandon))
+
+        def abandon() -> None:
+            self._spawn(client.abandon())
+
+        outbox = Outbox(self._settings, lambda: self._cut(context, abandon))
         client = _ClientSession(self._completions, self._works, outbox)
         reader = asyncio.ensure_future(client.read(request_iterator))
-        reader.add_done_callback(lambda _: outbox.wake())
+
+        def on_end(reader: asyncio.Task[None]) -> None:
+            if not reader.cancelled():
+                reader.exception()  # or asyncio would log it, of a call that has been cut
+            outbox.wake()
+
+        reader.add_done_callback(on_end)
         try:
             while not (reader.done() and client.is_idle):
                 is_heartbeat_due = await outbox.wait()
@@ -146,11 +157,13 @@ class CompletionServicer(CompletionServiceServicer):
                 client.write(response)
                 if response.events:
                     yield response
+                else:
+                    await asyncio.sleep(0)  # what is left over must not keep the loop to itself
                 if reader.done():
                     reader.result()
         finally:
             reader.cancel()
-            client.abandon()
+            abandon()
             outbox.close()
 
     async def ListModels(
@@ -175,9 +188,12 @@ class CompletionServicer(CompletionServiceServicer):
     def _cut(self, context: Context, abandon: Callable[[], None]) -> None:
         """End a call whose client reads nothing."""
         abandon()
-        task = asyncio.ensure_future(cut_stalled(context, self._settings.stall_seconds))
-        self._cutting.add(task)
-        task.add_done_callback(self._cutting.discard)
+        self._spawn(cut_stalled(context, self._settings.stall_seconds))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 class _ClientSession:
@@ -199,24 +215,32 @@ class _ClientSession:
     async def read(self, messages: AsyncIterator[completion_pb2.SessionRequest]) -> None:
         """Carry out the client's commands until it ends its side."""
         async for message in messages:
+            turns = Turns()
             for command in message.commands:
                 self._carry_out(command)
+                if turns.is_over:
+                    await turns.others()
 
     def write(self, response: completion_pb2.SessionResponse) -> None:
-        """What is ready, as far as one message holds it."""
-        sources = self._outbox.take()
-        for place, source in enumerate(sources):
+        """What is ready, as far as one message holds it and one turn of the event loop allows."""
+        turns = Turns()
+        for place, source in enumerate(self._outbox.take()):
             if isinstance(source, Completion) and source in self._handles:
                 self._write_completion(source, self._handles[source], response)
-            if place % _CHECK_EVERY == _CHECK_EVERY - 1 and response.ByteSize() > _FULL:
-                for rest in sources[place + 1 :]:
-                    self._outbox.mark(rest)
+            if place % _CHECK_EVERY == _CHECK_EVERY - 1 and (
+                turns.is_over or response.ByteSize() > _FULL
+            ):
                 break
+        if self._outbox.pending:
+            self._outbox.wake()
 
-    def abandon(self) -> None:
+    async def abandon(self) -> None:
         """The client is gone."""
+        turns = Turns()
         for completion in list(self._handles):
             completion.abandon()
+            if turns.is_over:
+                await turns.others()
 
     def _write_completion(
         self, completion: Completion, handle: int, response: completion_pb2.SessionResponse

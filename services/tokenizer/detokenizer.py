@@ -50,6 +50,8 @@ class TokenTable:
     leading_space: LeadingSpace
     errors: str
     """How bytes that are no UTF-8 are decoded: a name of the codecs registry."""
+    hidden: Mapping[int, str]
+    """Texts of the tokens that the decoded stream leaves out: special tokens."""
 
 
 class Detokenizer:
@@ -63,10 +65,9 @@ class Detokenizer:
         prompt: Sequence[int] = (),
         *,
         begins_text: bool = True,
-        shows_prompt: bool = False,
     ) -> None:
         """`prompt` is what the ids continue. Where it adds no text, they begin the text, unless
-        `begins_text` is false. `shows_prompt`: its text stands in front of theirs."""
+        `begins_text` is false."""
         self._table = table
         self._texts = table.texts
         self._pending = b""
@@ -77,18 +78,29 @@ class Detokenizer:
         )
         tail = b""
         for token in reversed(prompt):
+            if token in table.hidden:  # an echo shows its text, which ends the character
+                break
             tail = table.pieces[token] + tail
             if len(tail) >= _PENDING_LIMIT:
                 break
         if tail:
             self._pending = tail[codecs.utf_8_decode(tail, table.errors, False)[1] :]
-        self._inherited = bool(self._pending) and not shows_prompt
+        self._inherited = bool(self._pending)
         self._direct = not self._pending and not self._at_start
 
     @property
     def holds_back(self) -> bool:
         """Whether bytes of an unfinished character are held back."""
         return bool(self._pending)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether what is held back are bytes of the prompt alone."""
+        return self._inherited
+
+    def leaves_out(self, token: int) -> bool:
+        """Whether the token is a special one, whose text the stream leaves out."""
+        return token in self._table.hidden
 
     def is_silent(self, token: int) -> bool:
         """Whether the token adds no bytes, whatever it follows."""
@@ -109,7 +121,9 @@ class Detokenizer:
         return text
 
     def peek(self, token: int) -> str:
-        """What the token would add to the text."""
+        """What the token would add to the text; for one that the text leaves out, its own."""
+        if (hidden := self._table.hidden.get(token)) is not None:
+            return hidden
         text = self._texts[token]
         if text is not None and self._direct:
             return text
@@ -117,15 +131,12 @@ class Detokenizer:
         return codecs.utf_8_decode(self._pending + piece, self._table.errors, False)[0]
 
     def flush(self) -> str:
-        """U+FFFD for what is held back: no more ids come. A character that only the prompt began
-        adds nothing, unless that is shown."""
-        text = "" if self._inherited else self._unfinished()
+        """U+FFFD for what is held back: no more ids come."""
+        text, _ = codecs.utf_8_decode(self._pending, self._table.errors, True)
         self._pending = b""
+        self._inherited = False
         self._direct = not self._at_start
         return text
-
-    def _unfinished(self) -> str:
-        return codecs.utf_8_decode(self._pending, self._table.errors, True)[0]
 
     def _without_leading_space(self, piece: bytes) -> tuple[bytes, bool]:
         """The bytes that count, and whether the text is still to begin."""
@@ -148,11 +159,15 @@ def token_table(
     names = [str(step["type"]) for step in steps]
     skipped = frozenset(skip)
     pieces = [b""] * size
+    hidden: dict[int, str] = {}
     for token, index in vocabulary.items():
-        if index not in skipped:
+        if index in skipped:
+            hidden[index] = token
+        else:
             pieces[index] = _piece(token, steps)
     errors = _PER_BYTE if "ByteFallback" in names else "replace"
-    return TokenTable(pieces, [_whole(piece) for piece in pieces], _leading_space(steps), errors)
+    texts = [_whole(piece) for piece in pieces]
+    return TokenTable(pieces, texts, _leading_space(steps), errors, hidden)
 
 
 def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.settings import StartupError
 from services.tokenizer.limits import Limits
 from services.tokenizer.vocabulary import Vocabulary
-from tokenwire.channel import connect
+from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.errors import ServiceError
@@ -39,7 +39,11 @@ class LinkSettings:
     max_stop_strings: int
     appends_suffix: bool
     wait_seconds: float
-    """How long requests wait for an engine that was lost."""
+    """How long requests wait for an engine that stops or was lost, without the time it loads."""
+    lost_seconds: float = LOST_SECONDS
+    """Silence after which the engine is lost."""
+    max_waiting: int = 1024
+    """New requests that wait for it."""
 
 
 class EngineLink:
@@ -52,7 +56,7 @@ class EngineLink:
         self._settings = settings
         self._vocabulary = vocabulary
         self._on_serving = on_serving
-        self._channel = connect(settings.target)
+        self._channel = connect(settings.target, settings.lost_seconds)
         self._control = EngineControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._limits: Limits | None = None
@@ -73,6 +77,16 @@ class EngineLink:
         return self._limits
 
     @property
+    def is_known(self) -> bool:
+        """Whether the engine has answered once."""
+        return self._limits is not None
+
+    @property
+    def max_waiting(self) -> int:
+        """New requests that may wait for the engine."""
+        return self._settings.max_waiting
+
+    @property
     def context_length(self) -> int:
         """The engine's, or the checkpoint's while that is unknown; in tokens."""
         return self._limits.context_length if self._limits else self._vocabulary.context_length
@@ -85,7 +99,10 @@ class EngineLink:
         await serves
 
     async def comes_back(self) -> bool:
-        """Whether an engine that was lost answers that it serves, within the time to wait."""
+        """Return whether an engine that stops or was lost serves again, within the time to wait.
+
+        The time in which it loads its model does not count.
+        """
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._probe_health(self._settings.wait_seconds))
         return await asyncio.shield(self._probe)
@@ -165,13 +182,25 @@ class EngineLink:
     async def _probe_health(self, seconds: float) -> bool:
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        request = health_pb2.HealthCheckRequest(service=_SERVICE)
         while (left := end - loop.time()) > 0:
-            try:
-                answer = await self._health.Check(request, timeout=left, wait_for_ready=True)
-                if answer.status == _SERVING:
-                    return True
-            except grpc.aio.AioRpcError:
-                pass  # the connection went in between
+            if await self._serves(left):
+                return True
+            if await self._loads():
+                end = loop.time() + seconds
             await asyncio.sleep(min(_RETRY_SECONDS, max(0.0, end - loop.time())))
+        return False
+
+    async def _serves(self, seconds: float) -> bool:
+        request = health_pb2.HealthCheckRequest(service=_SERVICE)
+        try:
+            answer = await self._health.Check(request, timeout=seconds, wait_for_ready=True)
+        except grpc.aio.AioRpcError:  # the connection went in between
+            return False
+        return bool(answer.status == _SERVING) and self._limits is not None
+
+    async def _loads(self) -> bool:
+        try:
+            await self._control.GetModel(engine_pb2.GetModelRequest(), timeout=_CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return ServiceError.from_rpc_error(error).reason == "LOADING"
         return False

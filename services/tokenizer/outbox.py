@@ -1,7 +1,8 @@
 """What waits to be sent to one client: which completions have something, and since when."""
 
 import asyncio
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from services.common.settings import StreamSettings
@@ -25,7 +26,7 @@ class Outbox:
         self._heartbeat_seconds = settings.heartbeat_seconds
         self._stall_seconds = settings.stall_seconds
         self._on_stall = on_stall
-        self._marked: dict[Source, None] = {}
+        self._marked: OrderedDict[Source, None] = OrderedDict()
         self._wake = asyncio.Event()
         self._sending_since: float | None = None
         self._sent_at = self._loop.time()
@@ -57,11 +58,20 @@ class Outbox:
         """The client took one of several messages, and is given the next."""
         self._sending_since = self._loop.time()
 
-    def take(self) -> list[Source]:
-        """The sources that have output, in the order in which they were marked."""
-        marked = list(self._marked)
+    def take(self) -> Iterator[Source]:
+        """The sources that have output, in the order in which they were marked. Those that the
+        caller leaves stay marked."""
+        for _ in range(len(self._marked)):
+            yield self._marked.popitem(last=False)[0]
+
+    def clear(self) -> None:
+        """Whoever has output is about to be written anyway."""
         self._marked.clear()
-        return marked
+
+    @property
+    def pending(self) -> bool:
+        """Whether any source has output."""
+        return bool(self._marked)
 
     def close(self) -> None:
         """Nothing more is sent."""

@@ -7,17 +7,18 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.common.annotations import unenforced_in
 from services.tokenizer.detokenizer import TokenTable
 from services.tokenizer.infill import InfillTemplate
 from services.tokenizer.limits import Limits
-from services.tokenizer.prompt import EncodedPrompt, PromptPolicy, encode_prompt
+from services.tokenizer.prompt import EncodedPrompt, PromptPolicy, encode_prompt, kept_tokens
 from services.tokenizer.stops import StopAutomaton, compile_stops
-from services.tokenizer.tools import call_grammar
+from services.tokenizer.tools import call_grammar, forced_tools, unenforced_in_tools
 from services.tokenizer.validation import DEFAULT_MAX_TOKENS, check_complete
 from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.engine.v1 import engine_pb2
-from tokenwire.errors import ServiceError
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.types.v1 import types_pb2
 
 __all__ = [
@@ -34,6 +35,8 @@ _INLINE = 4_096  # characters; longer texts are encoded in a thread
 _LARGE = 16_384  # bytes
 _SEED_BITS = 53  # survives JSON readers that know only doubles
 _DRY_BREAKERS = ("\n", ":", '"', "*")
+_MAX_BAD_IDS = 16_384  # of all bad words, as the engine has it
+_MAX_BAD_RUNS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class ChoicePlan:
     """Whether best_of needs them."""
     suffix: str
     """Appended when the choice is complete."""
+    skip_special_tokens: bool = True
+    """Whether special tokens add no text to the choice's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +69,17 @@ class CompletePlan:
     choice: ChoicePlan
     blame: Callable[[ServiceError], None] | None
     """Makes the refusal of a grammar speak of what it was made of; None: it is the request's."""
+    ignored: Sequence[str]
+    """Paths of what the request's schemas say without effect"""
     echo: bool
     whole: bool
     limits: Limits
     table: TokenTable
     """How the output is decoded."""
+    prompt_logprobs: int | None
+    """Candidates per prompt token that the client is told apart from an echo; None = no scores."""
+    full_table: TokenTable
+    """What every token is on its own, special ones too."""
     begins_text: bool
     """Whether each output begins a text rather than going on with its prompt's."""
 
@@ -92,9 +103,10 @@ class Work(Protocol):
 def is_large(request: completion_pb2.CompleteRequest | completion_pb2.ChatRequest) -> bool:
     """Whether all work on the request is done in a thread: the loop carries everybody's tokens.
 
-    Breakers are searched for in the whole vocabulary.
+    Breakers are searched for in the whole vocabulary, and each bad word is encoded by itself.
     """
-    return bool(request.dry_sequence_breakers) or request.ByteSize() > _LARGE
+    words = bool(request.dry_sequence_breakers) or bool(request.bad_words)
+    return words or request.ByteSize() > _LARGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +149,20 @@ def plan_complete(
     """
     stopping = request.stopping
     suffix = request.suffix if request.HasField("suffix") else None
+    context = context_length(stopping, limits)
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    keep: int | None = None
+    if request.HasField("truncate_prompt_tokens"):
+        keep = kept_tokens(request.truncate_prompt_tokens, context, max_tokens)
     policy = PromptPolicy(
-        context_length=context_length(stopping, limits),
-        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
+        context_length=context,
+        max_tokens=max_tokens,
         truncate=request.truncate_prompt,
         refuse_overflow=request.context_overflow == completion_pb2.CONTEXT_OVERFLOW_ERROR,
         echo=request.echo,
         infill=infill,
         suffix=suffix,
+        keep=keep,
     )
     prompts = [
         encode_prompt(vocabulary, prompt, f"prompts[{index}]", policy)
@@ -154,7 +172,7 @@ def plan_complete(
     if infill is not None and suffix is not None and not stopping.ignore_eos:
         stop_ids.update(infill.stop_ids)
     n = request.n if request.HasField("n") else 1
-    ranked = request.best_of > 1
+    ranked = request.best_of > n
     calls = call_grammar(request.tools, request.tool_choice)
     engine_request = engine_pb2.GenerateRequest(
         prompts=[types_pb2.TokenIds(ids=prompt.ids) for prompt in prompts],
@@ -168,20 +186,31 @@ def plan_complete(
             context_length=policy.context_length,
         ),
     )
+    ignored: Sequence[str] = ()
     if request.HasField("grammar"):
         engine_request.grammar.CopyFrom(request.grammar)
+        ignored = unenforced_in(request.grammar, "grammar")
     elif calls is not None:
         engine_request.grammar.CopyFrom(calls)
+        ignored = unenforced_in_tools(forced_tools(request.tools, request.tool_choice))
     if ranked:
         engine_request.logprobs = 0
     if request.HasField("logprobs"):
         engine_request.logprobs = request.logprobs
         if request.echo:
             engine_request.prompt_logprobs = request.logprobs
+    prompt_logprobs: int | None = None
+    if request.HasField("prompt_logprobs"):
+        prompt_logprobs = request.prompt_logprobs
+        # an echo has its scores of the same rows
+        engine_request.prompt_logprobs = max(engine_request.prompt_logprobs, prompt_logprobs)
+    skips = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+    enders = stop_ids if stopping.ignore_eos else stop_ids.union(limits.eos_ids)
     choice = ChoicePlan(
         stops=compile_stops(tuple(request.stop)) if request.stop else None,
         include_stop=request.include_stop_string,
-        enders=stop_ids if stopping.ignore_eos else stop_ids.union(limits.eos_ids),
+        enders=() if request.include_stop_string and not skips else enders,
+        skip_special_tokens=skips,
         min_tokens=stopping.min_tokens,
         scored=request.HasField("logprobs"),
         ranked=ranked,
@@ -194,10 +223,13 @@ def plan_complete(
         n=n,
         choice=choice,
         blame=None if calls is None else _blame_tools,
+        ignored=ignored,
         echo=request.echo,
         whole=whole,
         limits=limits,
-        table=vocabulary.table,
+        table=vocabulary.table if skips else vocabulary.full_table,
+        prompt_logprobs=prompt_logprobs,
+        full_table=vocabulary.full_table,
         begins_text=False,
     )
 
@@ -228,8 +260,31 @@ def _sampling(
         sampling.ClearField("repetition_penalty")
     if not sampling.dry.multiplier:
         sampling.ClearField("dry")
-    elif request.dry_sequence_breakers or not sampling.dry.breaker_ids:
+    elif request.dry_sequence_breakers or not (
+        sampling.dry.breaker_ids or request.no_dry_sequence_breakers
+    ):
         breakers = tuple(request.dry_sequence_breakers) or _DRY_BREAKERS
         ids = {*sampling.dry.breaker_ids, *vocabulary.ids_containing(breakers)}
         sampling.dry.breaker_ids[:] = sorted(ids)
+    _forbid(request.bad_words, sampling, vocabulary)
     return sampling
+
+
+def _forbid(
+    words: Sequence[str], sampling: types_pb2.SamplingParams, vocabulary: Vocabulary
+) -> None:
+    """Adds the ids of bad words. Raises INVALID_ARGUMENT for words that have none, or too many."""
+    if not words and not sampling.bad_token_ids:
+        return
+    for index, word in enumerate(words):
+        spellings = vocabulary.spellings(word)
+        if not spellings:
+            raise invalid(f"bad_words[{index}]", "A bad word must have tokens; this one has none.")
+        sampling.bad_token_ids.extend(types_pb2.TokenIds(ids=ids) for ids in spellings)
+    count = sum(len(run.ids) for run in sampling.bad_token_ids)
+    if count > _MAX_BAD_IDS or len(sampling.bad_token_ids) > _MAX_BAD_RUNS:
+        raise invalid(
+            "bad_words" if words else "sampling.bad_token_ids",
+            f"Bad words must have at most {_MAX_BAD_IDS:,} tokens in all, and {_MAX_BAD_RUNS:,} "
+            f"ways to be spelled; these have {count:,} and {len(sampling.bad_token_ids):,}.",
+        )

@@ -6,12 +6,20 @@ from itertools import pairwise
 
 import grpc
 
+from services.tokenizer.detokenizer import TokenTable
 from services.tokenizer.infill import InfillTemplate, assemble_infill
 from services.tokenizer.vocabulary import TextEncoding, Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
 
-__all__ = ["EncodedPrompt", "PromptPolicy", "encode_prompt", "overlong", "split_by_tokens"]
+__all__ = [
+    "EncodedPrompt",
+    "PromptPolicy",
+    "encode_prompt",
+    "kept_tokens",
+    "overlong",
+    "split_by_tokens",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +29,11 @@ class EncodedPrompt:
     ids: Sequence[int]
     texts: Sequence[str]
     """What each id adds to the echoed text. Empty without echo."""
+    ended_texts: Sequence[str]
+    """The same where nothing is generated: a character that the ids leave unfinished is U+FFFD,
+    added by the id that began it."""
+    table: TokenTable
+    """How the echo decodes ids."""
     is_infill: bool
 
 
@@ -35,6 +48,23 @@ class PromptPolicy:
     echo: bool
     infill: InfillTemplate | None
     suffix: str | None
+    keep: int | None = None
+    """The end of each prompt that is kept: None = all of it. At most `longest`."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a prompt that is too long is cut instead of refused."""
+        return self.truncate or self.keep is not None
+
+    @property
+    def most(self) -> int:
+        """The longest prompt that stays as it is."""
+        return self.longest if self.keep is None else self.keep
+
+    @property
+    def cut_to(self) -> int:
+        """What a longer prompt is cut to."""
+        return self.longest_truncated if self.keep is None else self.keep
 
     @property
     def longest(self) -> int:
@@ -45,10 +75,22 @@ class PromptPolicy:
     def longest_truncated(self) -> int:
         """What a prompt is cut to: room for max_tokens is left, or half the context for a
         max_tokens that fits none."""
-        room = self.max_tokens
-        return self.context_length - (
-            room if room < self.context_length else self.context_length // 2
+        return _with_room(self.context_length, self.max_tokens)
+
+
+def kept_tokens(asked: int, context_length: int, max_tokens: int) -> int:
+    """How many tokens of a prompt truncate_prompt_tokens keeps; -1 leaves room for max_tokens.
+
+    Raises OUT_OF_RANGE where so many leave no room for output.
+    """
+    longest = context_length - min(1, max_tokens)
+    if asked > longest:
+        raise _too_long(
+            "truncate_prompt_tokens",
+            f"truncate_prompt_tokens must be at most {longest:,}, for which the context length of "
+            f"{context_length:,} has room, got {asked:,}. Use -1 to keep what fits.",
         )
+    return _with_room(context_length, max_tokens) if asked == -1 else asked
 
 
 def encode_prompt(
@@ -67,9 +109,7 @@ def encode_prompt(
     else:
         given = prompt.token_ids.ids
         ids = list(given[_check_length(len(given), field, policy) :])
-        flush = policy.max_tokens == 0
-        texts = vocabulary.decode(ids, flush=flush) if policy.echo else []
-        encoded = EncodedPrompt(ids, texts, is_infill=False)
+        encoded = _of_ids(vocabulary, ids, policy)
     wanted = len(encoded.ids) + policy.max_tokens
     if policy.refuse_overflow and wanted > policy.context_length:
         raise _too_long(
@@ -104,11 +144,20 @@ def overlong(field: str, count: str, context_length: int, max_tokens: int) -> Se
     )
 
 
+def _of_ids(vocabulary: Vocabulary, ids: Sequence[int], policy: PromptPolicy) -> EncodedPrompt:
+    table = vocabulary.full_table
+    texts = vocabulary.decode(ids, skip_special_tokens=False) if policy.echo else []
+    ended = texts
+    if policy.echo and table.texts[ids[-1]] is None:  # it may end within a character
+        texts = vocabulary.decode(ids, skip_special_tokens=False, flush=False)
+    return EncodedPrompt(ids, texts, ended, table, is_infill=False)
+
+
 def _encode_text(
     vocabulary: Vocabulary, text: str, field: str, policy: PromptPolicy
 ) -> EncodedPrompt:
-    if _surely_exceeds(vocabulary.least_tokens(text, policy.longest), field, policy):
-        text = vocabulary.end(text, policy.longest + 1)  # too many still: they are cut below
+    if _surely_exceeds(vocabulary.least_tokens(text, policy.most), field, policy):
+        text = vocabulary.end(text, policy.most + 1)  # too many still: they are cut below
     texts: list[str] = []
     if policy.echo:
         encoding = vocabulary.encode_with_offsets(text)
@@ -123,7 +172,7 @@ def _encode_text(
     head = 1 if vocabulary.adds_bos else 0
     if cut := _check_length(len(ids), field, policy):
         ids, texts = ids[:head] + ids[head + cut :], texts[:head] + texts[head + cut :]
-    return EncodedPrompt(ids, texts, is_infill=False)
+    return EncodedPrompt(ids, texts, texts, vocabulary.table, is_infill=False)
 
 
 def _encode_infill(
@@ -135,41 +184,46 @@ def _encode_infill(
     policy: PromptPolicy,
 ) -> EncodedPrompt:
     text, ids_before = prompt.text, prompt.token_ids.ids
-    least_before = max(vocabulary.least_tokens(text, policy.longest), len(ids_before))
-    least_after = vocabulary.least_tokens(suffix, policy.longest)
+    most = policy.most
+    least_before = max(vocabulary.least_tokens(text, most), len(ids_before))
+    least_after = vocabulary.least_tokens(suffix, most)
     if _surely_exceeds(least_before + template.control_count + least_after, field, policy):
         # one token more than there is room for: it is still seen that there are too many
-        if least_before > policy.longest:
-            text = vocabulary.end(text, policy.longest + 1)
-        if least_after > policy.longest:
-            suffix = vocabulary.beginning(suffix, policy.longest + 1)
+        if least_before > most:
+            text = vocabulary.end(text, most + 1)
+        if least_after > most:
+            suffix = vocabulary.beginning(suffix, most + 1)
     if prompt.WhichOneof("prompt") == "text":
         before = vocabulary.encode_plain(text)
     else:
-        before = list(ids_before[-policy.longest - 1 :])
+        before = list(ids_before[-most - 1 :])
     after = vocabulary.encode_continuation(suffix)
     ids = assemble_infill(template, before, after)
     if _check_length(len(ids), field, policy):
-        ids = assemble_infill(template, before, after, policy.longest_truncated)
-    return EncodedPrompt(ids, [], is_infill=True)
+        ids = assemble_infill(template, before, after, policy.cut_to)
+    return EncodedPrompt(ids, [], [], vocabulary.table, is_infill=True)
 
 
 def _surely_exceeds(least: int, field: str, policy: PromptPolicy) -> bool:
     """Whether a prompt of at least so many tokens is to be cut: told before it is encoded."""
-    if least <= policy.longest:
+    if least <= policy.most:
         return False
-    if policy.truncate:
+    if policy.cuts:
         return True
     raise overlong(field, f"at least {least:,}", policy.context_length, policy.max_tokens)
 
 
 def _check_length(length: int, field: str, policy: PromptPolicy) -> int:
     """How many ids must be cut from the prompt."""
-    if length <= policy.longest:
+    if length <= policy.most:
         return 0
-    if policy.truncate:
-        return length - policy.longest_truncated
+    if policy.cuts:
+        return length - policy.cut_to
     raise overlong(field, f"{length:,}", policy.context_length, policy.max_tokens)
+
+
+def _with_room(context_length: int, max_tokens: int) -> int:
+    return context_length - (max_tokens if max_tokens < context_length else context_length // 2)
 
 
 def _too_long(field: str, message: str) -> ServiceError:

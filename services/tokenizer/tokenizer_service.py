@@ -74,6 +74,7 @@ class TokenizerServicer(TokenizerServiceServicer):
             chat_template_hash=hashlib.sha256(template.encode()).hexdigest() if template else "",
             context_length=self._link.context_length,
             model=self._model,
+            tokenizer_class=vocabulary.tokenizer_class,
         )
 
     async def Encode(

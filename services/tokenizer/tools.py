@@ -3,21 +3,28 @@
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
+from services.common.annotations import unenforced
 from services.tokenizer.chat.marking import Json
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
 from tokenwire.types.v1 import types_pb2
 
 __all__ = [
+    "PlacedTool",
     "arguments_schema",
     "arguments_schemas",
     "call_grammar",
     "check_tools",
+    "forced_tools",
     "moved_schema",
     "template_tools",
+    "unenforced_in_tools",
 ]
+
+PlacedTool: TypeAlias = tuple[int, completion_pb2.Tool]
+"""A tool that may be called, and its place in the request."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_TOOLS = 128
@@ -51,11 +58,8 @@ def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.Too
         raise invalid("tool_choice", f"tool_choice names {choice.name!r}, which is none of tools.")
     if kind == "mode" and choice.mode not in completion_pb2.ToolMode.values():
         raise invalid("tool_choice", "tool_choice is none of the known modes.")
-    if not tools and choice.mode in (
-        completion_pb2.TOOL_MODE_AUTO,
-        completion_pb2.TOOL_MODE_REQUIRED,
-    ):
-        raise invalid("tool_choice", "tool_choice needs tools.")
+    if not tools and choice.mode == completion_pb2.TOOL_MODE_REQUIRED:
+        raise invalid("tool_choice", "tool_choice forces a call: it needs tools.")
 
 
 def call_grammar(
@@ -67,22 +71,41 @@ def call_grammar(
     text alone can't tell a call that the model decided on from one that it only writes about.
     The tools and the choice were checked.
     """
-    if choice.WhichOneof("choice") == "name":
-        tools = [tool for tool in tools if tool.name == choice.name]
-    elif choice.mode == completion_pb2.TOOL_MODE_NONE or not (
-        choice.mode == completion_pb2.TOOL_MODE_REQUIRED or any(tool.strict for tool in tools)
-    ):
+    placed = forced_tools(tools, choice)
+    if not placed:
         return None
     schema = {
-        "anyOf": [_call(tool.name) for tool in tools],
+        "anyOf": [_call(tool.name) for _, tool in placed],
         "$defs": {
             tool.name: moved_schema(
                 arguments_schema(tool, f"tools[{index}]"), f"#/$defs/{tool.name}"
             )
-            for index, tool in enumerate(tools)
+            for index, tool in placed
         },
     }
     return types_pb2.GrammarSpec(json_schema=json.dumps(schema))
+
+
+def forced_tools(
+    tools: Sequence[completion_pb2.Tool], choice: completion_pb2.ToolChoice
+) -> list[PlacedTool]:
+    """Those of which `call_grammar` makes the output one call."""
+    placed = list(enumerate(tools))
+    if choice.WhichOneof("choice") == "name":
+        return [(index, tool) for index, tool in placed if tool.name == choice.name]
+    is_forced = choice.mode == completion_pb2.TOOL_MODE_REQUIRED or any(t.strict for t in tools)
+    return placed if is_forced and choice.mode != completion_pb2.TOOL_MODE_NONE else []
+
+
+def unenforced_in_tools(tools: Sequence[PlacedTool]) -> list[str]:
+    """As `unenforced`, of the schemas of tools, which were checked: paths from the request."""
+    return [
+        path
+        for index, tool in tools
+        for path in unenforced(
+            arguments_schema(tool, f"tools[{index}]"), f"tools[{index}].parameters_json"
+        )
+    ]
 
 
 def template_tools(tools: Sequence[completion_pb2.Tool]) -> list[Json]:

@@ -3,7 +3,7 @@
 Every refusal names the field to blame by its path in the request.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -34,6 +34,8 @@ _MAX_TOP_K = 128
 _MAX_TEXT = 1024 * 1024  # bytes, in UTF-8
 _MAX_BREAKERS = 32
 _MAX_BREAKER_LENGTH = 64  # code points; the whole vocabulary is searched for each
+_MAX_BAD_WORDS = 128
+_MAX_BAD_WORD_LENGTH = 1_000  # code points
 _Penalty = Literal["frequency_penalty", "presence_penalty", "repetition_penalty"]
 _Scalar = _Penalty | Literal["temperature", "top_p", "min_p"]
 _PENALTIES: Mapping[_Penalty, float] = {
@@ -74,8 +76,8 @@ def check_complete(
 ) -> None:
     """Raises the ServiceError of the first field that is wrong or not implemented."""
     check_model(request.model, limits.model)
+    _check_counts(request, limits)  # first: it bounds the work on prompts
     _check_prompts(request, limits)
-    _check_counts(request, limits)
     _check_suffix(request, limits, infill)
     _check_stopping(request, limits)
     _check_sampling(request, limits)
@@ -85,6 +87,13 @@ def check_complete(
         require(limits, engine_pb2.CAPABILITY_LOGPROBS, "logprobs")
         if request.echo:
             require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "logprobs")
+    if request.HasField("prompt_logprobs"):
+        if request.prompt_logprobs > limits.max_logprobs:
+            most = limits.max_logprobs
+            raise invalid("prompt_logprobs", f"prompt_logprobs must be between 0 and {most}.")
+        require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "prompt_logprobs")
+    _check_truncation(request, infill)
+    _check_bad_words(request.bad_words, limits)
     if request.HasField("grammar"):
         _check_grammar(request.grammar, limits)
     if request.context_overflow not in completion_pb2.ContextOverflow.values():
@@ -119,9 +128,11 @@ def _check_counts(request: completion_pb2.CompleteRequest, limits: Limits) -> No
     if request.best_of:
         if not n <= request.best_of <= _MAX_SEQUENCES:
             raise invalid("best_of", f"best_of must be between n and {_MAX_SEQUENCES}.")
-        if request.delivery != completion_pb2.DELIVERY_WHOLE:
-            raise invalid("best_of", "best_of needs DELIVERY_WHOLE: it can't be streamed.")
-        if request.best_of > 1:
+        if request.best_of > n:
+            if request.delivery != completion_pb2.DELIVERY_WHOLE:
+                raise invalid(
+                    "best_of", "best_of above n needs DELIVERY_WHOLE: it can't be streamed."
+                )
             require(limits, engine_pb2.CAPABILITY_LOGPROBS, "best_of")
     most = min(_MAX_SEQUENCES, limits.max_sequences)
     draws = max(n, request.best_of)
@@ -142,6 +153,36 @@ def _check_suffix(
         raise invalid("echo", "echo can't be combined with suffix: only the middle is returned.")
     if infill is None and not limits.appends_suffix:
         raise invalid("suffix", f"{limits.model} knows no infill: it takes no suffix.")
+
+
+def _check_truncation(
+    request: completion_pb2.CompleteRequest, infill: InfillTemplate | None
+) -> None:
+    """That it leaves room for output is seen with the prompts."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return
+    asked, field = request.truncate_prompt_tokens, "truncate_prompt_tokens"
+    if asked < 1 and asked != -1:
+        raise invalid(field, f"{field} must be at least 1, or -1 to keep what fits, got {asked}.")
+    if infill is not None and request.HasField("suffix") and 0 <= asked < infill.control_count:
+        raise invalid(
+            field,
+            f"{field} must be at least {infill.control_count} with a suffix: the prompt has as "
+            "many control tokens.",
+        )
+
+
+def _check_bad_words(words: Sequence[str], limits: Limits) -> None:
+    if len(words) > _MAX_BAD_WORDS:
+        raise invalid("bad_words", f"At most {_MAX_BAD_WORDS} bad words are taken.")
+    for index, word in enumerate(words):
+        if not 1 <= len(word) <= _MAX_BAD_WORD_LENGTH:
+            raise invalid(
+                f"bad_words[{index}]",
+                f"A bad word must have 1 to {_MAX_BAD_WORD_LENGTH:,} characters.",
+            )
+    if words:
+        require(limits, engine_pb2.CAPABILITY_TOKEN_LIMITS, "bad_words")
 
 
 def _check_stopping(request: completion_pb2.CompleteRequest, limits: Limits) -> None:
@@ -194,7 +235,10 @@ def _check_sampling(request: completion_pb2.CompleteRequest, limits: Limits) -> 
         if token >= limits.vocabulary_size:
             raise invalid(field, f"Token id {token} is not below {limits.vocabulary_size:,}.")
         if not -100 <= bias <= 100:
-            raise invalid(field, "A logit bias must be between -100 and 100.")
+            raise invalid(
+                field, f"The bias of token {token} must be between -100 and 100, got {bias:g}."
+            )
+    _check_token_limits(sampling, limits)
     _check_dry(request, limits)
     _check_mirostat(sampling)
 
@@ -217,10 +261,39 @@ def _check_range(
         raise invalid(f"sampling.{name}", f"{name} must be between {low} and {high}.")
 
 
+def _check_token_limits(sampling: types_pb2.SamplingParams, limits: Limits) -> None:
+    size = limits.vocabulary_size
+    if sampling.HasField("allowed_token_ids"):
+        field = "sampling.allowed_token_ids"
+        if not sampling.allowed_token_ids.ids:
+            raise invalid(field, "At least one id is needed: nothing could be generated.")
+        if len(sampling.allowed_token_ids.ids) > size:
+            raise invalid(field, f"At most {size:,} ids: the vocabulary has no more.")
+        check_ids(field, sampling.allowed_token_ids, size)
+        require(limits, engine_pb2.CAPABILITY_TOKEN_LIMITS, field)
+    for index, word in enumerate(sampling.bad_token_ids):
+        field = f"sampling.bad_token_ids[{index}]"
+        if not word.ids:
+            raise invalid(f"{field}.ids", "A bad word needs at least one id.")
+        check_ids(field, word, size)
+    if sampling.bad_token_ids:
+        require(limits, engine_pb2.CAPABILITY_TOKEN_LIMITS, "sampling.bad_token_ids")
+
+
 def _check_dry(request: completion_pb2.CompleteRequest, limits: Limits) -> None:
     dry = request.sampling.dry
-    if request.dry_sequence_breakers and not request.sampling.HasField("dry"):
-        raise invalid("dry_sequence_breakers", "dry_sequence_breakers need sampling.dry.")
+    if not request.sampling.HasField("dry"):
+        if request.dry_sequence_breakers:
+            raise invalid("dry_sequence_breakers", "dry_sequence_breakers need sampling.dry.")
+        if request.no_dry_sequence_breakers:
+            raise invalid(
+                "no_dry_sequence_breakers", "no_dry_sequence_breakers needs sampling.dry."
+            )
+    if request.no_dry_sequence_breakers and (request.dry_sequence_breakers or dry.breaker_ids):
+        raise invalid(
+            "no_dry_sequence_breakers",
+            "no_dry_sequence_breakers excludes dry_sequence_breakers and sampling.dry.breaker_ids.",
+        )
     if len(request.dry_sequence_breakers) > _MAX_BREAKERS:
         raise invalid("dry_sequence_breakers", f"At most {_MAX_BREAKERS} breakers are taken.")
     for index, breaker in enumerate(request.dry_sequence_breakers):
@@ -279,7 +352,7 @@ def _check_grammar(grammar: types_pb2.GrammarSpec, limits: Limits) -> None:
         for index, choice in enumerate(grammar.choice.choices):
             if not choice:
                 raise invalid(f"grammar.choice.choices[{index}]", "A choice must not be empty.")
-    elif kind != "json_object" and not getattr(grammar, kind):
+    elif kind not in ("json_object", "structural_tag") and not getattr(grammar, kind):
         raise invalid(f"grammar.{kind}", f"{kind} must not be empty.")
     require(limits, engine_pb2.CAPABILITY_GRAMMAR, "grammar")
 

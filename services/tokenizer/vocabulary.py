@@ -30,6 +30,7 @@ __all__ = ["TextEncoding", "Vocabulary"]
 
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _MARKER = "☺"  # the sign that Meta's and Mistral's own infill code puts before a suffix
+_FAST_CLASS = "PreTrainedTokenizerFast"  # of a checkpoint that names none
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _IMAGE_PLACEHOLDERS = {"<image_soft_token>"}  # Gemma 3's, in its text-only models too
 _NEVER = -1e9  # a Unigram score that no segmentation can afford
@@ -91,6 +92,8 @@ class Vocabulary:
             if (token := special_id(name)) is not None
         }
         """Texts of the special tokens by their role ("bos_token"), as chat templates know them."""
+        self.tokenizer_class = str(config.get("tokenizer_class") or _FAST_CLASS)
+        """transformers' class of the tokenizer"""
         self.bos_id = special_id("bos_token")
         self.eos_id = special_id("eos_token")
         self.pad_id = special_id("pad_token")
@@ -226,11 +229,25 @@ class Vocabulary:
             if is_users:
                 ids += self.encode_continuation(text) if ids else self.encode_plain(text)
             elif not ids or not self._adds_space:
-                ids += self.encode(text, add_special_tokens=False)
+                ids += self._encode_bare(text)
             else:
-                marker = self.encode(_MARKER, add_special_tokens=False)
-                ids += self.encode(_MARKER + text, add_special_tokens=False)[len(marker) :]
+                ids += self._encode_inside(text)
         return ids
+
+    def spellings(self, word: str) -> list[list[int]]:
+        """Ids of a word inside a text, without a space in front of it and with one; control tokens
+        are parsed. Fewer than two where that makes no difference, or the word has no tokens."""
+        word = word.lstrip() or word
+        encode = self._encode_inside if self._adds_space else self._encode_bare
+        spelled = {tuple(encode(form)): None for form in (word, f" {word}")}
+        return [list(ids) for ids in spelled if ids]
+
+    def _encode_bare(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """The same without the space that the tokenizer puts before a text."""
+        return self._encode_bare(_MARKER + text)[len(self._encode_bare(_MARKER)) :]
 
     def table_with(self, kept: Collection[str]) -> TokenTable:
         """As `table`, with the texts of these special tokens."""
@@ -243,13 +260,18 @@ class Vocabulary:
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, flush: bool = True
     ) -> list[str]:
         """What each id adds to the text. Unless `flush` is false, bytes of a character that is
-        unfinished at the end become U+FFFD."""
-        table = self.table if skip_special_tokens else self.full_table
-        detokenizer = Detokenizer(table)
-        texts = [detokenizer.feed(token) for token in ids]
+        unfinished at the end become U+FFFD, added by the id that began it."""
+        detokenizer = Detokenizer(self.table if skip_special_tokens else self.full_table)
+        texts: list[str] = []
+        began, is_held = 0, False
+        for place, token in enumerate(ids):
+            text = detokenizer.feed(token)
+            if detokenizer.holds_back and (text or not is_held):
+                began = place
+            is_held = detokenizer.holds_back
+            texts.append(text)
         if flush and (rest := detokenizer.flush()):
-            last = max(place for place, token in enumerate(ids) if table.pieces[token])
-            texts[last] += rest
+            texts[began] += rest
         return texts
 
     # there is one vocabulary for the life of the process

@@ -7,8 +7,11 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
+from google.protobuf.json_format import MessageToDict
+
+from services.common.annotations import ENCODINGS, ENFORCED_FORMATS
 from services.tokenizer.chat.call_readers import (
     json_types,
     named_values,
@@ -16,18 +19,19 @@ from services.tokenizer.chat.call_readers import (
     properties_of,
 )
 from services.tokenizer.chat.tool_formats import ReasoningFormat, ToolFormat
-from services.tokenizer.tools import arguments_schema, moved_schema
+from services.tokenizer.tools import PlacedTool, arguments_schema, moved_schema
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["MessageGrammar", "PlacedTool", "ReasoningState"]
+__all__ = ["MessageGrammar", "ReasoningState"]
 
 _ROOT = "#/$defs/root"  # where the schema of all arguments goes in that of one
-PlacedTool: TypeAlias = tuple[int, completion_pb2.Tool]
-"""A tool that may be called, and its place in the request."""
 # a JSON Schema's keywords that say nothing about which strings are meant
-_REMARKS = frozenset({"$comment", "default", "deprecated", "description", "examples", "title"})
+_REMARKS = ENCODINGS | {
+    "$comment", "default", "deprecated", "description", "examples", "readOnly", "title",
+    "writeOnly",
+}  # fmt: skip
 _OF_OBJECTS = frozenset({
     "$defs", "$ref", "additionalProperties", "definitions", "properties", "required", "type",
 })  # fmt: skip
@@ -99,6 +103,11 @@ class MessageGrammar:
             name = first.get("name") or "content"
             self._parts.extend([{**first, "name": name}, *others])
             return f"@{name}"
+        if kind == "gbnf":
+            return self._part("content", {"gbnf": grammar.gbnf}, "grammar")
+        if kind == "structural_tag":
+            tag = MessageToDict(grammar.structural_tag, preserving_proto_field_name=True)
+            return self._part("content", {"structural_tag": tag}, "grammar")
         if kind == "regex":
             return self.rule("content", _regex(grammar.regex))
         return self.rule("content", " | ".join(map(_literal, grammar.choice.choices)))
@@ -232,6 +241,9 @@ def _xml_value(
     if values and all(isinstance(value, str) for value in values):
         return f"({' | '.join(map(_literal, values))}) {end}"
     unknown = schema.keys() - _REMARKS - {"type", "$defs"}
+    kind = schema.get("format")
+    if isinstance(kind, str) and kind not in ENFORCED_FORMATS:
+        unknown.discard("format")
     if unknown:
         raise invalid(
             place,

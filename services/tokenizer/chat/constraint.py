@@ -1,15 +1,17 @@
 """What constrains the answer of a chat: its calls, its content, or nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.tokenizer.chat.call_grammars import MessageGrammar, PlacedTool, ReasoningState
+from services.common.annotations import unenforced_in
+from services.tokenizer.chat.call_grammars import MessageGrammar, ReasoningState
 from services.tokenizer.chat.tool_formats import ReasoningFormat, ToolFormat
+from services.tokenizer.tools import PlacedTool, unenforced_in_tools
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["AnswerFormat", "Constraint", "constrain"]
+__all__ = ["AnswerFormat", "Constraint", "constrain", "forces_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Constraint:
     """Fields of the request, by places in the grammar."""
     field: str
     """The field to blame where no place is known."""
+    ignored: Sequence[str]
+    """Paths of what the request's schemas say without effect"""
 
     def blame(self, error: ServiceError) -> None:
         """Make what the grammar service refused speak of the request."""
@@ -39,6 +43,13 @@ class Constraint:
             if place + "." in error.message or place + " " in error.message:
                 error.message = error.message.replace(place, "$")
                 error.field = field
+
+
+def forces_calls(choice: completion_pb2.ToolChoice) -> bool:
+    """Whether an answer is nothing but calls, behind its reasoning."""
+    return choice.WhichOneof("choice") == "name" or (
+        choice.mode == completion_pb2.TOOL_MODE_REQUIRED
+    )
 
 
 def constrain(
@@ -54,9 +65,7 @@ def constrain(
         tools = [(index, tool) for index, tool in tools if tool.name == choice.name]
     elif choice.mode == completion_pb2.TOOL_MODE_NONE:
         tools = []
-    is_forced = choice.WhichOneof("choice") == "name" or (
-        choice.mode == completion_pb2.TOOL_MODE_REQUIRED
-    )
+    is_forced = forces_calls(choice)
     has_content = request.HasField("grammar") and not is_forced
     is_strict = any(tool.strict for _, tool in tools)
     reasoning = form.reasoning if state is not ReasoningState.NONE else None
@@ -84,4 +93,8 @@ def constrain(
     if reasoning is not None:
         message = grammar.reasoned(reasoning, state, message)
     field = "grammar" if has_content and not (is_strict and tools) else "tools"
-    return Constraint(grammar.finish(message), grammar.places, field)
+    ignored = [
+        *(unenforced_in(request.grammar, "grammar") if has_content else ()),
+        *unenforced_in_tools(tools),
+    ]
+    return Constraint(grammar.finish(message), grammar.places, field, ignored)

@@ -2,8 +2,9 @@
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from services.tokenizer.columns import Score, read_scores
 from tokenwire.completion.v1 import completion_pb2
@@ -12,16 +13,20 @@ __all__ = ["ContentTokens", "TokenBytes"]
 
 
 class TokenBytes:
-    """The bytes that each token of one text adds, those of unfinished characters too."""
+    """The bytes that each token of one text adds, those of unfinished characters too. Special
+    tokens that the text leaves out have the bytes of their own text."""
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        """`pieces` are those of the vocabulary, by id."""
+    def __init__(self, pieces: Sequence[bytes], hidden: Container[int]) -> None:
+        """`pieces` are those of the vocabulary, by id; `hidden` is what the text leaves out."""
         self._pieces = pieces
+        self._hidden = hidden
         self._pending = b""  # of a character
 
     def of(self, token: int, text: str) -> bytes:
         """The bytes of the next token, which added `text`: fewer than it spells where a stop string
         cut it, or a space at the very start of the text was left out."""
+        if token in self._hidden:
+            return self._pieces[token]
         piece, before = self._pieces[token], len(self._pending)
         spelled = self._pending + piece
         whole, used = codecs.utf_8_decode(spelled, "replace", False)
@@ -51,9 +56,9 @@ class ContentTokens:
     """Holds tokens until it is settled whether they are content. Places are in code points of the
     generated text."""
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        """`pieces` are those of the vocabulary, by id."""
-        self._bytes = TokenBytes(pieces)
+    def __init__(self, pieces: Sequence[bytes], hidden: Container[int]) -> None:
+        """As `TokenBytes`."""
+        self._bytes = TokenBytes(pieces, hidden)
         self._held: deque[_Token] = deque()
         self._received = 0
         self._settled = 0
@@ -62,7 +67,11 @@ class ContentTokens:
     def extend(self, delta: completion_pb2.ChoiceDelta) -> None:
         """Further tokens, scored."""
         scores = read_scores(delta.tokens)
-        for token, text, score in zip(delta.tokens.ids, delta.token_texts, scores, strict=True):
+        # offsets tell what each token adds: the texts of those that add nothing are shown, too
+        begin = delta.text_offsets[0] if delta.text_offsets else 0
+        places = [*(offset - begin for offset in delta.text_offsets), len(delta.text)]
+        for token, span, score in zip(delta.tokens.ids, pairwise(places), scores, strict=True):
+            text = delta.text[slice(*span)]
             start, self._received = self._received, self._received + len(text)
             data = self._bytes.of(token, text)
             candidates = self._bytes.candidates(score.top_ids)

@@ -1,22 +1,20 @@
 """Conversations: what is wrong with one, and how its messages look to a chat template."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
+from services.tokenizer.chat.arguments import read_arguments, repaired_arguments
 from services.tokenizer.chat.marking import Json
 from tokenwire.completion.v1 import completion_pb2
-from tokenwire.errors import invalid
+from tokenwire.errors import ServiceError, invalid
 
-__all__ = ["TemplateFacts", "check_messages", "read_arguments", "template_messages"]
+__all__ = ["TemplateFacts", "check_messages", "template_messages"]
 
 _MAX_MESSAGES = 4_096
 _MAX_PARTS = 1_024  # of a message
 _MAX_CALLS = 128  # of a message
-_MAX_DEPTH = 64  # levels of JSON; templates write it by recursion
-_MAX_JSON = 1024 * 1024  # characters of a call's arguments: json.loads lets nobody else run
+_MAX_ARGUMENTS = 1024 * 1024  # characters of a call: json.loads lets nobody else run
 _SHORT_ID = 9  # characters of a call's id, in templates that insist (Mistral)
 _ROLES: Mapping["completion_pb2.Role.ValueType", str] = {
     completion_pb2.ROLE_SYSTEM: "system",
@@ -36,9 +34,11 @@ class TemplateFacts:
     takes_parts: bool = False
     """A content is a list of parts rather than a string."""
     empty_content: str | None = None
-    """The content of a message that only calls tools."""
+    """The content of a message that only calls tools; that of other empty ones is ""."""
     arguments_are_text: bool = False
     """Those of calls are JSON text rather than objects."""
+    keeps_broken_arguments: bool = False
+    """Text in place of an object is written as it is."""
     short_ids: bool = False
     """The id of a call has nine letters and digits."""
 
@@ -62,26 +62,6 @@ def check_messages(
         )
 
 
-def read_arguments(text: str, field: str) -> dict[str, Json]:
-    """A JSON object, {} for ""; raises INVALID_ARGUMENT for anything else."""
-    if not text:
-        return {}
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
-        deep = _depth_exceeds(value, _MAX_DEPTH)
-    except RecursionError:
-        value, deep = {}, True
-    except ValueError as error:
-        raise invalid(field, f"This is not JSON: {error}.") from None
-    if deep:
-        raise invalid(field, "This JSON is nested too deeply.")
-    if not isinstance(value, dict):
-        raise invalid(field, "This must be a JSON object.")
-    return value
-
-
 def template_messages(
     messages: Sequence[completion_pb2.Message], facts: TemplateFacts
 ) -> list[Json]:
@@ -99,7 +79,7 @@ def _check_message(message: completion_pb2.Message, field: str, model: str) -> N
     role = _ROLES.get(message.role)
     if role is None:
         raise invalid(f"{field}.role", f"A role is one of {', '.join(_ROLES.values())}.")
-    if not message.parts and not message.tool_calls:
+    if not message.parts and role != "assistant":
         raise invalid(f"{field}.parts", "A message needs content.")
     if len(message.parts) > _MAX_PARTS:
         raise invalid(f"{field}.parts", f"A message has at most {_MAX_PARTS:,} parts.")
@@ -122,11 +102,10 @@ def _check_message(message: completion_pb2.Message, field: str, model: str) -> N
             raise invalid(f"{place}.id", "A call needs its id.")
         if not call.name:
             raise invalid(f"{place}.name", "A call needs the name of its tool.")
-        if len(call.arguments_json) > _MAX_JSON:
+        if len(call.arguments_json) > _MAX_ARGUMENTS:
             raise invalid(
-                f"{place}.arguments_json", f"Arguments have at most {_MAX_JSON:,} characters."
+                f"{place}.arguments_json", f"Arguments have at most {_MAX_ARGUMENTS:,} characters."
             )
-        read_arguments(call.arguments_json, f"{place}.arguments_json")
     if message.reasoning and role != "assistant":
         raise invalid(f"{field}.reasoning", "Only the assistant reasons.")
     if role == "tool" and not message.tool_call_id:
@@ -163,7 +142,7 @@ def _written(
 
 
 def _content(message: completion_pb2.Message, facts: TemplateFacts) -> Json:
-    if not message.parts:
+    if not message.parts and message.tool_calls:
         return facts.empty_content
     if facts.takes_parts:
         return [{"type": "text", "text": part.text} for part in message.parts]
@@ -171,8 +150,15 @@ def _content(message: completion_pb2.Message, facts: TemplateFacts) -> Json:
 
 
 def _arguments(call: completion_pb2.ToolCall, facts: TemplateFacts) -> Json:
-    arguments = read_arguments(call.arguments_json, "")
-    return json.dumps(arguments, ensure_ascii=False) if facts.arguments_are_text else arguments
+    """An object or its text, as the template wants it. Text that is no object stays as it is,
+    unless the template needs an object."""
+    text = call.arguments_json
+    if facts.arguments_are_text:
+        return text or "{}"
+    try:
+        return read_arguments(text, "")
+    except ServiceError:
+        return text if facts.keeps_broken_arguments else repaired_arguments(text)
 
 
 def _call_id(call_id: str, facts: TemplateFacts) -> str:
@@ -180,15 +166,3 @@ def _call_id(call_id: str, facts: TemplateFacts) -> str:
     if not facts.short_ids:
         return call_id
     return re.sub(r"[^A-Za-z0-9]", "", call_id)[-_SHORT_ID:].rjust(_SHORT_ID, "0")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _depth_exceeds(value: Json, depth: int) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list):
-        return False
-    return depth == 0 or any(_depth_exceeds(part, depth - 1) for part in value)

@@ -78,6 +78,15 @@ class JsonScanner:
         inside = self._in_string or self._literal or self._number
         return self._expects is _Expects.VALUE and not inside
 
+    @property
+    def is_closable(self) -> bool:
+        """Whether quotes and brackets that close are all that may be missing."""
+        if self._in_string:
+            return not self._string_is_key and not self._escape
+        if self._literal or self._number:
+            return self._number in _WHOLE_NUMBER
+        return self.is_complete or self._expects in _MAY_END
+
     def push(self, character: str) -> bool:
         """The next character; whether it can be part of the value. If not, it was not read."""
         if self._in_string:

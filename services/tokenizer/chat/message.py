@@ -27,15 +27,17 @@ class ChatMessage:
         turn_ends: Collection[int],
         single_call: bool,
         is_forced: bool,
+        echo: str = "",
     ) -> None:
         """`tokens` where logprobs are wanted; `turn_ends` are ids that end a choice though the
         request named none of them; `single_call` drops the calls after the first; `is_forced` says
-        that the request named the tool to call."""
+        that the request named the tool to call; `echo` stands in front of the content."""
         self._turn_ends = turn_ends
         self._parser = parser
         self._tokens = tokens
         self._single_call = single_call
         self._is_forced = is_forced
+        self._echo = echo
         self._calls = 0
 
     def write(
@@ -45,6 +47,9 @@ class ChatMessage:
         add: AddResponse,
     ) -> None:
         """Further text of the choice, or its end, or both."""
+        if self._echo and (event := delta or finished) is not None:
+            add().delta.CopyFrom(completion_pb2.ChatDelta(index=event.index, content=self._echo))
+            self._echo = ""
         segments: list[Segment] = []
         answer = completion_pb2.ChatDelta() if delta is None else add().delta
         if delta is not None:
@@ -55,7 +60,8 @@ class ChatMessage:
                 self._tokens.extend(delta)
         if finished is not None:
             is_cut = finished.reason != types_pb2.FINISH_REASON_STOP
-            segments.extend(self._parser.finish(is_cut=is_cut))
+            is_stopped = finished.match.HasField("stop_string")
+            segments.extend(self._parser.finish(is_cut=is_cut, is_stopped=is_stopped))
             if delta is None:
                 answer.index, answer.position = finished.index, finished.completion_tokens
         self._write(answer, segments)

@@ -34,8 +34,9 @@ class MessageParser(Protocol):
     def feed(self, text: str) -> Sequence[Segment]:
         """What is certain now."""
 
-    def finish(self, *, is_cut: bool) -> Sequence[Segment]:
-        """What is left: no more text comes. `is_cut` says that the model would have gone on."""
+    def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
+        """What is left: no more text comes. `is_cut` says that max_tokens or a cancellation ended
+        it, `is_stopped` that a stop string did: the model would have gone on."""
 
 
 class PlainText:
@@ -45,6 +46,6 @@ class PlainText:
         """The text, as it is."""
         return [Segment(SegmentKind.CONTENT, text, len(text))] if text else ()
 
-    def finish(self, *, is_cut: bool) -> Sequence[Segment]:
+    def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
         """Nothing is held back."""
         return ()

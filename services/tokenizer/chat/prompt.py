@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 
+from services.tokenizer.chat.arguments import read_arguments
 from services.tokenizer.chat.call_grammars import ReasoningState
 from services.tokenizer.chat.call_readers import Parameters
 from services.tokenizer.chat.constraint import AnswerFormat
 from services.tokenizer.chat.conversation import (
     TemplateFacts,
     check_messages,
-    read_arguments,
     template_messages,
 )
 from services.tokenizer.chat.marking import Json, MarkedText, Marker
@@ -35,7 +35,9 @@ __all__ = ["ChatPrompt", "ChatTemplates", "RenderedChat"]
 _LOG = logging.getLogger("chat")
 _INLINE = 4_096  # bytes or characters; more is worked on in a thread
 _MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation; as much as a template may write
+_ARGUMENTS = "template_arguments_json"
 _MAX_ARGUMENTS = 64 * 1024  # characters of JSON
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _OWN_VARIABLES = frozenset({  # that requests can't set, or not in this way
     "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "messages",
     "return_assistant_tokens_mask", "tools",
@@ -53,6 +55,8 @@ class ChatPrompt:
     add_generation_prompt: bool | None
     """None: unless the last message is continued"""
     continue_last_message: bool
+    reasoning_effort: str = ""
+    """Empty: the template's default"""
 
     @property
     def size(self) -> int:
@@ -60,6 +64,21 @@ class ChatPrompt:
         messages = sum(message.ByteSize() for message in self.messages)
         tools = sum(tool.ByteSize() for tool in self.tools)
         return messages + tools + len(self.arguments_json)
+
+    def variables(self) -> dict[str, Json]:
+        """Further variables of the template. Raises INVALID_ARGUMENT for JSON that is none, and for
+        two different efforts."""
+        variables = read_arguments(self.arguments_json, _ARGUMENTS)
+        effort = self.reasoning_effort
+        if effort:
+            if variables.setdefault("reasoning_effort", effort) != effort:
+                raise invalid(
+                    "reasoning_effort",
+                    f"reasoning_effort is {effort}, but the template's arguments name another one: "
+                    "leave out one of them.",
+                )
+            variables.setdefault("enable_thinking", effort != "none")
+        return variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +156,18 @@ class ChatTemplates:
             raise invalid(
                 "add_generation_prompt", "A message is either continued or begun, not both."
             )
-        field = "template_arguments_json"
         if len(prompt.arguments_json) > _MAX_ARGUMENTS:
-            raise invalid(field, f"At most {_MAX_ARGUMENTS:,} characters of JSON are taken here.")
-        for key in read_arguments(prompt.arguments_json, field):
+            message = f"At most {_MAX_ARGUMENTS:,} characters of JSON are taken here."
+            raise invalid(_ARGUMENTS, message)
+        if prompt.reasoning_effort and prompt.reasoning_effort not in _EFFORTS:
+            raise invalid(
+                "reasoning_effort",
+                f"reasoning_effort must be one of {', '.join(_EFFORTS)}, got "
+                f"{prompt.reasoning_effort!r}.",
+            )
+        for key in prompt.variables():
             if key in _OWN_VARIABLES or not key.isidentifier():
-                raise invalid(field, f"{key!r} can't be set here.")
+                raise invalid(_ARGUMENTS, f"{key!r} can't be set here.")
 
     async def render(
         self, prompt: ChatPrompt, check_text: Callable[[str], None] | None = None
@@ -193,8 +218,11 @@ class ChatTemplates:
             return ReasoningState.OPEN if is_open else ReasoningState.NONE
         return ReasoningState.NONE if text.endswith(form.closes) else ReasoningState.POSSIBLE
 
-    def parser(self, state: ReasoningState, tools: Parameters) -> MessageParser:
-        """Reads an answer. Calls of these tools are told from content."""
+    def parser(
+        self, state: ReasoningState, tools: Parameters, *, is_forced: bool = False
+    ) -> MessageParser:
+        """Reads an answer. Calls of these tools are told from content; `is_forced` says that a
+        grammar forces them."""
         reasoning = None if state is ReasoningState.NONE else self.answers.reasoning
         if reasoning is None and not tools:
             return PlainText()
@@ -203,6 +231,7 @@ class ChatTemplates:
             self.answers.calls if tools else None,
             tools,
             is_reasoning=state is ReasoningState.OPEN,
+            is_forced=is_forced,
         )
 
     async def _learn(self) -> None:
@@ -223,7 +252,7 @@ class ChatTemplates:
         written: list[Json] = [
             template_messages(prompt.messages, facts),
             template_tools(prompt.tools),
-            read_arguments(prompt.arguments_json, "template_arguments_json"),
+            prompt.variables(),
         ]
         marked, reader = self._marker.mark(written)
         assert isinstance(marked, list)

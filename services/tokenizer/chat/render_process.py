@@ -7,6 +7,7 @@ Frames come on stdin: the templates, then jobs. Each is answered by one frame on
 """
 
 import resource
+import signal
 import sys
 from typing import BinaryIO
 
@@ -14,7 +15,14 @@ import msgspec
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from services.tokenizer.chat.rendering import FRAME, READY, Rendering, RenderJob, Templates
+from services.tokenizer.chat.rendering import (
+    FRAME,
+    READY,
+    TIMED_OUT,
+    Rendering,
+    RenderJob,
+    Templates,
+)
 
 __all__ = ["render", "serve"]
 
@@ -52,9 +60,13 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     decoder, encoder = msgspec.json.Decoder(RenderJob), msgspec.json.Encoder()
     limit = _address_space() + _MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    signal.signal(TIMED_OUT, signal.SIG_DFL)  # ends the process, whatever it is doing
     _write(sink, READY)
     while frame := _read(source):
-        _write(sink, encoder.encode(render(templates, decoder.decode(frame))))
+        signal.setitimer(signal.ITIMER_PROF, templates.seconds)
+        answer = encoder.encode(render(templates, decoder.decode(frame)))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _write(sink, answer)
 
 
 def _address_space() -> int:

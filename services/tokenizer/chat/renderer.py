@@ -10,14 +10,14 @@ import grpc
 import msgspec
 
 from services.common.signals import ending
-from services.tokenizer.chat.rendering import FRAME, Rendering, RenderJob, Templates
+from services.tokenizer.chat.rendering import FRAME, TIMED_OUT, Rendering, RenderJob, Templates
 from tokenwire.errors import ServiceError, invalid
 
 __all__ = ["Renderer"]
 
 _LOG = logging.getLogger("renderer")
 _ENDED = "the process that renders chat templates ended with %s"
-_SECONDS = 5.0  # that a conversation may take; most take less than a thousandth of it
+_SECONDS = 5.0  # of CPU time for a conversation; most take less than a thousandth of it
 _START_SECONDS = 60.0
 _MOST_WAITING = 1_024
 _MAX_LENGTH = 8 * 1024 * 1024  # characters
@@ -28,7 +28,7 @@ class Renderer:
 
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, str]) -> None:
         """Both as `Templates` has them."""
-        self._templates = Templates(dict(templates), dict(variables), _MAX_LENGTH)
+        self._templates = Templates(dict(templates), dict(variables), _MAX_LENGTH, _SECONDS)
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -69,17 +69,13 @@ class Renderer:
         async with self._turn:
             process = await self._running()
             try:
-                answer = await asyncio.wait_for(_ask(process, job), _SECONDS)
-            except TimeoutError:
-                await self._kill(process)
-                self._process = None
-                _LOG.warning("the chat template takes more than %g s", _SECONDS)
-                return Rendering(error=f"The chat template takes more than {_SECONDS:g} s.")
+                answer = await _ask(process, job)
             except (OSError, asyncio.IncompleteReadError):
                 # not killed as well: that would hide what it ended with
-                _LOG.warning(_ENDED, ending(await process.wait()))
+                code = await process.wait()
+                _LOG.warning(_ENDED, ending(code))
                 self._process = None
-                return Rendering(error="The chat template takes too much memory.")
+                return Rendering(error=_cause(code))
             return msgspec.json.decode(answer, type=Rendering)
 
     async def _running(self) -> asyncio.subprocess.Process:
@@ -113,6 +109,12 @@ class Renderer:
         if process.returncode is None:
             process.send_signal(signal.SIGKILL)
         await process.wait()
+
+
+def _cause(code: int) -> str:
+    if code == -TIMED_OUT:
+        return f"The chat template takes more than {_SECONDS:g} s of CPU time."
+    return "The chat template takes too much memory."
 
 
 async def _ask(process: asyncio.subprocess.Process, content: bytes) -> bytes:

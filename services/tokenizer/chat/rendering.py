@@ -1,14 +1,16 @@
 """What goes to the render process and comes back: frames, each a length and then JSON."""
 
+import signal
 import struct
 from typing import Any
 
 import msgspec
 
-__all__ = ["FRAME", "READY", "RenderJob", "Rendering", "Templates"]
+__all__ = ["FRAME", "READY", "TIMED_OUT", "RenderJob", "Rendering", "Templates"]
 
 FRAME = struct.Struct("<I")
 READY = b"ready"  # the first frame that comes back
+TIMED_OUT = signal.SIGPROF  # ends the process when a conversation used up its CPU time
 
 
 class Templates(msgspec.Struct, frozen=True):
@@ -20,6 +22,8 @@ class Templates(msgspec.Struct, frozen=True):
     """That all templates know ("bos_token")."""
     max_length: int
     """Of what is rendered, in characters."""
+    seconds: float
+    """CPU time that a conversation may take: a busy machine must not change the verdict."""
 
 
 class RenderJob(msgspec.Struct, frozen=True):

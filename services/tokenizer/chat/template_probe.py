@@ -30,24 +30,7 @@ async def probe_template(renderer: Renderer, name: str, source: str) -> Template
     plain = await _render(renderer, name, question, facts)
     if _WORD not in plain:
         facts = replace(facts, takes_parts=True)
-    calls = [
-        *question,
-        completion_pb2.Message(
-            role=completion_pb2.ROLE_ASSISTANT,
-            tool_calls=[
-                completion_pb2.ToolCall(
-                    id="call_0123456789",
-                    name=_ANSWER,
-                    arguments_json=f'{{"{_WORD}{_ANSWER}": "{_ANSWER}{_WORD}"}}',
-                )
-            ],
-        ),
-        completion_pb2.Message(
-            role=completion_pb2.ROLE_TOOL,
-            parts=[completion_pb2.ContentPart(text=_WORD)],
-            tool_call_id="call_0123456789",
-        ),
-    ]
+    calls = [*question, *_call_and_answer(f'{{"{_WORD}{_ANSWER}": "{_ANSWER}{_WORD}"}}')]
     for short in (False, True):
         for as_text in (False, True):
             for empty in (None, ""):
@@ -59,8 +42,25 @@ async def probe_template(renderer: Renderer, name: str, source: str) -> Template
                 except ServiceError:
                     continue
                 if f"{_ANSWER}{_WORD}" in text and text.count("None") == plain.count("None"):
-                    return tried
+                    return await _with_broken_arguments(renderer, name, question, tried)
     return facts
+
+
+async def _with_broken_arguments(
+    renderer: Renderer,
+    name: str,
+    question: Sequence[completion_pb2.Message],
+    facts: TemplateFacts,
+) -> TemplateFacts:
+    """Find out whether the template, which takes objects, writes the text of a call that broke off
+    as it is."""
+    text = f'{{"{_WORD}{_ANSWER}": "{_ANSWER}{_WORD}'
+    tried = replace(facts, keeps_broken_arguments=True)
+    try:
+        written = await _render(renderer, name, [*question, *_call_and_answer(text)], tried)
+    except ServiceError:
+        return facts
+    return tried if text in written else facts
 
 
 async def find_turn_end(renderer: Renderer, name: str, facts: TemplateFacts) -> str:
@@ -74,6 +74,15 @@ async def find_turn_end(renderer: Renderer, name: str, facts: TemplateFacts) -> 
     except ServiceError:
         return ""
     return text.rpartition(_ANSWER)[2].lstrip()
+
+
+def _call_and_answer(arguments: str) -> Sequence[completion_pb2.Message]:
+    call = completion_pb2.ToolCall(id="call_0123456789", name=_ANSWER, arguments_json=arguments)
+    answer = completion_pb2.ContentPart(text=_WORD)
+    return [
+        completion_pb2.Message(role=completion_pb2.ROLE_ASSISTANT, tool_calls=[call]),
+        completion_pb2.Message(role=completion_pb2.ROLE_TOOL, parts=[answer], tool_call_id=call.id),
+    ]
 
 
 def _message(role: "completion_pb2.Role.ValueType", text: str) -> completion_pb2.Message:

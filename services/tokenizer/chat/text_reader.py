@@ -21,7 +21,11 @@ class TextReader:
         self.is_ended = False
         """No more text comes."""
         self.is_cut = False
-        """Where it ended, the model would have gone on."""
+        """max_tokens ended it, or a cancellation: calls stay open."""
+        self.is_interrupted = False
+        """The model would have gone on: it was cut, or a stop string ended it."""
+        self.ran_out = False
+        """What was read last would have needed more text than there is."""
         self._segments: list[Segment] = []
 
     def settle(self, kind: SegmentKind, upto: int, text: str | None = None) -> None:
@@ -42,6 +46,7 @@ class TextReader:
         """Waits for a character at `at`; false when the text ends before."""
         while self.at >= len(self.text):
             if self.is_ended:
+                self.ran_out = True
                 return False
             yield
         return True
@@ -57,7 +62,10 @@ class TextReader:
     def literal(self, literal: str) -> Reading:
         """Reads exactly this; reads nothing of anything else."""
         while len(self.text) - self.at < len(literal):
-            if self.is_ended or not literal.startswith(self.text[self.at :]):
+            if not literal.startswith(self.text[self.at :]):
+                return False
+            if self.is_ended:
+                self.ran_out = True
                 return False
             yield
         if not self.text.startswith(literal, self.at):
@@ -75,6 +83,7 @@ class TextReader:
                 self.at = min(places)
                 return True
             if self.is_ended:
+                self.ran_out = True
                 return False
             start = max(self.at, len(self.text) - longest + 1)
             yield

@@ -2,19 +2,19 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 from services.tokenizer.chat.call_grammars import ReasoningState
 from services.tokenizer.chat.call_readers import Parameters
-from services.tokenizer.chat.constraint import constrain
+from services.tokenizer.chat.constraint import constrain, forces_calls
 from services.tokenizer.chat.content_tokens import ContentTokens
 from services.tokenizer.chat.message import ChatMessage
 from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates, RenderedChat
 from services.tokenizer.completion import Completion
 from services.tokenizer.limits import Limits
 from services.tokenizer.plan import CompletePlan, context_length, is_large, plan_complete
-from services.tokenizer.prompt import overlong
+from services.tokenizer.prompt import kept_tokens, overlong
 from services.tokenizer.tools import arguments_schemas, check_tools
 from services.tokenizer.validation import check_complete, check_model, require
 from services.tokenizer.vocabulary import Vocabulary
@@ -66,6 +66,9 @@ class ChatWork:
     async def _render(self, limits: Limits) -> RenderedChat:
         context = context_length(self._request.stopping, limits)
 
+        if self._keeps(context) is not None:
+            return await self._templates.render(self._prompt())
+
         def check_length(text: str) -> None:
             least = self._vocabulary.least_tokens(text, context - 1)
             if least >= context:  # there is output always
@@ -79,8 +82,10 @@ class ChatWork:
             raise invalid("messages", "The chat template makes no prompt of these messages.")
         stopping = request.stopping
         context = context_length(stopping, limits)
-        completion = self._completion(max(1, context - len(rendered.ids)))
-        completion.prompts[0].token_ids.ids[:] = rendered.ids
+        keep = self._keeps(context)
+        ids = rendered.ids if keep is None else rendered.ids[-keep:]
+        completion = self._completion(max(1, context - len(ids)))
+        completion.prompts[0].token_ids.ids[:] = ids
         if not stopping.ignore_eos:
             ends = templates.turn_end_ids.difference(limits.eos_ids)
             completion.stopping.stop_token_ids.extend(ends)
@@ -96,17 +101,16 @@ class ChatWork:
             if error.field.startswith("prompts"):
                 error.field = "messages"
             raise
+        table = templates.table if plan.choice.skip_special_tokens else plan.full_table
+        hidden = table.hidden if plan.choice.scored else None
         tools = arguments_schemas(() if self._hides_tools else request.tools)
         self._messages = [
-            self._message(state, tools, scored=plan.choice.scored)
+            self._message(state, tools, hidden)
             for _ in range(request.n if request.HasField("n") else 1)
         ]
-        return replace(
-            plan,
-            table=templates.table,
-            begins_text=not request.continue_last_message,
-            blame=None if constraint is None else constraint.blame,
-        )
+        if constraint is not None:
+            plan = replace(plan, blame=constraint.blame, ignored=constraint.ignored)
+        return replace(plan, table=table, begins_text=not request.continue_last_message)
 
     def write(self, completion: Completion, add: Callable[[], completion_pb2.ChatResponse]) -> None:
         """Write what the completion has ready; all of it, unless that is large."""
@@ -126,20 +130,34 @@ class ChatWork:
                 self._messages[part.delta.index].write(part.delta, finished, add)
             elif kind == "finished":
                 self._messages[part.finished.index].write(None, part.finished, add)
+            elif kind == "prompt_logprobs":
+                add().prompt_logprobs.CopyFrom(part.prompt_logprobs)
             elif kind == "accepted":
                 add().accepted.CopyFrom(part.accepted)
             elif kind == "completed":
                 add().completed.CopyFrom(part.completed)
 
-    def _message(self, state: ReasoningState, tools: Parameters, *, scored: bool) -> ChatMessage:
+    def _message(
+        self, state: ReasoningState, tools: Parameters, hidden: Container[int] | None
+    ) -> ChatMessage:
+        """hidden: special tokens that the content leaves out; None where no tokens are scored."""
         request, templates = self._request, self._templates
         return ChatMessage(
-            templates.parser(state, tools),
-            ContentTokens(self._vocabulary.full_table.pieces) if scored else None,
+            templates.parser(state, tools, is_forced=forces_calls(request.tool_choice)),
+            None if hidden is None else ContentTokens(self._vocabulary.full_table.pieces, hidden),
             turn_ends=templates.turn_end_ids.difference(request.stopping.stop_token_ids),
             single_call=request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
             is_forced=request.tool_choice.WhichOneof("choice") == "name",
+            echo=_last_answer(request) if request.echo else "",
         )
+
+    def _keeps(self, context: int) -> int | None:
+        """How many tokens of the prompt truncate_prompt_tokens keeps; None = all."""
+        request = self._request
+        if not request.HasField("truncate_prompt_tokens"):
+            return None
+        max_tokens = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else 1
+        return kept_tokens(request.truncate_prompt_tokens, context, max_tokens)
 
     @property
     def _hides_tools(self) -> bool:
@@ -157,6 +175,7 @@ class ChatWork:
                 request.add_generation_prompt if request.HasField("add_generation_prompt") else None
             ),
             continue_last_message=request.continue_last_message,
+            reasoning_effort=request.reasoning_effort,
         )
 
     def _completion(self, max_tokens: int) -> completion_pb2.CompleteRequest:
@@ -176,7 +195,12 @@ class ChatWork:
             delivery=request.delivery,
             user=request.user,
             dry_sequence_breakers=request.dry_sequence_breakers,
+            no_dry_sequence_breakers=request.no_dry_sequence_breakers,
+            bad_words=request.bad_words,
         )
+        for name in ("skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"):
+            if request.HasField(name):
+                setattr(completion, name, getattr(request, name))
         if not request.stopping.HasField("max_tokens"):
             completion.stopping.max_tokens = max_tokens
         return completion
@@ -184,6 +208,13 @@ class ChatWork:
 
 def _of_chat(limits: Limits) -> Limits:
     return replace(limits, max_logprobs=limits.max_chat_logprobs)
+
+
+def _last_answer(request: completion_pb2.ChatRequest) -> str:
+    """The content of the last message, where it is the assistant's; empty otherwise."""
+    last = request.messages[-1]
+    is_answer = last.role == completion_pb2.ROLE_ASSISTANT
+    return "\n".join(part.text for part in last.parts) if is_answer else ""
 
 
 def _text_before(request: completion_pb2.ChatRequest) -> str:

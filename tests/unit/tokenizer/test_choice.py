@@ -4,13 +4,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.tokenizer.choice import Choice, Echo
-from services.tokenizer.columns import Columns
+from services.tokenizer.choice import Choice
+from services.tokenizer.columns import Columns, Score
 from services.tokenizer.detokenizer import Detokenizer, TokenTable, token_table
+from services.tokenizer.echo import Echo, make_echo
 from services.tokenizer.plan import ChoicePlan
+from services.tokenizer.prompt import EncodedPrompt
 from services.tokenizer.stops import compile_stops
 from tests.unit.tokenizer.checkpoints import byte_level
 from tokenwire.completion.v1 import completion_pb2
@@ -24,6 +27,9 @@ _TABLE: TokenTable = token_table(
     _TOKENIZER.get_vocab_size(),
     [_TOKENIZER.token_to_id("<s>"), _EOS],
 )
+_FULL_TABLE: TokenTable = token_table(
+    _TOKENIZER.get_vocab(), {"type": "ByteLevel"}, _TOKENIZER.get_vocab_size(), ()
+)
 # words, the bytes of 😀, a stray byte, a special token that adds nothing, and the end
 _IDS = [
     _TOKENIZER.token_to_id(token)
@@ -36,6 +42,7 @@ _STOPS = st.lists(st.text(alphabet="abdef é😀\n\ufffd", min_size=1, max_size=
 class _Expected:
     ids: list[int]
     texts: list[str]
+    """What each adds to the text"""
     completion_tokens: int
     stop: str | None
 
@@ -45,8 +52,9 @@ def _reference(ids: Sequence[int], plan: ChoicePlan, stops: Sequence[str]) -> _E
     ended = next((place for place, token in enumerate(ids) if token in plan.enders), len(ids))
     detokenizer = Detokenizer(_TABLE)
     texts = [detokenizer.feed(token) for token in ids[:ended]]
+    decoded = len("".join(texts))
     if rest := detokenizer.flush():
-        texts[-1] += rest
+        texts[_began(ids[:ended])] += rest
     texts += [""] * len(ids[ended : ended + 1])
     tokens = list(ids[: ended + 1])
     whole = "".join(texts)
@@ -55,8 +63,22 @@ def _reference(ids: Sequence[int], plan: ChoicePlan, stops: Sequence[str]) -> _E
         if found:
             stop = max(found, key=len)
             cut = end if plan.include_stop else end - len(stop)
+            if end > decoded:  # the flush completed it: every token had come by then
+                kept = _cut(tokens[:ended], texts[:ended], cut, len(whole) + 1, stop)
+                return replace(kept, completion_tokens=ended)
             return _cut(tokens, texts, cut, end, stop)
     return _Expected(tokens, texts, len(tokens), None)
+
+
+def _began(ids: Sequence[int]) -> int:
+    """The place of the first id whose bytes the unfinished character at the end has."""
+    data = b"".join(_TABLE.pieces[token] for token in ids)
+    unfinished = next(size for size in (1, 2, 3) if data[-size] >= 0xC0)
+    for place in range(len(ids) - 1, -1, -1):
+        unfinished -= len(_TABLE.pieces[ids[place]])
+        if unfinished <= 0:
+            return place
+    raise AssertionError("there is none")
 
 
 def _cut(tokens: list[int], texts: list[str], cut: int, end: int, stop: str) -> _Expected:
@@ -69,7 +91,7 @@ def _cut(tokens: list[int], texts: list[str], cut: int, end: int, stop: str) -> 
         start += len(text)
         if start >= end:
             return _Expected(kept_ids, kept_texts, count, stop)
-    raise AssertionError("the match lies behind the text")
+    return _Expected(kept_ids, kept_texts, len(tokens), stop)
 
 
 def _plan(
@@ -140,6 +162,7 @@ _UNFINISHED, _SILENT = (
 
 @given(_cases())
 @example(([_UNFINISHED, _IDS[1], _IDS[1]], [], ["\ufffdbb"], False, 0))
+@example(([_UNFINISHED, _SILENT], [], ["\ufffd"], True, 0))
 @settings(max_examples=500)
 def test_text_ids_and_usage_are_those_of_the_whole(
     case: tuple[list[int], list[int], list[str], bool, int],
@@ -164,24 +187,31 @@ def test_text_ids_and_usage_are_those_of_the_whole(
 def test_scores_stay_with_their_tokens(
     case: tuple[list[int], list[int], list[str], bool, int],
 ) -> None:
-    """Texts join to the text, offsets point into it, each token keeps its own logprob."""
+    """Texts join to the text but for those that it leaves out, offsets point into it, each token
+    keeps its own logprob."""
     ids, cuts, stops, include, min_tokens = case
     plan = _plan(stops, scored=True, include=include, min_tokens=min_tokens)
     expected = _reference(ids, plan, stops)
     responses = _run(Choice(0, plan, Detokenizer(_TABLE), None), ids, cuts, scored=True)
     deltas = [response.delta for response in responses if response.HasField("delta")]
-    assert [text for delta in deltas for text in delta.token_texts] == expected.texts
+    assert [token for delta in deltas for token in delta.tokens.ids] == expected.ids
+    names = [_TABLE.hidden.get(token) for token in expected.ids]
+    shown = [
+        text if name is None else name for text, name in zip(expected.texts, names, strict=True)
+    ]
+    assert [text for delta in deltas for text in delta.token_texts] == shown
     offset, position = 0, 0
     for delta in deltas:
-        assert "".join(delta.token_texts) == delta.text
-        assert delta.position == position
+        begin = position
         for place, text in enumerate(delta.token_texts):
             assert delta.text_offsets[place] == offset
             assert delta.tokens.logprobs[place] == -position
             assert delta.tokens.top_ids[2 * place] == delta.tokens.ids[place]
             assert delta.top_texts[2 * place] == text
-            offset += len(text)
+            offset += len(expected.texts[position])
             position += 1
+        assert delta.position == begin
+        assert "".join(expected.texts[begin:position]) == delta.text
 
 
 @given(st.lists(st.sampled_from(_IDS[:-1]), max_size=16), _STOPS)
@@ -235,6 +265,100 @@ def test_an_echo_comes_first_and_shifts_offsets() -> None:
     assert prompt.delta.text == "é😀"
     assert list(generated.delta.text_offsets) == [2]
     assert not math.isnan(generated.delta.tokens.logprobs[0])
+
+
+@given(
+    st.lists(st.sampled_from(_IDS), min_size=1, max_size=6),
+    _cases(),
+    st.booleans(),
+)
+@example([_UNFINISHED], ([_EOS], [], [], False, 0), True)
+@example([_UNFINISHED], ([_SILENT, _EOS], [1], ["b"], False, 0), True)
+@example([_UNFINISHED], ([_SILENT], [], [], False, 0), False)
+@settings(max_examples=500)
+def test_echo_and_output_join_to_the_whole(
+    prompt: list[int], case: tuple[list[int], list[int], list[str], bool, int], scored: bool
+) -> None:
+    """Wherever the prompt ends: inside a character that is finished, or that is not, or with
+    nothing generated. No stop string is meant to match here."""
+    ids, cuts, _, _, _ = case
+    echoed = EncodedPrompt(
+        prompt,
+        *(_echoed(prompt, flush=flush) for flush in (False, True)),
+        _FULL_TABLE,
+        is_infill=False,
+    )
+    for generated in ([], ids):
+        scores = [Score.none(2)] * len(prompt) if scored else None
+        plan = _plan(["\0"], scored=scored)
+        detokenizer = Detokenizer(_TABLE, prompt)
+        choice = Choice(0, plan, detokenizer, len("".join(echoed.texts)))
+        choice.put_echo(make_echo(echoed, scores))
+        responses = _run(choice, generated, cuts if generated else [], scored)
+        first, *deltas = [response.delta for response in responses if response.HasField("delta")]
+        text = "".join(delta.text for delta in (first, *deltas))
+        assert text == _whole_text(prompt, [token for token in generated if token != _EOS])
+        assert first.is_prompt
+        assert list(first.tokens.ids) == prompt
+        if not scored:
+            continue
+        assert "".join(first.token_texts) == first.text
+        tokens = [token for delta in (first, *deltas) for token in delta.tokens.ids]
+        offsets = [place for delta in (first, *deltas) for place in delta.text_offsets]
+        shown = [text for delta in (first, *deltas) for text in delta.token_texts]
+        assert tokens == [*prompt, *generated]
+        place = 0
+        for index, (offset, added) in enumerate(zip(offsets, shown, strict=True)):
+            assert offset == place
+            hidden = index >= len(prompt) and tokens[index] in _TABLE.hidden
+            place += 0 if hidden else len(added)
+        assert place == len(text)
+
+
+def _echoed(ids: Sequence[int], *, flush: bool) -> list[str]:
+    detokenizer = Detokenizer(_FULL_TABLE)
+    texts = [detokenizer.feed(token) for token in ids]
+    if flush and (rest := detokenizer.flush()):
+        texts[_began(ids)] += rest
+    return texts
+
+
+def _whole_text(prompt: Sequence[int], generated: Sequence[int]) -> str:
+    """What the bytes of both spell, the prompt's special tokens included."""
+    data = [_FULL_TABLE.pieces[token] for token in prompt]
+    data += [_TABLE.pieces[token] for token in generated]
+    return b"".join(data).decode("utf-8", "replace")
+
+
+def test_a_prompts_last_character_waits_for_the_first_token() -> None:
+    """Streamed, an echo that was sent can't be taken back."""
+    prompt = EncodedPrompt([_UNFINISHED], [""], ["\ufffd"], _FULL_TABLE, is_infill=False)
+    choice = Choice(0, _plan([]), Detokenizer(_TABLE, [_UNFINISHED]), 0)
+    choice.put_echo(make_echo(prompt, None))
+    choice.add(0, _columns([_SILENT], 0, scored=False))
+    assert not choice.has_output
+    choice.add(1, _columns([_IDS[0]], 1, scored=False))
+    echo, generated = _write(choice)
+    assert (echo.delta.text, generated.delta.text) == ("", "\ufffda")
+
+
+@pytest.mark.parametrize("ender", [_EOS, _IDS[3]])
+def test_what_the_text_leaves_out_shows_as_its_own_text(ender: int) -> None:
+    """An EOS, another special token and a stop id can be told apart, in their place."""
+    plan = replace(_plan(["\0"], scored=True), enders=frozenset({ender}))
+    choice = Choice(0, plan, Detokenizer(_TABLE), None)
+    ids = [_IDS[0], _SILENT, _IDS[1], ender]
+    columns = types_pb2.TokenColumns(
+        ids=ids, logprobs=[-1] * 4, ranks=[1] * 4, top_width=2, top_ids=[_SILENT, _EOS] * 4,
+        top_logprobs=[-1] * 8,
+    )  # fmt: skip
+    choice.add(0, columns)
+    choice.end(types_pb2.FINISH_REASON_STOP, None)
+    [response, _] = _write(choice)
+    assert response.delta.text == "ab"
+    assert list(response.delta.token_texts) == ["a", "<s>", "b", "</s>" if ender == _EOS else "def"]
+    assert list(response.delta.text_offsets) == [0, 1, 1, 2]
+    assert list(response.delta.top_texts) == ["<s>", "</s>"] * 4
 
 
 @given(_cases())

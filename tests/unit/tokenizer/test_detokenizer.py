@@ -100,14 +100,18 @@ def _is_text(data: bytes) -> bool:
 
 @given(_ids(_LEVEL), st.integers(0, 40))
 def test_a_prompt_in_front_changes_nothing_but_where_text_begins(ids: list[int], cut: int) -> None:
-    """A completion of id prompts that end inside a character finishes the character."""
+    """A completion of id prompts that end inside a character finishes the character, unless a
+    special token of the prompt, whose text an echo shows, ended it."""
     prompt, rest = ids[:cut], ids[cut:]
     alone = Detokenizer(_LEVEL_TABLE)
-    before = [alone.feed(token) for token in prompt]
+    for token in prompt:
+        if alone.leaves_out(token):
+            alone.flush()
+        alone.feed(token)
+    assert Detokenizer(_LEVEL_TABLE, prompt).is_inherited == alone.holds_back
     expected = [alone.feed(token) for token in rest]
     primed = Detokenizer(_LEVEL_TABLE, prompt)
     assert [primed.feed(token) for token in rest] == expected
-    assert len(before) == len(prompt)
 
 
 @given(_ids(_LEVEL))
@@ -116,7 +120,8 @@ def test_peek_foretells_feed(ids: list[int]) -> None:
     detokenizer = Detokenizer(_LEVEL_TABLE)
     for token in ids:
         foretold = detokenizer.peek(token)
-        assert detokenizer.feed(token) == foretold
+        added = detokenizer.feed(token)
+        assert foretold == (_LEVEL.id_to_token(token) if detokenizer.leaves_out(token) else added)
 
 
 def test_unfinished_bytes_add_nothing_and_the_finishing_token_the_character() -> None:
@@ -126,13 +131,16 @@ def test_unfinished_bytes_add_nothing_and_the_finishing_token_the_character() ->
     assert not detokenizer.holds_back
 
 
-@pytest.mark.parametrize(("shown", "text"), [(True, "\ufffd"), (False, "")])
-def test_a_character_that_the_prompt_began_ends_where_the_prompt_is_shown(
-    shown: bool, text: str
-) -> None:
-    """Though nothing else follows. Echoed prompts would lose their end."""
-    begun = [_LEVEL.token_to_id(character) for character in "ðŁ"]
-    assert Detokenizer(_LEVEL_TABLE, begun, shows_prompt=shown).flush() == text
+def test_a_character_is_the_prompts_until_a_token_goes_on_with_it() -> None:
+    """Else a prompt that ends inside a character shows U+FFFD twice, or not at all."""
+    first, second, third, _ = (_LEVEL.token_to_id(character) for character in "ðŁĺĢ")
+    detokenizer = Detokenizer(_LEVEL_TABLE, [first, second])
+    assert detokenizer.feed(_LEVEL.token_to_id("<s>")) == ""
+    assert detokenizer.is_inherited
+    assert detokenizer.feed(third) == ""
+    assert not detokenizer.is_inherited
+    assert detokenizer.flush() == "\ufffd"
+    assert Detokenizer(_LEVEL_TABLE, [first, second]).flush() == "\ufffd"
 
 
 def test_thousands_of_invalid_bytes_come_out_as_they_arrive() -> None:

@@ -19,11 +19,14 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     return Vocabulary(write_checkpoint(tmp_path_factory.mktemp("plain"), byte_level()))
 
 
-def breaker_ids(vocabulary: Vocabulary, ids: list[int], breakers: list[str]) -> list[int]:
+def breaker_ids(
+    vocabulary: Vocabulary, ids: list[int], breakers: list[str], *, none: bool = False
+) -> list[int]:
     request = completion.CompleteRequest(
         prompts=[completion.Prompt(text="a")],
         sampling=types.SamplingParams(dry=types.DryParams(multiplier=1, breaker_ids=ids)),
         dry_sequence_breakers=breakers,
+        no_dry_sequence_breakers=none,
     )
     limits = Limits(
         "m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 20, 128, 16, True
@@ -52,6 +55,11 @@ def test_breakers_become_ids_beside_those_that_were_given(
     }
     assert breaker_ids(vocabulary, ids, breakers) == sorted({*ids, *containing})
     assert bool(containing) == bool(expected)
+
+
+def test_a_request_can_ask_for_no_breakers_at_all(vocabulary: Vocabulary) -> None:
+    """Else the usual ones end repetitions that the client wants to be penalized."""
+    assert breaker_ids(vocabulary, [], [], none=True) == []
 
 
 def test_breakers_are_ids_that_the_model_knows(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ _INVALID: list[tuple[str, dict[str, object]]] = [
     ("prompts", {"prompts": [_TEXT] * 129}),
     ("best_of", {"n": 2, "best_of": 1, "delivery": completion.DELIVERY_WHOLE}),
     ("best_of", {"best_of": 2}),
+    ("best_of", {"n": 2, "best_of": 3, "delivery": completion.DELIVERY_DELTAS}),
     ("best_of", {"prompts": [_TEXT] * 2, "best_of": 65, "delivery": completion.DELIVERY_WHOLE}),
     ("logprobs", {"logprobs": 6}),
     ("stopping.max_tokens", {"stopping": types.StoppingParams(max_tokens=0)}),
@@ -97,6 +98,20 @@ _INVALID: list[tuple[str, dict[str, object]]] = [
             ("dry_sequence_breakers[1]", ["a", ""]),
             ("dry_sequence_breakers[0]", ["a" * 65]),
         )
+    ),
+    ("no_dry_sequence_breakers", {"no_dry_sequence_breakers": True}),
+    *(
+        (
+            "no_dry_sequence_breakers",
+            {
+                "sampling": types.SamplingParams(
+                    dry=types.DryParams(multiplier=1, breaker_ids=ids)
+                ),
+                "dry_sequence_breakers": breakers,
+                "no_dry_sequence_breakers": True,
+            },
+        )
+        for ids, breakers in (([1], []), ([], ["a"]))
     ),
     ("grammar", {"grammar": types.GrammarSpec()}),
     ("grammar.regex", {"grammar": types.GrammarSpec(regex="")}),
@@ -167,7 +182,11 @@ def test_what_the_engine_does_not_implement_is_refused(
     [
         {"model": "m", "best_of": 1, "delivery": completion.DELIVERY_WHOLE},
         {"n": 2, "best_of": 128, "delivery": completion.DELIVERY_WHOLE},
+        {"best_of": 1, "delivery": completion.DELIVERY_DELTAS},
+        {"n": 3, "best_of": 3},
         {"tools": [_TOOL], "tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_AUTO)},
+        {"tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_AUTO)},
+        {"tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_NONE)},
         {
             "tools": [completion.Tool(name="f", strict=True)],
             "tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_NONE),

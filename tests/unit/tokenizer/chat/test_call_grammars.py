@@ -253,6 +253,21 @@ def test_what_a_form_can_not_enforce_is_refused_by_its_field(tmp_path: Path) -> 
     assert caught.value.field == "grammar"
 
 
+def test_strings_without_quotes_may_have_what_is_not_enforced_anyway(tmp_path: Path) -> None:
+    """pydantic's SecretStr and bytes have it."""
+    model = _Model(tmp_path / "xml", TEMPLATES["qwen3_coder"])
+    secret = {"type": "string", "format": "password", "writeOnly": True, "contentEncoding": "x"}
+    for schema, is_taken in ((secret, True), ({"format": "date"}, False), ({"format": []}, False)):
+        properties = {"properties": {"a": {"type": "string"} | schema}}
+        tools = [completion.Tool(name="f", parameters_json=json.dumps(properties))]
+        with contextlib.nullcontext() if is_taken else pytest.raises(ServiceError, match="format"):
+            constraint = model.constrain(tools=tools, tool_choice=_REQUIRED)
+            assert constraint.ignored == [
+                "tools[0].parameters_json.properties.a.format",
+                "tools[0].parameters_json.properties.a.contentEncoding",
+            ]
+
+
 @pytest.mark.parametrize(
     "schema",
     [

@@ -7,9 +7,9 @@ import pytest
 from services.tokenizer.chat.conversation import (
     TemplateFacts,
     check_messages,
-    read_arguments,
     template_messages,
 )
+from services.tokenizer.chat.marking import Json
 from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.errors import ServiceError
 
@@ -62,15 +62,15 @@ def test_the_first_wrong_part_of_a_conversation_is_named(
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '"a"', '{"a": NaN}', '{"a": "\\ud800"}', '{"a":' * 70 + "1" + "}" * 70,
-             "[" * 100_000],
-)  # fmt: skip
-def test_arguments_that_are_no_plain_object_are_refused(text: str) -> None:
-    with pytest.raises(ServiceError) as caught:
-        read_arguments(text, "there")
-    assert caught.value.field == "there"
-    assert read_arguments("", "there") == {}
+def test_an_answer_without_content_goes_into_the_next_turn() -> None:
+    """As clients send it back: cut before its call had a name, or all reasoning."""
+    messages = [_USER, _assistant(), _assistant(reasoning="hm"), _USER]
+    check_messages(messages, "m", continues_last=False)
+    _, empty, reasoned, _ = template_messages(messages, TemplateFacts())
+    assert empty == {"role": "assistant", "content": ""}
+    assert reasoned == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    with pytest.raises(ServiceError):
+        check_messages([_USER, _assistant()], "m", continues_last=True)
 
 
 def test_messages_are_written_as_the_template_wants_them() -> None:
@@ -108,3 +108,32 @@ def test_messages_are_written_as_the_template_wants_them() -> None:
     ]
     assert isinstance(tool, dict)
     assert tool["tool_call_id"] == "00000000c"
+
+
+@pytest.mark.parametrize(
+    ("text", "as_object", "as_text"),
+    [
+        ('{"s":"ab', {"s": "ab"}, '{"s":"ab'),
+        ('{ "s":"ab"}', {"s": "ab"}, '{ "s":"ab"}'),
+        ("", {}, "{}"),
+        ("Paris", {"text": "Paris"}, "Paris"),
+    ],
+)
+def test_arguments_that_broke_off_are_given_as_the_template_takes_them(
+    text: str, as_object: Json, as_text: str
+) -> None:
+    """Else one call that max_tokens cut ends its conversation for good."""
+    call = completion.ToolCall(id="c", name="f", arguments_json=text)
+    messages = [_assistant(tool_calls=[call])]
+    check_messages(messages, "m", continues_last=False)
+
+    def written(facts: TemplateFacts) -> Json:
+        [message] = template_messages(messages, facts)
+        return message["tool_calls"][0]["function"]["arguments"]  # type: ignore[index,call-overload]
+
+    assert written(TemplateFacts()) == as_object
+    assert written(TemplateFacts(arguments_are_text=True)) == as_text
+    is_object = text in ('{ "s":"ab"}', "")
+    assert written(TemplateFacts(keeps_broken_arguments=True)) == (
+        as_object if is_object else as_text
+    )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -50,6 +51,7 @@ def _prompt(
     arguments: object = None,
     add_generation_prompt: bool | None = None,
     continue_last_message: bool = False,
+    reasoning_effort: str = "",
 ) -> ChatPrompt:
     return ChatPrompt(
         messages=messages,
@@ -58,6 +60,7 @@ def _prompt(
         arguments_json="" if arguments is None else json.dumps(arguments),
         add_generation_prompt=add_generation_prompt,
         continue_last_message=continue_last_message,
+        reasoning_effort=reasoning_effort,
     )
 
 
@@ -98,6 +101,40 @@ async def family(
     directory = tmp_path_factory.mktemp(request.param)
     async with _started(directory, TEMPLATES[request.param]) as templates:
         yield _Family(request.param, directory, templates)
+
+
+@pytest.mark.parametrize(
+    ("effort", "arguments", "text"),
+    [
+        ("", None, "-/-"),
+        ("low", None, "low/True"),
+        ("none", {}, "none/False"),
+        ("none", {"enable_thinking": True}, "none/True"),
+        ("high", {"reasoning_effort": "high"}, "high/True"),
+        ("", {"reasoning_effort": "x"}, "x/-"),
+    ],
+)
+async def test_the_template_knows_how_much_to_reason(
+    tmp_path: Path, effort: str, arguments: object, text: str
+) -> None:
+    variables = ("reasoning_effort", "enable_thinking")
+    template = "/".join(f"{{{{ {name} if {name} is defined else '-' }}}}" for name in variables)
+    async with _started(tmp_path, template) as templates:
+        prompt = _prompt(_says("user", "a"), arguments=arguments, reasoning_effort=effort)
+        templates.check(prompt)
+        assert (await templates.render(prompt)).text == text
+
+
+@pytest.mark.parametrize(
+    ("effort", "arguments"),
+    [("much", None), ("low", {"reasoning_effort": "high"})],
+)
+async def test_an_effort_that_can_not_be_is_refused(
+    tmp_path: Path, effort: str, arguments: object
+) -> None:
+    async with _started(tmp_path, "a") as templates:
+        prompt = _prompt(_says("user", "a"), arguments=arguments, reasoning_effort=effort)
+        assert (await _refusal(templates, prompt)).field == "reasoning_effort"
 
 
 async def test_ids_are_those_of_transformers(family: _Family) -> None:
@@ -173,6 +210,29 @@ async def test_calls_that_a_template_writes_are_read_back(family: _Family) -> No
         found.append(value)
         arguments = arguments[end_at:]
     assert found == [value for _, value in calls]
+
+
+async def test_a_call_that_broke_off_is_written_by_every_template(family: _Family) -> None:
+    """As the text it is where the template writes texts, else as what is left of the object."""
+    broken = '{"city": "São Tomé", "days": 3, "x": "'
+    call = completion.ToolCall(id="abcdef012", name="get_weather", arguments_json=broken)
+    conversation = [
+        _says("user", "q"),
+        _says("assistant", tool_calls=[call]),
+        _says("tool", "21", tool_call_id="abcdef012"),
+    ]
+    prompt = _prompt(*conversation, tools=_TOOLS)
+    family.templates.check(prompt)
+    rendered = await family.templates.render(prompt)
+    expected = {
+        "hermes": '"arguments": {"city": "São Tomé", "days": 3, "x": ""}}',
+        "qwen3_coder": "<parameter=days>\n3\n</parameter>\n<parameter=x>\n\n</parameter>",
+        "mistral": f"[ARGS]{broken}</s>",
+        "mistral_array": '"arguments": {"city": "São Tomé", "days": 3, "x": ""}, "id"',
+        "llama3_json": '"parameters": {"city": "São Tomé", "days": 3, "x": ""}}',
+        "pythonic": 'get_weather(city="São Tomé", days=3, x="")',
+    }
+    assert expected.get(family.form, "") in rendered.text
 
 
 async def test_a_template_gets_contents_as_it_wants_them(tmp_path: Path) -> None:
@@ -282,6 +342,27 @@ async def test_a_template_that_does_not_end_fails_alone(
         behind = asyncio.ensure_future(templates.render(_prompt(_says("user", "b"))))
         assert "takes more than" in (await loops).message
         assert (await behind).text == "b"
+
+
+async def test_a_busy_machine_fails_no_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is CPU time: a process that waits for its turn on a processor uses none."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    async with _started(tmp_path, "{{ messages[0].content }}") as templates:
+        await templates.render(_prompt(_says("user", "a")))
+        process = templates._renderer._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        rendering = asyncio.ensure_future(templates.render(_prompt(_says("user", "b"))))
+        for _ in range(9):  # until it has been sent
+            await asyncio.sleep(0)
+        monkeypatch.setattr(loop, "time", lambda: now() + 3600)
+        await asyncio.sleep(0.01)  # one turn of the loop, in which every timer of it is due
+        process.send_signal(signal.SIGCONT)
+        assert (await rendering).text == "b"
+        monkeypatch.undo()
 
 
 async def test_the_log_says_what_ended_the_process_that_renders(

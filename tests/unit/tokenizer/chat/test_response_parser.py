@@ -68,15 +68,22 @@ def _parser(
     reasoning: ReasoningFormat | None = None,
     *,
     is_reasoning: bool = False,
+    is_forced: bool = False,
 ) -> MessageParser:
-    return ResponseParser(reasoning, form, _TOOLS, is_reasoning=is_reasoning)
+    return ResponseParser(reasoning, form, _TOOLS, is_reasoning=is_reasoning, is_forced=is_forced)
 
 
-def _read(parser: MessageParser, pieces: Sequence[str], *, is_cut: bool = False) -> _Message:
+def _read(
+    parser: MessageParser,
+    pieces: Sequence[str],
+    *,
+    is_cut: bool = False,
+    is_stopped: bool = False,
+) -> _Message:
     message = _Message()
     for piece in pieces:
         message.take(parser.feed(piece))
-    message.take(parser.finish(is_cut=is_cut))
+    message.take(parser.finish(is_cut=is_cut, is_stopped=is_stopped))
     assert message.source == len("".join(pieces))
     return message
 
@@ -214,6 +221,51 @@ def test_calls_are_told_from_content(
     for cut in range(len(text)):
         parts = _read(_parser(_FORMATS[form]), [text[:cut], text[cut:]])
         assert (parts.content, parts.calls) == (content, whole.calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [(form, text) for form, text, content, calls in _CASES if calls and not content],
+)
+@pytest.mark.parametrize("ending", ["is_cut", "is_stopped"])
+def test_a_call_that_is_interrupted_leaves_no_markup(form: str, text: str, ending: str) -> None:
+    """Wherever the limit or a stop string falls, users would be shown `<tool_call>`."""
+    for cut in range(len(text)):
+        for pieces in ([text[:cut]], list(text[:cut])):
+            forced = _read(_parser(_FORMATS[form], is_forced=True), pieces, **{ending: True})
+            free = _read(_parser(_FORMATS[form]), pieces, **{ending: True})
+            assert forced.content.strip() == free.content.strip() == ""
+            assert free.calls == forced.calls
+
+
+def test_half_a_mark_behind_a_call_is_left_out() -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}'
+    for rest in ("", "\n", "\n</tool_", "\n</tool_call>"):
+        message = _read(_parser(_FORMATS["hermes"]), [call + rest], is_cut=True)
+        assert (message.content, message.decoded()) == ("", [_TIME])
+    others = _read(_parser(_FORMATS["hermes"]), [call + "\n</b>"], is_cut=True)
+    assert others.content == "</b>"
+
+
+def test_half_a_mark_behind_other_text_stays() -> None:
+    """A sentence may end with "<", and whoever continues the answer would miss it."""
+    for text in ("if a <", "if a <tool", "<tool_call", "Well. <tool_call"):
+        expected = "" if text == "<tool_call" else text
+        assert _read(_parser(_FORMATS["hermes"]), [text], is_cut=True).content == expected
+
+
+def test_half_a_mark_of_reasoning_is_left_out() -> None:
+    assert _read(_parser(None, _THINK), ["\n<thi"], is_cut=True).content == ""
+    open_thought = _read(_parser(None, _THINK), ["<think>\n</thi"], is_cut=True)
+    assert (open_thought.reasoning, open_thought.content) == ("", "")
+    assert _read(_parser(None, _THINK), ["<thi"]).content == "<thi"
+    assert _read(_parser(None, _THINK), [" \n"], is_cut=True).content == " \n"
+
+
+def test_what_an_answer_ends_with_of_its_own_accord_stays() -> None:
+    """It is no call, and was never to become one."""
+    for form, text in (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("json", '{"name"')):
+        assert _read(_parser(_FORMATS[form]), [text]).content == text
 
 
 _SCRAPS = st.sampled_from(
