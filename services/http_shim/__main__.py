@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import signal
@@ -17,7 +18,9 @@ from services.common import logging as service_logging
 from services.common import open_files
 from services.common.settings import StartupError, parse
 from services.common.signals import stop_signal
+from services.common.telemetry import serve_metrics
 from services.http_shim.app import create_app
+from services.http_shim.backend import Patience
 from services.http_shim.catalog import Catalog
 from services.http_shim.gate import Gate
 from services.http_shim.keys import Keyring
@@ -26,7 +29,7 @@ from services.http_shim.served import ModelSource, OneBackend
 from services.http_shim.settings import HttpShimSettings, check
 from tokenwire.catalog import CatalogError
 from tokenwire.keys import KeyFileError
-from tokenwire.ports import address, why_unusable
+from tokenwire.ports import address, listen, why_unusable
 
 _LOG = logging.getLogger("server")
 _UNSENT_BYTES = 64 * 1024
@@ -43,6 +46,16 @@ class Server(uvicorn.Server):
             host, port = bound.getsockname()[:2]
             _LOG.info("listening on %s", address(host, port), extra={"port": port})
 
+    def leave(self) -> None:
+        """Accept no more connections, and close each when what it is at has been answered.
+
+        For a socket that others hold: new connections wait there for the next process.
+        """
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -52,7 +65,8 @@ def main() -> None:
     """The whole life of the process; exits with 0, or with 2 where it could not start."""
     try:
         settings = parse(HttpShimSettings, "python -m services.http_shim", "TOKENWIRE_HTTP_SHIM")
-        check(settings)
+        if settings.fd < 0:
+            check(settings)
         service_logging.configure("http_shim", settings.log_level)
         open_files.allow_many()
         uvloop.run(serve(settings))
@@ -65,10 +79,36 @@ async def serve(settings: HttpShimSettings) -> None:
     """Serve until SIGTERM or SIGINT; then let what runs finish within the grace period."""
     stop = stop_signal()
     keyring = Keyring(Path(settings.keys)) if settings.keys else None
-    models, gate = _models(settings), Gate()
-    server = Server(
+    with _listen(settings) as bound:
+        settings = dataclasses.replace(settings, host=bound.getsockname()[0])
+        check(settings)
+        models, gate = _models(settings), Gate()
+        server = _server(settings, models, gate, keyring)
+        if settings.metrics_port > 0:
+            serve_metrics(settings.host, settings.metrics_port)
+        watching = _watch(keyring)
+        serving = asyncio.ensure_future(server.serve(sockets=[bound]))
+        gc.freeze()  # what start-up made stays: no collection need walk it
+        await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
+        _LOG.info("draining")
+        inherits = settings.fd >= 0
+        if inherits:
+            server.leave()
+        if not await gate.close(settings.grace, admits=inherits):
+            _LOG.warning("completions still ran after %g s and were cut", settings.grace)
+        server.should_exit = True
+        await serving
+    watching.cancel()
+    await models.close()
+    _LOG.info("stopped")
+
+
+def _server(
+    settings: HttpShimSettings, models: ModelSource, gate: Gate, keyring: Keyring | None
+) -> Server:
+    return Server(
         uvicorn.Config(
-            create_app(models, gate, settings.max_body_bytes, keyring, settings.stall_seconds),
+            create_app(models, gate, settings, keyring),
             http=protocol_of(settings.stall_seconds),
             ws="none",
             lifespan="off",
@@ -80,26 +120,14 @@ async def serve(settings: HttpShimSettings) -> None:
             timeout_graceful_shutdown=1,
         )
     )
-    with _bind(settings) as bound:
-        watching = _watch(keyring)
-        serving = asyncio.ensure_future(server.serve(sockets=[bound]))
-        gc.freeze()  # what start-up made stays: no collection need walk it
-        await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
-        _LOG.info("draining")
-        if not await gate.close(settings.grace):
-            _LOG.warning("completions still ran after %g s and were cut", settings.grace)
-        server.should_exit = True
-        await serving
-    watching.cancel()
-    await models.close()
-    _LOG.info("stopped")
 
 
 def _models(settings: HttpShimSettings) -> ModelSource:
     """Those of the catalog, read again on SIGHUP, or of the one tokenizer service."""
+    patience = Patience(settings.tokenizer_wait, settings.max_waiting, settings.lost_seconds)
     if not settings.catalog:
-        return OneBackend(settings.tokenizer)
-    catalog = Catalog(Path(settings.catalog))
+        return OneBackend(settings.tokenizer, patience)
+    catalog = Catalog(Path(settings.catalog), patience)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, catalog.reload)
     return catalog
 
@@ -112,22 +140,32 @@ def _watch(keyring: Keyring | None) -> asyncio.Future[None]:
     return asyncio.ensure_future(keyring.watch())
 
 
-def _bind(settings: HttpShimSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+def _listen(settings: HttpShimSettings) -> socket.socket:
+    """The socket to serve. Raises StartupError."""
+    bound = _adopt(settings.fd) if settings.fd >= 0 else _bind(settings)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # not everywhere outside Linux
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+    return bound
+
+
+def _adopt(number: int) -> socket.socket:
     try:
-        bound = socket.create_server(
-            (settings.host, settings.port),
-            family=family,
-            backlog=2048,
-            dualstack_ipv6=settings.host == "::" and socket.has_dualstack_ipv6(),  # as gRPC does
-        )
+        bound = socket.socket(fileno=number)
+        if bound.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return bound
+        why = "nobody listens on it"
+    except OSError as error:
+        why = str(error.strerror)
+    raise StartupError(f"--fd {number} is no socket that listens: {why}.")
+
+
+def _bind(settings: HttpShimSettings) -> socket.socket:
+    try:
+        return listen(settings.host, settings.port)
     except OSError as error:
         place = address(settings.host, settings.port)
         why = why_unusable(settings.host, settings.port) or str(error.strerror)
         raise StartupError(f"Can't listen on {place}: {why}.") from None
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # not everywhere outside Linux
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-    return bound
 
 
 main()

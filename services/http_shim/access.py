@@ -10,7 +10,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.http_shim.exchange import Exchange, exchange_of
 from services.http_shim.handlers import refused
 from services.http_shim.keys import Keyring
-from services.http_shim.limits import GenerationRequest, estimated_tokens, lower_output
+from services.http_shim.limits import (
+    GenerationRequest,
+    drawn_choices,
+    estimated_tokens,
+    lower_output,
+)
 from services.http_shim.served import ModelSource, ServedModel
 from tokenwire.errors import ServiceError
 
@@ -90,7 +95,8 @@ def charged(exchange: Exchange, *requests: GenerationRequest) -> Iterator[None]:
     if account is None:
         yield
         return
-    reserved = account.begin(sum(map(estimated_tokens, requests)), time.monotonic())
+    choices = sum(map(drawn_choices, requests))
+    reserved = account.begin(sum(map(estimated_tokens, requests)), time.monotonic(), choices)
     is_refused = False
     try:
         yield
@@ -98,5 +104,6 @@ def charged(exchange: Exchange, *requests: GenerationRequest) -> Iterator[None]:
         is_refused = True
         raise
     finally:
-        used = exchange.prompt_tokens + exchange.completion_tokens
-        account.end(reserved, used if used or is_refused else reserved, time.monotonic())
+        used = exchange.tokens_used
+        used = used if used or is_refused else reserved
+        account.end(reserved, used, time.monotonic(), choices)

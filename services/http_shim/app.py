@@ -4,40 +4,47 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
+from services.common.hosts import AllowedHosts
 from services.http_shim.access import AccessMiddleware
+from services.http_shim.body import BodyReader
 from services.http_shim.chat import Chat
 from services.http_shim.completions import Completions
+from services.http_shim.cors import cors, origins_of
 from services.http_shim.exchange import ExchangeMiddleware
 from services.http_shim.gate import Gate
-from services.http_shim.handlers import handlers
+from services.http_shim.handlers import FailureMiddleware, handlers
+from services.http_shim.hosts import HostMiddleware
 from services.http_shim.keys import Keyring
 from services.http_shim.models import Models
 from services.http_shim.multi_completion import MultiCompletion
 from services.http_shim.openapi import openapi
 from services.http_shim.pages import PAGES, page_routes
 from services.http_shim.probes import Probes
+from services.http_shim.scheduling import SchedulingMiddleware
 from services.http_shim.served import ModelSource
+from services.http_shim.settings import HttpShimSettings
 from services.http_shim.tokens import Tokens
 
 __all__ = ["create_app"]
 
-_FREE = {"/health", "/ready", "/metrics", "/openapi.json", *PAGES}
+_FREE = {"/health", "/ready", "/metrics", "/version", "/openapi.json", *PAGES}
 """What needs no key"""
 
 
 def create_app(
     models: ModelSource,
     gate: Gate,
-    max_body_bytes: int,
+    settings: HttpShimSettings,
     keyring: Keyring | None,
-    stall_seconds: float,
 ) -> Starlette:
-    """The shim in front of its models; without a keyring it asks nobody for a key."""
-    completions = Completions(models, gate, max_body_bytes, stall_seconds)
-    chat = Chat(models, gate, max_body_bytes, stall_seconds)
-    multi_completion = MultiCompletion(models, gate, max_body_bytes)
+    """The shim in front of its models; without a keyring it asks nobody for a key. Pages of the
+    origins that the settings name may use it from a browser."""
+    bodies = BodyReader(settings.max_body_bytes, settings.max_unfinished_body_bytes)
+    completions = Completions(models, gate, bodies, settings.stall_seconds)
+    chat = Chat(models, gate, bodies, settings.stall_seconds)
+    multi_completion = MultiCompletion(models, gate, bodies)
     lists = Models(models)
-    tokens = Tokens(models, max_body_bytes)
+    tokens = Tokens(models, bodies)
     probes = Probes(models, gate)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
@@ -49,14 +56,24 @@ def create_app(
         Route("/v1/models/{model:path}", lists.one),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/apply-template", tokens.apply_template, methods=["POST"]),
         Route("/tokenizer_info", tokens.info),
         Route("/openapi.json", openapi),
         Route("/health", probes.health),
         Route("/ready", probes.ready),
-        Route("/metrics", probes.metrics),
+        *([] if settings.metrics_port else [Route("/metrics", probes.metrics)]),
+        Route("/version", probes.version),
         *page_routes(),
     ]
-    middleware = [Middleware(ExchangeMiddleware, routes=routes)]
+    names = [name.strip() for name in settings.allowed_hosts.split(",") if name.strip()]
+    middleware = [
+        Middleware(ExchangeMiddleware, routes=routes),
+        Middleware(HostMiddleware, allowed=AllowedHosts(settings.host, names)),
+    ]
+    if origins := origins_of(settings.cors_origins):
+        middleware.append(cors(origins))
+    middleware.append(Middleware(FailureMiddleware))
     if keyring is not None:
         middleware.append(Middleware(AccessMiddleware, keyring=keyring, free=_FREE))
+    middleware.append(Middleware(SchedulingMiddleware, trusts_headers=settings.trusts_headers))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 
+from services.http_shim.backend import Patience
 from services.http_shim.cards import ModelCard, catalog_card
 from services.http_shim.served import Connection, ServedModel, model_not_found
 from tokenwire.catalog import CatalogError, CatalogModel, read_catalog
@@ -23,8 +24,9 @@ _CARDS_AT_ONCE = 250  # of a list; more would hold other requests up
 class Catalog:
     """Finds models by name. Make it on the event loop that uses it; raises CatalogError."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience: Patience) -> None:
         self._path = path
+        self._patience = patience
         self._connections: dict[str, Connection] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._comparing: set[asyncio.Task[None]] = set()
@@ -47,7 +49,7 @@ class Catalog:
             self._retiring.add(retiring)
             retiring.add_done_callback(self._retiring.discard)
         for target in targets - self._connections.keys():
-            self._connections[target] = Connection(target)
+            self._connections[target] = Connection(target, self._patience)
         self._models = tuple(models)
         self._by_name = {name: model for model in models for name in model.names}
         self._listed = [model for model in models if not model.variant]
@@ -75,16 +77,15 @@ class Catalog:
                 field="model",
             )
         return ServedModel(
-            id=row.full_name,
+            id=row.id,
             name_there="",
             connection=self._connections[row.target],
             max_output_length=row.max_output_length,
             context=row.context,
-            base=row.id,
         )
 
     async def id_of(self, served: ServedModel) -> str:
-        return served.base
+        return served.id
 
     async def require(self, names: Sequence[str]) -> None:
         """`find` judges all names."""

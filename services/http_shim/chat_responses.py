@@ -7,11 +7,18 @@ from typing import Self
 from msgspec import UNSET, Struct, UnsetType
 
 from services.http_shim.requests import ChatBody
-from services.http_shim.responses import Shape, finish_reason_of, finite, stop_reason_of
+from services.http_shim.responses import (
+    PromptLogprobs,
+    Shape,
+    finish_reason_of,
+    finite,
+    matched_stop_of,
+    stop_reason_of,
+)
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["ChatChoice", "ChatChunkChoice", "ChatShape"]
+__all__ = ["ChatChoice", "ChatChunkChoice", "ChatPromptLogprobs", "ChatShape"]
 
 
 class TokenLogprob(Struct):
@@ -51,11 +58,13 @@ class AnswerCall(Struct):
 
 
 class AnswerMessage(Struct):
-    """The assistant's message. content: null where calls speak alone."""
+    """The assistant's message. content: null where there is none. `reasoning` and
+    `reasoning_content` are two names of one text: clients look for either."""
 
     role: str
     content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[AnswerCall] | UnsetType = UNSET
 
@@ -68,6 +77,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: str | int | None
+    matched_stop: str | int | None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -93,6 +103,7 @@ class MessageDelta(Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
 
@@ -105,8 +116,15 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    matched_stop: str | int | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatPromptLogprobs(Struct):
+    """The scores of the prompt, beside the choices."""
+
+    prompt_logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +134,7 @@ class ChatShape(Shape[completion_pb2.ChatDelta]):
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    usage_on_finish = False
+    prompt_on_top = True
 
     @classmethod
     def of(cls, body: ChatBody) -> Self:
@@ -126,6 +144,7 @@ class ChatShape(Shape[completion_pb2.ChatDelta]):
             logprobs=bool(body.logprobs),
             token_ids=bool(body.return_token_ids),
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            prompt_logprobs=body.prompt_logprobs is not None,
         )
 
     def tokens_in(self, deltas: Sequence[completion_pb2.ChatDelta]) -> int:
@@ -138,23 +157,30 @@ class ChatShape(Shape[completion_pb2.ChatDelta]):
         finished: completion_pb2.ChoiceFinished,
         prompt: types_pb2.TokenIds,
     ) -> ChatChoice:
-        content = "".join([delta.content for delta in deltas])
+        content = "".join([delta.content for delta in deltas]) or None
         calls = _calls(deltas)
         choice = ChatChoice(
             index=index,
-            message=AnswerMessage("assistant", None if calls and not content else content),
+            message=AnswerMessage("assistant", content),
             logprobs=_logprobs(deltas, self.tokens_as_ids) if self.logprobs else None,
             finish_reason=finish_reason_of(finished),
             stop_reason=stop_reason_of(finished),
+            matched_stop=matched_stop_of(finished),
         )
         if reasoning := "".join([delta.reasoning for delta in deltas]):
-            choice.message.reasoning_content = reasoning
+            choice.message.reasoning = choice.message.reasoning_content = reasoning
         if calls:
             choice.message.tool_calls = calls
         if self.token_ids:
             choice.prompt_token_ids = list(prompt.ids)
             choice.token_ids = _token_ids(deltas)
         return choice
+
+    def add_prompt_logprobs(
+        self, choices: Sequence[Struct], prompts: Sequence[PromptLogprobs]
+    ) -> ChatPromptLogprobs:
+        [prompt] = prompts
+        return ChatPromptLogprobs(prompt)
 
     def chunks(
         self,
@@ -166,7 +192,7 @@ class ChatShape(Shape[completion_pb2.ChatDelta]):
         chunks = [ChatChunkChoice(index, delta) for delta in _message_deltas(deltas)]
         self._add_tokens(index, chunks, deltas)
         if prompt is not None and (chunks or finished is not None):
-            speaks = not chunks or chunks[0].delta.content is not UNSET
+            speaks = bool(chunks) and chunks[0].delta.content is not UNSET
             first = ChatChunkChoice(index, MessageDelta("assistant", "" if speaks else None))
             if self.token_ids:
                 first.prompt_token_ids = list(prompt.ids)
@@ -175,6 +201,7 @@ class ChatShape(Shape[completion_pb2.ChatDelta]):
             last = ChatChunkChoice(index, MessageDelta())
             last.finish_reason = finish_reason_of(finished)
             last.stop_reason = stop_reason_of(finished)
+            last.matched_stop = matched_stop_of(finished)
             chunks.append(last)
         return chunks
 
@@ -201,7 +228,7 @@ class ChatShape(Shape[completion_pb2.ChatDelta]):
 def _message_deltas(deltas: Sequence[completion_pb2.ChatDelta]) -> Iterator[MessageDelta]:
     """Deltas of one choice as one, but for calls: their beginnings and arguments come apart."""
     if reasoning := "".join([delta.reasoning for delta in deltas]):
-        yield MessageDelta(reasoning_content=reasoning)
+        yield MessageDelta(reasoning=reasoning, reasoning_content=reasoning)
     if content := "".join([delta.content for delta in deltas]):
         yield MessageDelta(content=content)
     for call in _call_deltas(deltas):

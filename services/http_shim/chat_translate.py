@@ -1,8 +1,9 @@
 """From the JSON of a chat to its proto, and back for what is to blame. Pure."""
 
+from services.http_shim.constraint_translate import json_text
 from services.http_shim.conversation import message_param, messages_of
-from services.http_shim.requests import ChatBody, TokenizeBody
-from services.http_shim.translate import json_text, param_of, shared_fields, tool_param, tools_of
+from services.http_shim.requests import ChatBody, TemplateBody
+from services.http_shim.translate import param_of, shared_fields, tool_param, tools_of
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
 from tokenwire.tokenizer.v1 import tokenizer_pb2
@@ -51,11 +52,15 @@ def to_chat_request(body: ChatBody) -> completion_pb2.ChatRequest:
         template_arguments_json=_arguments(body),
         add_generation_prompt=body.add_generation_prompt,
         continue_last_message=bool(body.continue_final_message),
+        reasoning_effort=body.reasoning_effort or "",
+        echo=bool(body.echo),
     )
 
 
-def to_render_request(body: TokenizeBody) -> tokenizer_pb2.RenderChatRequest:
-    """The conversation that is to be tokenized. Raises as `to_chat_request`."""
+def to_render_request(
+    body: TemplateBody, *, with_texts: bool = False
+) -> tokenizer_pb2.RenderChatRequest:
+    """The conversation that is to be rendered, and tokenized. Raises as `to_chat_request`."""
     _check_generation_prompt(body)
     return tokenizer_pb2.RenderChatRequest(
         messages=messages_of(body.messages),
@@ -64,11 +69,11 @@ def to_render_request(body: TokenizeBody) -> tokenizer_pb2.RenderChatRequest:
         template_arguments_json=_arguments(body),
         add_generation_prompt=body.add_generation_prompt,
         continue_last_message=bool(body.continue_final_message),
-        with_texts=bool(body.return_token_strs),
+        with_texts=with_texts,
     )
 
 
-def _check_generation_prompt(body: ChatBody | TokenizeBody) -> None:
+def _check_generation_prompt(body: ChatBody | TemplateBody) -> None:
     if body.add_generation_prompt and body.continue_final_message:
         raise invalid(
             "add_generation_prompt",
@@ -77,5 +82,5 @@ def _check_generation_prompt(body: ChatBody | TokenizeBody) -> None:
         )
 
 
-def _arguments(body: ChatBody | TokenizeBody) -> str:
+def _arguments(body: ChatBody | TemplateBody) -> str:
     return "" if body.chat_template_kwargs is None else json_text(body.chat_template_kwargs)

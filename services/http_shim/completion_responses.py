@@ -9,15 +9,19 @@ from msgspec import UNSET, Struct, UnsetType
 
 from services.http_shim.requests import CompletionBody
 from services.http_shim.responses import (
+    PromptLogprobs,
     Shape,
     finish_reason_of,
     finite,
+    matched_stop_of,
     stop_reason_of,
 )
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.types.v1 import types_pb2
 
 __all__ = ["Choice", "CompletionShape"]
+
+_LEAST = -math.inf
 
 
 class Logprobs(Struct):
@@ -37,8 +41,10 @@ class Choice(Struct):
     logprobs: Logprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    matched_stop: str | int | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,6 @@ class CompletionShape(Shape[completion_pb2.ChoiceDelta]):
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
-    usage_on_finish = True
 
     @classmethod
     def of(cls, body: CompletionBody) -> Self:
@@ -57,6 +62,7 @@ class CompletionShape(Shape[completion_pb2.ChoiceDelta]):
             logprobs=body.logprobs is not None,
             token_ids=bool(body.return_token_ids),
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            prompt_logprobs=body.prompt_logprobs is not None,
         )
 
     def tokens_in(self, deltas: Sequence[completion_pb2.ChoiceDelta]) -> int:
@@ -84,12 +90,20 @@ class CompletionShape(Shape[completion_pb2.ChoiceDelta]):
         if finished is not None:
             choice.finish_reason = finish_reason_of(finished)
             choice.stop_reason = stop_reason_of(finished)
+            choice.matched_stop = matched_stop_of(finished)
         if self.token_ids:
             generated = [delta for delta in deltas if not delta.is_prompt]
             choice.token_ids = [token for delta in generated for token in delta.tokens.ids]
             if prompt is not None:
                 choice.prompt_token_ids = list(prompt.ids)
         return choice
+
+    def add_prompt_logprobs(
+        self, choices: Sequence[Struct], prompts: Sequence[PromptLogprobs]
+    ) -> None:
+        for choice in choices:
+            assert isinstance(choice, Choice)
+            choice.prompt_logprobs = prompts[choice.index // self.choices_per_prompt]
 
     def chunks(
         self,
@@ -123,18 +137,19 @@ def _logprobs(deltas: Iterable[completion_pb2.ChoiceDelta], as_ids: bool) -> Log
 def _tops(
     texts: list[str], scores: list[float], top_texts: list[str], top_scores: list[float], width: int
 ) -> list[dict[str, float] | None]:
-    """Per token, the candidates and the token itself; of equal texts, the likelier."""
+    """Per token, the token itself, then the candidates, best first; of equal texts, the likelier.
+
+    vLLM's clients take the first for the token, and those that look for the best compare scores.
+    """
     rows: list[dict[str, float] | None] = []
     for i, (text, score) in enumerate(zip(texts, scores, strict=True)):
         if math.isnan(score):
             rows.append(None)
             continue
-        row: dict[str, float] = {}
+        row = {text: finite(score)}
         columns = slice(i * width, (i + 1) * width)
-        # best first, so the first of equal texts is the likelier
         for candidate, candidate_score in zip(top_texts[columns], top_scores[columns], strict=True):
-            row.setdefault(candidate, finite(candidate_score))
-        row[text] = max(row.get(text, -math.inf), finite(score))
+            row[candidate] = max(row.get(candidate, _LEAST), finite(candidate_score))
         rows.append(row)
     return rows
 

@@ -6,9 +6,9 @@ clients meet that there too.
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
@@ -22,6 +22,7 @@ _ROLES = {
     "assistant": completion_pb2.ROLE_ASSISTANT,
     "tool": completion_pb2.ROLE_TOOL,
 }
+_MANY = Meta(max_length=4_096)  # more than the tokenizer service takes of either
 _NAMES = (
     (re.compile(r"(\.tool_calls\[\d+\])\.name$"), r"\1.function.name"),
     (re.compile(r"(\.tool_calls\[\d+\])\.arguments_json$"), r"\1.function.arguments"),
@@ -67,9 +68,9 @@ class Message(Struct):
     """One of `messages`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | ImagePart] | None = None
+    content: str | Annotated[list[TextPart | ImagePart], _MANY] | None = None
     name: str | None = None
-    tool_calls: list[MessageCall] | None = None
+    tool_calls: Annotated[list[MessageCall], _MANY] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     function_call: Any = None

@@ -42,8 +42,9 @@ _TYPES = {
     501: "not_implemented_error",
 }
 
-_LOST = frozenset({"UNREACHABLE", "SESSION_LOST"})
+_LOST = frozenset({"UNREACHABLE", "SESSION_LOST", "ENGINE_LOST"})
 _UNREACHABLE = "The model can't be reached now; try again."  # gRPC's message names inner addresses
+_UNTYPED = "The model's services failed to answer; the server's log may have the details."
 
 
 class ClientGoneError(Exception):
@@ -79,8 +80,9 @@ def http_status(code: grpc.StatusCode) -> int:
 
 def error_body(error: ServiceError) -> bytes:
     """`{"error": …}`; `error.field` is the client's name already."""
-    code = None if error.reason in ("", "UNKNOWN") else error.reason.lower()
-    message = _UNREACHABLE if error.reason in _LOST else error.message
+    is_untyped = error.reason in ("", "UNKNOWN")  # gRPC's own words
+    code = None if is_untyped else error.reason.lower()
+    message = _UNTYPED if is_untyped else _UNREACHABLE if error.reason in _LOST else error.message
     return _encode(http_status(error.code), message, error.field or None, code)
 
 

@@ -48,7 +48,7 @@ class EventStream(Generic[Delta]):
         self._tokens: dict[int, int] = {}  # generated and taken, by choice
         self._times: dict[int, float] = {}  # of the last token taken, by choice
         self._begun: set[int] = set()  # choices that were spoken of
-        self._usage_on_finish = options is None and shape.usage_on_finish
+        self._usage_on_finish = options is None
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         exchange.prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
@@ -62,16 +62,18 @@ class EventStream(Generic[Delta]):
         finished = self._settle(ended)
         events = []
         for index, deltas in pending.items():
+            opening = self._usage()
             self._count(index, deltas, now)
             if index not in finished:
-                events.append(self._event(index, deltas, None, self._usage()))
+                events.append(self._event(index, deltas, None, opening, self._usage()))
         has_usage = self._usage_on_finish and running.usage is not None and not self._unfinished
         carrier = next(reversed(finished), None) if has_usage else None
         for index, end in finished.items():
+            opening = self._usage()
             self._exchange.completion_tokens += end.completion_tokens - self._tokens.get(index, 0)
             self._tokens[index] = end.completion_tokens
             usage = self._final_usage() if index == carrier else self._usage()
-            events.append(self._event(index, pending.get(index, []), end, usage))
+            events.append(self._event(index, pending.get(index, []), end, opening, usage))
         return b"".join(events)
 
     def tail(self) -> bytes:
@@ -120,14 +122,21 @@ class EventStream(Generic[Delta]):
         index: int,
         deltas: Sequence[Delta],
         end: completion_pb2.ChoiceFinished | None,
+        opening: Usage | UnsetType | None,
         usage: Usage | UnsetType | None,
     ) -> bytes:
+        """The chunks of a choice, the last with `usage`. Where a message begins, the chunk with its
+        role has `opening`, the usage before it."""
         is_first = index not in self._begun
         prompt = self._prompts[index // self._shape.choices_per_prompt] if is_first else None
         chunks = self._shape.chunks(index, deltas, end, prompt)
-        if chunks and is_first:
-            self._begun.add(index)
-        return b"".join([self._envelope.chunk(chunk, usage) for chunk in chunks])
+        if not chunks:
+            return b""
+        self._begun.add(index)
+        usages = [self._usage()] * (len(chunks) - 1) + [usage]
+        if is_first and len(chunks) > 1:
+            usages[0] = opening
+        return b"".join(map(self._envelope.chunk, chunks, usages))
 
     def _usage(self) -> Usage | UnsetType | None:
         """What chunks before the last say of usage."""

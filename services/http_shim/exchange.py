@@ -13,15 +13,16 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.interceptor import sane_request_id, sane_traceparent
-from services.common.logging import request_id, traceparent
-from services.http_shim.errors import ClientGoneError, internal_error
+from services.common.logging import failure, request_id, traceparent
+from services.http_shim.errors import ClientGoneError
 from services.http_shim.limits import Account
 from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUESTS, SECONDS, TOKENS
 
 __all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
 
 _LOG = logging.getLogger("http")
-_PATHS_SHOWN = 32  # of unknown fields; a header has limits
+_PATHS_SHOWN = 32  # of what is ignored; a header has limits
+_PATH_SHOWN = 128  # characters of each
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _CLIENT_GONE = 499
 
@@ -39,15 +40,19 @@ class Exchange:
     account: Account | None = None  # whose key it came with, where keys are needed
     reason: str = ""  # why it failed, as ServiceError names it,
     error: str = ""  # and in a sentence
+    tenant: str = ""  # who shares a prefix cache with it
+    priority: int = 0  # higher first
+    may_schedule: bool = False  # whether the client chooses these two
+    ignored_headers: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_used(self) -> int:
+        """Tokens of prompt and output so far: what is billed."""
+        return self.prompt_tokens + self.completion_tokens
 
     def note_failure(self, reason: str, error: str) -> None:
         """For the log: what the client is told."""
         self.reason, self.error = reason, error
-
-    @property
-    def tenant(self) -> str:
-        """Who shares a prefix cache with it: its key, where keys are needed."""
-        return "" if self.account is None else self.account.id
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -87,11 +92,6 @@ class ExchangeMiddleware:
                 await self._app(scope, receive, send_on)
             except ClientGoneError:
                 exchange.status = _CLIENT_GONE
-            except Exception:
-                _LOG.exception("unexpected failure")
-                if exchange.status:
-                    raise  # the answer has begun: only a broken connection can tell
-                await internal_error()(scope, receive, send_on)
             finally:
                 self._record(scope, exchange)
 
@@ -112,7 +112,7 @@ class ExchangeMiddleware:
             fields["prompt_tokens"] = exchange.prompt_tokens
             fields["completion_tokens"] = exchange.completion_tokens
         if exchange.reason:
-            fields |= {"reason": exchange.reason, "error": exchange.error}
+            fields |= failure(_LOG, exchange.reason, exchange.error)
         if exchange.account is not None:
             fields["key"] = exchange.account.id
         level = logging.DEBUG if route in _PROBES else logging.INFO
@@ -130,6 +130,6 @@ class ExchangeMiddleware:
 def _add_headers(message: Message, exchange: Exchange) -> None:
     headers = MutableHeaders(scope=message)
     headers["x-request-id"] = exchange.identity
-    if exchange.ignored:
-        paths = [quote(path, safe="[]")[:64] for path in exchange.ignored[:_PATHS_SHOWN]]
+    if ignored := [*exchange.ignored_headers, *exchange.ignored]:
+        paths = [quote(path, safe="[]")[:_PATH_SHOWN] for path in ignored[:_PATHS_SHOWN]]
         headers["x-tokenwire-ignored"] = ", ".join(paths)

@@ -36,10 +36,13 @@ class Gate:
             if not self._inside:
                 self._empty.set()
 
-    async def close(self, grace: float) -> bool:
+    async def close(self, grace: float, *, admits: bool = False) -> bool:
         """Let nobody in, and wait up to `grace` seconds; whether all have left. Those that have not
-        fail, which their clients are told."""
-        self.closed = True
+        fail, which their clients are told.
+
+        admits: let in who is on the way; nobody else can come, because nothing is accepted.
+        """
+        self.closed = not admits
         try:
             await asyncio.wait_for(self._empty.wait(), grace)
         except TimeoutError:

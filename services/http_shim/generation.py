@@ -14,17 +14,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.http_shim.access import charged, direct
-from services.http_shim.body import read_json_body
+from services.http_shim.body import BodyReader
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.events import EventStream
 from services.http_shim.exchange import Exchange, exchange_of
 from services.http_shim.gate import Gate
 from services.http_shim.limits import GenerationRequest
+from services.http_shim.prompt_logprobs import prompt_logprobs_of
 from services.http_shim.requests import GenerationBody, parse
 from services.http_shim.responses import Delta, Envelope, Shape, usage_of
 from services.http_shim.running import Running
+from services.http_shim.scheduling import priority_of
 from services.http_shim.served import ModelSource, ServedModel
 from services.http_shim.stream import CREDIT, send_stream
+from services.http_shim.translate import schema_param
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
 from tokenwire.types.v1 import types_pb2
@@ -41,11 +44,11 @@ class Generation(ABC, Generic[Body, Delta]):
     _decoder: msgspec.json.Decoder[Body]
 
     def __init__(
-        self, models: ModelSource, gate: Gate, max_body_bytes: int, stall_seconds: float
+        self, models: ModelSource, gate: Gate, bodies: BodyReader, stall_seconds: float
     ) -> None:
         self._models = models
         self._gate = gate
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._stall_seconds = stall_seconds
 
     @abstractmethod
@@ -62,9 +65,7 @@ class Generation(ABC, Generic[Body, Delta]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        encoded = await read_json_body(scope, receive, self._max_body_bytes)
-        body, exchange.ignored = parse(self._decoder, encoded)
-        request = self._translate(body)
+        body, exchange.ignored, request = await self._bodies.read(scope, receive, self._read)
         served = await direct(exchange, self._models, body.model, request)
         running: Running[Delta] = Running()
         with (
@@ -77,20 +78,26 @@ class Generation(ABC, Generic[Body, Delta]):
                 request,
                 running,
                 tenant=exchange.tenant,
+                priority=priority_of(exchange, body.priority),
                 credit=CREDIT if body.stream else None,
             )
             shape = self._shape_of(body)
             watch = asyncio.ensure_future(watch_for_leaving(receive, running))
             try:
                 if body.stream:
-                    envelope = _envelope(await running.admitted(), served, shape)
+                    accepted = await running.admitted()
+                    _note_ignored(accepted, body, exchange)
+                    envelope = _envelope(accepted, served, shape)
                     events = EventStream(running, shape, body.stream_options, envelope, exchange)
                     stall = self._stall_seconds
-                    await send_stream(send, running, submission, events, stall_seconds=stall)
+                    await send_stream(scope, send, running, submission, events, stall_seconds=stall)
                 else:
                     usage = await running.completed()
+                    _note_ignored(await running.admitted(), body, exchange)
                     whole = partial(_whole, running, usage, shape, exchange, served)
                     held = sum(d.ByteSize() for ds in running.pending.values() for d in ds)
+                    runs = running.prompt_logprobs.values()
+                    held += sum(run.ByteSize() for prompt in runs for run in prompt)
                     response = whole() if held < _INLINE else await asyncio.to_thread(whole)
                     await response(scope, receive, send)
             finally:
@@ -101,6 +108,10 @@ class Generation(ABC, Generic[Body, Delta]):
                     exchange.completion_tokens += _untaken_tokens(running, shape)
         if running.gone:
             raise ClientGoneError
+
+    def _read(self, encoded: bytes) -> tuple[Body, list[str], GenerationRequest]:
+        body, ignored = parse(self._decoder, encoded)
+        return body, ignored, self._translate(body)
 
     @contextmanager
     def _params_named(self, body: Body) -> Iterator[None]:
@@ -133,12 +144,23 @@ def _whole(
         )
         for index in sorted(running.finished)
     ]
-    total = usage_of(usage)
+    total, more = usage_of(usage), None
+    if shape.prompt_logprobs:
+        runs = running.prompt_logprobs
+        prompts = [prompt_logprobs_of(runs.get(i, ())) for i in range(len(accepted.prompts))]
+        more = shape.add_prompt_logprobs(choices, prompts)
     return Response(
-        _envelope(accepted, served, shape).whole(choices, total),
+        _envelope(accepted, served, shape).whole(choices, total, more),
         headers={"x-tokens-used": str(total.total_tokens)},
         media_type="application/json",
     )
+
+
+def _note_ignored(
+    accepted: completion_pb2.CompleteAccepted, body: GenerationBody, exchange: Exchange
+) -> None:
+    """For the answer's header, which is not sent yet."""
+    exchange.ignored += [schema_param(path, body) for path in accepted.ignored]
 
 
 def _envelope(
@@ -146,9 +168,7 @@ def _envelope(
 ) -> Envelope:
     if served.id:
         accepted.model = served.id
-    return Envelope(
-        f"{shape.id_prefix}-{uuid.uuid4().hex}", int(time.time()), accepted, type(shape)
-    )
+    return Envelope(f"{shape.id_prefix}-{uuid.uuid4().hex}", int(time.time()), accepted, shape)
 
 
 def _untaken_tokens(running: Running[Delta], shape: Shape[Delta]) -> int:

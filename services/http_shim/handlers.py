@@ -1,23 +1,50 @@
 """Requests that fail: the answer, and what the log says of it."""
 
+import logging
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.http_shim.errors import BodyTooLargeError, other_error, to_response
+from services.http_shim.errors import (
+    BodyTooLargeError,
+    ClientGoneError,
+    internal_error,
+    other_error,
+    to_response,
+)
 from services.http_shim.exchange import exchange_of
 from tokenwire.errors import ServiceError
 
-__all__ = ["handlers", "refused"]
+__all__ = ["FailureMiddleware", "handlers", "refused"]
+
+_LOG = logging.getLogger("http")
 
 
 def refused(scope: Scope, error: ServiceError) -> Response:
     """The answer to a request that the API or a service refuses."""
     exchange_of(scope).note_failure(error.reason, error.message)
     return to_response(error)
+
+
+class FailureMiddleware:
+    """Answers what nobody foresaw. What stands around it adds its headers to that answer, too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except ClientGoneError:
+            raise
+        except Exception:
+            _LOG.exception("unexpected failure")
+            if scope["type"] != "http" or exchange_of(scope).status:
+                raise  # the answer has begun: only a broken connection can tell
+            await internal_error()(scope, receive, send)
 
 
 def handlers() -> dict[Any, Any]:

@@ -15,7 +15,14 @@ from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
 from tokenwire.keys import Tier
 
-__all__ = ["Account", "Bucket", "GenerationRequest", "estimated_tokens", "lower_output"]
+__all__ = [
+    "Account",
+    "Bucket",
+    "GenerationRequest",
+    "drawn_choices",
+    "estimated_tokens",
+    "lower_output",
+]
 
 GenerationRequest: TypeAlias = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
 _DEFAULT_OUTPUT = 16  # tokens of a completion's choice, where max_tokens is absent
@@ -92,22 +99,26 @@ class Account:
                 field="model",
             )
 
-    def begin(self, tokens: int, now: float) -> int:
-        """A completion starts that may use so many tokens. How many of them are reserved: at most a
-        minute's. Raises RESOURCE_EXHAUSTED."""
+    def begin(self, tokens: int, now: float, choices: int = 1) -> int:
+        """Completions start that draw so many choices and may use so many tokens. Return how many
+        tokens are reserved: at most a minute's. Raises RESOURCE_EXHAUSTED."""
         limit = self.tier.concurrent_streams
-        if limit is not None and self.streams >= limit:
-            raise _exhausted(f"{limit} completions are under way, this key's limit.", 1.0)
+        if limit is not None and self.streams + choices > limit:
+            raise _exhausted(
+                f"This key may have {limit} choices under way; {self.streams} are, and this "
+                f"request has {choices}.",
+                1.0,
+            )
         reserved = 0
         if self._tokens is not None:
             reserved = min(tokens, self._tokens.per_minute)
             _take(self._tokens, reserved, "tokens", now)
-        self.streams += 1
+        self.streams += choices
         return reserved
 
-    def end(self, reserved: int, used: int, now: float) -> None:
-        """It has ended, and used so many tokens, fewer than `begin` reserved for it or more."""
-        self.streams -= 1
+    def end(self, reserved: int, used: int, now: float, choices: int = 1) -> None:
+        """They have ended, and used so many tokens, fewer than `begin` reserved or more."""
+        self.streams -= choices
         if self._tokens is not None:
             self._tokens.take(used - reserved, now)
 
@@ -141,8 +152,15 @@ def estimated_tokens(request: GenerationRequest) -> int:
             ids += len(prompt.token_ids.ids)
         else:
             texts += len(prompt.text.encode())
-    draws = max(choices, request.best_of) * len(request.prompts)
-    return ids + math.ceil(texts / _BYTES_PER_TOKEN) + output * draws
+    return ids + math.ceil(texts / _BYTES_PER_TOKEN) + output * drawn_choices(request)
+
+
+def drawn_choices(request: GenerationRequest) -> int:
+    """How many choices the engine draws for a request: each takes a place of its own there."""
+    choices = request.n if request.HasField("n") else 1
+    if isinstance(request, completion_pb2.ChatRequest):
+        return choices
+    return max(choices, request.best_of) * len(request.prompts)
 
 
 def lower_output(request: GenerationRequest, limits: Iterable[int | None]) -> None:

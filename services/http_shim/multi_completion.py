@@ -6,6 +6,7 @@ import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.http_shim.access import charged, direct
-from services.http_shim.body import read_json_body
+from services.http_shim.body import BodyReader
 from services.http_shim.completion_responses import CompletionShape
 from services.http_shim.exchange import Exchange, exchange_of
 from services.http_shim.gate import Gate
@@ -30,7 +31,13 @@ __all__ = ["MultiAnswer", "MultiCompletion"]
 _DECODER = msgspec.json.Decoder(MultiCompletionBody)
 _Running = Running[completion_pb2.ChoiceDelta]
 _MAX_MODELS = 128  # as many as prompts may have choices elsewhere
-_PLAIN = CompletionShape(choices_per_prompt=1, logprobs=False, token_ids=False, tokens_as_ids=False)
+_PLAIN = CompletionShape(
+    choices_per_prompt=1,
+    logprobs=False,
+    token_ids=False,
+    tokens_as_ids=False,
+    prompt_logprobs=False,
+)
 
 
 class TimedUsage(Struct):
@@ -73,15 +80,15 @@ class _Part:
 class MultiCompletion:
     """The endpoint, as an ASGI application: it watches for clients that leave."""
 
-    def __init__(self, models: ModelSource, gate: Gate, max_body_bytes: int) -> None:
+    def __init__(self, models: ModelSource, gate: Gate, bodies: BodyReader) -> None:
         self._models = models
         self._gate = gate
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        encoded = await read_json_body(scope, receive, self._max_body_bytes)
-        body, exchange.ignored = parse(_DECODER, encoded)
+        make = partial(parse, _DECODER)
+        body, exchange.ignored = await self._bodies.read(scope, receive, make)
         names = _names(body)
         parts = [await self._part(exchange, name, body) for name in names]
         await self._models.require(names)
@@ -151,7 +158,9 @@ async def _complete_all(
 async def _complete(part: _Part, running: _Running, exchange: Exchange) -> ModelChoice:
     began = time.monotonic()
     with part.served.connection.used() as backend:
-        submission = backend.submit(part.request, running, tenant=exchange.tenant)
+        submission = backend.submit(
+            part.request, running, tenant=exchange.tenant, priority=exchange.priority
+        )
         try:
             usage = await running.completed()
         except ServiceError as error:

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,18 +14,21 @@ from services.http_shim.cards import ModelCard, ModelList
 from services.http_shim.chat_responses import ChatChoice, ChatChunkChoice
 from services.http_shim.completion_responses import Choice
 from services.http_shim.errors import ErrorBody
+from services.http_shim.foreign_fields import ForeignFields
 from services.http_shim.multi_completion import MultiAnswer
-from services.http_shim.openapi_fields import FIELDS, LIMITS, OWN_FIELDS, REQUIRED
-from services.http_shim.probes import State
+from services.http_shim.openapi_fields import FIELDS, LIMITS, OWN_FIELDS, REQUIRED, UNTAGGED
+from services.http_shim.probes import State, Version
 from services.http_shim.requests import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerationBody,
     MultiCompletionBody,
+    TemplateBody,
     TokenizeBody,
 )
-from services.http_shim.responses import Usage
-from services.http_shim.tokens import Detokenized, Tokenized, TokenizerInfo
+from services.http_shim.responses import PromptLogprobs, Usage
+from services.http_shim.tokens import AppliedTemplate, Detokenized, Tokenized, TokenizerInfo
 
 __all__ = ["document", "openapi"]
 
@@ -54,6 +57,8 @@ class ChatCompletion(Struct):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct):
@@ -66,6 +71,7 @@ class ChatCompletionChunk(Struct):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +123,20 @@ _CHAT_EXAMPLE: Json = {
     "messages": [{"role": "user", "content": "What is a mutex?"}],
     "max_tokens": 100,
 }
+_SCHEDULING: Sequence[Json] = [
+    {
+        "name": "x-priority",
+        "in": "header",
+        "description": "Higher is served first; heeded where the server trusts its callers.",
+        "schema": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1, "default": 0},
+    },
+    {
+        "name": "x-tenant",
+        "in": "header",
+        "description": "Whose prefix cache is used; heeded where the server trusts its callers.",
+        "schema": {"type": "string"},
+    },
+]
 _OPERATIONS = (
     *(
         _Operation(
@@ -131,6 +151,7 @@ _OPERATIONS = (
             errors=_WORK,
             example=_COMPLETION_EXAMPLE,
             counts_tokens=True,
+            parameters=_SCHEDULING,
         )
         for path, name in (
             ("/v1/completions", "createCompletion"),
@@ -150,6 +171,7 @@ _OPERATIONS = (
             errors=_WORK,
             example=_CHAT_EXAMPLE,
             counts_tokens=True,
+            parameters=_SCHEDULING,
         )
         for path, name in (
             ("/v1/chat/completions", "createChatCompletion"),
@@ -167,6 +189,7 @@ _OPERATIONS = (
         errors=_WORK,
         example={"model": ["default"], "prompt": "Once upon a time", "max_tokens": 50},
         counts_tokens=True,
+        parameters=_SCHEDULING,
     ),
     _Operation(
         method="get",
@@ -209,6 +232,17 @@ _OPERATIONS = (
         example={"tokens": [1, 2, 3]},
     ),
     _Operation(
+        method="post",
+        path="/apply-template",
+        name="applyTemplate",
+        summary="Messages to the text of their prompt.",
+        body=TemplateBody,
+        required=("messages",),
+        answer=AppliedTemplate,
+        errors=_WORK,
+        example={"messages": [{"role": "user", "content": "What is a mutex?"}]},
+    ),
+    _Operation(
         method="get",
         path="/tokenizer_info",
         name="getTokenizerInfo",
@@ -249,6 +283,14 @@ _OPERATIONS = (
         media=("text/plain",),
         needs_key=False,
     ),
+    _Operation(
+        method="get",
+        path="/version",
+        name="getVersion",
+        summary="Which version of the software serves.",
+        answer=Version,
+        needs_key=False,
+    ),
 )
 
 _SAID_OF: Mapping[str, Sequence[str]] = {
@@ -266,8 +308,9 @@ _SAID_OF: Mapping[str, Sequence[str]] = {
 """Keywords of schemas, and the types that they narrow."""
 _HEADERS: Mapping[str, str] = {
     "x-request-id": "Names the request in every log; the client's own, if it sent a sane one.",
-    "x-tokens-used": "Tokens of prompt and output that were used.",
-    "x-tokenwire-ignored": "Paths of the body's fields that are not known and were ignored.",
+    "x-tokens-used": "Tokens of prompt and output that were used; of a stream, a trailer.",
+    "x-tokenwire-ignored": "Paths of the body's fields that are not known, and of keywords of its "
+    "schemas that are not enforced, and names of headers: all were ignored.",
     "retry-after": "Seconds after which a retry makes sense.",
     "x-ratelimit-limit-requests": "Requests that the API key has in a minute.",
     "x-ratelimit-remaining-requests": "Requests that it has left.",
@@ -290,9 +333,13 @@ def document() -> Json:
     for body, required in bodies.items():
         fields = {**FIELDS, **OWN_FIELDS.get(body, {})}
         _describe(schemas[body.__name__], required, fields)
+        if issubclass(body, GenerationBody):
+            schemas[body.__name__]["properties"] |= _foreign(body.foreign)
     for part, limits in LIMITS.items():
         for name, constraints in limits.items():
             _limit(schemas[part.__name__]["properties"][name], constraints)
+    for part in UNTAGGED:
+        schemas[part.__name__]["required"].remove("type")
     for part, required in REQUIRED.items():
         _require(schemas[part.__name__], required)
     paths: dict[str, Json] = {}
@@ -359,8 +406,9 @@ def _answer(operation: _Operation) -> Json:
             "schema": {"type": "object"} if answer is None else _reference(answer)
         }
     if operation.chunk is not None:
-        events = f"Events: the data of each is a {operation.chunk.__name__}, of the last [DONE]."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": events}}
+        events = "What each event holds, but for the last, whose data is [DONE]."
+        schema = {**_reference(operation.chunk), "description": events}
+        content["text/event-stream"] = {"schema": schema}
     return {
         "description": operation.summary,
         "headers": _header_references(headers),
@@ -392,6 +440,17 @@ def _describe(
         field["description"] = meaning
         _limit(field, constraints)
     _require(schema, required)
+
+
+def _foreign(fields: ForeignFields) -> Json:
+    """Fields of other servers, with the values that are taken."""
+    return {
+        name: {
+            "description": f"Refused: {field.effect}; {field.remedy}.",
+            "enum": [None, *field.neutral],
+        }
+        for name, field in fields.items()
+    }
 
 
 def _limit(field: Json, constraints: Json) -> None:

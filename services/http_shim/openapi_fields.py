@@ -8,22 +8,26 @@ from typing import Any
 
 from msgspec import Struct
 
+from services.http_shim.constraint_fields import StructuralTagFormat, StructuredOutputs
 from services.http_shim.conversation import CalledFunction, Message, MessageCall
 from services.http_shim.requests import (
     ChatBody,
     FunctionName,
     FunctionSpec,
+    FunctionTool,
     JsonSchemaFormat,
     JsonSchemaGrammar,
     JsonSchemaSpec,
     LarkGrammar,
     LlguidanceGrammar,
     MultiCompletionBody,
+    NamedToolChoice,
     RegexGrammar,
+    TemplateBody,
     TokenizeBody,
 )
 
-__all__ = ["FIELDS", "LIMITS", "OWN_FIELDS", "REQUIRED"]
+__all__ = ["FIELDS", "LIMITS", "OWN_FIELDS", "REQUIRED", "UNTAGGED"]
 
 Json = dict[str, Any]
 
@@ -43,6 +47,7 @@ _PROMPTS: Json = {
         {"type": "array", "minItems": 1, "maxItems": 128, "items": _TOKEN_IDS},
     ]
 }
+_NAMED_TOOLS: tuple[str, Json] = ("Functions that the prompt names.", {"maxItems": 128})
 _STOP = (
     "Strings that end a choice; they are cut off. 16 at most, unless the server has another limit."
 )
@@ -76,13 +81,16 @@ FIELDS: Mapping[str, tuple[str, Json]] = {
     "dry_base": ("DRY's base.", {"minimum": 1, "default": 1.75}),
     "dry_allowed_length": ("Repetitions of so many tokens cost nothing.", {"default": 2}),
     "dry_sequence_breakers": (
-        "Texts that end a repetition.",
-        {"minItems": 1, "maxItems": 32, "minLength": 1, "maxLength": 64},
+        "Texts that end a repetition; [] = none.",
+        {"maxItems": 32, "minLength": 1, "maxLength": 64},
     ),
     "mirostat_target": ("Mirostat 2: the perplexity to keep to.", {"exclusiveMinimum": 0}),
     "mirostat_lr": ("Mirostat's learning rate.", {"exclusiveMinimum": 0}),
     "n": ("Choices of each prompt; prompts x n is 128 at most.", {"minimum": 1, "maximum": 128}),
-    "best_of": ("Candidates of which the n best are returned.", {"minimum": 0, "maximum": 128}),
+    "best_of": (
+        "Candidates of which the n best are returned; more than n can't be streamed.",
+        {"minimum": 0, "maximum": 128},
+    ),
     "echo": ("Put the prompt in front of each choice.", _FLAG),
     "logprobs": (
         "Candidates to show for each token; more than 5 only where the server allows them.",
@@ -93,8 +101,18 @@ FIELDS: Mapping[str, tuple[str, Json]] = {
         "Where prompt and max_tokens exceed the context: lower max_tokens, or refuse.",
         {"default": "truncate"},
     ),
-    "response_format": ("Constrains the output to JSON.", {}),
-    "grammar": ("Constrains the output to a grammar.", {}),
+    "response_format": ("Constrains the output to JSON, or parts of it.", {}),
+    "grammar": ("Constrains the output to a grammar; a string is GBNF or Lark.", {}),
+    "structured_outputs": ("A constraint as vLLM has it.", {}),
+    "guided_json": ("A JSON Schema, or its text.", _NOT_EMPTY),
+    "guided_regex": ("A regular expression.", _NOT_EMPTY),
+    "guided_choice": ("One of several texts.", _NOT_EMPTY | {"minItems": 1}),
+    "guided_grammar": ("A grammar in GBNF or Lark.", _NOT_EMPTY),
+    "json_schema": ("A JSON Schema, or its text.", _NOT_EMPTY),
+    "regex": ("A regular expression.", _NOT_EMPTY),
+    "choice": ("One of several texts.", _NOT_EMPTY | {"minItems": 1}),
+    "ebnf": ("A grammar in GBNF.", _NOT_EMPTY),
+    "structural_tag": ("Free text in which triggers start constrained parts.", _NOT_EMPTY),
     "tools": ("Functions to call.", {"maxItems": 128}),
     "tool_choice": ("Whether, and which.", {}),
     "images": ("Refused: the models read text only.", {"maxItems": 0}),
@@ -103,6 +121,39 @@ FIELDS: Mapping[str, tuple[str, Json]] = {
     "user": ("A label for logs.", {}),
     "return_token_ids": ("Show the ids of prompts and choices.", _FLAG),
     "return_tokens_as_token_ids": ("`token_id:N` in place of token texts.", _FLAG),
+    "skip_special_tokens": (
+        "Leave special tokens out of the text; the one that ends a choice is out of it unless "
+        "include_stop_str_in_output is true.",
+        {"default": True},
+    ),
+    "spaces_between_special_tokens": (
+        "Without effect: no decoder here puts spaces between special tokens.",
+        {"default": True},
+    ),
+    "truncate_prompt_tokens": (
+        "Keep the last so many tokens of the prompt; -1 = as many as leave room for max_tokens.",
+        {"minimum": -1, "not": {"const": 0}},
+    ),
+    "prompt_logprobs": (
+        "Score the prompt and show so many candidates for each of its tokens; not with stream.",
+        {"minimum": 0, "maximum": 20},
+    ),
+    "allowed_token_ids": (
+        "Only these ids are generated, the end of sequence too only if it is among them.",
+        {"minItems": 1},
+    ),
+    "bad_words": (
+        "Strings that are not generated.",
+        {"maxItems": 128, "minLength": 1, "maxLength": 1_000},
+    ),
+    "priority": (
+        "Lower is earlier; with API keys at least 0.",
+        {"minimum": -(2**31) + 1, "maximum": 2**31 - 1, "default": 0},
+    ),
+    "reasoning_effort": (
+        "How much to reason: a variable of the template, which also sets enable_thinking.",
+        {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None]},
+    ),
     "messages": ("The conversation.", {"minItems": 1, "maxItems": 4_096}),
     "parallel_tool_calls": ("Whether an answer may hold several calls.", {"default": True}),
     "chat_template": ("Name of one of the checkpoint's templates.", {"default": "default"}),
@@ -135,6 +186,11 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, tuple[str, Json]]] = {
             {"minimum": 0, "maximum": 20},
         ),
         "tool_choice": ("Whether, and which; `auto` where there are tools.", {}),
+        "echo": (
+            "Put the content of the last message in front of the answer's, where it is the "
+            "assistant's.",
+            _FLAG,
+        ),
     },
     MultiCompletionBody: {
         "model": ("Name of a model, or names of several.", {"minItems": 1, "maxItems": 128}),
@@ -145,8 +201,9 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, tuple[str, Json]]] = {
     TokenizeBody: {
         "prompt": ("Text, up to 1 MiB in UTF-8.", {"maxLength": 1024 * 1024}),
         "messages": ("A conversation in its place.", {"minItems": 1, "maxItems": 4_096}),
-        "tools": ("Functions that the conversation's prompt names.", {"maxItems": 128}),
+        "tools": _NAMED_TOOLS,
     },
+    TemplateBody: {"tools": _NAMED_TOOLS},
 }
 """Where a field means something else than elsewhere."""
 LIMITS: Mapping[type[Struct], Mapping[str, Json]] = {
@@ -163,9 +220,25 @@ LIMITS: Mapping[type[Struct], Mapping[str, Json]] = {
     },
     MessageCall: {"id": _NOT_EMPTY},
     RegexGrammar: {"value": _NOT_EMPTY},
+    StructuralTagFormat: {
+        "structures": {"minItems": 1, "maxItems": 128},
+        "triggers": _NOT_EMPTY | {"minItems": 1, "maxItems": 128},
+        "format": _REFUSED,
+    },
+    StructuredOutputs: {
+        "json": _NOT_EMPTY,
+        "regex": _NOT_EMPTY,
+        "choice": _NOT_EMPTY | {"minItems": 1},
+        "grammar": _NOT_EMPTY,
+        "structural_tag": _NOT_EMPTY,
+        "disable_additional_properties": {"const": False},
+    },
 }
 """Of what bodies hold."""
+UNTAGGED: Sequence[type[Struct]] = (FunctionTool, MessageCall, NamedToolChoice)
+"""Whose `type` may be left out: nothing else can stand in their place"""
 REQUIRED: Mapping[type[Struct], Sequence[str]] = {
     JsonSchemaFormat: ("json_schema",),
     JsonSchemaSpec: ("schema",),
+    StructuralTagFormat: ("structures", "triggers"),
 }

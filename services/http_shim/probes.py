@@ -1,4 +1,6 @@
-"""What operators ask: /health, /ready, /metrics."""
+"""What operators ask: /health, /ready, /metrics, /version."""
+
+from importlib.metadata import version
 
 import grpc
 from msgspec import Struct
@@ -12,7 +14,7 @@ from services.http_shim.gate import Gate
 from services.http_shim.served import ModelSource
 from tokenwire.errors import ServiceError
 
-__all__ = ["Probes", "State"]
+__all__ = ["Probes", "State", "Version"]
 
 
 class State(Struct):
@@ -21,8 +23,14 @@ class State(Struct):
     status: str
 
 
+class Version(Struct):
+    """The answer of /version."""
+
+    version: str
+
+
 class Probes:
-    """GET /health, GET /ready, GET /metrics."""
+    """GET /health, GET /ready, GET /metrics, GET /version."""
 
     def __init__(self, models: ModelSource, gate: Gate) -> None:
         self._models = models
@@ -47,3 +55,7 @@ class Probes:
         """Prometheus' text."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(REGISTRY), headers={"content-type": content_type})
+
+    async def version(self, request: Request) -> Response:
+        """Which version of the software serves."""
+        return json_response(Version(version("tokenwire")))

@@ -17,6 +17,7 @@ uvicorn documents nothing of what is relied upon here, as 0.40 to 0.54 have it:
 import asyncio
 import logging
 import math
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import ClassVar, cast
 
@@ -105,8 +106,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._undelivered > _MAX_HEAD_BYTES and self._head_bytes() > _MAX_HEAD_BYTES:
             raise ValueError("the head is too large")
-        if self.parser.get_http_version() != "1.1":
-            self.app = self._answer_without_chunks
+        has_chunks = self.parser.get_http_version() == "1.1"
+        self.app = self._answer_with_trailers if has_chunks else self._answer_without_chunks
         super().on_headers_complete()
         self._in_head = False
         self._undelivered = 0
@@ -171,6 +172,29 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._in_head:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+
+    async def _answer_with_trailers(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application for a client that takes chunks: behind them there may be trailers, which
+        uvicorn does not know."""
+        cycle = self.cycle
+        scope.setdefault("extensions", {})["http.response.trailers"] = {}
+        promised, last = False, b""
+
+        async def send_on(message: Message) -> None:
+            nonlocal promised, last
+            if message["type"] == "http.response.start":
+                promised = message.get("trailers", False)
+            elif message["type"] == "http.response.trailers":
+                end = _end_of_chunks(last, message["headers"])
+                cycle.chunked_encoding = False  # the chunks are made already
+                cycle.expected_content_length = len(end)
+                message = {"type": "http.response.body", "body": end, "more_body": False}
+            elif promised and not message.get("more_body", False):
+                last = message.get("body", b"")
+                return
+            await send(message)
+
+        await self.config.loaded_app(scope, receive, send_on)
 
     async def _answer_without_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application for a client of HTTP/1.0: a body ends with its connection."""
@@ -244,6 +268,13 @@ class HttpProtocol(HttpToolsProtocol):
             return
         message = f"Nothing of the body came for {self.stall_seconds:g} s."
         self._refuse(408, message, "body_timeout")
+
+
+def _end_of_chunks(body: bytes, trailers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The last part of a body in chunks, and the trailers behind it (RFC 9112, section 7.1)."""
+    chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+    lines = [b"%b: %b\r\n" % field for field in trailers]
+    return b"".join([chunk, b"0\r\n", *lines, b"\r\n"])
 
 
 class _Body:

@@ -77,10 +77,9 @@ def _add_operation(main: Element, method: str, paths: Sequence[str], operation: 
     answer = responses.pop("200")
     for media, content in answer["content"].items():
         line = _add(main, "p", f"Answer, {media}: ")
+        _add_type(line, content["schema"])
         if "description" in content["schema"]:
-            _add_text(line, content["schema"]["description"])
-        else:
-            _add_type(line, content["schema"])
+            _add_text(line, f". {content['schema']['description']}")
     _add_links(main, "Headers: ", answer["headers"])
     if responses:
         _add_links(main, "Errors: ", sorted(responses))

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -15,10 +15,13 @@ from tokenwire.types.v1 import types_pb2
 __all__ = [
     "Delta",
     "Envelope",
+    "PromptLogprobs",
+    "PromptToken",
     "Shape",
     "Usage",
     "finish_reason_of",
     "finite",
+    "matched_stop_of",
     "running_usage",
     "stop_reason_of",
     "usage_of",
@@ -51,6 +54,19 @@ class Usage(Struct):
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
+class PromptToken(Struct):
+    """What the model thinks of a token in one place of a prompt. rank: 1 = most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]
+"""By token of the prompt: the token itself and the candidates for its place, by id. The first token
+has no scores."""
+
+
 class _Head(Struct):
     id: str
     object: str
@@ -67,12 +83,13 @@ class Shape(ABC, Generic[Delta]):
     logprobs: bool
     token_ids: bool
     tokens_as_ids: bool
+    prompt_logprobs: bool
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
-    usage_on_finish: ClassVar[bool]
-    """Whether a stream tells its usage with its last finish, where the client does not say."""
+    prompt_on_top: ClassVar[bool] = False
+    """Whether the ids of the prompt, which is one, also stand beside the choices."""
 
     @abstractmethod
     def tokens_in(self, deltas: Sequence[Delta]) -> int:
@@ -89,6 +106,12 @@ class Shape(ABC, Generic[Delta]):
         """A whole choice."""
 
     @abstractmethod
+    def add_prompt_logprobs(
+        self, choices: Sequence[Struct], prompts: Sequence[PromptLogprobs]
+    ) -> Struct | None:
+        """Put the scores of each prompt where they belong: into the choices, or beside them."""
+
+    @abstractmethod
     def chunks(
         self,
         index: int,
@@ -102,14 +125,14 @@ class Shape(ABC, Generic[Delta]):
 class Envelope:
     """What all objects of one answer share, encoded once."""
 
-    __slots__ = ("_chunk", "_whole")
+    __slots__ = ("_chunk", "_prompt", "_whole")
 
     def __init__(
         self,
         identity: str,
         created: int,
         accepted: completion_pb2.CompleteAccepted,
-        shape: type[Shape[Delta]],
+        shape: Shape[Delta],
     ) -> None:
         def head(name: str) -> bytes:
             model, fingerprint = accepted.model, accepted.system_fingerprint
@@ -117,17 +140,23 @@ class Envelope:
 
         self._whole = head(shape.whole_object) + b',"choices":'
         self._chunk = b"data: " + head(shape.chunk_object) + b',"choices":['
+        self._prompt = b""
+        if shape.prompt_on_top and shape.token_ids:
+            self._prompt = b',"prompt_token_ids":' + _encode(list(accepted.prompts[0].ids))
 
-    def whole(self, choices: Sequence[Struct], usage: Usage) -> bytes:
-        """The answer to a request that does not stream."""
-        return b"%b%b,%b}" % (self._whole, _encode(choices), _usage_field(usage))
+    def whole(self, choices: Sequence[Struct], usage: Usage, more: Struct | None = None) -> bytes:
+        """The answer to a request that does not stream; `more` has its further fields."""
+        rest = b"" if more is None else b"," + _encode(more)[1:-1]
+        usages = _usage_field(usage)
+        return b"%b%b,%b%b%b}" % (self._whole, _encode(choices), usages, self._prompt, rest)
 
     def chunk(self, choice: Struct | None, usage: Usage | UnsetType | None) -> bytes:
-        """One server-sent event; UNSET leaves `usage` out."""
+        """One server-sent event; UNSET leaves `usage` out. The first one has what is said once."""
         body = b"" if choice is None else _encode(choice)
+        once, self._prompt = self._prompt, b""
         if usage is UNSET:
-            return b"%b%b]}\n\n" % (self._chunk, body)
-        return b"%b%b],%b}\n\n" % (self._chunk, body, _usage_field(usage))
+            return b"%b%b]%b}\n\n" % (self._chunk, body, once)
+        return b"%b%b],%b%b}\n\n" % (self._chunk, body, _usage_field(usage), once)
 
 
 def _usage_field(usage: Usage | UnsetType | None) -> bytes:
@@ -162,6 +191,13 @@ def stop_reason_of(finished: completion_pb2.ChoiceFinished) -> str | int | None:
     if kind == "stop_string":
         return match.stop_string
     return match.stop_token_id if kind == "stop_token_id" else None
+
+
+def matched_stop_of(finished: completion_pb2.ChoiceFinished) -> str | int | None:
+    """What SGLang calls so: the stop reason, or the id of the end of sequence."""
+    if finished.match.WhichOneof("match") == "eos_token_id":
+        return finished.match.eos_token_id
+    return stop_reason_of(finished)
 
 
 def finite(logprob: float) -> float:

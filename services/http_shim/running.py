@@ -19,7 +19,17 @@ class Running(Generic[Delta]):
     set with every event, `ended` with the last one: completed, failed, or `abandon`.
     """
 
-    __slots__ = ("accepted", "changed", "ended", "error", "finished", "gone", "pending", "usage")
+    __slots__ = (
+        "accepted",
+        "changed",
+        "ended",
+        "error",
+        "finished",
+        "gone",
+        "pending",
+        "prompt_logprobs",
+        "usage",
+    )
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -27,6 +37,7 @@ class Running(Generic[Delta]):
         self.accepted: completion_pb2.CompleteAccepted | None = None
         self.pending: dict[int, list[Delta]] = {}
         self.finished: dict[int, completion_pb2.ChoiceFinished] = {}
+        self.prompt_logprobs: dict[int, list[completion_pb2.PromptLogprobs]] = {}
         self.usage: types_pb2.Usage | None = None
         self.error: ServiceError | None = None
         self.gone = False
@@ -41,6 +52,9 @@ class Running(Generic[Delta]):
             case "finished":
                 finished = response.finished
                 self.finished[finished.index] = finished
+            case "prompt_logprobs":
+                run = response.prompt_logprobs
+                self.prompt_logprobs.setdefault(run.prompt, []).append(run)
             case "accepted":
                 self.accepted = response.accepted
             case "completed":

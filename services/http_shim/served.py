@@ -8,7 +8,7 @@ from typing import Protocol
 
 import grpc
 
-from services.http_shim.backend import Backend
+from services.http_shim.backend import Backend, Patience
 from services.http_shim.cards import ModelCard, served_card
 from tokenwire.errors import ServiceError
 
@@ -18,8 +18,8 @@ __all__ = ["Connection", "ModelSource", "OneBackend", "ServedModel", "model_not_
 class Connection:
     """A backend, and how many requests use it."""
 
-    def __init__(self, target: str) -> None:
-        self.backend = Backend(target)
+    def __init__(self, target: str, patience: Patience) -> None:
+        self.backend = Backend(target, patience)
         self._users = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -47,15 +47,14 @@ class ServedModel:
     """A model that can be asked."""
 
     id: str
-    """Canonical id, or id:variant, which answers bear; "" = as the backend calls it"""
+    """Canonical id, which answers bear and keys are for; a variant has that of the model that it
+    varies. "" = as the backend calls it"""
     name_there: str
     """What the backend knows it by; "" = its only model"""
     connection: Connection
     max_output_length: int | None = None
     context: int | None = None
     """Tokens of prompt and output together, if fewer than the backend's"""
-    base: str = ""
-    """Id of the model that it is, or is a variant of, which keys are for; "" = ask `id_of`"""
 
 
 class ModelSource(Protocol):
@@ -86,8 +85,8 @@ class ModelSource(Protocol):
 class OneBackend:
     """The models of one tokenizer service, under the names that it gives them."""
 
-    def __init__(self, target: str) -> None:
-        self._connection = Connection(target)
+    def __init__(self, target: str, patience: Patience) -> None:
+        self._connection = Connection(target, patience)
 
     def find(self, name: str | None) -> ServedModel:
         return ServedModel("", name or "", self._connection)

@@ -3,7 +3,9 @@
 import dataclasses
 
 from services.common.settings import INSTANT, LAST_PORT, StartupError, setting
-from tokenwire.exposure import why_closed
+from services.http_shim.cors import origins_of
+from tokenwire.channel import LOST_SECONDS
+from tokenwire.exposure import is_loopback, why_closed
 
 __all__ = ["HttpShimSettings", "check"]
 
@@ -16,13 +18,49 @@ class HttpShimSettings:
         "127.0.0.1", "Address to listen on; beyond loopback only with --keys or --open."
     )
     port: int = setting(8000, "Port of the HTTP server; 0 = any free one.", most=LAST_PORT)
+    fd: int = setting(
+        -1,
+        "Inherited socket that listens, in place of --host and --port; systemd's first one is 3.",
+        least=-1,
+    )
     open: bool = setting(False, "Without keys, let everyone in who reaches the port.")
     keys: str = setting("", "File of API keys (`tokenwire keys`); empty = none are asked for.")
     tokenizer: str = setting(
         "127.0.0.1:50051", "host:port of the tokenizer service, where there is no --catalog."
     )
+    cors_origins: str = setting(
+        "", "Origins whose pages may use the API, separated by commas; * = all; empty = none."
+    )
+    tokenizer_wait: float = setting(
+        60.0, "Seconds that new requests wait for a tokenizer service that stops or was lost."
+    )
+    max_waiting: int = setting(
+        1024, "New requests that may wait for one to come back; more are refused."
+    )
+    lost_seconds: float = setting(
+        LOST_SECONDS, "Seconds of silence after which a tokenizer is taken for lost.", least=1
+    )
     catalog: str = setting("", "TOML file that names the models; read again on SIGHUP.")
+    allowed_hosts: str = setting(
+        "",
+        "Names under which it may be asked besides those of loopback, separated by commas; "
+        "* = any. Empty = none, or any where it listens beyond loopback.",
+    )
+    trust_scheduling_headers: str = setting(
+        "auto",
+        "Whether clients may set x-priority and x-tenant; auto = on loopback without --keys.",
+        choices=("auto", "always", "never"),
+    )
+    metrics_port: int = setting(
+        0, "Port of /metrics; 0 = the HTTP port, -1 = none.", least=-1, most=LAST_PORT
+    )
     max_body_bytes: int = setting(8 * 1024 * 1024, "Largest request body, in bytes.", least=1)
+    max_unfinished_body_bytes: int = setting(
+        64 * 1024 * 1024,
+        "What request bodies may take together until they are read and decoded, in bytes beyond "
+        "the first 64 KiB of each; more are refused with 503.",
+        least=1,
+    )
     stall_seconds: float = setting(
         30.0,
         "Seconds after which a client is cut that sends or reads nothing while it should.",
@@ -33,9 +71,25 @@ class HttpShimSettings:
         "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
     )
 
+    @property
+    def trusts_headers(self) -> bool:
+        """Whether clients may say how their requests are scheduled."""
+        if self.trust_scheduling_headers == "auto":
+            return not self.keys and is_loopback(self.host)
+        return self.trust_scheduling_headers == "always"
+
 
 def check(settings: HttpShimSettings) -> None:
     """Raise StartupError for settings that can't be served."""
     closed = why_closed(settings.host, has_keys=bool(settings.keys), is_open=settings.open)
     if closed is not None:
         raise StartupError(closed)
+    try:
+        origins_of(settings.cors_origins)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    if settings.max_unfinished_body_bytes < settings.max_body_bytes:
+        raise StartupError(
+            "--max-unfinished-body-bytes must be at least --max-body-bytes, "
+            f"{settings.max_body_bytes}, got {settings.max_unfinished_body_bytes}."
+        )

@@ -4,11 +4,12 @@ import asyncio
 import logging
 from typing import Any
 
-from starlette.types import Send
+from starlette.types import Message, Scope, Send
 
 from services.http_shim.backend import Submission
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.events import EventStream
+from services.http_shim.exchange import exchange_of
 from services.http_shim.responses import Delta
 from services.http_shim.running import Running
 
@@ -16,18 +17,16 @@ __all__ = ["CREDIT", "send_stream"]
 
 _LOG = logging.getLogger("stream")
 CREDIT = 1024  # tokens per choice that may be on their way to a client that does not read
-_START: dict[str, Any] = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_TRAILER = b"x-tokens-used"
 
 
 async def send_stream(
+    scope: Scope,
     send: Send,
     running: Running[Delta],
     submission: Submission,
@@ -39,9 +38,11 @@ async def send_stream(
     """Send everything until the completion ends; ClientGoneError if the client stops reading.
 
     While a send waits for the socket, deltas gather in `running`; credit is granted for what left.
+    Where the connection takes trailers, one says how many tokens were used.
     """
     granted = CREDIT
-    await send(dict(_START))
+    has_trailers = "http.response.trailers" in scope.get("extensions", ())
+    await send(_start(has_trailers=has_trailers))
     try:
         async with asyncio.timeout(None) as patience:
             pulse = _Pulse(running, patience, ping_seconds, stall_seconds)
@@ -65,7 +66,7 @@ async def send_stream(
                     await send({"type": "http.response.body", "body": body, "more_body": not ended})
                     pulse.written()
                     if ended:
-                        return
+                        break
                     if granted - events.most_tokens <= CREDIT // 2:
                         more = events.most_tokens + CREDIT - granted
                         submission.grant(more)
@@ -75,6 +76,19 @@ async def send_stream(
     except TimeoutError:
         _LOG.warning("the client read nothing for %g s and was cut", stall_seconds)
         raise ClientGoneError from None
+    if has_trailers:
+        used = (_TRAILER, str(exchange_of(scope).tokens_used).encode())
+        await send({"type": "http.response.trailers", "headers": [used], "more_trailers": False})
+
+
+def _start(*, has_trailers: bool) -> Message:
+    announced = [(b"trailer", _TRAILER)] if has_trailers else []
+    return {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [*_HEADERS, *announced],
+        "trailers": has_trailers,
+    }
 
 
 class _Pulse:

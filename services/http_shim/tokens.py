@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -11,19 +12,20 @@ from starlette.responses import Response
 
 from services.http_shim.access import model_for
 from services.http_shim.backend import Backend
-from services.http_shim.body import json_response, read_json_body
+from services.http_shim.body import BodyReader, json_response
 from services.http_shim.chat_translate import rendered_param_of, to_render_request
 from services.http_shim.exchange import exchange_of
-from services.http_shim.requests import DetokenizeBody, TokenizeBody, parse
+from services.http_shim.requests import DetokenizeBody, TemplateBody, TokenizeBody, parse
 from services.http_shim.served import ModelSource, ServedModel
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.tokenizer.v1 import tokenizer_pb2
 from tokenwire.types.v1 import types_pb2
 
-__all__ = ["Detokenized", "Tokenized", "TokenizerInfo", "Tokens"]
+__all__ = ["AppliedTemplate", "Detokenized", "Tokenized", "TokenizerInfo", "Tokens"]
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+_TEMPLATE = msgspec.json.Decoder(TemplateBody)
 _OF_MESSAGES = (
     "tools",
     "chat_template",
@@ -48,10 +50,17 @@ class Detokenized(Struct):
     prompt: str
 
 
+class AppliedTemplate(Struct):
+    """The answer of /apply-template."""
+
+    prompt: str
+
+
 class TokenizerInfo(Struct):
     """The answer of /tokenizer_info."""
 
     model: str
+    tokenizer_class: str
     fingerprint: str
     vocab_size: int
     model_max_length: int
@@ -71,16 +80,17 @@ class TokenizerInfo(Struct):
 
 
 class Tokens:
-    """POST /tokenize, POST /detokenize, GET /tokenizer_info."""
+    """POST /tokenize, POST /detokenize, POST /apply-template, GET /tokenizer_info."""
 
-    def __init__(self, models: ModelSource, max_body_bytes: int) -> None:
+    def __init__(self, models: ModelSource, bodies: BodyReader) -> None:
         self._models = models
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
 
     async def tokenize(self, request: Request) -> Response:
         """Text to ids, as prompts of completions are read, or messages to those of their prompt."""
-        encoded = await read_json_body(request.scope, request.receive, self._max_body_bytes)
-        body, exchange_of(request.scope).ignored = parse(_TOKENIZE, encoded)
+        make = partial(parse, _TOKENIZE)
+        body, ignored = await self._bodies.read(request.scope, request.receive, make)
+        exchange_of(request.scope).ignored = ignored
         served = await model_for(exchange_of(request.scope), self._models, body.model)
         with served.connection.used() as backend:
             read = _encode if body.messages is None else _render
@@ -98,8 +108,9 @@ class Tokens:
 
     async def detokenize(self, request: Request) -> Response:
         """Ids to text, control tokens included."""
-        encoded = await read_json_body(request.scope, request.receive, self._max_body_bytes)
-        body, exchange_of(request.scope).ignored = parse(_DETOKENIZE, encoded)
+        make = partial(parse, _DETOKENIZE)
+        body, ignored = await self._bodies.read(request.scope, request.receive, make)
+        exchange_of(request.scope).ignored = ignored
         if body.tokens is None:
             raise invalid("tokens", "tokens is required: a list of token ids.")
         served = await model_for(exchange_of(request.scope), self._models, body.model)
@@ -111,6 +122,17 @@ class Tokens:
         with _blaming("tokens"), served.connection.used() as backend:
             answer = await backend.decode(asked)
         return json_response(Detokenized(answer.decodings[0].text))
+
+    async def apply_template(self, request: Request) -> Response:
+        """Messages to the text of their prompt."""
+        make = partial(parse, _TEMPLATE)
+        body, ignored = await self._bodies.read(request.scope, request.receive, make)
+        exchange_of(request.scope).ignored = ignored
+        asked = to_render_request(body)
+        served = await model_for(exchange_of(request.scope), self._models, body.model)
+        with served.connection.used() as backend:
+            answer = await _rendered(backend, served.name_there, asked)
+        return json_response(AppliedTemplate(answer.text))
 
     async def info(self, request: Request) -> Response:
         """What remote users of the tokenizer need to know."""
@@ -141,14 +163,20 @@ async def _encode(backend: Backend, model: str, body: TokenizeBody) -> tuple[lis
 async def _render(backend: Backend, model: str, body: TokenizeBody) -> tuple[list[int], list[str]]:
     if body.prompt is not None:
         raise invalid("prompt", "prompt and messages exclude each other.")
-    asked = to_render_request(body)
+    asked = to_render_request(body, with_texts=bool(body.return_token_strs))
+    answer = await _rendered(backend, model, asked)
+    return list(answer.ids), list(answer.tokens)
+
+
+async def _rendered(
+    backend: Backend, model: str, asked: tokenizer_pb2.RenderChatRequest
+) -> tokenizer_pb2.RenderChatResponse:
     asked.model = model
     try:
-        answer = await backend.render(asked)
+        return await backend.render(asked)
     except ServiceError as error:
         error.field = rendered_param_of(error.field)
         raise
-    return list(answer.ids), list(answer.tokens)
 
 
 @contextmanager
@@ -177,6 +205,7 @@ def _info(served: ServedModel, tokenizer: tokenizer_pb2.GetTokenizerResponse) ->
     named = {bos, eos, pad, unk}
     return TokenizerInfo(
         model=served.id or tokenizer.model,
+        tokenizer_class=tokenizer.tokenizer_class,
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocabulary_size,
         model_max_length=_context_length(served, tokenizer),

@@ -8,30 +8,25 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
+from services.http_shim.constraint_translate import (
+    constraint_of,
+    constraint_param,
+    json_text,
+    schema_place,
+)
 from services.http_shim.requests import (
     CompletionBody,
     FunctionSpec,
     FunctionTool,
     GenerationBody,
-    Grammar,
-    JsonObject,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    JsonSchemaGrammar,
-    LarkGrammar,
-    LlguidanceGrammar,
-    RegexGrammar,
-    ResponseFormat,
 )
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
 from tokenwire.types.v1 import types_pb2
 
 __all__ = [
-    "json_text",
     "param_of",
+    "schema_param",
     "shared_fields",
     "to_complete_request",
     "tool_param",
@@ -53,11 +48,14 @@ _PARAMS = {
     "context_overflow": "context_length_exceeded_behavior",
     "truncate_prompt": "truncate_sequence",
     "delivery": "stream",
+    "sampling.bad_token_ids": "bad_words",
     "sampling.dry": "dry_multiplier",
     "sampling.mirostat": "mirostat_target",
     "sampling.mirostat.target_perplexity": "mirostat_target",
     "sampling.mirostat.learning_rate": "mirostat_lr",
 }
+_BIAS_FIELD = re.compile(r"sampling\.logit_bias\[(?P<token>\d+)\]")
+_MOST_PROMPTS = 128
 _TOOL_FIELD = re.compile(r"(?P<tool>tools\[\d+\])\.(?P<field>\w+)")
 
 
@@ -65,14 +63,16 @@ def param_of(path: str, body: GenerationBody) -> str:
     """The client's name for a field of a request: "prompts[0].text" is "prompt"."""
     if path.startswith("tools["):
         return tool_param(path)
+    if bias := _BIAS_FIELD.fullmatch(path):
+        return f"logit_bias.{bias['token']}"
     path = re.sub(r"\[[^\]]*\]", "", path)
     if path in _PARAMS:
         return _PARAMS[path]
     parts = path.split(".")
     if parts[:2] == ["sampling", "dry"]:
         return f"dry_{parts[2]}"
-    if parts[0] == "grammar" and body.grammar is None:
-        return "response_format"
+    if parts[0] == "grammar":
+        return constraint_param(body)
     if parts[0] in ("sampling", "stopping") and len(parts) > 1:
         parts = parts[1:]
     if (
@@ -92,13 +92,26 @@ def tool_param(path: str) -> str:
     return f"{place['tool']}.function.{place['field'].removesuffix('_json')}"
 
 
+def schema_param(path: str, body: GenerationBody) -> str:
+    """The client's name for a place in a schema: "tools[0].parameters_json.items.format" is
+    "tools[0].function.parameters.items.format"."""
+    if tool := _TOOL_FIELD.match(path):
+        return tool_param(tool.group()) + path[tool.end() :]
+    _, _, place = path.split(".", 2)  # behind "grammar" and its kind
+    return f"{schema_place(body)}.{place}"
+
+
 def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
     """The request, with DELIVERY_WHOLE unless it streams.
 
     Raises INVALID_ARGUMENT, with the client's name of the field, for what the proto can't say.
     """
-    if body.stream and body.best_of:
-        raise invalid("best_of", "best_of can't be streamed: leave out best_of or stream.")
+    n = 1 if body.n is None else body.n
+    if body.stream and body.best_of is not None and body.best_of > n:
+        raise invalid(
+            "best_of",
+            f"best_of above n ({n}) can't be streamed: lower best_of or leave out stream.",
+        )
     return completion_pb2.CompleteRequest(
         **shared_fields(body),
         prompts=_prompts(body.prompt),
@@ -123,7 +136,7 @@ def shared_fields(body: GenerationBody) -> dict[str, Any]:
         "stop": [body.stop] if isinstance(body.stop, str) else body.stop,
         "include_stop_string": bool(body.include_stop_str_in_output),
         "n": body.n,
-        "grammar": _constraint(body),
+        "grammar": constraint_of(body),
         "context_overflow": None if overflow is None else _OVERFLOWS[overflow],
         "delivery": (
             completion_pb2.DELIVERY_DELTAS if body.stream else completion_pb2.DELIVERY_WHOLE
@@ -132,18 +145,20 @@ def shared_fields(body: GenerationBody) -> dict[str, Any]:
         "tool_choice": _tool_choice(body),
         "user": body.user or "",
         "dry_sequence_breakers": body.dry_sequence_breakers if body.dry_multiplier else None,
+        "no_dry_sequence_breakers": bool(body.dry_multiplier) and body.dry_sequence_breakers == [],
+        "skip_special_tokens": body.skip_special_tokens,
+        "truncate_prompt_tokens": body.truncate_prompt_tokens,
+        "prompt_logprobs": body.prompt_logprobs,
+        "bad_words": body.bad_words,
     }
 
 
 def _refuse_contradictions(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only for requests with stream: true.")
-    if body.grammar is not None and body.response_format is not None:
-        raise invalid("grammar", "grammar and response_format exclude each other.")
-    if body.dry_sequence_breakers == []:
+    if body.stream and body.prompt_logprobs is not None:
         raise invalid(
-            "dry_sequence_breakers",
-            "dry_sequence_breakers must not be empty: leave it out for the usual ones.",
+            "prompt_logprobs", "prompt_logprobs can't be streamed: leave out one of the two."
         )
     if None not in (body.max_tokens, body.max_completion_tokens) and (
         body.max_tokens != body.max_completion_tokens
@@ -165,6 +180,10 @@ def _prompts(
         return [completion_pb2.Prompt(text=prompt)]
     if not prompt:
         raise invalid("prompt", "prompt is an empty list; it needs at least one element.")
+    if len(prompt) > _MOST_PROMPTS and not isinstance(prompt[0], int):
+        raise invalid(
+            "prompt", f"prompt has {len(prompt):,} elements; {_MOST_PROMPTS} are the most."
+        )
     texts = [element for element in prompt if isinstance(element, str)]
     ids = [element for element in prompt if isinstance(element, int)]
     lists = [element for element in prompt if isinstance(element, list)]
@@ -189,6 +208,8 @@ def _sampling(body: GenerationBody) -> types_pb2.SamplingParams:
         repetition_penalty=body.repetition_penalty,
         logit_bias=body.logit_bias,
     )
+    if body.allowed_token_ids is not None:
+        sampling.allowed_token_ids.CopyFrom(types_pb2.TokenIds(ids=body.allowed_token_ids))
     if body.dry_multiplier:  # 0 is off, whatever the others say
         sampling.dry.CopyFrom(
             types_pb2.DryParams(
@@ -215,38 +236,6 @@ def _stopping(body: GenerationBody) -> types_pb2.StoppingParams:
     )
 
 
-def _constraint(body: GenerationBody) -> types_pb2.GrammarSpec | None:
-    if body.grammar is not None:
-        return _of_grammar(body.grammar)
-    if body.response_format is not None:
-        return _of_response_format(body.response_format)
-    return None
-
-
-def _of_grammar(grammar: Grammar) -> types_pb2.GrammarSpec:
-    match grammar:
-        case RegexGrammar():
-            return types_pb2.GrammarSpec(regex=grammar.value)
-        case JsonSchemaGrammar():
-            return types_pb2.GrammarSpec(json_schema=json_text(grammar.value))
-        case LarkGrammar():
-            return types_pb2.GrammarSpec(lark=grammar.value)
-        case LlguidanceGrammar():
-            return types_pb2.GrammarSpec(llguidance=json_text(grammar.value))
-
-
-def _of_response_format(form: ResponseFormat) -> types_pb2.GrammarSpec | None:
-    if isinstance(form, JsonSchemaFormat):
-        if form.json_schema is None or form.json_schema.schema is None:
-            raise invalid("response_format", "response_format.json_schema.schema is required.")
-        return types_pb2.GrammarSpec(json_schema=json_text(form.json_schema.schema))
-    if isinstance(form, JsonObjectFormat):
-        if form.schema is not None:
-            return types_pb2.GrammarSpec(json_schema=json_text(form.schema))
-        return types_pb2.GrammarSpec(json_object=types_pb2.JsonObject())
-    return None
-
-
 def tools_of(tools: Iterable[FunctionTool] | None) -> list[completion_pb2.Tool]:
     """The functions that may be called."""
     return [_tool(tool.function) for tool in tools or ()]
@@ -267,8 +256,3 @@ def _tool_choice(body: GenerationBody) -> completion_pb2.ToolChoice | None:
     if isinstance(body.tool_choice, str):
         return completion_pb2.ToolChoice(mode=_TOOL_MODES[body.tool_choice])
     return completion_pb2.ToolChoice(name=body.tool_choice.function.name)
-
-
-def json_text(value: str | JsonObject) -> str:
-    """JSON as text, as the client wrote it."""
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -162,8 +162,8 @@ function showPart(block, choice) {
   }
 }
 
-// The tokens of a part in one form: {text, logprob, others: [[text, logprob]]}.
-function tokensOf({ logprobs }) {
+// The tokens of a part in one form: {text, logprob, others: [[text, logprob]]}. Those that the text leaves out are none.
+function tokensOf({ logprobs, text }) {
   if (!logprobs) return [];
   if (logprobs.content) {
     return logprobs.content.map(({ token, logprob, top_logprobs }) => ({
@@ -172,11 +172,14 @@ function tokensOf({ logprobs }) {
       others: top_logprobs.map((other) => [other.token, other.logprob]),
     }));
   }
-  return logprobs.tokens.map((text, index) => ({
-    text,
+  const offsets = logprobs.text_offset;
+  const end = offsets[0] + [...text].length;
+  const tokens = logprobs.tokens.map((token, index) => ({
+    text: token,
     logprob: logprobs.token_logprobs[index],
     others: Object.entries(logprobs.top_logprobs?.[index] ?? {}),
   }));
+  return tokens.filter((_, index) => (offsets[index + 1] ?? end) > offsets[index]);
 }
 
 function addToken(block, { text, logprob, others }) {

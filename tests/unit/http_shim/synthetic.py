@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from services.http_shim.completion_responses import CompletionShape
 from services.http_shim.exchange import Exchange
+from services.http_shim.requests import CompletionBody
 from services.http_shim.responses import Delta, Envelope
 from services.http_shim.running import Running
 from tokenwire.completion.v1 import completion_pb2
@@ -125,7 +126,8 @@ def feed(
 
 
 def envelope() -> Envelope:
-    return Envelope("cmpl-1", 1700000000, ACCEPTED, CompletionShape)
+    shape = CompletionShape.of(CompletionBody())
+    return Envelope("cmpl-1", 1700000000, ACCEPTED, shape)
 
 
 def exchange() -> Exchange:

@@ -26,7 +26,7 @@ from tokenwire.completion.v1 import completion_pb2
 from tokenwire.types.v1 import types_pb2
 
 PROMPT = types_pb2.TokenIds(ids=[7, 8])
-ENVELOPE = Envelope("chatcmpl-1", 1700000000, ACCEPTED, ChatShape)
+ENVELOPE = Envelope("chatcmpl-1", 1700000000, ACCEPTED, ChatShape.of(ChatBody()))
 STOP = types_pb2.FINISH_REASON_STOP
 CALLS = types_pb2.FINISH_REASON_TOOL_CALLS
 WEATHER = [
@@ -55,7 +55,8 @@ def begin(
     running: Running[completion_pb2.ChatDelta] = Running()
     feed(running, ACCEPTED)
     shape = ChatShape.of(ChatBody(**fields))
-    return running, EventStream(running, shape, options, ENVELOPE, exchange())
+    envelope = Envelope("chatcmpl-1", 1700000000, ACCEPTED, shape)
+    return running, EventStream(running, shape, options, envelope, exchange())
 
 
 def objects(data: bytes) -> list[Any]:
@@ -91,6 +92,7 @@ def test_the_whole_object() -> None:
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
+                "matched_stop": None,
             }
         ],
         "usage": {
@@ -110,6 +112,7 @@ def test_calls_and_reasoning_of_a_whole_message() -> None:
         "role": "assistant",
         "content": None,
         "refusal": None,
+        "reasoning": "hm",
         "reasoning_content": "hm",
         "tool_calls": [
             {
@@ -122,8 +125,10 @@ def test_calls_and_reasoning_of_a_whole_message() -> None:
     }
 
 
-def test_content_is_null_only_where_calls_speak_alone() -> None:
-    assert whole()["message"]["content"] == ""
+def test_content_is_null_where_there_is_none() -> None:
+    """Whole as streamed: whoever joins the chunks of such an answer sees no content either."""
+    assert whole()["message"]["content"] is None
+    assert whole(chat_delta(reasoning="hm"))["message"]["content"] is None
     assert whole(chat_delta("so: "), *WEATHER)["message"]["content"] == "so: "
 
 
@@ -192,7 +197,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
         {},
     ]
     assert [each["finish_reason"] for each in choices(data)] == [None, None, None, "stop"]
-    assert all("usage" not in event for event in objects(data))
+    assert ["usage" in event for event in objects(data)] == [False, False, False, True]
 
 
 def test_a_streamed_call_is_named_once() -> None:
@@ -246,7 +251,7 @@ def test_what_is_held_back_makes_no_chunks() -> None:
     feed(running, chat_delta(reasoning="hm"))
     assert deltas_of(stream.take()) == [
         {"role": "assistant", "content": None},
-        {"reasoning_content": "hm"},
+        {"reasoning": "hm", "reasoning_content": "hm"},
     ]
 
 
@@ -262,10 +267,31 @@ def test_ids_come_with_what_they_spell_or_alone() -> None:
     assert "prompt_token_ids" not in third
 
 
+def test_ids_of_the_prompt_stand_beside_the_choices() -> None:
+    """Once in a stream, where vLLM's clients look for them."""
+    running, stream = begin(return_token_ids=True, n=2)
+    feed(running, chat_delta("a", [1]), chat_delta("b", [2], index=1))
+    first, *others = objects(stream.take())
+    assert first["prompt_token_ids"] == [7, 8]
+    assert all("prompt_token_ids" not in chunk for chunk in others)
+    shape = ChatShape.of(ChatBody(return_token_ids=True))
+    answer = Envelope("chatcmpl-1", 1, ACCEPTED, shape).whole([], usage_of(USAGE))
+    assert json.loads(answer)["prompt_token_ids"] == [7, 8]
+
+
+def test_what_ended_a_stream_is_named_once() -> None:
+    running, stream = begin()
+    match = types_pb2.StopMatch(eos_token_id=2)
+    feed(running, chat_delta("a", [1]), finished(reason=STOP, match=match), USAGE)
+    *before, last = choices(stream.take())
+    assert (last["stop_reason"], last["matched_stop"]) == (None, 2)
+    assert all("matched_stop" not in choice for choice in before)
+
+
 def test_an_empty_answer_still_has_its_role() -> None:
     running, stream = begin()
     feed(running, finished(tokens=1, reason=STOP), USAGE)
-    assert deltas_of(stream.take()) == [{"role": "assistant", "content": ""}, {}]
+    assert deltas_of(stream.take()) == [{"role": "assistant", "content": None}, {}]
 
 
 def test_usage_is_told_as_asked() -> None:
@@ -276,7 +302,21 @@ def test_usage_is_told_as_asked() -> None:
     assert (last["choices"], last["usage"]["total_tokens"]) == ([], 5)
     running, stream = begin(StreamOptions(continuous_usage_stats=True))
     feed(running, chat_delta("a", [1]))
-    assert [chunk["usage"]["total_tokens"] for chunk in objects(stream.take())] == [3, 3]
+    assert [chunk["usage"]["total_tokens"] for chunk in objects(stream.take())] == [2, 3]
+    feed(running, chat_delta("b", [2]), finished(), USAGE)
+    assert [chunk["usage"]["total_tokens"] for chunk in objects(stream.take())] == [5, 5]
+    running, stream = begin(StreamOptions(include_usage=False))
+    feed(running, chat_delta("a", [1]), finished(), USAGE)
+    assert all("usage" not in chunk for chunk in objects(stream.take() + stream.tail()))
+
+
+def test_the_last_chunk_alone_has_the_usage() -> None:
+    """However much comes at once."""
+    running, stream = begin()
+    feed(running, chat_delta("a", [1]), finished(), USAGE)
+    chunks = objects(stream.take() + stream.tail())
+    assert ["usage" in chunk for chunk in chunks] == [False, False, True]
+    assert chunks[-1]["usage"]["total_tokens"] == 5
 
 
 parts = st.one_of(

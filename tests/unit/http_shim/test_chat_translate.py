@@ -1,6 +1,7 @@
 """Every field of a chat reaches the services, under the right name, and comes back so."""
 
 import json
+import re
 
 import msgspec
 import pytest
@@ -210,6 +211,17 @@ def test_messages_are_required() -> None:
             {"continue_last_message": True, "add_generation_prompt": False},
         ),
         ({"stream": True}, {"delivery": completion_pb2.DELIVERY_DELTAS}),
+        ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+        ({"spaces_between_special_tokens": False}, {}),
+        ({"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": -1}),
+        ({"prompt_logprobs": 0}, {"prompt_logprobs": 0}),
+        ({"bad_words": ["a", "b"]}, {"bad_words": ["a", "b"]}),
+        (
+            {"allowed_token_ids": [4, 5]},
+            {"sampling": {"allowed_token_ids": {"ids": [4, 5]}}},
+        ),
+        ({"allowed_token_ids": []}, {"sampling": {"allowed_token_ids": {}}}),
+        ({"reasoning_effort": "none", "echo": True}, {"reasoning_effort": "none", "echo": True}),
     ],
 )
 def test_fields(fields: dict[str, object], request_: dict[str, object]) -> None:
@@ -231,8 +243,12 @@ def test_every_field_of_the_proto_can_be_said() -> None:
         response_format={"type": "json_object"}, context_length_exceeded_behavior="error",
         chat_template="t", chat_template_kwargs={}, continue_final_message=True,
         add_generation_prompt=False, user="u", dry_multiplier=1, dry_sequence_breakers=["a"],
+        skip_special_tokens=False, truncate_prompt_tokens=5, prompt_logprobs=1, bad_words=["a"],
+        reasoning_effort="low", echo=True,
     )  # fmt: skip
-    assert {field.name for field, _ in said.ListFields()} == {
+    without_breakers = translated(dry_multiplier=1, dry_sequence_breakers=[])
+    fields = [*said.ListFields(), *without_breakers.ListFields()]
+    assert {field.name for field, _ in fields} == {
         field.name for field in completion_pb2.ChatRequest.DESCRIPTOR.fields
     }
 
@@ -248,7 +264,10 @@ def test_every_field_of_the_proto_can_be_said() -> None:
         ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         (
-            {"grammar": {"type": "regex", "value": "a"}, "response_format": {"type": "text"}},
+            {
+                "grammar": {"type": "regex", "value": "a"},
+                "response_format": {"type": "json_object"},
+            },
             "grammar",
         ),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
@@ -313,10 +332,9 @@ def test_rendering_takes_what_a_chat_takes() -> None:
         "chat_template": "rag",
         "chat_template_kwargs": {"a": 1},
         "add_generation_prompt": False,
-        "return_token_strs": True,
     }
     body = msgspec.json.decode(json.dumps(fields), type=TokenizeBody)
-    assert to_render_request(body) == tokenizer_pb2.RenderChatRequest(
+    assert to_render_request(body, with_texts=True) == tokenizer_pb2.RenderChatRequest(
         messages=[message("USER", text("Hello"))],
         tools=translated(tools=[TOOL]).tools,
         template="rag",
@@ -349,4 +367,4 @@ def test_any_json_is_read_or_refused(fields: dict[str, object]) -> None:
     except ServiceError as refusal:
         error = refusal
     assert error is None or http_status(error.code) == 400
-    assert error is None or error.field.partition("[")[0] in ChatBody.__struct_fields__
+    assert error is None or re.split(r"[.\[]", error.field)[0] in ChatBody.__struct_fields__

@@ -37,6 +37,7 @@ def test_the_whole_object() -> None:
                 "logprobs": None,
                 "finish_reason": "length",
                 "stop_reason": None,
+                "matched_stop": None,
             }
         ],
         "usage": {
@@ -86,6 +87,19 @@ def test_of_equal_texts_the_likelier_is_kept() -> None:
     assert choice.logprobs.token_logprobs == [-2.0]
 
 
+def test_the_token_itself_comes_first() -> None:
+    """vLLM's clients take it from there; those behind it come best first."""
+    row = [(1, "a", -0.25), (2, "b", -1.0), (3, "c", -3.0)]
+    for token, text, score in (*row[1:], (9, "z", -8.0)):
+        part = delta(text, [token], logprobs=[score], texts=[text], offsets=[0], top=[row])
+        logprobs = WITH_LOGPROBS.choice(0, [part], None, None).logprobs
+        assert logprobs is not None
+        (shown,) = logprobs.top_logprobs
+        assert shown is not None
+        others = [name for _, name, _ in row if name != text]
+        assert list(shown) == [text, *others]
+
+
 def test_zero_logprobs_show_the_chosen_token() -> None:
     choice = WITH_LOGPROBS.choice(
         0, [delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0])], None, None
@@ -116,18 +130,22 @@ def test_ids_are_shown_only_when_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("match", "reason"),
+    ("match", "reason", "matched"),
     [
-        (None, None),
-        (types_pb2.StopMatch(eos_token_id=2), None),
-        (types_pb2.StopMatch(stop_token_id=5), 5),
-        (types_pb2.StopMatch(stop_string="\n"), "\n"),
+        (None, None, None),
+        (types_pb2.StopMatch(eos_token_id=2), None, 2),
+        (types_pb2.StopMatch(stop_token_id=5), 5, 5),
+        (types_pb2.StopMatch(stop_string="\n"), "\n", "\n"),
     ],
 )
-def test_stop_reason(match: types_pb2.StopMatch | None, reason: str | int | None) -> None:
+def test_stop_reason(
+    match: types_pb2.StopMatch | None, reason: str | int | None, matched: str | int | None
+) -> None:
+    """vLLM's is null where the end of sequence came, SGLang's is its id."""
     end = finished(reason=types_pb2.FINISH_REASON_STOP, match=match)
     choice = PLAIN.choice(0, [], end, None)
     assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
+    assert choice.matched_stop == matched
 
 
 def test_every_reason_has_a_name() -> None:

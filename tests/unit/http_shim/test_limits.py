@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.http_shim.errors import http_status
-from services.http_shim.limits import Account, Bucket, estimated_tokens, lower_output
+from services.http_shim.limits import (
+    Account,
+    Bucket,
+    drawn_choices,
+    estimated_tokens,
+    lower_output,
+)
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
 from tokenwire.keys import Tier
@@ -78,6 +84,20 @@ def test_completions_at_a_time() -> None:
     assert refusal(key.begin, 1, 0.0).retry_seconds == 1
     key.end(1, 1, 0.0)
     key.begin(1, 0.0)
+
+
+def test_each_choice_takes_one_of_the_streams() -> None:
+    """Else two requests of 128 choices take every place of the engine."""
+    key = account(concurrent_streams=4)
+    key.begin(1, 0.0, choices=3)
+    refusal(key.begin, 1, 0.0, 2)
+    key.begin(1, 0.0)
+    key.end(1, 1, 0.0, choices=3)
+    key.begin(1, 0.0, choices=3)
+    prompt = completion_pb2.Prompt(text="a")
+    best_of = completion_pb2.CompleteRequest(best_of=5, n=2, prompts=[prompt] * 3)
+    assert drawn_choices(best_of) == 15
+    assert drawn_choices(completion_pb2.ChatRequest(n=7)) == 7
 
 
 def test_what_is_refused_costs_nothing() -> None:

@@ -4,17 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
-from services.http_shim import requests
+from services.http_shim import conversation, requests
 from services.http_shim.app import create_app
+from services.http_shim.backend import Patience
 from services.http_shim.catalog import Catalog
 from services.http_shim.gate import Gate
 from services.http_shim.openapi import document, openapi
 from services.http_shim.pages import PAGES
+from services.http_shim.settings import HttpShimSettings
 
 DOCUMENT = document()
 
@@ -31,7 +34,7 @@ async def test_it_is_what_is_served() -> None:
 async def test_it_has_every_route(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
-    app = create_app(Catalog(path), Gate(), 1, None, 30.0)
+    app = create_app(Catalog(path, Patience()), Gate(), HttpShimSettings(), None)
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes
@@ -68,3 +71,34 @@ def test_ranges_are_told() -> None:
     assert fields["top_k"]["anyOf"][0] == {"type": "integer", "minimum": -1, "maximum": 128}
     assert {"type": "null"} not in fields["prompt"]["anyOf"]
     assert all(field["description"] for field in fields.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FunctionTool", {"function": {"name": "f"}}),
+        ("NamedToolChoice", {"function": {"name": "f"}}),
+        ("MessageCall", {"id": "1", "function": {"name": "f", "arguments": "{}"}}),
+    ],
+)
+def test_a_type_that_the_parser_does_not_need_is_not_required(
+    name: str, value: dict[str, object]
+) -> None:
+    """Else a client made from the document refuses what the server takes."""
+    kind = getattr(requests, name, None) or getattr(conversation, name)
+    msgspec.json.decode(json.dumps(value), type=kind)
+    jsonschema.validate(value, DOCUMENT | {"$ref": f"#/components/schemas/{name}"})
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(
+            value | {"type": "x"}, DOCUMENT | {"$ref": f"#/components/schemas/{name}"}
+        )
+
+
+def test_streams_are_described_by_the_schema_of_their_chunks() -> None:
+    for path, chunk in (
+        ("/v1/completions", "Completion"),
+        ("/v1/chat/completions", "ChatCompletionChunk"),
+    ):
+        content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
+        schema = content["text/event-stream"]["schema"]
+        assert schema["$ref"] == f"#/components/schemas/{chunk}"

@@ -46,7 +46,8 @@ def test_types_are_told_in_words() -> None:
     text = Page(reference(document())).text
     for words in (
         "number (from 0 to 2) or null, default 1",  # temperature
-        "string (from 1 to 1000 characters) or array of string (from 1 to 1000 characters) or null",
+        "string (from 1 to 1000 characters) or "
+        "array of string (from 1 to 1000 characters) (up to 4096 items) or null",
         "array of array of integer (from 0) (from 1 items) (from 1 to 128 items), required",
         "array of FunctionTool (up to 128 items)",
         "string (like ^[A-Za-z0-9_-]{1,64}$), required",

@@ -1,6 +1,7 @@
 """What clients may send, and what they are told when it is wrong."""
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -87,9 +88,6 @@ def test_broken_bodies_are_the_clients_fault(body: bytes) -> None:
         ("stop", 3),
         ("stop", ["a", None]),
         ("stop_token_ids", [-1]),
-        ("logit_bias", {"x": 1}),
-        ("logit_bias", {"-1": 1}),
-        ("logit_bias", {"1": "2"}),
         ("logit_bias", [1]),
         ("echo", 1),
         ("logprobs", True),
@@ -111,6 +109,22 @@ def test_wrong_types_name_their_field(field: str, value: object) -> None:
         read(json.dumps({"prompt": "x", field: value}).encode())
     assert http_status(caught.value.code) == 400
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("biases", "message"),
+    [
+        ({"7": 1, "x": 1}, "logit_bias.x: the key must be a token id."),
+        ({"-1": 1}, "logit_bias.-1: the key must be a token id."),
+        ({"07": 1}, "logit_bias.07: the key must be a token id."),
+        ({"7": 1, "8": "2"}, "logit_bias.8: Expected `float`, got `str`."),
+    ],
+)
+def test_wrong_biases_name_their_key(biases: dict[str, object], message: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        read(json.dumps({"prompt": "x", "logit_bias": biases}).encode())
+    assert caught.value.message == message
+    assert caught.value.field == message.partition(":")[0]
 
 
 @pytest.mark.parametrize(
@@ -232,4 +246,4 @@ def test_any_json_is_read_or_refused(fields: dict[str, Any]) -> None:
     """Whatever a client sends, it gets a request or a 400 that names a field, never a 500."""
     error = refusal(json.dumps(fields).encode())
     assert error is None or http_status(error.code) == 400
-    assert error is None or error.field.partition("[")[0] in CompletionBody.__struct_fields__
+    assert error is None or re.split(r"[.\[]", error.field)[0] in CompletionBody.__struct_fields__

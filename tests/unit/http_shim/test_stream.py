@@ -1,7 +1,9 @@
 """Slow readers get merged chunks, stuck ones are cut, silent streams are kept alive."""
 
 import asyncio
+from collections.abc import Sequence
 
+import grpc
 import pytest
 from starlette.types import Message
 
@@ -20,6 +22,7 @@ from tests.unit.http_shim.synthetic import (
     feed,
     finished,
 )
+from tokenwire.errors import ServiceError
 
 
 class Socket:
@@ -27,13 +30,16 @@ class Socket:
 
     def __init__(self, *, reads: bool = True) -> None:
         self.bodies: list[bytes] = []
+        self.trailers: dict[bytes, bytes] | None = None
         self.arrived = asyncio.Event()
         self.readable = asyncio.Event()
         if reads:
             self.readable.set()
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] == "http.response.trailers":
+            self.trailers = dict(message["headers"])
+        if message["type"] != "http.response.body":
             return
         await self.readable.wait()
         self.bodies.append(message["body"])
@@ -56,14 +62,20 @@ class Credits:
 
 
 def begin(
-    socket: Socket, credits_: Credits, *, choices: int = 1, **intervals: float
+    socket: Socket,
+    credits_: Credits,
+    *,
+    choices: int = 1,
+    extensions: Sequence[str] = (),
+    **intervals: float,
 ) -> tuple[Running, "asyncio.Task[None]"]:
     running = Running()
     feed(running, ACCEPTED)
     body = CompletionBody(prompt="x", stream=True, n=choices)
-    events = EventStream(running, CompletionShape.of(body), None, envelope(), exchange())
+    scope = {"exchange": exchange(), "extensions": {name: {} for name in extensions}}
+    events = EventStream(running, CompletionShape.of(body), None, envelope(), scope["exchange"])
     patient = {"stall_seconds": 30.0} | intervals
-    sending = stream.send_stream(socket.send, running, credits_, events, **patient)
+    sending = stream.send_stream(scope, socket.send, running, credits_, events, **patient)
     return running, asyncio.ensure_future(sending)
 
 
@@ -135,6 +147,20 @@ async def test_a_client_that_stops_reading_is_cut() -> None:
     with pytest.raises(ClientGoneError):
         await sending
     assert running.is_open(), "nothing told the service to go on"
+
+
+async def test_a_trailer_says_what_was_used_even_by_a_stream_that_failed() -> None:
+    """Where the connection has no trailers, none are sent."""
+    ends = [(finished(), USAGE), ()]
+    for end, used in zip(ends, (b"5", b"4"), strict=True):
+        for extensions in (["http.response.trailers"], []):
+            socket = Socket()
+            running, sending = begin(socket, Credits(), extensions=extensions)
+            feed(running, delta("a", [1, 2]), *end)
+            if not end:
+                running.on_error(ServiceError(grpc.StatusCode.INTERNAL, "NOT_FINITE", "NaN"))
+            await sending
+            assert socket.trailers == ({b"x-tokens-used": used} if extensions else None)
 
 
 async def test_a_client_that_left_ends_the_stream() -> None:

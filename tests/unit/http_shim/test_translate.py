@@ -100,6 +100,11 @@ _SCHEMA = {"type": "object", "properties": {"b": {"maximum": 1.10}, "a": {}}}
                 "dry_sequence_breakers": ["\n"],
             },
         ),
+        (
+            {"dry_multiplier": 1, "dry_sequence_breakers": []},
+            {"sampling": {"dry": {"multiplier": 1}}, "no_dry_sequence_breakers": True},
+        ),
+        ({"dry_multiplier": 0, "dry_sequence_breakers": []}, {}),
         ({"mirostat_target": 2}, {"sampling": {"mirostat": {"target_perplexity": 2}}}),
         ({"mirostat_lr": 0.5}, {"sampling": {"mirostat": {"learning_rate": 0.5}}}),
         ({"n": 2, "best_of": 3, "echo": True, "logprobs": 0}, None),
@@ -158,11 +163,14 @@ def test_schemas_keep_their_order(fields: dict[str, object]) -> None:
         ({"stream_options": {}}, "stream_options"),
         ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
         ({"stream": True, "best_of": 2}, "best_of"),
+        ({"stream": True, "best_of": 3, "n": 2}, "best_of"),
         (
-            {"grammar": {"type": "regex", "value": "a"}, "response_format": {"type": "text"}},
+            {
+                "grammar": {"type": "regex", "value": "a"},
+                "response_format": {"type": "json_object"},
+            },
             "grammar",
         ),
-        ({"dry_multiplier": 1, "dry_sequence_breakers": []}, "dry_sequence_breakers"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
@@ -172,6 +180,14 @@ def test_contradictions(fields: dict[str, object], param: str) -> None:
     with pytest.raises(ServiceError) as caught:
         translated(**fields)
     assert caught.value.field == param
+
+
+@pytest.mark.parametrize("n", [None, 1, 3])
+def test_best_of_that_ranks_nothing_is_streamed(n: int | None) -> None:
+    """Generated clients send best_of: 1 with every request."""
+    request = translated(stream=True, n=n, best_of=n or 1)
+    assert request.delivery == completion_pb2.DELIVERY_DELTAS
+    assert request.best_of == (n or 1)
 
 
 def test_streams_ask_for_deltas() -> None:
@@ -187,7 +203,7 @@ def test_streams_ask_for_deltas() -> None:
         ("prompts[1].text", "prompt"),
         ("suffix", "suffix"),
         ("sampling.top_p", "top_p"),
-        ("sampling.logit_bias[12]", "logit_bias"),
+        ("sampling.logit_bias[12]", "logit_bias.12"),
         ("sampling.dry", "dry_multiplier"),
         ("sampling.dry.base", "dry_base"),
         ("sampling.mirostat.target_perplexity", "mirostat_target"),
