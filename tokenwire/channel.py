@@ -4,7 +4,10 @@ from typing import Any
 
 import grpc
 
-__all__ = ["MESSAGE_LIMIT", "MESSAGE_LIMITS", "QUIET", "connect"]
+__all__ = ["LOST_SECONDS", "MESSAGE_LIMIT", "MESSAGE_LIMITS", "QUIET", "connect"]
+
+LOST_SECONDS = 20.0
+"""Silence after which a server is taken for lost"""
 
 MESSAGE_LIMIT = 64 * 1024 * 1024  # bytes; gRPC's own default of 4 MiB cuts long prompts
 MESSAGE_LIMITS: list[tuple[str, Any]] = [
@@ -19,16 +22,29 @@ QUIET: list[tuple[str, Any]] = [
 _OPTIONS: list[tuple[str, Any]] = [
     *MESSAGE_LIMITS,
     *QUIET,
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    # a client that only reads sends no data between its pings, and gRPC would hold the third back
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # gRPC's name misleads: this is how long one attempt to connect may take. A service that is far
+    # away or starved of its cores needs more than its address takes to answer.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # retries of work that was never admitted need the whole request in the buffer
     ("grpc.per_rpc_retry_buffer_size", MESSAGE_LIMIT),
 ]
 
 
-def connect(target: str) -> grpc.aio.Channel:
-    """A channel to "host:port". It connects by itself, and again after every loss."""
-    return grpc.aio.insecure_channel(target, options=_OPTIONS)
+def connect(target: str, lost_seconds: float = LOST_SECONDS) -> grpc.aio.Channel:
+    """Open a channel to "host:port". It connects by itself, and again after every loss.
+
+    lost_seconds: a server that answers no ping for so long is lost, and the calls to it fail. It is
+    pinged at half of that time; Tokenwire's servers refuse more than 4 pings a second.
+    """
+    half = int(lost_seconds * 500)
+    pings = [
+        ("grpc.keepalive_time_ms", half),
+        ("grpc.keepalive_timeout_ms", half),
+        # without this, gRPC's own timeout of 60 s for every ping decides
+        ("grpc.http2.ping_timeout_ms", half),
+    ]
+    return grpc.aio.insecure_channel(target, options=[*_OPTIONS, *pings])

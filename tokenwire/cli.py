@@ -72,6 +72,8 @@ async def _serve(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             engine_args=options.engine_args,
             open=options.open,
+            cors_origins=options.cors_origins,
+            allowed_hosts=options.allowed_hosts,
             grace=options.grace,
             log_dir=options.log_dir,
         )
@@ -121,8 +123,8 @@ async def _chat(options: argparse.Namespace) -> int:
 
 def _asked(options: argparse.Namespace, *further: str) -> Any:
     """What of a request was given."""
-    names = ("max_tokens", "temperature", "top_p", "seed", "n", "stop", "model", *further)
-    given = {name: getattr(options, name) for name in names}
+    names = ("max_tokens", "temperature", "top_p", "seed", "n", "stop", "ignore_eos", "model")
+    given = {name: getattr(options, name) for name in (*names, *further)}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -252,6 +254,12 @@ def _add_generation(command: argparse.ArgumentParser, max_tokens: str) -> None:
     command.add_argument("--top-p", type=float, help="Nucleus mass.")
     command.add_argument("--seed", type=int, help="The same seed gives the same tokens.")
     command.add_argument("--stop", action="append", help="A string that ends it; repeatable.")
+    command.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        default=None,
+        help="Generate max_tokens tokens, past the end of sequence.",
+    )
     command.add_argument("--model", help="Needed where several are served.")
 
 
@@ -308,6 +316,16 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument(
         "--open", action="store_true", help="Allow a host beyond loopback without keys."
+    )
+    serve.add_argument(
+        "--cors-origins",
+        default="",
+        help="Origins whose pages may use the API, separated by commas; * = all.",
+    )
+    serve.add_argument(
+        "--allowed-hosts",
+        default="",
+        help="Names under which HTTP may be asked besides those of loopback; * = any.",
     )
     serve.add_argument(
         "--grace", type=float, default=30.0, help="Seconds that running requests get."

@@ -101,10 +101,13 @@ class RequestOptions(TypedDict, total=False):
     presence_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_token_ids: Sequence[Sequence[int]]
     dry: DryParams
     mirostat: MirostatParams
     n: int
     logprobs: int
+    prompt_logprobs: int
     grammar: GrammarSpec
     request_id: str
     """Named in every service's log"""
@@ -121,6 +124,10 @@ class TextOptions(RequestOptions, total=False):
     include_stop_string: bool
     context_overflow: completion_pb2.ContextOverflow
     dry_sequence_breakers: Sequence[str]
+    no_dry_sequence_breakers: bool
+    bad_words: Sequence[str]
+    skip_special_tokens: bool
+    truncate_prompt_tokens: int
     tools: Sequence[Tool]
     tool_choice: ToolChoice
     user: str
@@ -144,12 +151,12 @@ class ChatOptions(TextOptions, total=False):
     """Further variables of the template"""
     add_generation_prompt: bool
     continue_last_message: bool
+    reasoning_effort: str
+    echo: bool
 
 
 class GenerateOptions(RequestOptions, total=False):
     """What a request at token level takes besides its prompts: protos/tokenwire/engine/v1."""
-
-    prompt_logprobs: int
 
 
 class _Connection(Closing, Generic[AnySession]):
@@ -182,7 +189,13 @@ class Client(_Connection[CompletionSession]):
         choices = tuple(Choice.join(deltas) for deltas in await _by_choice(stream))
         accepted, usage = stream.ended
         return Completion(
-            accepted.model, accepted.system_fingerprint, accepted.seed, choices, usage
+            accepted.model,
+            accepted.system_fingerprint,
+            accepted.seed,
+            choices,
+            usage,
+            tuple(accepted.ignored),
+            tuple(Scores.join(stream.prompt_scores[i]) for i in range(len(accepted.prompts))),
         )
 
     def stream(
@@ -206,7 +219,13 @@ class Client(_Connection[CompletionSession]):
         choices = tuple(ChatChoice.join(deltas) for deltas in await _by_choice(stream))
         accepted, usage = stream.ended
         return ChatAnswer(
-            accepted.model, accepted.system_fingerprint, accepted.seed, choices, usage
+            accepted.model,
+            accepted.system_fingerprint,
+            accepted.seed,
+            choices,
+            usage,
+            tuple(accepted.ignored),
+            Scores.join(stream.prompt_scores[0]),
         )
 
     def stream_chat(
@@ -302,7 +321,13 @@ class _TextStream(RequestStream[completion_pb2.SessionEvent, TextDelta]):
 
     accepted: completion_pb2.CompleteAccepted | None = None
     """What was admitted; set before the first delta"""
+    prompt_scores: dict[int, list[Scores]]
+    """By prompt, with prompt_logprobs: runs of its tokens, from the second one on"""
     _delta: type[TextDelta]
+
+    def __init__(self, session: CompletionSession) -> None:
+        super().__init__(session)
+        self.prompt_scores = defaultdict(list)
 
     def _cancel_command(self) -> object:
         cancel = completion_pb2.Cancel()
@@ -321,6 +346,11 @@ class _TextStream(RequestStream[completion_pb2.SessionEvent, TextDelta]):
                     finish_reason=FinishReason.read(finished.reason),
                     stop=_matched(finished.match),
                 )
+            case "prompt_logprobs":
+                run = response.prompt_logprobs
+                scores = Scores.read(run.tokens, run.token_texts, (), run.top_texts)
+                if scores is not None:
+                    self.prompt_scores[run.prompt].append(scores)
             case "accepted":
                 self.accepted = response.accepted
             case "completed":
@@ -469,9 +499,18 @@ def _prompt(prompt: Prompt) -> completion_pb2.Prompt:
 def _nested(options: dict[str, Any]) -> dict[str, Any]:
     """The options that the contract keeps in messages of their own; they leave `options`."""
     sampling = _pop_fields(options, types_pb2.SamplingParams)
+    path = "sampling."
+    if (allowed := sampling.pop("allowed_token_ids", None)) is not None:
+        made = _made(types_pb2.TokenIds, f"{path}allowed_token_ids.", ids=allowed)
+        sampling["allowed_token_ids"] = made
+    if (words := sampling.pop("bad_token_ids", None)) is not None:
+        sampling["bad_token_ids"] = [
+            _made(types_pb2.TokenIds, f"{path}bad_token_ids[{place}].", ids=ids)
+            for place, ids in enumerate(words)
+        ]
     stopping = _pop_fields(options, types_pb2.StoppingParams)
     return {
-        "sampling": _made(types_pb2.SamplingParams, "sampling.", **sampling),
+        "sampling": _made(types_pb2.SamplingParams, path, **sampling),
         "stopping": _made(types_pb2.StoppingParams, "stopping.", **stopping),
     }
 

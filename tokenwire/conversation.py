@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Literal
 
 from tokenwire.completion.v1 import completion_pb2
-from tokenwire.results import FinishReason, Usage
+from tokenwire.results import FinishReason, Scores, Usage
 from tokenwire.types.v1 import types_pb2
 
 __all__ = [
@@ -30,7 +30,7 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """JSON text"""
+    """JSON text, unless max_tokens cut it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Message:
 
     role: Role
     content: str | None
-    """None: calls speak alone"""
+    """None: there is none, since calls or the reasoning speak alone"""
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
     """Which call a tool's message answers"""
@@ -134,11 +134,11 @@ class ChatChoice:
         """The whole of a choice's deltas."""
         last = deltas[-1]
         assert last.finish_reason is not None
-        content = "".join(delta.content for delta in deltas)
+        content = "".join(delta.content for delta in deltas) or None
         calls = _joined(chain.from_iterable(delta.tool_calls for delta in deltas))
         message = Message(
             role="assistant",
-            content=None if calls and not content else content,
+            content=content,
             tool_calls=calls,
             reasoning="".join(delta.reasoning for delta in deltas),
         )
@@ -161,6 +161,10 @@ class ChatAnswer:
     seed: int
     choices: tuple[ChatChoice, ...]
     usage: Usage
+    ignored: tuple[str, ...] = ()
+    """Paths of what schemas of the request say without effect"""
+    prompt_scores: Scores | None = None
+    """With prompt_logprobs; entry i speaks of prompt token i + 1"""
 
     @property
     def message(self) -> Message:

@@ -2,12 +2,12 @@
 
 import ipaddress
 
-__all__ = ["why_closed"]
+__all__ = ["is_loopback", "why_closed"]
 
 
 def why_closed(host: str, *, has_keys: bool, is_open: bool) -> str | None:
     """Why HTTP must not be served on an address, as a sentence; None where it may be."""
-    if has_keys or is_open or _is_loopback(host):
+    if has_keys or is_open or is_loopback(host):
         return None
     return (
         f"Without --keys, {host} is served only with --open "
@@ -15,7 +15,8 @@ def why_closed(host: str, *, has_keys: bool, is_open: bool) -> str | None:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
     if host == "localhost":
         return True
     try:

@@ -58,6 +58,8 @@ class Tier(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Completions under way at a time, streamed or not"""
     models: tuple[str, ...] | None = None
     """Canonical ids of the models that may be used"""
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    """Higher is served first"""
 
 
 class Key(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -67,6 +67,10 @@ class Layout:
     """Further flags of the engine, as on a shell's command line"""
     open: bool = False
     """Allow a host beyond loopback without API keys"""
+    cors_origins: str = ""
+    """Origins whose pages may use the API, separated by commas; "*" = all"""
+    allowed_hosts: str = ""
+    """Names under which HTTP may be asked besides those of loopback, separated by commas"""
     grace: float = 30.0
     """Seconds that running requests get when the stack stops"""
     log_dir: Path | None = None
@@ -153,7 +157,9 @@ def _shim(layout: Layout, *models: str) -> Service:
     listen = ("--host", layout.host, "--port", str(layout.port))
     keys = () if layout.keys is None else ("--keys", str(layout.keys.absolute()))
     beyond = ("--open",) if layout.open else ()
-    arguments = (*listen, *models, *_grace(layout), *keys, *beyond)
+    pages = ("--cors-origins", layout.cors_origins) if layout.cors_origins else ()
+    hosts = ("--allowed-hosts", layout.allowed_hosts) if layout.allowed_hosts else ()
+    arguments = (*listen, *models, *_grace(layout), *keys, *beyond, *pages, *hosts)
     return Service("http_shim", arguments, address(reachable(layout.host), layout.port))
 
 

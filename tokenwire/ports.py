@@ -4,8 +4,9 @@ import errno
 import os
 import socket
 
-__all__ = ["address", "reachable", "why_unusable"]
+__all__ = ["address", "listen", "reachable", "why_unusable"]
 
+_BACKLOG = 2048  # connections that wait to be accepted
 _HELD = (
     "address already in use, though nobody listens: an outgoing connection may hold it; try again, "
     "or keep the port from them with the sysctl net.ipv4.ip_local_reserved_ports"
@@ -15,6 +16,16 @@ _HELD = (
 def address(host: str, port: int) -> str:
     """host:port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there, for HTTP. Raises OSError."""
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=_BACKLOG,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),  # as gRPC does
+    )
 
 
 def reachable(host: str) -> str:

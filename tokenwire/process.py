@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import IO, Any
@@ -29,16 +30,24 @@ class Process:
         self._output: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def start(cls, service: Service, log_dir: Path | None) -> "Process":
-        """Start it; its log goes to a file in the directory, or to stderr. Raises ServeError."""
+    async def start(
+        cls, service: Service, log_dir: Path | None, listener: socket.socket | None = None
+    ) -> "Process":
+        """Start it; its log goes to a file in the directory, or to stderr. Raises ServeError.
+
+        listener: the socket that it serves, which stays open when it ends.
+        """
+        fds = () if listener is None else (listener.fileno(),)
+        arguments = (*service.arguments, *(f"--fd={fd}" for fd in fds))
         sink = _sink(service, log_dir)
         # on a terminal a service sees a terminal too, and shows its progress
         source, stderr = os.openpty() if sink.isatty() else os.pipe()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", f"services.{service.name}", *service.arguments,
+            sys.executable, "-P", "-m", f"services.{service.name}", *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=stderr,
             stderr=stderr,
+            pass_fds=fds,
             process_group=0,  # Ctrl-C is the supervisor's; it stops them in order
             preexec_fn=_die_with_parent,
         )  # fmt: skip

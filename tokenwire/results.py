@@ -77,9 +77,11 @@ class Scores:
     """The most likely ids, best first; empty tuples where none were asked for"""
     top_logprobs: tuple[tuple[float, ...], ...] = ()
     texts: tuple[str, ...] = ()
-    """What each token adds to the text (text level only)"""
+    """What each token adds to the text, or its own text where the text leaves it out: a special
+    token, the stop id that ends a choice (text level only)"""
     offsets: tuple[int, ...] = ()
-    """Where that starts in the choice's whole text, in code points (text level only)"""
+    """Where that starts, or would stand, in the choice's whole text, in code points (text level
+    only)"""
     top_texts: tuple[tuple[str, ...], ...] = ()
     """Texts of top_ids (text level only)"""
 
@@ -188,6 +190,10 @@ class Completion:
     seed: int
     choices: tuple[Choice, ...]
     usage: Usage
+    ignored: tuple[str, ...] = ()
+    """Paths of what schemas of the request say without effect"""
+    prompt_scores: tuple[Scores | None, ...] = ()
+    """By prompt; entry i speaks of prompt token i + 1. None unless prompt_logprobs was given"""
 
     @property
     def text(self) -> str:

@@ -84,6 +84,11 @@ class Session(Generic[Command, Event]):
             self._running = asyncio.create_task(self._run(), context=Context())
         return handle
 
+    def hand_over(self, handle: int, listener: Listener[Event]) -> None:
+        """Deliver what follows of a request to another listener."""
+        if handle in self._listeners:
+            self._listeners[handle] = listener
+
     def send(self, command: Command) -> None:
         """Queue a command; it leaves with the others of this turn of the loop."""
         self._outbox.append(command)

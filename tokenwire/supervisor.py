@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -21,6 +22,7 @@ from tokenwire.layout import (
     require_free_ports,
     shim_of_catalog,
 )
+from tokenwire.ports import address, listen
 from tokenwire.process import Process, say
 
 __all__ = ["supervise"]
@@ -33,8 +35,9 @@ Result = TypeVar("Result")
 async def supervise(layout: Layout) -> None:
     """Start the stack, say where it is, and keep it until SIGINT or SIGTERM; a second one kills.
 
-    With a catalog, SIGHUP reads it again. Raises ServeError when it can't start, when one of its
-    processes ends, or when one had to be killed at the end.
+    A service that ends is started again, once for each time that it had come to serve. With a
+    catalog, SIGHUP reads it again. Raises ServeError when it can't start, when a service ends
+    before it serves, or when one had to be killed at the end.
     """
     stack = _Stack(layout)
     try:
@@ -92,14 +95,19 @@ class _Stack:
         self._coming: list[Process] = []
         self._going: list[Process] = []
         """Those that a change of the catalog adds and takes away"""
+        self._serving: set[Process] = set()
+        """Those that have come to serve"""
+        self._listener: socket.socket | None = None
+        """The shim's: connections wait there while it is started again"""
         self._death: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
-        """The first of those that must run to end"""
+        """The first of those that must run to end, before it served"""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run_model(self) -> None:
         """The four services of one model, until one ends. Raises _Stopped or ServeError."""
         shim, *backend = plan(self._layout)
         require_free_ports(self._layout)
+        self._listener = _listen(self._layout)
         await self._start(self._processes, [shim, *backend])
         await self._while_alive(_until_ready(backend, f"http://{shim.target}/ready"))
         self._announce(shim)
@@ -110,6 +118,7 @@ class _Stack:
         self._signals.expect_reload()
         current = plan_catalog(self._layout)
         require_free_ports(self._layout)
+        self._listener = _listen(self._layout)
         write_catalog(resolved, current.models)
         shim, backend = shim_of_catalog(self._layout, resolved), _flat(current)
         await self._start(self._processes, [shim, *backend])
@@ -127,13 +136,20 @@ class _Stack:
         for task in self._tasks:
             task.cancel()
         processes = [*self._processes, *self._coming, *self._going]
-        return all([await self._stop(process) for process in processes])
+        clean = all([await self._stop(process) for process in processes])
+        if self._listener is not None:
+            self._listener.close()
+        return clean
 
     async def _start(self, among: list[Process], services: Sequence[Service]) -> None:
         for service in services:
-            process = await Process.start(service, self._layout.log_dir)
+            process = await self._start_one(service)
             among.append(process)  # at once, so that it is stopped whatever happens
             self._spawn(self._watch(process))
+
+    async def _start_one(self, service: Service) -> Process:
+        listener = self._listener if service.name == "http_shim" else None
+        return await Process.start(service, self._layout.log_dir, listener)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -142,8 +158,38 @@ class _Stack:
 
     async def _watch(self, process: Process) -> None:
         await process.wait()
-        if process in self._processes and not self._death.done():
+        if process in self._serving:
+            await self._start_again(process)
+        elif process in self._processes and not self._death.done():
             self._death.set_result(process)
+
+    async def _start_again(self, process: Process) -> None:
+        """Put a new process in the place of one that has ended."""
+        self._serving.remove(process)
+        error = await process.death(was_up=True)
+        if process not in self._processes:
+            return  # the catalog names it no longer
+        say(f"{error} It is started again.")
+        try:
+            again = await self._start_one(process.service)
+        except ServeError as failure:
+            say(str(failure))
+            self._death.set_result(process)
+            return
+        if process not in self._processes:
+            await self._stop(again)
+            return
+        self._processes[self._processes.index(process)] = again
+        self._spawn(self._watch(again))
+        self._spawn(self._note_serving(again))
+
+    async def _note_serving(self, process: Process) -> None:
+        target = process.service.target
+        if process.service.name == "http_shim":
+            await _until(is_ready, f"http://{target}/health")
+        else:
+            await _until(is_serving, target)
+        self._serving.add(process)
 
     async def _stop(self, process: Process) -> bool:
         return await process.stop(self._layout.grace + _CUT_SECONDS, self._signals.hurry)
@@ -167,6 +213,7 @@ class _Stack:
 
     def _announce(self, shim: Service) -> None:
         self._is_up = True
+        self._serving.update(self._processes)
         seconds = time.monotonic() - self._began
         print(f"Tokenwire serves http://{shim.target} (up in {seconds:.1f} s)", flush=True)
 
@@ -203,6 +250,7 @@ class _Stack:
             for each in (ready, *deaths):
                 each.cancel()
         self._processes += self._coming
+        self._serving.update(self._coming)
         self._coming.clear()
 
     async def _remove(self, services: Sequence[Service]) -> None:
@@ -216,6 +264,14 @@ class _Stack:
             await self._stop(process)
             self._going.remove(process)
         say(f"{engine.model} has stopped")
+
+
+def _listen(layout: Layout) -> socket.socket:
+    try:
+        return listen(layout.host, layout.port)
+    except OSError as error:
+        place = address(layout.host, layout.port)
+        raise ServeError(f"Can't use the HTTP port {place}: {error.strerror}.") from None
 
 
 def _flat(plan: CatalogPlan) -> list[Service]:

@@ -121,6 +121,13 @@ def test_each_service_is_told_where_the_next_one_is(checkpoint: Path) -> None:
     assert "0.0.0.0" not in grammar.arguments  # it is nobody's way in
 
 
+def test_the_shim_alone_is_told_of_origins(checkpoint: Path) -> None:
+    shim, *others = plan(Layout(model=checkpoint, cors_origins="https://a.example"))
+    assert shim.arguments[-2:] == ("--cors-origins", "https://a.example")
+    without = plan(Layout(model=checkpoint))
+    assert all("--cors-origins" not in each.arguments for each in (*others, *without))
+
+
 def test_the_model_has_the_name_that_it_is_given(checkpoint: Path) -> None:
     """Tokenizer and engine must agree on it; without one it is the directory's."""
     _, *named, _ = plan(Layout(model=checkpoint, model_id="acme/small"))
@@ -134,6 +141,9 @@ def test_the_server_is_opened_only_when_asked(checkpoint: Path) -> None:
     layout = Layout(model=checkpoint)
     assert "--open" not in plan(layout)[0].arguments
     assert "--open" in plan(dataclasses.replace(layout, open=True))[0].arguments
+    assert "--allowed-hosts" not in plan(layout)[0].arguments
+    named = dataclasses.replace(layout, allowed_hosts="models.example")
+    assert plan(named)[0].arguments[-2:] == ("--allowed-hosts", "models.example")
 
 
 def test_beyond_loopback_nothing_starts_without_keys_or_a_word(checkpoint: Path) -> None:

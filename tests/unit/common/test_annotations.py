@@ -1,0 +1,64 @@
+"""What no grammar enforces is named by its path; a schema that is none raises nothing."""
+
+import json
+
+import pytest
+
+from services.common.annotations import unenforced, unenforced_in
+from tokenwire.types.v1.types_pb2 import GrammarSpec, JsonObject
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "format": "int64"},
+        "format": {"format": "date-time"},
+        "file": {"anyOf": [{"type": "string", "format": "path"}, {"type": "null"}]},
+        "json": {"contentMediaType": "application/json", "contentSchema": {"format": "x"}},
+    },
+    "enum": [{"format": "path"}],
+    "items": [{"$ref": "#/$defs/a"}, {"format": "uuid"}, {"format": "binary"}],
+    "$defs": {"a": {"format": "ipvanyaddress"}, "format": {"contentEncoding": "base64"}},
+    "format": 3,
+}
+PATHS = [
+    "properties.id.format", "properties.file.anyOf[0].format", "properties.json.contentMediaType",
+    "properties.json.contentSchema", "items[2].format", "$defs.a.format",
+    "$defs.format.contentEncoding",
+]  # fmt: skip
+
+
+def test_paths_are_those_of_the_schema_in_its_order() -> None:
+    assert unenforced(SCHEMA, "$") == [f"$.{path}" for path in PATHS]
+
+
+def test_grammars_are_looked_into_by_their_kind() -> None:
+    text = json.dumps(SCHEMA)
+    assert unenforced_in(GrammarSpec(json_schema=text), "grammar") == [
+        f"grammar.json_schema.{path}" for path in PATHS
+    ]
+    parts = GrammarSpec(
+        llguidance=json.dumps({"grammars": [{"lark_grammar": "a"}, 1, {"json_schema": SCHEMA}]})
+    )
+    assert (
+        unenforced_in(parts, "grammar")[0]
+        == "grammar.llguidance.grammars[2].json_schema.properties.id.format"
+    )
+    for spec in (
+        GrammarSpec(json_object=JsonObject()),
+        GrammarSpec(regex='"format"'),
+        GrammarSpec(),
+    ):
+        assert unenforced_in(spec, "grammar") == []
+
+
+@pytest.mark.parametrize(
+    "text", ['{"format"', '"format"', '["format"]', '{"properties":["format"]}', '{"format":null}',
+             '"format"' + "[" * 100_000, '{"grammars":{"format":1}}'],
+)  # fmt: skip
+def test_what_is_no_schema_has_none(text: str) -> None:
+    assert unenforced_in(GrammarSpec(json_schema=text), "grammar") == []
+    assert unenforced_in(GrammarSpec(llguidance=text), "grammar") == []
+
+
+def test_no_more_than_a_hundred_are_named() -> None:
+    assert len(unenforced({"items": [{"format": "x"}] * 1000}, "$")) == 100

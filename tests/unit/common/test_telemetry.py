@@ -1,0 +1,15 @@
+"""Metrics over HTTP."""
+
+import httpx
+
+from services.common.telemetry import serve_metrics
+
+
+def test_metrics_on_loopback_are_not_told_under_other_names(unused_ports: list[int]) -> None:
+    """A page whose name was made to lead here would read them."""
+    [port, *_] = unused_ports
+    serve_metrics("127.0.0.1", port)
+    url = f"http://127.0.0.1:{port}/metrics"
+    assert "python_info" in httpx.get(url).text
+    rebound = httpx.get(url, headers={"host": f"rebound.example:{port}"})
+    assert (rebound.status_code, "python_info" in rebound.text) == (400, False)
