@@ -1,6 +1,7 @@
 """The whole stack, as tests see it."""
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -153,6 +154,27 @@ class MortalEngine:
             *self._command, stderr=asyncio.subprocess.DEVNULL
         )
 
+    @property
+    def pid(self) -> int:
+        """Of the gRPC side."""
+        assert self._process is not None
+        return self._process.pid
+
+    def terminate(self) -> None:
+        """SIGTERM: it takes nothing new, and ends when nothing runs."""
+        assert self._process is not None
+        self._process.terminate()
+
+    async def wait(self) -> None:
+        """Returns when it is gone."""
+        assert self._process is not None
+        await self._process.wait()
+
+    async def kill_loop(self) -> None:
+        """SIGKILL to the process that computes; returns when the whole engine is gone."""
+        os.kill(loop_process(self.pid), signal.SIGKILL)
+        await self.wait()
+
     async def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
         assert self._process is not None
@@ -204,7 +226,7 @@ async def left_early(engine: str, tokens: int) -> AsyncIterator[None]:
 async def metrics_of(service: str) -> dict[str, float]:
     """What the service at a target counts, by name and labels."""
     host, port = service.split(":")
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=_HANG_SECONDS) as client:
         answer = await client.get(f"http://{host}:{int(port) + _METRICS_OFFSET}/metrics")
     lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}

@@ -18,6 +18,7 @@ __all__ = [
     "create",
     "first",
     "has_output",
+    "text_of",
 ]
 
 Fields: TypeAlias = dict[str, Any]
@@ -31,6 +32,8 @@ OWN_PARAMETERS = {"self", "extra_headers", "extra_query", "extra_body", "timeout
 """Of the SDK's methods; no fields"""
 NEWLINE = "207"
 """Id of the end of a line in the embedded vocabulary"""
+FIM_PAD = 4
+"""Id of a special token there"""
 ENDLESS: Fields = {"ignore_eos": True}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
 
@@ -41,13 +44,43 @@ def first(answer: Answer) -> Answer:
     return choice
 
 
+def text_of(answer: Answer) -> str:
+    """The text of the first choice, or its message's content."""
+    choice = first(answer)
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
 def has_output(answer: Answer) -> bool:
     """Something was generated, to a reason."""
     ended = first(answer)["finish_reason"] in ("stop", "length")
     return ended and 1 <= answer["usage"]["completion_tokens"] <= 6
 
 
+def says_one_or_two(answer: Answer) -> bool:
+    """As every constraint below has it."""
+    choice = first(answer)
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text in ("1", "2")
+
+
+ONE_OR_TWO = {"enum": [1, 2]}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}],
+    "triggers": ["<a"],
+}
 SHARED_CALLS: Mapping[str, Call] = {
+    "structured_outputs": ({"structured_outputs": {"json": ONE_OR_TWO}}, says_one_or_two),
+    "guided_json": ({"guided_json": ONE_OR_TWO}, says_one_or_two),
+    "guided_regex": ({"guided_regex": "[12]"}, says_one_or_two),
+    "guided_choice": ({"guided_choice": ["1", "2"]}, says_one_or_two),
+    "guided_grammar": ({"guided_grammar": 'root ::= "1" | "2"'}, says_one_or_two),
+    "json_schema": ({"json_schema": '{"enum": [1, 2]}'}, says_one_or_two),
+    "regex": ({"regex": "[12]"}, says_one_or_two),
+    "choice": ({"choice": ["1", "2"]}, says_one_or_two),
+    "ebnf": ({"ebnf": "root ::= [12]"}, says_one_or_two),
+    "structural_tag": ({"structural_tag": TAG}, has_output),
     "model": ({}, lambda answer: answer["model"] != "default"),
     "max_tokens": (
         {"max_tokens": 3} | ENDLESS, lambda answer: answer["usage"]["completion_tokens"] == 3
@@ -87,6 +120,26 @@ SHARED_CALLS: Mapping[str, Call] = {
     "stream": ({"stream": True, "stream_options": {"include_usage": True}}, has_output),
     "stream_options": ({"stream": True, "stream_options": {"include_usage": True}}, has_output),
     "user": ({"user": "me"}, has_output),
+    "skip_special_tokens": (
+        {
+            "skip_special_tokens": False, "include_stop_str_in_output": True,
+            "logit_bias": {str(FIM_PAD): 100}, "stop_token_ids": [FIM_PAD],
+        },
+        lambda answer: text_of(answer) == "<|fim_pad|>",
+    ),
+    "spaces_between_special_tokens": ({"spaces_between_special_tokens": False}, has_output),
+    "truncate_prompt_tokens": (
+        {"truncate_prompt_tokens": 3}, lambda answer: answer["usage"]["prompt_tokens"] == 3
+    ),
+    "allowed_token_ids": (
+        {"allowed_token_ids": [300, 301], "return_token_ids": True} | ENDLESS,
+        lambda answer: set(first(answer)["token_ids"]) <= {300, 301},
+    ),
+    "bad_words": (
+        {"bad_words": ["\n"], "logit_bias": {NEWLINE: 100}, "return_token_ids": True} | ENDLESS,
+        lambda answer: int(NEWLINE) not in first(answer)["token_ids"],
+    ),
+    "priority": ({"priority": -3}, has_output),
     "return_token_ids": (
         {"return_token_ids": True}, lambda answer: bool(first(answer)["prompt_token_ids"])
     ),
@@ -116,6 +169,22 @@ SHARED_BAD: Mapping[str, Fields] = {
     "mirostat_lr": {"mirostat_target": 5, "mirostat_lr": -1},
     "n": {"n": 129},
     "grammar": {"grammar": {"type": "regex", "value": "("}},
+    "skip_special_tokens": {"skip_special_tokens": 1},
+    "spaces_between_special_tokens": {"spaces_between_special_tokens": "x"},
+    "truncate_prompt_tokens": {"truncate_prompt_tokens": 0},
+    "prompt_logprobs": {"prompt_logprobs": 21},
+    "allowed_token_ids": {"allowed_token_ids": []},
+    "bad_words": {"bad_words": [""]},
+    "priority": {"priority": 2**31},
+    "guided_json": {"guided_json": {"type": "x"}},
+    "guided_regex": {"guided_regex": "("},
+    "guided_choice": {"guided_choice": []},
+    "guided_grammar": {"guided_grammar": "root ::= x"},
+    "json_schema": {"json_schema": "{"},
+    "regex": {"regex": "("},
+    "choice": {"choice": [""]},
+    "ebnf": {"ebnf": "start: x"},
+    "structural_tag": {"structural_tag": TAG | {"triggers": ["b"]}},
 }
 """Values out of range: refused by the name of the field, which shows that it is read"""
 

@@ -127,6 +127,20 @@ USES: Mapping[str, Sequence[tuple[Fields, Callable[[Reply], bool]]]] = {
             lambda r: len(r.ids) == 5,
         )
     ],
+    "TOKEN_LIMITS": [
+        (
+            {"sampling": Sampling(allowed_token_ids=types.TokenIds(ids=[400, 401]))},
+            lambda r: {*r.ids} <= {400, 401},
+        ),
+        (
+            {
+                "sampling": Sampling(
+                    logit_bias={400: 100}, bad_token_ids=[types.TokenIds(ids=[400, 400])]
+                )
+            },
+            lambda r: 1 <= r.ids.count(400) <= 4,
+        ),
+    ],
     "PREFIX_CACHE": [({}, lambda r: True), ({}, lambda r: r.cached >= len(PROMPT) // 2)],
 }
 

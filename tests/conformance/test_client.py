@@ -71,12 +71,13 @@ async def test_a_conversation_with_a_tool(stack: Stack) -> None:
     messages = [Message("user", "What is the weather in Rome?")]
     async with Client(stack.tokenizer) as client:
         choice = ToolChoice(name="get_weather")
-        answer = await client.chat(messages, tools=[tool], tool_choice=choice, max_tokens=60)
+        asked: ChatOptions = {"tools": [tool], "seed": 1}
+        answer = await client.chat(messages, tool_choice=choice, max_tokens=60, **asked)
         assert answer.message.content is None
         [call] = answer.message.tool_calls
         assert (call.name, type(json.loads(call.arguments))) == ("get_weather", dict)
         messages += [answer.message, Message("tool", "Sunny", tool_call_id=call.id)]
-        last = await client.chat(messages, tools=[tool], max_tokens=8)
+        last = await client.chat(messages, max_tokens=8, **asked)
         assert last.usage.prompt_tokens > answer.usage.prompt_tokens
         with pytest.raises(ServiceError) as refused:
             await client.chat([*messages, Message("tool", "Rain")])

@@ -85,11 +85,15 @@ def test_health(stack: Stack) -> None:
 
 
 def test_ctrl_c_ends_a_stream(stack: Stack) -> None:
-    command = [sys.executable, "-m", "tokenwire", "complete", "x", "--stream"]
+    # The pipe holds 4,096 bytes and the stream writes several times as many: the command waits for
+    # its reader, however fast the server is.
+    command = [sys.executable, "-m", "tokenwire", "complete", "x", "--stream", "--ignore-eos"]
+    asked = ("--max-tokens", "1900", "--temperature", "2", "--seed", "1")
     process = subprocess.Popen(
-        [*command, "--max-tokens", "1500", "--temperature", "0", "--target", stack.tokenizer],
+        [*command, *asked, "--target", stack.tokenizer],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        pipesize=4096,
     )
     assert process.stdout is not None
     process.stdout.read(1)
@@ -97,3 +101,8 @@ def test_ctrl_c_ends_a_stream(stack: Stack) -> None:
     _, complaints = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in complaints
+
+
+def test_ignore_eos_gives_every_token(stack: Stack) -> None:
+    asked = ("complete", "x", "--max-tokens", "1900", "--temperature", "2", "--seed", "1")
+    assert len(tokenwire(stack, *asked, "--ignore-eos")) > 4096

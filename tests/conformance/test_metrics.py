@@ -14,7 +14,7 @@ def test_the_metrics_that_are_served_are_those_that_are_explained(stack: Stack) 
     """Nobody builds a dashboard from names that only the code knows, or that nobody serves."""
     others = [target.split(":") for target in (stack.tokenizer, stack.engine, stack.grammar)]
     urls = [stack.url, *(f"http://{host}:{int(port) + 1000}" for host, port in others)]
-    served = {name for url in urls for name in names(httpx.get(f"{url}/metrics").text)}
+    served = {name for url in urls for name in names(httpx.get(f"{url}/metrics", timeout=60).text)}
     assert served == set(re.findall(r"`(tokenwire_\w+)`", _DOCUMENT.read_text()))
 
 

@@ -142,7 +142,8 @@ def keeps_echo(ask: Ask, request: Request) -> None:
 
 
 def keeps_logprobs(ask: Ask, request: Request) -> None:
-    """Tokens join to the text, offsets lead into it, and the text is the same as without."""
+    """Tokens join to the text but for the end that it leaves out, offsets lead into it, and the
+    text is the same as without."""
     answer = ask(request)
     assert answer.texts == ask(without(request, "logprobs")).texts
     for choice in answer.choices:
@@ -151,7 +152,9 @@ def keeps_logprobs(ask: Ask, request: Request) -> None:
         prompt = len(choice.prompt_token_ids) if request.get("echo") else 0
         lengths = {len(tokens), len(scores), len(tops), len(offsets)}
         assert lengths == {prompt + len(choice.token_ids)}
-        assert "".join(tokens) == choice.text
+        has_end = offsets[-1:] == [len(choice.text)] and tokens[-1].startswith("<|")
+        assert choice.finish_reason == "stop" or not has_end
+        assert "".join(tokens[:-1] if has_end else tokens) == choice.text
         assert offsets == [0, *accumulate(map(len, tokens))][:-1]
         for token, score, top in list(zip(tokens, scores, tops, strict=True))[bool(prompt) :]:
             assert score <= 0

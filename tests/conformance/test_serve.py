@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,45 +16,89 @@ from tests.stack import free_ports
 from tokenwire.ports import why_unusable
 
 
-def test_a_death_is_reported_and_takes_the_rest_along(tmp_path: Path) -> None:
-    """A stack that silently misses a part would answer with riddles."""
-    http, tokenizer, engine, grammar = map(str, free_ports(4))
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+def _started(ports: list[int], logs: Path, *flags: str) -> "subprocess.Popen[str]":
+    """`tokenwire serve`, from when it has said that it serves."""
+    http, tokenizer, engine, grammar = map(str, ports)
     process = subprocess.Popen(
         [
             "prlimit", f"--nofile=1024:{resource.getrlimit(resource.RLIMIT_NOFILE)[1]}",
             sys.executable, "-m", "tokenwire", "serve", "--port", http,
             "--tokenizer-port", tokenizer, "--engine-port", engine, "--grammar-port", grammar,
-            "--engine-args", "--kv-memory 64MiB", "--log-dir", str(tmp_path),
+            "--engine-args", "--kv-memory 64MiB", "--log-dir", str(logs), *flags,
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"TMPDIR": str(temporary)},
+        env=os.environ | {"TMPDIR": str(logs)},
     )  # fmt: skip
     assert process.stdout is not None
     line = process.stdout.readline()
     assert re.fullmatch(rf"Tokenwire serves http://127\.0\.0\.1:{http} \(up in .* s\)\n", line)
+    return process
 
-    assert not list(temporary.glob("tokenwire-*")), "kill -9 would leave them"
+
+def _child(process: "subprocess.Popen[str]", name: str) -> int:
+    children = _children(process.pid).items()
+    (pid,) = [pid for pid, command in children if f"services.{name}" in command]
+    return pid
+
+
+def _said(process: "subprocess.Popen[str]") -> str:
+    """Its next own line on stderr; gRPC may write there too."""
+    assert process.stderr is not None
+    return next(line for line in process.stderr if line.startswith("tokenwire: "))
+
+
+def test_service_that_ends_is_started_again_and_no_request_is_refused(tmp_path: Path) -> None:
+    """Whoever restarts one by hand, or whom the OOM killer visits, must not take the rest along."""
+    ports = free_ports(4)
+    process = _started(ports, tmp_path)
+    url = f"http://127.0.0.1:{ports[0]}/v1/completions"
+    body = {"prompt": "def ", "max_tokens": 4, "temperature": 0}
+    body |= {"grammar": {"type": "regex", "value": "[a-z]+"}}
     children = _children(process.pid)
     assert len(children) == 4
     for pid in children:
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         assert soft == hard, "each connection is an open file"
-    assert process.stderr is not None
-    (victim,) = [pid for pid, command in children.items() if "services.grammar" in command]
-    (slow,) = [pid for pid, command in children.items() if "services.http_shim" in command]
+    for name, number in (
+        ("http_shim", signal.SIGKILL),
+        ("http_shim", signal.SIGTERM),
+        ("grammar", signal.SIGKILL),
+        ("tokenizer", signal.SIGTERM),
+        ("engine", signal.SIGTERM),
+    ):
+        os.kill(_child(process, name), number)
+        answer = httpx.post(url, json=body, timeout=300)
+        assert answer.status_code == 200, (name, number, answer.text)
+        said = _said(process)
+        assert said.startswith(f"tokenwire: {name} ended with "), said
+        assert said.endswith("It is started again.\n")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 0
+
+
+def test_service_that_can_not_come_back_takes_the_rest_along(
+    tmp_path: Path, embedded_model: Path
+) -> None:
+    """A stack that silently misses a part would answer with riddles."""
+    model = tmp_path / "model"
+    shutil.copytree(embedded_model, model)
+    process = _started(free_ports(4), tmp_path, "--model", str(model))
+    assert not list(tmp_path.glob("tokenwire-*")), "kill -9 would leave them"
+    children = _children(process.pid)
+    slow = _child(process, "http_shim")
     os.kill(slow, signal.SIGSTOP)  # as if it still had requests
-    os.kill(victim, signal.SIGKILL)
-    said = process.stderr.readline()
+    model.rename(tmp_path / "elsewhere")
+    os.kill(_child(process, "grammar"), signal.SIGKILL)
+    assert "grammar ended with signal SIGKILL" in _said(process)
+    said = _said(process)
     assert said == "tokenwire: grammar has ended; the others are stopped now\n"
     os.kill(slow, signal.SIGCONT)
     rest, complaints = process.communicate(timeout=120)
     assert process.returncode == 1
     assert rest == ""
-    assert "tokenwire: grammar ended with signal SIGKILL" in complaints
+    assert "tokenwire: grammar ended with exit code 2" in complaints
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
@@ -75,7 +120,7 @@ def test_a_terminal_that_closes_ends_the_server_unless_under_nohup(
         children = _children(process.pid)
         process.send_signal(signal.SIGHUP)
         if ignored:
-            assert httpx.get(f"http://127.0.0.1:{http}/ready").status_code == 200
+            assert httpx.get(f"http://127.0.0.1:{http}/ready", timeout=60).status_code == 200
             process.terminate()
         assert process.wait(timeout=60) == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
@@ -105,9 +150,9 @@ def test_ipv6_is_served(host: str, tmp_path: Path) -> None:
     )
     assert answer.json()["model"] == "acme/small"
     for port in (tokenizer, engine):
-        assert httpx.get(f"http://[::1]:{port + 1000}/metrics").status_code == 200
+        assert httpx.get(f"http://[::1]:{port + 1000}/metrics", timeout=60).status_code == 200
     if host == "::":  # means every address, those of IPv4 too
-        assert httpx.get(f"http://127.0.0.1:{http}/health").status_code == 200
+        assert httpx.get(f"http://127.0.0.1:{http}/health", timeout=60).status_code == 200
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 0
@@ -162,7 +207,7 @@ def test_a_catalog_is_started_and_exchanged(tmp_path: Path, embedded_model: Path
     process.send_signal(signal.SIGHUP)
     assert "The models from before stay." in process.stderr.readline()
     answer = httpx.post(
-        f"http://127.0.0.1:{http}/v1/completions", json={"prompt": "x", "max_tokens": 1}
+        f"http://127.0.0.1:{http}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60
     )
     assert answer.json()["model"] == "new"
     assert len(set(old) & set(_children(process.pid))) == 1, (

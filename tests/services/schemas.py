@@ -210,7 +210,24 @@ _TREE: Schema = {
     },
     "$ref": "#/$defs/node",
 }
+_LOGIC: Sequence[Schema] = (
+    {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "boolean"}},
+     "additionalProperties": False, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {"type": "array", "items": {"enum": ["x", "y", "z"]}, "uniqueItems": True, "minItems": 2},
+    {"type": "object", "propertyNames": {"enum": ["k", "l"]}, "minProperties": 1,
+     "additionalProperties": {"type": "boolean"}},
+    {"type": "array", "items": {"type": "boolean"}, "contains": {"const": True}, "maxItems": 4},
+    {"type": "object", "properties": {"kind": {"enum": ["s", "n"]}, "value": {"enum": ["s", 1]}},
+     "required": ["kind", "value"], "additionalProperties": False,
+     "if": {"properties": {"kind": {"const": "s"}}},
+     "then": {"properties": {"value": {"type": "string"}}},
+     "else": {"properties": {"value": {"type": "number"}}}},
+    {"type": "integer", "minimum": 0, "maximum": 9, "not": {"enum": [3, 4]}},
+    {"type": "object", "properties": {"size": {"const": 1}, "unit": {"const": "m"}},
+     "additionalProperties": False, "dependencies": {"size": ["unit"]}},
+)  # fmt: skip
 SUPPORTED: Sequence[Sample] = (
+    *(Sample(schema, True) for schema in _LOGIC),
     *_nested(200, True),
     *_nested(130, False),
     Sample(_TREE, False),
@@ -224,14 +241,9 @@ SUPPORTED: Sequence[Sample] = (
 
 def _unsupported() -> Sequence[Unsupported]:
     keywords: Sequence[tuple[str, Any]] = (
-        ("not", {"type": "null"}),
-        ("if", {"required": ["id"]}),
-        ("contains", {"type": "integer"}),
-        ("uniqueItems", True),
-        ("propertyNames", {"maxLength": 3}),
-        ("dependentRequired", {"id": ["name"]}),
+        ("unevaluatedItems", False),
         ("unevaluatedProperties", False),
-        ("format", "credit-card"),
+        ("patternProperties", {r"^a\b": {}}),
     )
     found: list[Unsupported] = []
     for seed in range(5):

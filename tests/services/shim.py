@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,12 +22,12 @@ class Shim:
         self.process = process
         self.url = ""
         self._lines: list[dict[str, Any]] = []
+        self._has_ended = False
         self._changed = asyncio.Condition()
 
     async def logged(self, message: str, count: int = 1) -> dict[str, Any]:
         """The count-th line whose message holds the text, once it is there."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._found(message)) >= count)
+        await self._until(lambda: len(self._found(message)) >= count)
         return self._found(message)[count - 1]
 
     async def answered(self, identity: str) -> dict[str, Any]:
@@ -36,8 +36,7 @@ class Shim:
         def found() -> list[dict[str, Any]]:
             return [line for line in self._lines if line.get("request_id") == identity]
 
-        async with self._changed:
-            await self._changed.wait_for(lambda: "status" in (found() or [{}])[-1])
+        await self._until(lambda: "status" in (found() or [{}])[-1])
         return found()[-1]
 
     def count(self, message: str) -> int:
@@ -53,8 +52,19 @@ class Shim:
         assert self.process.stderr is not None
         async for line in self.process.stderr:
             async with self._changed:
-                self._lines.append(json.loads(line))
+                # what ends a start is a sentence for people
+                is_entry = line.startswith(b"{")
+                self._lines.append(json.loads(line) if is_entry else {"message": line.decode()})
                 self._changed.notify_all()
+        async with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Returns when its log says so; fails when the log has ended without that."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: is_so() or self._has_ended)
+        assert is_so(), f"the shim has ended: {self._lines[-3:]}"
 
     def _found(self, message: str) -> list[dict[str, Any]]:
         return [line for line in self._lines if message in line["message"]]
@@ -69,14 +79,13 @@ def assert_documented(value: object, name: str) -> None:
 async def running_shim(*flags: str) -> AsyncIterator[Shim]:
     """`python -m services.http_shim` on a free port, from when it listens to its clean end."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.http_shim", "--port", "0", *flags,
+        sys.executable, "-m", "services.http_shim", "--port", "0", "--tokenizer-wait", "0", *flags,
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     shim = Shim(process)
     listening = asyncio.ensure_future(shim.listen())
     try:
-        async with asyncio.timeout(20):
-            shim.url = f"http://127.0.0.1:{(await shim.logged('listening on'))['port']}"
+        shim.url = f"http://127.0.0.1:{(await shim.logged('listening on'))['port']}"
         yield shim
     finally:
         if process.returncode is None:

@@ -1,6 +1,7 @@
 """Chats over the whole stack: conversations in, messages out."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,7 +240,9 @@ async def test_logprobs_are_those_of_the_content_with_its_true_bytes(services: _
     }
     scored = await services.chat(_user("Write é 😀."), **fields)
     for message in scored.messages.values():
-        assert message.data.decode(errors="replace") == message.content
+        # what the content leaves out, as it goes on behind the end of the turn
+        shown = re.sub(rb"<\|\w+\|>", b"", message.data)
+        assert shown.decode(errors="replace") == message.content
         assert len(message.logprobs) == len(message.scored)
         assert len(message.candidates) == 20 * len(message.scored)
     whole = await services.chat(_user("Write é 😀."), delivery=completion.DELIVERY_WHOLE, **fields)
@@ -346,9 +349,42 @@ async def test_forced_and_strict_calls_follow_their_schemas(services: _Services,
             assert (message.reason == "TOOL_CALLS") == bool(message.calls)
 
 
+async def test_a_call_that_was_cut_is_part_of_the_next_turn(services: _Services) -> None:
+    """Else an agent whose call met max_tokens can't go on with its conversation."""
+    schema = {"type": "object", "properties": {"s": {"type": "string", "minLength": 200}}}
+    schema |= {"required": ["s"], "additionalProperties": False}
+    cut = await services.chat(
+        _user("Call f."), tools=[_tool("f", schema)], tool_choice=_REQUIRED, sampling=_GREEDY,
+        stopping=types.StoppingParams(max_tokens=40),
+    )  # fmt: skip
+    [call] = cut.message.calls
+    assert cut.message.reason == "LENGTH"
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.arguments_json)
+    rendered = await services.tokenizer.RenderChat(
+        tokenizer_pb2.RenderChatRequest(
+            messages=[
+                _user("Call f."),
+                completion.Message(role=completion.ROLE_ASSISTANT, tool_calls=[call]),
+                _says(completion.ROLE_TOOL, "cut", tool_call_id=call.id),
+            ]
+        )
+    )
+    assert f'"arguments": {call.arguments_json}' in rendered.text  # this template takes any text
+    for arguments in (call.arguments_json, "", "Paris", "{'s': 1}", "[" * 200):
+        call.arguments_json = arguments
+        answer = await services.chat(
+            _user("Call f."),
+            completion.Message(role=completion.ROLE_ASSISTANT, tool_calls=[call]),
+            _says(completion.ROLE_TOOL, "cut", tool_call_id=call.id),
+            stopping=types.StoppingParams(max_tokens=1),
+        )
+        assert answer.message.reason
+
+
 async def test_bad_chats_are_refused_by_their_field(services: _Services) -> None:
     hello = _user("Hello!")
-    call = completion.ToolCall(id="c", name="f", arguments_json="{")
+    call = completion.ToolCall(id="c", name="f", arguments_json="{" + " " * 2**20)
     unique = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
     bad: list[tuple[str, list[completion.Message], dict[str, object]]] = [
         ("messages", [], {}),
@@ -412,7 +448,7 @@ async def test_bad_chats_are_refused_by_their_field(services: _Services) -> None
             grpc.StatusCode.NOT_FOUND,
             grpc.StatusCode.OUT_OF_RANGE,
         )
-    assert (await services.chat(hello)).message.content
+    assert (await services.chat(hello, sampling=_GREEDY)).message.content
 
 
 async def test_large_chats_are_checked_and_refused_as_small_ones(services: _Services) -> None:
@@ -422,7 +458,7 @@ async def test_large_chats_are_checked_and_refused_as_small_ones(services: _Serv
     error = await services.refused(long)
     assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "messages")
     assert "The prompt has at least " in error.message
-    call = completion.ToolCall(id="c", name="f", arguments_json="{" + " " * 20_000)
+    call = completion.ToolCall(id="c", name="f", arguments_json="{" + " " * 2**20)
     huge = {"type": "object", "properties": {"a": {"description": "x" * 2**20}}}
     bad: list[tuple[str, list[completion.Message], dict[str, object]]] = [
         (

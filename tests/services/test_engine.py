@@ -163,6 +163,12 @@ CAPABLE = {
         [1, 2], resume=[ResumedSequence(sequence=0, generated=TokenIds(ids=[3]))]
     ),
     Capability.CAPABILITY_PREFIX_CACHE: make_request([1, 2]),
+    Capability.CAPABILITY_TOKEN_LIMITS: GenerateRequest(
+        prompts=[TokenIds(ids=[1])],
+        sampling=SamplingParams(
+            allowed_token_ids=TokenIds(ids=[3, 4]), bad_token_ids=[TokenIds(ids=[3, 4])]
+        ),
+    ),
 }
 
 
@@ -254,6 +260,31 @@ BAD_REQUESTS = [
                 for value in (0.0, -1.0, 1e-300, 1e300, math.nan)
             ),
             *(
+                (field, SamplingParams(allowed_token_ids=TokenIds(ids=ids)))
+                for field, ids in (
+                    ("allowed_token_ids", []),
+                    ("allowed_token_ids", [1] * (VOCABULARY + 1)),
+                    ("allowed_token_ids.ids[1]", [1, VOCABULARY]),
+                )
+            ),
+            *(
+                (field, SamplingParams(bad_token_ids=[TokenIds(ids=ids) for ids in words]))
+                for field, words in (
+                    ("bad_token_ids[1].ids", [[1], []]),
+                    ("bad_token_ids[0].ids[2]", [[1, 2, VOCABULARY]]),
+                    ("bad_token_ids", [[1]] * 1_025),
+                    ("bad_token_ids", [[1] * 16_384, [1]]),
+                    ("bad_token_ids", [[token] for token in range(VOCABULARY)]),
+                )
+            ),
+            (
+                "bad_token_ids",
+                SamplingParams(
+                    allowed_token_ids=TokenIds(ids=[1, 2]),
+                    bad_token_ids=[TokenIds(ids=[1]), TokenIds(ids=[2])],
+                ),
+            ),
+            *(
                 (name, SamplingParams(**{name: value}, mirostat=MirostatParams()))
                 for name, value in (
                     ("temperature", 0), ("top_p", 0.9), ("top_k", 5), ("min_p", 0.1)
@@ -298,6 +329,11 @@ async def test_hostile_sampling_ends_and_neighbours_never_notice(
         SamplingParams(dry=DryParams(multiplier=1, base=1e30), repetition_penalty=2),
         SamplingParams(dry=DryParams(multiplier=1, breaker_ids=range(VOCABULARY))),
         SamplingParams(dry=DryParams(multiplier=1, allowed_length=2**32 - 1)),
+        SamplingParams(bad_token_ids=[TokenIds(ids=[token] * 340) for token in range(48)]),
+        SamplingParams(
+            allowed_token_ids=TokenIds(ids=range(VOCABULARY)),
+            bad_token_ids=[TokenIds(ids=[1] * length) for length in range(2, 100)],
+        ),
         *(
             SamplingParams(mirostat=MirostatParams(target_perplexity=target, learning_rate=rate))
             for target in (tiny, single)
@@ -343,7 +379,7 @@ async def test_a_prompt_longer_than_the_context_is_out_of_range(channel: grpc.ai
 async def test_a_session_carries_many_requests_in_one_message_per_step(
     channel: grpc.aio.Channel,
 ) -> None:
-    prompts = [[1, 2, i + 1] for i in range(16)]
+    prompts = [[1, 2, i + 25] for i in range(16)]  # no two scores of theirs are as good as equal
     alone = [ids_of(await generate(channel, make_request(p, max_tokens=30))) for p in prompts]
     session = SessionClient(channel)
     await session.send(*(start(i, make_request(p, max_tokens=30)) for i, p in enumerate(prompts)))
@@ -360,7 +396,8 @@ async def test_a_session_carries_many_requests_in_one_message_per_step(
 async def test_one_bad_request_leaves_its_session_alone(channel: grpc.aio.Channel) -> None:
     session = SessionClient(channel)
     await session.send(start(1, make_request([VOCABULARY])), start(2, make_request([1])))
-    await session.until("completed", 2)
+    await session.until_all_ended(1, 2)
+    assert session.of(2)[-1].HasField("completed")
     [error] = [event.error for event in session.of(1)]
     assert ServiceError.from_status(error).field == "prompts[0].ids[0]"
     session.call.cancel()
@@ -392,10 +429,11 @@ async def test_commands_reach_a_request_that_is_still_starting(channel: grpc.aio
         start(2, request),
         SessionCommand(handle=2, cancel=SessionCancel()),
     )
-    await session.until("completed", 1)
+    await session.until_all_ended(1, 2)
     finished = {e.finished.sequence: e.finished for e in session.of(1) if e.HasField("finished")}
     assert finished[1].reason == FinishReason.FINISH_REASON_CANCELLED
     assert [finished[sequence].completion_tokens for sequence in (0, 2)] == [20, 20]
+    assert session.of(1)[-1].HasField("completed")
     [cancelled] = [event.error for event in session.of(2)]
     assert ServiceError.from_status(cancelled).reason == "CANCELLED"
     session.call.cancel()

@@ -16,6 +16,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
 
+from services.engine.frontend import Caller, Frontend
+from services.engine.matchers import Matchers
+from services.engine.settings import EngineSettings
 from tests.services.engine_client import (
     SessionClient,
     generate,
@@ -196,6 +199,38 @@ async def test_an_operator_sees_a_request_whose_grammar_is_compiled(
         assert (await control.Drain(drain)).remaining_requests == 0
 
 
+async def test_request_whose_grammar_is_compiled_hears_that_the_engine_is_lost(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """It was not cancelled by its client, who would not try again."""
+    async with waiting_for_grammar(embedded_model, tmp_path) as waiting:
+        os.kill(loop_process(waiting.engine.process.pid), signal.SIGKILL)
+        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
+
+
+async def test_abort_may_meet_a_request_whose_deadline_just_passed(embedded_model: Path) -> None:
+    """The timer has fired, but the request has not ended yet: both must not disturb each other."""
+    settings = EngineSettings(model=embedded_model, grammar="127.0.0.1:1")
+    frontend = Frontend(settings, lambda why: None)
+    matchers = Matchers(
+        settings.grammar,
+        vocabulary_size=8192,
+        eos_token_ids=[0],
+        on_masks=lambda masks: None,
+        on_failed=lambda handle, error: None,
+    )
+    caller = Caller("late", timeout_seconds=0.0)
+    compiling = asyncio.ensure_future(frontend._compile(matchers, GrammarSpec(regex="a"), caller))
+    await asyncio.sleep(0)  # it starts, and its timer is due
+    await asyncio.sleep(0)  # the timer fires
+    assert frontend.abort(["late"]) == 1
+    with pytest.raises(ServiceError) as ended:
+        await compiling
+    assert ended.value.reason == "ABORTED"
+    await matchers.aclose()
+
+
 async def test_a_request_that_never_fits_is_told_so_rather_than_to_try_again(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -243,7 +278,7 @@ async def test_a_loop_that_hangs_is_noticed_and_may_go_on(checkpoint: Path, tmp_
     async with (
         running_service("engine", *arguments, log=tmp_path / "log") as service,
         connect(service.target) as channel,
-        asyncio.timeout(30),
+        asyncio.timeout(60),
     ):
         name = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
         request = health_pb2.HealthCheckRequest(service=name)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from services.engine import matchers
 from services.engine.matchers import Matchers
 from services.engine.messages import Mask, Token
+from tests.services.relay import relay
 from tests.stack import RunningService, free_ports, running_service
 from tokenwire.channel import connect
 from tokenwire.engine.v1.engine_pb2 import (
@@ -127,6 +129,11 @@ async def test_the_output_is_the_same_when_grammar_is_lost(
             grammar_service(embedded_model, tmp_path / "grammar-2.log", ports[1])
         )
 
+        # the way to this one is opened later: nothing waits for its start
+        third = await running.enter_async_context(
+            grammar_service(embedded_model, tmp_path / "grammar-3.log")
+        )
+
         disturbed = await generate(channel, REQUESTS, credit=40)
         first.process.kill()
         await first.process.wait()
@@ -138,17 +145,15 @@ async def test_the_output_is_the_same_when_grammar_is_lost(
         await disturbed.send(*credit(MOST))
         while 3 not in disturbed.ends:  # the free one goes on meanwhile
             await disturbed.take()
-        refused = await generate(channel, {1: REQUESTS[1]})
-        error = ServiceError.from_status(refused.ends[1].error)
-        assert error.code is grpc.StatusCode.UNAVAILABLE
-        assert error.retry_seconds
-        await running.enter_async_context(
-            grammar_service(embedded_model, tmp_path / "grammar-3.log", ports[2])
-        )
+        late = asyncio.ensure_future(generate(channel, {1: REQUESTS[1]}))
+        await running.enter_async_context(relay(third.target, port=ports[2]))
         while len(disturbed.ends) < len(REQUESTS):
             await disturbed.take()
         assert all(end.HasField("completed") for end in disturbed.ends.values()), disturbed.ends
         assert disturbed.ids == undisturbed.ids
+        waited = await late  # for its grammar, as those that ran did for their masks
+        assert waited.ends[1].HasField("completed"), waited.ends
+        assert waited.ids == {place: undisturbed.ids[place] for place in waited.ids}
 
 
 def credit(tokens: int) -> list[SessionCommand]:
@@ -157,10 +162,39 @@ def credit(tokens: int) -> list[SessionCommand]:
     ]
 
 
-async def test_without_a_service_in_time_constrained_requests_fail(
-    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_restarted_service_ends_at_once_and_its_matchers_move_on(
+    embedded_model: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(matchers, "_PATIENCE", 0.5)
+    """New requests would wait for all those to end that it constrains, up to its grace."""
+    ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).token_to_id
+    masks = asyncio.Queue[Sequence[Mask]]()
+    failed = asyncio.Queue[tuple[int, ServiceError]]()
+    async with grammar_service(embedded_model, tmp_path / "grammar-1.log") as service:
+        ours = Matchers(
+            service.target,
+            vocabulary_size=8192,
+            eos_token_ids=[0],
+            on_masks=masks.put_nowait,
+            on_failed=lambda handle, error: failed.put_nowait((handle, error)),
+        )
+        spec = GrammarSpec(regex="[ab][cd]")
+        ours.open(5, 1, await ours.compile(spec), spec, {})
+        await masks.get()
+        assert await service.stop() == 0
+    port = int(service.target.rpartition(":")[2])
+    async with grammar_service(embedded_model, tmp_path / "grammar-2.log", port):
+        ours.feed([Token(5, 0, 0, ids("a"), None)])
+        while (mask := (await masks.get())[0]).position == 0:
+            pass  # of the matcher as it was opened again
+        assert ids("c") in allows(mask)
+        assert failed.empty()
+        await ours.aclose()
+    assert "were cut" not in (tmp_path / "grammar-1.log").read_text()
+
+
+async def test_without_a_service_in_time_constrained_requests_fail(
+    embedded_model: Path, tmp_path: Path
+) -> None:
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
@@ -170,6 +204,7 @@ async def test_without_a_service_in_time_constrained_requests_fail(
             eos_token_ids=[0],
             on_masks=masks.put_nowait,
             on_failed=lambda handle, error: failed.put_nowait((handle, error)),
+            wait_seconds=0.5,
         )
         spec = GrammarSpec(regex="[ab]+")
         ours.open(5, 1, await ours.compile(spec), spec, {})
@@ -180,6 +215,70 @@ async def test_without_a_service_in_time_constrained_requests_fail(
         assert handle == 5
         assert error.code is grpc.StatusCode.UNAVAILABLE
         assert error.retry_seconds
+        with pytest.raises(ServiceError) as refused:
+            await ours.compile(spec)
+        assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+        assert refused.value.retry_seconds
+        await ours.aclose()
+
+
+async def test_without_an_answer_in_time_constrained_requests_fail(
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that is stopped keeps its connections: nothing says that it is gone."""
+    monkeypatch.setattr(matchers, "_ANSWER_SECONDS", 0.5)
+    masks = asyncio.Queue[Sequence[Mask]]()
+    failed = asyncio.Queue[tuple[int, ServiceError]]()
+    async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
+        ours = Matchers(
+            service.target,
+            vocabulary_size=8192,
+            eos_token_ids=[0],
+            on_masks=masks.put_nowait,
+            on_failed=lambda handle, error: failed.put_nowait((handle, error)),
+            wait_seconds=0.5,
+        )
+        spec = GrammarSpec(regex="[ab]+")
+        ours.open(5, 1, await ours.compile(spec), spec, {})
+        [mask] = await masks.get()
+        token = min(allows(mask))
+        service.process.send_signal(signal.SIGSTOP)
+        try:
+            ours.feed([Token(5, 0, 0, token, None)])
+            handle, error = await asyncio.wait_for(failed.get(), 15)
+        finally:
+            service.process.send_signal(signal.SIGCONT)
+        assert handle == 5
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        await ours.aclose()
+
+
+async def test_constrained_request_goes_on_when_a_stopped_service_does(
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its matcher is opened again, with what the sequence has generated."""
+    monkeypatch.setattr(matchers, "_ANSWER_SECONDS", 0.1)
+    ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).token_to_id
+    masks = asyncio.Queue[Sequence[Mask]]()
+    failed = asyncio.Queue[tuple[int, ServiceError]]()
+    async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
+        ours = Matchers(
+            service.target,
+            vocabulary_size=8192,
+            eos_token_ids=[0],
+            on_masks=masks.put_nowait,
+            on_failed=lambda handle, error: failed.put_nowait((handle, error)),
+        )
+        spec = GrammarSpec(regex="[ab][cd]")
+        ours.open(5, 1, await ours.compile(spec), spec, {})
+        await masks.get()
+        service.process.send_signal(signal.SIGSTOP)
+        ours.feed([Token(5, 0, 0, ids("a"), None)])
+        with pytest.raises(TimeoutError):  # the answer is overdue by then
+            await asyncio.wait_for(failed.get(), 0.5)
+        service.process.send_signal(signal.SIGCONT)
+        [mask] = await masks.get()
+        assert (mask.position, ids("c") in allows(mask)) == (1, True)
         await ours.aclose()
 
 

@@ -2,15 +2,15 @@
 
 import asyncio
 import json
-import signal
-import sys
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from tests.services.shim import assert_documented
 from tests.stack import Stack, is_busy, left_early, watch_load
 
 PROMPT = "def add(a, b):\n    return a +"
@@ -199,14 +199,13 @@ async def test_constrained_output_is_json(http: httpx.AsyncClient) -> None:
         ({"logprobs": 6}, 400, "logprobs", None),
         ({"stop": ""}, 400, "stop", None),
         ({"stop": ["a"] * 17}, 400, "stop", None),
-        ({"logit_bias": {"999999": 1}}, 400, "logit_bias", None),
-        ({"logit_bias": {"5": 100.5}}, 400, "logit_bias", None),
+        ({"logit_bias": {"999999": 1}}, 400, "logit_bias.999999", None),
+        ({"logit_bias": {"5": 100.5}}, 400, "logit_bias.5", None),
         ({"frequency_penalty": -2.1}, 400, "frequency_penalty", None),
         ({"presence_penalty": 2.1}, 400, "presence_penalty", None),
         ({"repetition_penalty": 1e-300}, 400, "repetition_penalty", None),
         ({"dry_multiplier": -1}, 400, "dry_multiplier", None),
         ({"dry_multiplier": 1, "dry_base": 1e300}, 400, "dry_base", None),
-        ({"dry_multiplier": 1, "dry_sequence_breakers": []}, 400, "dry_sequence_breakers", None),
         ({"mirostat_target": 1e-300}, 400, "mirostat_target", None),
         ({"mirostat_lr": 1e300}, 400, "mirostat_lr", None),
         ({"mirostat_target": 2, "top_k": 5}, 400, "top_k", None),
@@ -318,25 +317,27 @@ async def test_metrics_count_what_was_served(http: httpx.AsyncClient) -> None:
     assert await count() == before + 1
 
 
-async def test_sigterm_lets_streams_finish(stack: Stack) -> None:
-    """A rolling update cuts nobody off, and sends nobody new."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.http_shim", "--port", "0", "--tokenizer", stack.tokenizer,
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stderr is not None
-    while "port" not in (entry := json.loads(await process.stderr.readline())):
-        pass
-    url = f"http://127.0.0.1:{entry['port']}"
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        body = {"prompt": PROMPT, "max_tokens": 1_000, "ignore_eos": True, "stream": True}
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            process.send_signal(signal.SIGTERM)
-            while json.loads(await process.stderr.readline())["message"] != "draining":
-                pass
-            assert (await client.get("/ready")).status_code == 503
-            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
-            assert [line async for line in lines if line][-1] == "data: [DONE]"
-    assert await process.wait() == 0
+async def test_a_template_is_applied_as_a_chat_applies_it(http: httpx.AsyncClient) -> None:
+    """llama.cpp's clients ask for the text of a prompt."""
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    response = await http.post("/apply-template", json=body)
+    assert_documented(response.json(), "AppliedTemplate")
+    text = response.json()["prompt"]
+    tokens = (await http.post("/tokenize", json=body)).json()["tokens"]
+    assert await ids_of(http, text) == tokens
+    wrong = await http.post("/apply-template", json={})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
+
+
+async def test_version_and_class_of_the_tokenizer(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/version")).json() == {"version": version("tokenwire")}
+    info = (await http.get("/tokenizer_info")).json()
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+async def test_the_end_of_sequence_is_what_sglang_calls_matched(http: httpx.AsyncClient) -> None:
+    info = (await http.get("/tokenizer_info")).json()
+    bias = {str(info["eos_token_id"]): 100}
+    (choice,) = (await complete(http, prompt="x", logit_bias=bias))["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    assert choice["matched_stop"] == info["eos_token_id"]

@@ -30,7 +30,8 @@ def process() -> Iterator["subprocess.Popen[str]"]:
     (nobody,) = free_ports(1)
     started = subprocess.Popen(
         command(
-            "--port", "0", "--tokenizer", f"127.0.0.1:{nobody}", "--max-body-bytes", str(_LIMIT)
+            "--port", "0", "--tokenizer", f"127.0.0.1:{nobody}", "--tokenizer-wait", "0",
+            "--max-body-bytes", str(_LIMIT),
         ),
         stderr=subprocess.PIPE,
         text=True,
@@ -46,7 +47,7 @@ def http(process: "subprocess.Popen[str]") -> Iterator[httpx.Client]:
     for line in process.stderr:
         if "port" in (entry := json.loads(line)):
             break
-    with httpx.Client(base_url=f"http://127.0.0.1:{entry['port']}", timeout=20) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{entry['port']}", timeout=60) as client:
         yield client
 
 
@@ -170,7 +171,7 @@ def test_metrics_are_prometheus_text(http: httpx.Client) -> None:
     ],
 )
 def test_bad_settings_end_it_with_a_sentence(flags: list[str]) -> None:
-    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
 
@@ -195,7 +196,7 @@ def test_files_that_can_not_be_used_end_it_with_a_sentence(
         command("--port", "0", flag, str(path)),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert ended.returncode == 2
@@ -213,7 +214,7 @@ def test_connections_are_not_held_to_the_soft_limit_of_open_files() -> None:
     try:
         with contextlib.ExitStack() as open_connections:
             for _ in range(100):
-                connection = HTTPConnection("127.0.0.1", port, timeout=20)
+                connection = HTTPConnection("127.0.0.1", port, timeout=60)
                 open_connections.callback(connection.close)
                 connection.request("GET", "/health")
                 assert connection.getresponse().read()
@@ -224,7 +225,7 @@ def test_connections_are_not_held_to_the_soft_limit_of_open_files() -> None:
 
 def test_beyond_loopback_it_wants_keys_or_a_word() -> None:
     refused = subprocess.run(
-        command("--host", "0.0.0.0"), capture_output=True, text=True, timeout=30, check=False
+        command("--host", "0.0.0.0"), capture_output=True, text=True, timeout=60, check=False
     )
     (sentence,) = refused.stderr.splitlines()
     assert "--keys" in sentence
@@ -254,4 +255,4 @@ def test_the_playground_asks_for_what_is_there(http: httpx.Client) -> None:
 def test_sigterm_ends_it_cleanly(http: httpx.Client, process: "subprocess.Popen[str]") -> None:
     """Last: it stops the process that the other tests use."""
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0

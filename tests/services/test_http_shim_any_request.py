@@ -119,7 +119,7 @@ def is_answered(response: httpx.Response) -> bool:
 
 @pytest.fixture(scope="module")
 def answered() -> Counter[str]:
-    """How many requests were not refused."""
+    """How many requests were not refused, of each kind that was asked."""
     return Counter()
 
 
@@ -168,7 +168,9 @@ def test_anything_tokenized(http: httpx.Client, body: dict[str, Any]) -> None:
 
 def test_many_were_no_refusals(answered: Counter[str]) -> None:
     """Or the tests above would say little. Of each kind it is a quarter to a half, by chance."""
-    assert min(answered[kind] for kind in ("completion", "chat", "many models")) >= 10
+    if not answered:
+        pytest.skip("nothing was asked: the tests above were left out")
+    assert min(answered.values()) >= 10
 
 
 HELLO = {"role": "user", "content": "Hello"}
@@ -193,6 +195,11 @@ def said(parts: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": ""}] * parts}]
 
 
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<a", "schema": {}, "end": ""}],
+    "triggers": ["<"],
+}
 GENERATION = [  # taken, and refused
     ({"stop": ["a" * 1_000]}, {"stop": ["a" * 1_001]}),
     ({"stop": "a"}, {"stop": ""}),
@@ -205,7 +212,7 @@ GENERATION = [  # taken, and refused
     ({"dry_sequence_breakers": ["a" * 64]}, {"dry_sequence_breakers": ["a" * 65]}),
     ({"dry_sequence_breakers": ["a"] * 32}, {"dry_sequence_breakers": ["a"] * 33}),
     ({"dry_sequence_breakers": ["a"]}, {"dry_sequence_breakers": [""]}),
-    ({"dry_sequence_breakers": ["a"]}, {"dry_sequence_breakers": []}),
+    ({"dry_sequence_breakers": []}, {"dry_sequence_breakers": ["a", ""]}),
     ({"mirostat_target": 0.5}, {"mirostat_target": 0}),
     ({"mirostat_lr": 0.5}, {"mirostat_lr": 0}),
     ({"n": 128}, {"n": 129}),
@@ -223,6 +230,17 @@ GENERATION = [  # taken, and refused
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
      {"response_format": {"type": "json_schema", "json_schema": {}}}),
     ({"response_format": {"type": "text"}}, {"response_format": {"type": "json_schema"}}),
+    ({"response_format": TAG}, {"response_format": TAG | {"triggers": []}}),
+    ({"structural_tag": TAG}, {"structural_tag": TAG | {"structures": []}}),
+    ({"structured_outputs": {"regex": "a"}}, {"structured_outputs": {"regex": ""}}),
+    ({"structured_outputs": {"disable_additional_properties": False}},
+     {"structured_outputs": {"disable_additional_properties": True}}),
+    ({"guided_choice": ["a"]}, {"guided_choice": []}),
+    ({"choice": ["a"]}, {"choice": [""]}),
+    ({"ebnf": 'root ::= "a"'}, {"ebnf": ""}),
+    ({"guided_json": {}}, {"guided_json": ""}),
+    ({"use_beam_search": False}, {"use_beam_search": True}),
+    ({"typical_p": 1}, {"typical_p": 0.9}),
 ]  # fmt: skip
 COMPLETION = [
     ({"prompt": ["a"] * 128}, {"prompt": ["a"] * 129}),

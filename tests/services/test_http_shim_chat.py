@@ -11,6 +11,7 @@ import pytest
 from tests.services.shim import assert_documented
 from tests.stack import Stack, is_busy, left_early, watch_load
 
+_STOPS = ("stop_reason", "matched_stop")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 HELLO = {"role": "user", "content": "Hello!"}
 QUESTION = {"role": "user", "content": "What is the weather in Rome?"}
@@ -69,7 +70,7 @@ def joined(chunks: list[Any]) -> list[Any]:
             assert not delta.get("tool_calls")
             message = {"role": "assistant", "content": delta["content"], "refusal": None}
             choices[index] = {"index": index, "message": message, "logprobs": None}
-            choices[index] |= {"finish_reason": None, "stop_reason": None}
+            choices[index] |= dict.fromkeys(("finish_reason", *_STOPS))
         else:
             assert "role" not in delta
             assert choices[index]["finish_reason"] is None, "a choice went on after its end"
@@ -81,13 +82,13 @@ def joined(chunks: list[Any]) -> list[Any]:
         if choice["finish_reason"] is not None:
             assert delta == {}
             choices[index]["finish_reason"] = choice["finish_reason"]
-            choices[index]["stop_reason"] = choice["stop_reason"]
+            choices[index] |= {name: choice[name] for name in _STOPS}
     assert all(choice["finish_reason"] for choice in choices.values())
     return [choices[index] for index in sorted(choices)]
 
 
 def _add(message: Any, delta: Any) -> None:
-    for name in ("content", "reasoning_content"):
+    for name in ("content", "reasoning_content", "reasoning"):
         if name in delta:
             message[name] = (message.get(name) or "") + delta[name]
     for call in delta.get("tool_calls", ()):
@@ -184,13 +185,17 @@ async def test_streamed_is_what_is_not_streamed(
         assert [entry["logprob"] for entry in entries] == pytest.approx(
             [entry["logprob"] for entry in other_entries], abs=1e-3
         )
-        if choice["message"]["content"] is None:
-            other["message"]["content"] = other["message"]["content"] or None
     assert streamed == whole
 
 
 async def test_usage_is_told_as_asked(http: httpx.AsyncClient) -> None:
-    assert all("usage" not in chunk for chunk in await stream(http))
+    *before, finish = await stream(http)
+    assert all("usage" not in chunk for chunk in before)
+    assert finish["usage"]["total_tokens"] > finish["usage"]["prompt_tokens"]
+    assert all(
+        "usage" not in chunk
+        for chunk in await stream(http, stream_options={"include_usage": False})
+    )
     *chunks, last = await stream(http, stream_options={"include_usage": True})
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
@@ -280,6 +285,28 @@ async def test_calls_are_made_where_they_must(http: httpx.AsyncClient, streams: 
     assert {call["function"]["arguments"] for call in calls} == {"{}"}
 
 
+@pytest.mark.parametrize(
+    "tool_choice", ["required", {"type": "function", "function": {"name": "now"}}]
+)
+async def test_a_call_that_is_cut_before_its_name_is_no_content(
+    http: httpx.AsyncClient, tool_choice: object
+) -> None:
+    """Nor is it shown token by token: its markup means nothing to whoever reads the answer."""
+    fields = {"messages": [HELLO], "tools": [CLOCK], "tool_choice": tool_choice}
+    for ending in ({"max_tokens": 1}, {"max_tokens": 4}, {"stop": "name", "max_tokens": 60}):
+        (whole,) = (await chat(http, **fields, **ending))["choices"]
+        chunks = await stream(http, **fields, **ending)
+        assert not any(
+            choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"]
+        )
+        (streamed,) = joined(chunks)
+        message = {"role": "assistant", "content": None, "refusal": None}
+        assert whole["message"] == streamed["message"] == message
+        assert whole["finish_reason"] == ("stop" if "stop" in ending else "length")
+        answer = await chat(http, messages=[HELLO, whole["message"], HELLO], max_tokens=1)
+        assert answer["choices"]
+
+
 async def test_one_call_at_most_without_parallel_calls(http: httpx.AsyncClient) -> None:
     fields = {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
     answer = await chat(http, **fields, n=4, temperature=1, seed=1, max_tokens=120)
@@ -338,7 +365,7 @@ def of(role: str, **fields: object) -> dict[str, object]:
                 "messages": [
                     of(
                         "assistant",
-                        tool_calls=[{"id": "c", "function": {"name": "f", "arguments": "{"}}],
+                        tool_calls=[{"id": "c", "function": {"name": "f", "arguments": 5}}],
                     )
                 ]
             },

@@ -5,6 +5,7 @@ The stall is so short that a test can await what follows it.
 
 import asyncio
 import json
+import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -20,13 +21,13 @@ from tests.stack import Stack, is_busy, is_idle, left_early, watch_load
 
 STALL = 1.5
 UNREAD = f"read nothing for {STALL:g} s"
-HANG_SECONDS = 60
+HANG_SECONDS = 200
 MANY_MODELS = 4_000
 """Their list is far more than a socket of a `Client` holds"""
 MIB = 1 << 20
 LINE = b"a: b\r\n"
-GET = b"GET /health HTTP/1.1\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
 LONG = {"model": "default", "prompt": "x = ", "max_tokens": 2000, "ignore_eos": True, "n": 16}
 
@@ -66,10 +67,11 @@ class Client:
 
 @asynccontextmanager
 async def connected(shim: Shim) -> AsyncIterator[Client]:
-    """A connection that takes little unless it is read from."""
+    """A connection that takes little unless it is read from: some 200 KB, which wait for it."""
     url = urlsplit(shim.url)
     narrow = socket.socket()
     narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    narrow.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)  # else the sender takes megabytes
     narrow.setblocking(False)
     await asyncio.get_running_loop().sock_connect(narrow, (url.hostname, url.port))
     reader, writer = await asyncio.open_connection(sock=narrow, limit=4096)
@@ -208,7 +210,7 @@ async def test_an_offer_of_another_protocol_is_declined_and_the_request_answered
 
 async def test_what_is_refused_before_it_is_read_is_counted(shim: Shim) -> None:
     """Else an attack shows nowhere but in the log."""
-    async with httpx.AsyncClient(base_url=shim.url) as http:
+    async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
 
         async def count() -> float:
             name = 'tokenwire_http_requests_total{route="unknown",status="400"} '
@@ -276,7 +278,9 @@ async def test_a_body_that_stops_is_not_awaited_for_ever(shim: Shim) -> None:
 
 async def test_the_rest_of_a_refused_body_is_not_awaited_for_ever(shim: Shim) -> None:
     async with connected(shim) as client:
-        await client.send(b"POST /nowhere HTTP/1.1\r\ncontent-length: 10\r\n\r\n{")
+        await client.send(
+            b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{"
+        )
         assert (await client.last_answer()).status == 404
 
 
@@ -286,17 +290,16 @@ async def test_a_slow_body_is_awaited(shim: Shim) -> None:
         whole = body_of({"model": "none", "prompt": "x"})
         head, _, body = whole.partition(b"\r\n\r\n")
         await client.send(head + b"\r\n\r\n")
-        pieces = [body[i : i + 4] for i in range(0, len(body), 4)]
-        for piece in pieces:
-            await asyncio.sleep(3 * STALL / len(pieces))
-            await client.send(piece)
+        for i in range(len(body)):
+            await asyncio.sleep(3 * STALL / len(body))  # a tenth of the stall
+            await client.send(body[i : i + 1])
         assert (await client.answer()).status == 404
 
 
 async def test_an_answer_that_nobody_reads_is_not_kept(long_lists: Shim) -> None:
     """Else its memory is gone for as long as the client likes."""
     async with connected(long_lists) as client:
-        await client.send(b"GET /v1/models HTTP/1.1\r\n\r\n")
+        await client.send(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await long_lists.logged(UNREAD)
         with pytest.raises(asyncio.IncompleteReadError):
             await client.answer()
@@ -304,10 +307,12 @@ async def test_an_answer_that_nobody_reads_is_not_kept(long_lists: Shim) -> None
 
 async def test_an_answer_that_is_read_slowly_comes_whole(long_lists: Shim) -> None:
     """A bad network is no reason to be cut."""
-    async with httpx.AsyncClient(base_url=long_lists.url) as http:
+    async with httpx.AsyncClient(base_url=long_lists.url, timeout=60) as http:
         expected = (await http.get("/v1/models")).content
     async with connected(long_lists) as client:
-        await client.send(b"GET /v1/models HTTP/1.1\r\nconnection: close\r\n\r\n")
+        await client.send(
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        )
         await client.reader.readuntil(b"\r\n\r\n")
         read = bytearray()
         steps = 60
@@ -373,6 +378,23 @@ async def test_a_second_request_does_not_hurt_the_first(shim: Shim) -> None:
         assert json.loads(answer.body)["usage"]["completion_tokens"] == 8
 
 
+async def test_sigterm_lets_streams_finish(stack: Stack) -> None:
+    """A rolling update cuts nobody off, and sends nobody new."""
+    # with scores, the stream has more bytes than wait for its client: it can't have ended before
+    asked = LONG | {"max_tokens": 1_200, "n": 1, "stream": True, "logprobs": 5}
+    flags = ("--tokenizer", stack.tokenizer, "--grace", str(HANG_SECONDS))
+    async with running_shim(*flags) as shim, connected(shim) as client:
+        await client.send(body_of(asked))
+        assert b" 200 " in await client.reader.readuntil(b"\r\n\r\n")
+        shim.process.send_signal(signal.SIGTERM)
+        await shim.logged("draining")
+        async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
+            assert (await http.get("/ready")).status_code == 503
+            assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+        assert b"data: [DONE]" in await client.reader.read()
+        assert await shim.process.wait() == 0
+
+
 async def test_a_stream_that_nobody_reads_is_cut(shim: Shim, stack: Stack) -> None:
     """Down to the KV blocks, and on the wire."""
     before = shim.count(UNREAD)
@@ -381,3 +403,27 @@ async def test_a_stream_that_nobody_reads_is_cut(shim: Shim, stack: Stack) -> No
         await shim.logged(UNREAD, before + 1)
         await watch_load(stack.engine, until=is_idle)
         assert b"[DONE]" not in await client.reader.read()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_stream_ends_with_a_trailer_of_the_tokens_used(shim: Shim, path: str) -> None:
+    """The chunks stay well-formed: the connection takes the next request."""
+    asked = {"stream": True, "max_tokens": 5, "ignore_eos": True}
+    messages = [{"role": "user", "content": "x"}]
+    prompt = {"messages": messages} if "chat" in path else {"prompt": [1, 2]}
+    request = body_of(asked | prompt).replace(b"/v1/completions", path.encode())
+    async with connected(shim) as client:
+        for _ in range(2):
+            await client.send(request)
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            assert b"\r\ntrailer: x-tokens-used\r\n" in head
+            body = b""
+            while size := int(await client.reader.readline(), 16):
+                body += await client.reader.readexactly(size)
+                assert await client.reader.readexactly(2) == b"\r\n"
+            trailer = await client.reader.readuntil(b"\r\n\r\n")
+            *_, last, done, _ = body.decode().split("\n\n")
+            assert done == "data: [DONE]"
+            usage = json.loads(last.removeprefix("data: "))["usage"]
+            assert trailer == b"x-tokens-used: %d\r\n\r\n" % usage["total_tokens"]
+            assert usage["completion_tokens"] == 5

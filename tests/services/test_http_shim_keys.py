@@ -82,10 +82,19 @@ async def test_a_key_cannot_tell_what_others_asked(shim: Shim, keys: Path) -> No
         assert await cached(other) == 0
 
 
+async def test_with_a_key_a_request_can_only_let_others_go_first(shim: Shim, keys: Path) -> None:
+    async with await client_of(shim, keys, "default") as http:
+        for ask in (complete, chat):
+            assert (await ask(http, max_tokens=1, priority=5)).status_code == 200
+            refused = await ask(http, max_tokens=1, priority=-1)
+            assert refused.status_code == 403
+            assert refused.json()["error"]["param"] == "priority"
+
+
 async def test_everything_but_probes_and_pages_needs_a_key(shim: Shim) -> None:
-    async with httpx.AsyncClient(base_url=shim.url) as http:
+    async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
         for path in (
-            "/health", "/ready", "/metrics", "/openapi.json",
+            "/health", "/ready", "/metrics", "/version", "/openapi.json",
             "/", "/docs", "/playground.js", "/style.css",
         ):  # fmt: skip
             assert (await http.get(path)).status_code == 200
@@ -93,7 +102,8 @@ async def test_everything_but_probes_and_pages_needs_a_key(shim: Shim) -> None:
             ("POST", "/v1/completions"), ("POST", "/completions"), ("POST", "/v1/completion"),
             ("POST", "/v1/chat/completions"), ("POST", "/chat/completions"),
             ("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/tokenize"),
-            ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/nowhere"),
+            ("POST", "/detokenize"), ("POST", "/apply-template"), ("GET", "/tokenizer_info"),
+            ("GET", "/nowhere"),
         ):  # fmt: skip
             response = await http.request(method, path)
             assert response.status_code == 401, path
@@ -117,7 +127,7 @@ async def test_who_runs_it_sees_what_was_asked_for_without_a_key(
 ) -> None:
     """Else a client whose key has ended looks like somebody who tries paths."""
     identity = f"keyless-{method}-{path.replace('/', '-')}"
-    async with httpx.AsyncClient(base_url=shim.url) as http:
+    async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
         await http.request(method, path, headers={"x-request-id": identity})
         metrics = (await http.get("/metrics")).text
     assert (await shim.answered(identity))["route"] == route
@@ -323,7 +333,7 @@ async def test_with_keys_it_may_listen_everywhere(stack: Stack, keys: Path) -> N
         running_shim(
             "--host", "0.0.0.0", "--keys", str(keys), "--tokenizer", stack.tokenizer
         ) as shim,
-        httpx.AsyncClient(base_url=shim.url) as http,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
     ):
         assert (await http.get("/v1/models")).status_code == 401
 

@@ -28,7 +28,7 @@ async def test_a_trace_is_found_in_the_log_of_every_service(
             "tokenizer", *model, "--engine", engine.target, log=logs["tokenizer"]
         ) as tokenizer,
         running_shim("--tokenizer", tokenizer.target) as shim,
-        httpx.AsyncClient(base_url=shim.url) as http,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
     ):
         body = {
             "model": "tokenwire-code-6m",
@@ -70,7 +70,7 @@ async def test_the_log_says_why_a_request_was_refused(
     """In the words that its client got."""
     async with (
         running_shim("--tokenizer", stack.tokenizer) as shim,
-        httpx.AsyncClient(base_url=shim.url) as http,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
     ):
         answer = await http.post(path, json=body, headers={"x-request-id": "refused"})
         line = await shim.answered("refused")
@@ -84,7 +84,7 @@ async def test_what_a_stop_cuts_is_told_and_logged_as_that(stack: Stack) -> None
     names = {"x-request-id": "cut"}
     async with (
         running_shim("--tokenizer", stack.tokenizer, "--grace", "0.1") as shim,
-        httpx.AsyncClient(base_url=shim.url) as http,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
         http.stream("POST", "/v1/completions", json=body | {"n": 8}, headers=names) as answer,
     ):
         lines = answer.aiter_lines()

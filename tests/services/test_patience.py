@@ -5,6 +5,7 @@ The intervals are so short that a test can await what they bring.
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 from collections import defaultdict
@@ -34,8 +35,9 @@ IMPATIENT = ("--heartbeat-seconds", "0.1", "--stall-seconds", "1.5")
 HANG_SECONDS = 60
 PROMPT = [5, 6, 7]
 NAMED = (("x-request-id", "reads-nothing"),)
-MANY = 900
-"""Tokens of each sequence whose client is cut; it never comes so far"""
+CHOICES, MANY = 64, 2_000
+"""Of a request whose client is cut, and tokens of each: it never comes so far, however fast the
+engine is"""
 FEW = 40
 """Tokens of a neighbour"""
 NARROW = [
@@ -54,6 +56,7 @@ async def engine(
     arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
     async with running_service("engine", *arguments, *IMPATIENT, log=log) as service:
         yield service
+    assert_tells_cuts_in_a_line(log)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -64,6 +67,15 @@ async def tokenizer(
     arguments = ("--model", str(embedded_model), "--engine", engine.target)
     async with running_service("tokenizer", *arguments, *IMPATIENT, log=log) as service:
         yield service
+    assert_tells_cuts_in_a_line(log)
+
+
+def assert_tells_cuts_in_a_line(log: Path) -> None:
+    """For each call that was cut: an operator who finds tracebacks looks for a defect."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert not any("exception" in line for line in lines)
+    cut = [line for line in lines if line.get("request_id") == "reads-nothing" and "code" in line]
+    assert {(line["code"], line["reason"]) for line in cut} == {("RESOURCE_EXHAUSTED", "STALLED")}
 
 
 def fields(n: int, tokens: int) -> dict[str, Any]:
@@ -154,12 +166,12 @@ def target(level: type[Level], engine: RunningService, tokenizer: RunningService
 
 async def in_session(level: type[Level], channel: grpc.aio.Channel) -> Call:
     call = level(channel).session(metadata=NAMED)
-    await call.write(level(channel).start(1, n=32))
+    await call.write(level(channel).start(1, n=CHOICES))
     return call
 
 
 async def in_a_call_of_its_own(level: type[Level], channel: grpc.aio.Channel) -> Call:
-    return level(channel).call(32, metadata=NAMED)
+    return level(channel).call(CHOICES, metadata=NAMED)
 
 
 class Listener:
@@ -262,9 +274,9 @@ async def test_who_does_not_read_is_cut_and_a_neighbour_goes_on(
         grpc.aio.insecure_channel(target, options=NARROW) as channel,
     ):
         call = await ask(level, channel)
-        await watch_load(engine.target, until=lambda load: load.running_sequences >= 32)
+        await watch_load(engine.target, until=lambda load: load.running_sequences >= CHOICES)
         cut = asyncio.create_task(
-            watch_load(engine.target, until=lambda load: load.running_sequences < 32)
+            watch_load(engine.target, until=lambda load: load.running_sequences < CHOICES)
         )
         while not cut.done():
             assert await neighbour(engine) == alone

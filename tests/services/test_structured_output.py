@@ -126,6 +126,11 @@ async def streamed(http: httpx.AsyncClient, **fields: object) -> dict[int, str]:
     return texts
 
 
+def text_of(tokens: list[str]) -> str:
+    """What tokens spell without the end of sequence, which has an entry of its own."""
+    return "".join(tokens).removesuffix("<|endoftext|>")
+
+
 async def test_a_grammar_goes_with_all_else_at_once(http: httpx.AsyncClient) -> None:
     fields: dict[str, Any] = {"n": 3, "logprobs": 2, "echo": True, "stop": ["-7"]}
     choices = await complete(http, **fields)
@@ -140,7 +145,7 @@ async def test_a_grammar_goes_with_all_else_at_once(http: httpx.AsyncClient) -> 
         else:
             assert re.fullmatch(REGEX, body)
         logprobs = choice["logprobs"]
-        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert text_of(logprobs["tokens"]) == choice["text"]
         assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"])
     assert await streamed(http, **fields) == {c["index"]: c["text"] for c in choices}
 
@@ -164,7 +169,7 @@ async def test_a_grammar_fills_a_gap(http: httpx.AsyncClient) -> None:
     choices = await complete(http, **fields)
     for choice in choices:
         assert re.fullmatch(REGEX, choice["text"])
-        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert text_of(choice["logprobs"]["tokens"]) == choice["text"]
     assert await streamed(http, **fields) == {c["index"]: c["text"] for c in choices}
 
 
@@ -181,3 +186,82 @@ async def test_scores_change_no_token_of_what_a_grammar_forces(http: httpx.Async
     scored = await complete(http, **fields, logprobs=0)
     assert [choice["token_ids"] for choice in plain] == [choice["token_ids"] for choice in scored]
     assert all(len(c["logprobs"]["tokens"]) == len(c["token_ids"]) for c in scored)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_json": {"type": "integer", "minimum": 1, "maximum": 9}}, "[1-9]"),
+        ({"ebnf": 'root ::= "(" root ")" | "x"'}, r"\(*x\)*"),
+        ({"grammar": 'root ::= "z"+ "y"'}, "z+y"),
+        (
+            {
+                "structural_tag": {
+                    "type": "structural_tag",
+                    "structures": [{"begin": "<n>", "schema": {"type": "boolean"}, "end": ";"}],
+                    "triggers": ["<n"],
+                },
+                "stop": [";"],
+                "include_stop_str_in_output": True,
+            },
+            "(?s:.*)",
+        ),
+    ],
+)
+async def test_constraints_of_other_servers_hold(
+    http: httpx.AsyncClient, constraint: dict[str, object], pattern: str
+) -> None:
+    asked = {"max_tokens": 60, "temperature": 1, "seed": 7} | constraint
+    message = {"role": "user", "content": "Answer."}
+    completion = await http.post("/v1/completions", json={"prompt": "x = "} | asked)
+    chat = await http.post("/v1/chat/completions", json={"messages": [message]} | asked)
+    for response in (completion, chat):
+        assert response.status_code == 200, response.text
+        assert "x-tokenwire-ignored" not in response.headers
+    text = completion.json()["choices"][0]["text"]
+    content = chat.json()["choices"][0]["message"]["content"]
+    assert re.fullmatch(pattern, text)
+    assert re.fullmatch(pattern, content)
+
+
+async def test_a_trigger_starts_what_its_schema_rules(http: httpx.AsyncClient) -> None:
+    """Whatever the model would say: here the trigger is a character that it hardly avoids."""
+    structures = [{"begin": each, "schema": {"enum": [1, 2]}, "end": "!"} for each in "=(:"]
+    tag = {"type": "structural_tag", "structures": structures, "triggers": ["=", "(", ":"]}
+    asked = {"prompt": "def f", "max_tokens": 60, "response_format": tag, "seed": 3, "n": 8}
+    response = await http.post("/v1/completions", json=asked)
+    texts = [choice["text"] for choice in response.json()["choices"]]
+    parts = [part for text in texts for part in re.findall("[=(:](.{0,2})", text, re.DOTALL)]
+    assert len(parts) >= 8
+    whole = [part for part in parts if len(part) == 2]
+    assert set(whole) <= {"1!", "2!"}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "param", "place"),
+    [
+        ({"ebnf": "root ::=\n x"}, "ebnf", "line 2, column 2"),
+        ({"guided_json": {"properties": {"a": {"extends": 1}}}}, "guided_json", "$.properties.a"),
+        (
+            {"structured_outputs": {"grammar": "root ::= x"}},
+            "structured_outputs.grammar",
+            "line 1, column 10",
+        ),
+        ({"guided_choice": ["a", ""]}, "guided_choice", ""),
+        ({"regex": "(a"}, "regex", "unclosed group"),
+    ],
+)
+async def test_a_bad_grammar_is_blamed_on_the_field_that_holds_it(
+    http: httpx.AsyncClient, constraint: dict[str, object], param: str, place: str
+) -> None:
+    message = {"role": "user", "content": "Answer."}
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [message]}),
+    ):
+        response = await http.post(path, json=prompt | constraint)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert place in error["message"]

@@ -56,7 +56,7 @@ async def test_a_stream_ends_with_what_is_no_message(
     stack: Stack, service: str, method: str
 ) -> None:
     """It does not go on for ever without hearing its client."""
-    async with asyncio.timeout(30), connect(target_of(stack, service)) as channel:
+    async with asyncio.timeout(60), connect(target_of(stack, service)) as channel:
         call = channel.stream_stream(f"/{service}/{method}")()
         await call.write(NO_MESSAGE)
         with pytest.raises(grpc.aio.AioRpcError) as raised:

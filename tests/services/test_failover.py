@@ -1,0 +1,102 @@
+"""Losses and restarts of single services, as the clients in front of them see them: not at all."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.services.shim import running_shim
+from tests.stack import MortalEngine, free_ports, mortal_engine, running_service
+from tokenwire.client import Client
+
+ASKED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
+TOKENS = 240
+
+
+@asynccontextmanager
+async def tokenizer_of(model: Path, engine: MortalEngine, log: Path) -> AsyncIterator[Client]:
+    arguments = ("--model", str(model), "--engine", engine.target, "--engine-wait", "120")
+    async with (
+        running_service("tokenizer", *arguments, log=log) as service,
+        Client(service.target) as client,
+    ):
+        yield client
+
+
+async def test_stream_survives_one_loss_of_the_engine_after_another(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """Of the whole engine, and of the process that computes, which the OOM killer takes first."""
+    async with (
+        mortal_engine(embedded_model) as engine,
+        tokenizer_of(embedded_model, engine, tmp_path / "log") as client,
+    ):
+        calm = await client.complete("import", max_tokens=TOKENS, **ASKED)
+        losses = [engine.kill_loop, engine.kill, engine.kill_loop, engine.kill, engine.kill]
+        text, count = "", 0
+        async with client.stream("import", max_tokens=TOKENS, **ASKED) as stream:
+            async for delta in stream:
+                text += delta.text
+                count += 1
+                if losses and count >= 10:
+                    await losses.pop()()
+                    await engine.start()
+                    count = 0
+        assert not losses
+        assert text == calm.text
+
+
+async def test_new_request_waits_while_the_engine_is_restarted(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    async with (
+        mortal_engine(embedded_model) as engine,
+        tokenizer_of(embedded_model, engine, tmp_path / "log") as client,
+    ):
+        calm = await client.complete("import", max_tokens=TOKENS, **ASKED)
+        async with client.stream("import", max_tokens=TOKENS, **ASKED) as stream:
+            text = (await anext(aiter(stream))).text
+            engine.terminate()
+            late = asyncio.ensure_future(client.complete("import", max_tokens=TOKENS, **ASKED))
+            text += "".join([delta.text async for delta in stream])
+        assert text == calm.text
+        await engine.wait()
+        await engine.start()
+        assert (await late).text == calm.text
+
+
+async def test_new_request_waits_while_the_tokenizer_is_restarted(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """A stream goes on to its end meanwhile, and the texts to be encoded wait as well."""
+    [port] = free_ports(1)
+    body = {"model": "default", "prompt": "import", "max_tokens": TOKENS, **ASKED}
+    model = ("--model", str(embedded_model))
+    few = ("--dtype", "float32", "--kv-memory", "64MiB")
+    async with running_service("engine", *model, *few, log=tmp_path / "engine") as engine:
+        target = f"127.0.0.1:{port}"
+        arguments = (*model, "--engine", engine.target)
+        flags = ("--tokenizer", target, "--tokenizer-wait", "120")
+        async with running_shim(*flags) as shim, httpx.AsyncClient(timeout=300) as http:
+            url = f"{shim.url}/v1/completions"
+            early = asyncio.ensure_future(http.post(url, json=body))  # nobody is there yet
+            log = tmp_path / "tokenizer"
+            async with running_service("tokenizer", *arguments, log=log, port=port) as first:
+                calm = (await early).json()["choices"]
+                async with http.stream("POST", url, json=body | {"stream": True}) as stream:
+                    lines = stream.aiter_lines()
+                    await anext(lines)
+                    first.process.send_signal(signal.SIGTERM)
+                    late = asyncio.ensure_future(http.post(url, json=body))
+                    assert [line async for line in lines][-2] == "data: [DONE]"
+                await first.process.wait()
+                ids = asyncio.ensure_future(
+                    http.post(f"{shim.url}/tokenize", json={"prompt": "import"})
+                )
+            async with running_service("tokenizer", *arguments, log=log, port=port):
+                assert (await late).json()["choices"] == calm
+                assert (await ids).status_code == 200

@@ -1,0 +1,93 @@
+"""Pages of the origins that the operator names may use the API from a browser, others may not."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.services.shim import running_shim
+from tests.stack import Stack
+from tokenwire.keys import add_key
+
+OURS, OTHER = "http://localhost:3000", "https://other.example"
+ASKED = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-os",
+}
+BODY = {"prompt": "x = ", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+async def http(
+    stack: Stack, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[httpx.AsyncClient]:
+    """With a key that has three requests."""
+    keys = tmp_path_factory.mktemp("keys") / "keys.json"
+    keys.write_text(json.dumps({"tiers": {"few": {"requests_per_minute": 3}}}))
+    secret = add_key(keys, "few")
+    flags = ("--cors-origins", f"https://a.example, {OURS}", "--keys", str(keys))
+    headers = {"authorization": f"Bearer {secret}", "origin": OURS}
+    async with (
+        running_shim("--tokenizer", stack.tokenizer, *flags) as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=60, headers=headers) as client,
+    ):
+        yield client
+
+
+def is_readable(response: httpx.Response) -> bool:
+    """By a page of ours; what it may read of the head is what it has use for."""
+    shown = response.headers.get("access-control-expose-headers", "").split(", ")
+    wanted = {"x-request-id", "x-tokens-used", "x-tokenwire-ignored", "retry-after"}
+    return response.headers.get("access-control-allow-origin") == OURS and wanted <= {*shown}
+
+
+async def test_preflights_need_no_key(http: httpx.AsyncClient) -> None:
+    """Browsers send none with them."""
+    headers = ASKED | {"authorization": ""}
+    response = await http.options("/v1/completions", headers=headers)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == OURS
+    assert (
+        response.headers["access-control-allow-headers"] == ASKED["access-control-request-headers"]
+    )
+    assert response.headers["x-request-id"]
+    other = await http.options("/v1/completions", headers=headers | {"origin": OTHER})
+    assert "access-control-allow-origin" not in other.headers
+
+
+async def test_answers_streams_and_refusals_can_be_read(http: httpx.AsyncClient) -> None:
+    whole = await http.post("/v1/completions", json=BODY)
+    streamed = await http.post("/v1/completions", json=BODY | {"stream": True})
+    wrong = await http.post("/v1/completions", json=BODY | {"top_p": 7})
+    limited = await http.post("/v1/completions", json=BODY)
+    nobody = await http.get("/v1/models", headers={"authorization": ""})
+    nowhere = await http.get("/nowhere")
+    answers = [whole, streamed, wrong, limited, nobody, nowhere]
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 429, 401, 404]
+    assert all(map(is_readable, answers))
+    other = await http.get("/v1/models", headers={"origin": OTHER})
+    assert other.status_code == 200
+    assert "access-control-allow-origin" not in other.headers
+
+
+async def test_without_the_flag_no_page_of_another_origin_may(stack: Stack) -> None:
+    async with httpx.AsyncClient(base_url=stack.url, headers={"origin": OURS}) as http:
+        assert (await http.options("/v1/completions", headers=ASKED)).status_code == 405
+        answer = await http.get("/v1/models")
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("wrong", ["example.com", "https://a.example/", "null"])
+async def test_what_is_no_origin_is_refused_at_the_start(wrong: str, tmp_path: Path) -> None:
+    """It would match no page, and nobody would know why."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.http_shim", "--port", "0", "--cors-origins", wrong,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, complaint = await process.communicate()
+    assert process.returncode == 2
+    assert complaint.decode().startswith(f"http_shim: {wrong} is no origin")

@@ -1,0 +1,189 @@
+"""What one client of the shim can do to others, or find out about what is behind it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.services.shim import Shim, running_shim
+from tests.stack import Stack, free_ports, mortal_engine, running_service
+
+MANY = 1_000_000
+HANG_SECONDS = 60
+PROMPT = "import json\n" * 40
+JSON_TYPE = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+async def shim(stack: Stack) -> AsyncIterator[Shim]:
+    async with running_shim("--tokenizer", stack.tokenizer) as running:
+        yield running
+
+
+@pytest.fixture
+async def http(shim: Shim) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=shim.url, timeout=HANG_SECONDS) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"prompt":[%b]}' % b",".join([b"[1]"] * MANY)),
+        ("/v1/completions", b'{"prompt":"","stop":[%b]}' % b",".join([b'"a"'] * MANY)),
+        ("/v1/chat/completions", b'{"messages":[%b]}' % b",".join([b"{}"] * MANY)),
+        ("/v1/completion", b'{"prompt":"","model":[%b]}' % b",".join([b'"a"'] * MANY)),
+        ("/tokenize", b'{"prompt":"",%b}' % b",".join([b'"a":1'] * MANY)),
+        ("/detokenize", b'{"tokens":[%b]}' % b",".join([b"1"] * 2 * MANY)),
+    ],
+)
+async def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(
+    http: httpx.AsyncClient, path: str, body: bytes
+) -> None:
+    answer = await http.post(path, content=body, headers=JSON_TYPE)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "invalid_body"
+    assert "are the most" in error["message"]
+
+
+async def status_of(shim: Shim, head: str) -> int:
+    """Of the answer to a request as it stands there."""
+    url = httpx.URL(shim.url)
+    async with asyncio.timeout(HANG_SECONDS):
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode())
+        status = int((await reader.readline()).split()[1])
+        writer.close()
+    return status
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("GET /health HTTP/1.1\r\nHost: localhost:1", 200),
+        ("GET /health HTTP/1.1\r\nHost: [::1]", 200),
+        ("GET /health HTTP/1.0", 200),
+        ("GET /health HTTP/1.1\r\nHost: rebound.example", 400),
+        ("GET /v1/models HTTP/1.1\r\nHost: rebound.example:80", 400),
+        ("GET / HTTP/1.0\r\nHost: rebound.example", 400),
+        ("GET /health HTTP/1.1\r\nX: y", 400),
+        ("GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost", 400),
+    ],
+)
+async def test_a_server_on_loopback_is_not_asked_under_other_names(
+    shim: Shim, head: str, status: int
+) -> None:
+    """A page whose name was made to lead here would read what it answers."""
+    assert await status_of(shim, head) == status
+
+
+async def test_names_that_the_operator_allows_are_taken(stack: Stack) -> None:
+    flags = ("--tokenizer", stack.tokenizer, "--allowed-hosts", "models.example, other.example")
+    async with running_shim(*flags) as shim:
+        for name, status in (("models.example:8000", 200), ("other.example", 200), ("x.y", 400)):
+            assert await status_of(shim, f"GET /health HTTP/1.1\r\nHost: {name}") == status
+
+
+async def test_a_server_beyond_loopback_is_asked_under_names_that_it_does_not_know(
+    stack: Stack,
+) -> None:
+    """As `http_shim:8000` in a network of containers."""
+    async with running_shim("--tokenizer", stack.tokenizer, "--host", "0.0.0.0", "--open") as shim:
+        assert await status_of(shim, "GET /health HTTP/1.1\r\nHost: http_shim:8000") == 200
+
+
+async def test_metrics_can_be_kept_from_those_who_may_use_the_api(stack: Stack) -> None:
+    [port] = free_ports(1)
+    flags = ("--tokenizer", stack.tokenizer, "--metrics-port", str(port))
+    async with running_shim(*flags) as shim, httpx.AsyncClient() as http:
+        assert (await http.get(f"{shim.url}/metrics")).status_code == 404
+        metrics = await http.get(f"http://127.0.0.1:{port}/metrics")
+        assert "tokenwire_http_requests_total" in metrics.text
+
+
+async def cached(http: httpx.AsyncClient, **headers: str) -> int:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    answer = await http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    tokens: int = answer.json()["usage"]["cached_input_tokens"]
+    return tokens
+
+
+async def test_a_tenant_that_is_trusted_has_a_prefix_cache_of_its_own(
+    http: httpx.AsyncClient,
+) -> None:
+    acme = {"x-tenant": "acme", "x-priority": "1"}
+    await cached(http, **acme)
+    assert await cached(http, **acme) > 0
+    assert await cached(http, **{"x-tenant": "other"}) == 0
+
+
+async def test_a_tenant_that_is_not_trusted_is_told_so(stack: Stack) -> None:
+    flags = ("--tokenizer", stack.tokenizer, "--trust-scheduling-headers", "never")
+    async with (
+        running_shim(*flags) as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=HANG_SECONDS) as http,
+    ):
+        await cached(http)
+        assert await cached(http, **{"x-tenant": "untrusted"}) > 0
+        body = {"prompt": "x", "max_tokens": 1, "what": 1}
+        answer = await http.post("/v1/completions", json=body, headers={"x-priority": "high"})
+        assert answer.headers["x-tokenwire-ignored"] == "x-priority, what"
+
+
+async def test_clients_are_not_told_where_the_services_are(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """Not by what gRPC says of an engine that was killed, either."""
+    async with mortal_engine(embedded_model) as engine:
+        arguments = ("--model", str(embedded_model), "--engine", engine.target)
+        patience = ("--engine-wait", "0.5")
+        log = tmp_path / "tokenizer.log"
+        async with (
+            running_service("tokenizer", *arguments, *patience, log=log) as tokenizer,
+            running_shim("--tokenizer", tokenizer.target) as shim,
+            httpx.AsyncClient(base_url=shim.url, timeout=HANG_SECONDS) as http,
+        ):
+            await engine.kill()
+            lost = await http.post("/v1/completions", json={"prompt": "x"})
+            assert (lost.status_code, lost.json()["error"]["code"]) == (503, "engine_lost")
+            assert await tokenizer.stop() == 0
+            gone = await http.post("/v1/completions", json={"prompt": "x"})
+            assert gone.status_code == 503
+            listed = await http.get("/v1/models")
+            assert listed.status_code == 503
+            for answer in (lost, gone, listed, await http.get("/ready")):
+                for hidden in ("127.0.0.1", "ipv4", *engine.target.split(":")[1:]):
+                    assert hidden not in answer.text
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+async def test_what_clients_write_is_logged_for_debugging_alone(
+    stack: Stack, embedded_model: Path, tmp_path: Path, level: str
+) -> None:
+    log = tmp_path / "tokenizer.log"
+    arguments = ("--model", str(embedded_model), "--engine", stack.engine, "--log-level", level)
+    async with (
+        running_service("tokenizer", *arguments, log=log) as tokenizer,
+        running_shim("--tokenizer", tokenizer.target, "--log-level", level) as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=HANG_SECONDS) as http,
+    ):
+        body = {
+            "prompt": "x",
+            "user": "alice@example.org",
+            "grammar": {"type": "lark", "value": 'start: "secret-word" ('},
+        }
+        named = {"x-request-id": "private"}
+        answer = await http.post("/v1/completions", json=body, headers=named)
+        assert answer.json()["error"]["code"] == "invalid_grammar"
+        of_shim = json.dumps(await shim.answered("private"))
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    told = of_shim + json.dumps([line for line in lines if line.get("request_id") == "private"])
+    assert "INVALID_GRAMMAR" in told
+    is_debugging = level == "debug"
+    assert ("alice@example.org" in told) is is_debugging
+    assert (answer.json()["error"]["message"][:20] in told) is is_debugging

@@ -1,0 +1,98 @@
+"""One message of a Session with more commands than anybody needs: neighbours go on meanwhile."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.stack import Stack
+from tokenwire.channel import connect
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
+
+MANY = 20_000
+MOST_CREDIT = 2**32 - 1
+HANG_SECONDS = 120
+
+
+@pytest.fixture
+async def tokenizer(stack: Stack) -> AsyncIterator[grpc.aio.Channel]:
+    async with connect(stack.tokenizer) as channel:
+        yield channel
+
+
+def bad_completion(handle: int) -> completion_pb2.SessionCommand:
+    """One without a prompt."""
+    start = completion_pb2.StartComplete()
+    return completion_pb2.SessionCommand(handle=handle, start_complete=start)
+
+
+async def rest(call: "grpc.aio.StreamStreamCall[Any, Any]") -> int:
+    """How many events still come."""
+    count = 0
+    while (response := await call.read()) is not grpc.aio.EOF:
+        count += len(response.events)
+    return count
+
+
+async def test_many_starts_in_one_message_leave_turns_to_neighbours_of_the_tokenizer(
+    tokenizer: grpc.aio.Channel,
+) -> None:
+    stub = CompletionServiceStub(tokenizer)
+    commands = [bad_completion(handle) for handle in range(1, MANY + 1)]
+    async with asyncio.timeout(HANG_SECONDS):
+        call = stub.Session()
+        await call.write(completion_pb2.SessionRequest(commands=commands))
+        await call.done_writing()
+        answered = len((await call.read()).events)
+        await stub.ListModels(completion_pb2.ListModelsRequest())
+        assert answered < MANY, "the neighbour was answered after all of the flood"
+        answered += await rest(call)
+    assert answered == MANY
+
+
+async def test_many_starts_in_one_message_leave_turns_to_neighbours_of_the_engine(
+    channel: grpc.aio.Channel,
+) -> None:
+    commands = [
+        engine_pb2.SessionCommand(handle=handle, start=engine_pb2.SessionStart())
+        for handle in range(1, MANY + 1)
+    ]
+    async with asyncio.timeout(HANG_SECONDS):
+        call = EngineServiceStub(channel).Session()
+        await call.write(engine_pb2.SessionRequest(commands=commands))
+        await call.done_writing()
+        answered = len((await call.read()).events)
+        await EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())
+        assert answered < MANY, "the neighbour was answered after all of the flood"
+        answered += await rest(call)
+    assert answered == MANY
+
+
+async def test_credit_beyond_what_a_message_can_hold_is_all_the_credit_there_is(
+    tokenizer: grpc.aio.Channel,
+) -> None:
+    """Granted while the prompt is encoded aside, before the engine knows of the request."""
+    prompt = completion_pb2.Prompt(text="x = 1\n" * 1_000)
+    request = completion_pb2.CompleteRequest(prompts=[prompt], truncate_prompt=True)
+    request.stopping.max_tokens = 3
+    request.stopping.ignore_eos = True
+    start = completion_pb2.StartComplete(request=request, credit=MOST_CREDIT)
+    more = completion_pb2.Credit(tokens=MOST_CREDIT)
+    message = completion_pb2.SessionRequest(
+        commands=[
+            completion_pb2.SessionCommand(handle=1, start_complete=start),
+            completion_pb2.SessionCommand(handle=1, credit=more),
+        ]
+    )
+    async with asyncio.timeout(HANG_SECONDS):
+        call = CompletionServiceStub(tokenizer).Session()
+        await call.write(message)
+        await call.done_writing()
+        events = [event async for response in call for event in response.events]
+    assert not any(event.HasField("error") for event in events)
+    assert events[-1].complete.completed.usage.completion_tokens == 3

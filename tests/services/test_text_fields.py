@@ -1,0 +1,365 @@
+"""Fields that vLLM has too, at text level: over gRPC, streamed and whole, and as JSON."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.services.shim import running_shim
+from tests.stack import Stack, running_service, watch_load
+from tokenwire.client import ChatOptions, Client, CompleteOptions, GrammarSpec, Message
+from tokenwire.errors import ServiceError
+
+PROMPT = "def add(a, b):\n    return a + b\n"
+END, FIM_PAD, IM_END = 0, 4, 8
+"""Ids of special tokens"""
+FORCED: CompleteOptions = {"logit_bias": {FIM_PAD: 100}, "max_tokens": 3, "ignore_eos": True}
+
+
+@pytest_asyncio.fixture
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    async with Client(stack.tokenizer) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
+        yield http
+
+
+async def streamed(client: Client, **options: Any) -> str:
+    async with client.stream(PROMPT, **options) as stream:
+        return "".join([delta.text async for delta in stream])
+
+
+# Special tokens.
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stop": ["zzz"]}, {"n": 2}], ids=str)
+async def test_special_tokens_stand_in_the_text_where_they_are_not_skipped(
+    client: Client, more: Mapping[str, Any]
+) -> None:
+    for skips, text in ((True, ""), (False, "<|fim_pad|>" * 3)):
+        options = FORCED | {"skip_special_tokens": skips} | more
+        whole = await client.complete(PROMPT, **options)
+        assert [choice.text for choice in whole.choices] == [text] * len(whole.choices)
+        assert whole.choices[0].token_ids == (FIM_PAD,) * 3
+        assert await streamed(client, **options) == text * len(whole.choices)
+
+
+async def test_a_stop_string_matches_a_special_token_that_is_not_skipped(client: Client) -> None:
+    stopped = FORCED | {"stop": ["<|fim"]}
+    choice = (await client.complete(PROMPT, **stopped, skip_special_tokens=False)).choices[0]
+    assert (choice.text, choice.stop) == ("", "<|fim")
+    assert (await client.complete(PROMPT, **stopped)).choices[0].stop is None
+
+
+@pytest.mark.parametrize("ender", ["eos", "stop id"])
+async def test_the_token_that_ends_a_choice_is_text_only_if_stop_strings_are(
+    client: Client, ender: str
+) -> None:
+    token = END if ender == "eos" else FIM_PAD
+    ends: CompleteOptions = {"logit_bias": {token: 100}, "max_tokens": 3}
+    if ender == "stop id":
+        ends["stop_token_ids"] = [token]
+    name = "<|endoftext|>" if ender == "eos" else "<|fim_pad|>"
+    for skips, includes, text in (
+        (True, True, ""),
+        (False, False, ""),
+        (False, True, name),
+    ):
+        answer = await client.complete(
+            PROMPT, **ends, skip_special_tokens=skips, include_stop_string=includes
+        )
+        assert answer.text == text
+        assert answer.choices[0].stop == token
+
+
+async def test_the_content_of_a_chat_has_special_tokens_too(client: Client) -> None:
+    options: ChatOptions = {"logit_bias": {FIM_PAD: 100}, "max_tokens": 2, "logprobs": 0}
+    shown = await client.chat("Hello!", **options, skip_special_tokens=False)
+    assert shown.text == "<|fim_pad|>" * 2
+    assert [token.data for token in shown.choices[0].tokens] == [b"<|fim_pad|>"] * 2
+    assert (await client.chat("Hello!", **options)).text == ""
+    ended: ChatOptions = {"logit_bias": {IM_END: 100}, "skip_special_tokens": False}
+    answer = await client.chat("Hello!", **ended, include_stop_string=True)
+    assert answer.text == "<|im_end|>"
+    assert (await client.chat("Hello!", **ended)).text == ""
+
+
+# Truncation.
+
+
+async def test_the_end_of_a_prompt_is_kept(client: Client) -> None:
+    ids = (await client.encode(PROMPT)).ids
+    for prompt in (PROMPT, ids, [PROMPT, PROMPT]):
+        async with client.stream(prompt, truncate_prompt_tokens=4, max_tokens=1) as stream:
+            _ = [delta async for delta in stream]
+        assert stream.accepted is not None
+        assert {tuple(prompt.ids) for prompt in stream.accepted.prompts} == {ids[-4:]}
+    echoed = await client.complete(
+        PROMPT, truncate_prompt_tokens=4, max_tokens=0, echo=True, logprobs=0
+    )
+    assert echoed.text == await client.decode(ids[-4:])
+    assert echoed.usage.prompt_tokens == 4
+    [model] = await client.models()
+    most = model.context_length
+    for prompt in ([5] * (most + 50), "x = 1\n" * most):
+        cut = await client.complete(prompt, truncate_prompt_tokens=-1, max_tokens=10)
+        assert cut.usage.prompt_tokens == most - 10
+    whole = await client.complete(ids, truncate_prompt_tokens=most - 1, max_tokens=1)
+    assert whole.usage.prompt_tokens == len(ids)
+
+
+async def test_the_end_of_a_conversation_is_kept(client: Client) -> None:
+    [model] = await client.models()
+    long = "word " * model.context_length
+    for asked, kept in ((7, 7), (-1, model.context_length - 5)):
+        answer = await client.chat(long, truncate_prompt_tokens=asked, max_tokens=5)
+        assert answer.usage.prompt_tokens == kept
+    answer = await client.chat(long, truncate_prompt_tokens=-1, ignore_eos=True)
+    assert answer.usage.prompt_tokens == model.context_length - 1
+    assert answer.usage.completion_tokens == 1
+
+
+async def test_infill_keeps_what_is_next_to_the_gap(client: Client) -> None:
+    answer = await client.complete(PROMPT, suffix="z" * 50, truncate_prompt_tokens=9, max_tokens=1)
+    assert answer.usage.prompt_tokens == 9
+    with pytest.raises(ServiceError) as refused:
+        await client.complete(PROMPT, suffix="z", truncate_prompt_tokens=2)
+    assert refused.value.field == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize("asked", [0, -2, 10**6])
+async def test_a_truncation_that_can_not_be_is_refused(client: Client, asked: int) -> None:
+    for answer in (
+        client.complete(PROMPT, truncate_prompt_tokens=asked),
+        client.chat("Hello!", truncate_prompt_tokens=asked),
+    ):
+        with pytest.raises(ServiceError) as refused:
+            await answer
+        assert refused.value.field == "truncate_prompt_tokens"
+        code = grpc.StatusCode.OUT_OF_RANGE if asked > 0 else grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.code is code
+
+
+# Scores of prompts.
+
+
+async def test_prompt_logprobs_are_those_of_an_echo(client: Client) -> None:
+    options: CompleteOptions = {"max_tokens": 1, "n": 2, "temperature": 0}
+    told = await client.complete([PROMPT, "x = ["], **options, prompt_logprobs=3)
+    echoed = await client.complete([PROMPT, "x = ["], **options, echo=True, logprobs=1)
+    both = await client.complete(
+        [PROMPT, "x = ["], **options, echo=True, logprobs=1, prompt_logprobs=3
+    )
+    assert [choice.text for choice in both.choices] == [choice.text for choice in echoed.choices]
+    assert both.prompt_scores == told.prompt_scores
+    for prompt in range(2):
+        scores, echo = told.prompt_scores[prompt], echoed.choices[2 * prompt].scores
+        both_echo = both.choices[2 * prompt].scores
+        assert scores is not None
+        assert echo is not None
+        assert both_echo is not None
+        count = len(scores.logprobs)
+        assert scores.logprobs == pytest.approx(echo.logprobs[1 : count + 1], abs=1e-5)
+        assert [ids[:1] for ids in scores.top_ids] == list(echo.top_ids[1 : count + 1])
+        assert {len(ids) for ids in both_echo.top_ids} == {1}
+        for rank, logprob, top in zip(
+            scores.ranks, scores.logprobs, scores.top_logprobs, strict=True
+        ):
+            assert len(top) == 3
+            assert all(higher >= lower for higher, lower in pairwise(top))
+            assert rank == 1 + sum(other > logprob for other in top) or rank > 3
+
+
+async def test_prompt_logprobs_of_a_chat_are_those_of_its_ids(client: Client) -> None:
+    async with client.stream_chat("Hello!", max_tokens=1, prompt_logprobs=2, n=2) as stream:
+        _ = [delta async for delta in stream]
+    assert stream.accepted is not None
+    ids = list(stream.accepted.prompts[0].ids)
+    answer = await client.chat("Hello!", max_tokens=1, prompt_logprobs=2)
+    of_ids = await client.complete(ids, max_tokens=1, prompt_logprobs=2)
+    [expected], [of_stream] = of_ids.prompt_scores, stream.prompt_scores[0]
+    assert expected is not None
+    assert len(expected.logprobs) == len(ids) - 1
+    for scores in (of_stream, answer.prompt_scores):
+        assert scores is not None
+        assert scores.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert (scores.ranks, scores.texts) == (expected.ranks, expected.texts)
+
+
+async def test_long_prompts_are_scored_in_runs(client: Client) -> None:
+    ids = [300 + i % 50 for i in range(1_500)]
+    async with client.stream(ids, max_tokens=1, prompt_logprobs=1) as stream:
+        _ = [delta async for delta in stream]
+    assert len(stream.prompt_scores[0]) > 1
+    assert sum(len(run.logprobs) for run in stream.prompt_scores[0]) == len(ids) - 1
+
+
+async def test_prompt_logprobs_as_json(client: Client, http: httpx.AsyncClient) -> None:
+    prompts = [list((await client.encode(PROMPT)).ids), [300]]
+    body = {"prompt": prompts, "max_tokens": 1, "n": 2, "return_token_ids": True}
+    answer = (await http.post("/v1/completions", json=body | {"prompt_logprobs": 2})).json()
+    first, again, single, _ = answer["choices"]
+    rows = first["prompt_logprobs"]
+    assert again["prompt_logprobs"] == rows
+    assert single["prompt_logprobs"] == [None]
+    assert rows[0] is None
+    assert len(rows) == len(first["prompt_token_ids"])
+    for token, row in zip(first["prompt_token_ids"][1:], rows[1:], strict=True):
+        ranks = sorted(entry["rank"] for entry in row.values())
+        assert ranks in ([1, 2], [1, 2, row[str(token)]["rank"]])
+        assert -math.inf < row[str(token)]["logprob"] <= 0
+    text = "".join(
+        row[str(token)]["decoded_token"]
+        for token, row in zip(first["prompt_token_ids"][1:], rows[1:], strict=True)
+    )
+    assert PROMPT.endswith(text)
+    assert "prompt_logprobs" not in (await http.post("/v1/completions", json=body)).json()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_prompt_logprobs_are_not_streamed(http: httpx.AsyncClient, path: str) -> None:
+    messages = [{"role": "user", "content": "Hello!"}]
+    body: dict[str, object] = {"max_tokens": 1, "stream": True, "prompt_logprobs": 0}
+    body |= {"messages": messages} if "chat" in path else {"prompt": PROMPT}
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt_logprobs"
+
+
+# Bad words and allowed ids.
+
+
+async def test_a_bad_word_is_not_generated_with_or_without_a_space(client: Client) -> None:
+    free = await client.complete(PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
+    words = [word for word in ("return", "def", "self", "import") if word in free.text]
+    assert words
+    options: CompleteOptions = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    limited = await client.complete(PROMPT, **options, bad_words=words)
+    assert not any(word in limited.text.split() for word in words)
+    assert await streamed(client, **options, bad_words=words) == limited.text
+    chat = await client.chat("Hello!", max_tokens=60, temperature=0, bad_words=["the", " a"])
+    assert not {"the", "a"} & {*chat.text.split()}
+
+
+async def test_a_special_token_can_be_a_bad_word(client: Client) -> None:
+    ends: CompleteOptions = {"max_tokens": 8, "logit_bias": {END: 100}}
+    assert (await client.complete(PROMPT, **ends)).choices[0].token_ids == (END,)
+    limited = await client.complete(PROMPT, **ends, bad_words=["<|endoftext|>"])
+    assert END not in limited.choices[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("bad_words[1]", ["a", ""]),
+        ("bad_words[0]", ["a" * 1_001]),
+        ("bad_words", ["a"] * 129),
+        ("bad_words", [chr(0x1F600 + i) * 1_000 for i in range(8)]),
+    ],
+)
+async def test_too_many_bad_words_are_refused(client: Client, field: str, words: list[str]) -> None:
+    with pytest.raises(ServiceError) as refused:
+        await client.complete(PROMPT, bad_words=words)
+    assert (refused.value.code, refused.value.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_allowed_ids_contradict_fails_with_their_name(
+    client: Client, http: httpx.AsyncClient, stream: bool
+) -> None:
+    yes = (await client.encode("yes", add_special_tokens=False)).ids
+    body = {"prompt": PROMPT, "grammar": {"type": "regex", "value": "yes|no"}, "max_tokens": 8}
+    some = await client.complete(
+        PROMPT, grammar=GrammarSpec(regex="yes|no"), allowed_token_ids=yes, max_tokens=8
+    )
+    assert some.text == "yes"
+    answer = await http.post(
+        "/v1/completions", json=body | {"allowed_token_ids": [300], "stream": stream}
+    )
+    if stream:
+        assert "nothing_allowed" in answer.text.lower()
+        assert '"param":"allowed_token_ids"' in answer.text
+    else:
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "allowed_token_ids"
+
+
+# Chats.
+
+
+async def test_an_echo_puts_the_last_answer_in_front(client: Client) -> None:
+    messages = [Message("user", "Hello!"), Message("assistant", "Hi! How")]
+    options: ChatOptions = {"max_tokens": 6, "temperature": 0, "n": 2}
+    for more in ({"continue_last_message": True}, {}):
+        free = await client.chat(messages, **options, **more)
+        echoed = await client.chat(messages, **options, **more, echo=True)
+        for choice, with_echo in zip(free.choices, echoed.choices, strict=True):
+            assert with_echo.message.content == "Hi! How" + (choice.message.content or "")
+            assert with_echo.token_ids == choice.token_ids
+        async with client.stream_chat(messages, **options, **more, echo=True) as stream:
+            contents = [delta.content async for delta in stream if delta.index == 0]
+        assert "".join(contents) == echoed.text
+    last = await client.chat("Hello!", **options, echo=True)
+    assert last.choices == (await client.chat("Hello!", **options)).choices
+
+
+async def test_an_effort_that_is_none_is_refused(http: httpx.AsyncClient) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
+    for fields, status in (
+        ({"reasoning_effort": "high"}, 200),
+        ({"reasoning_effort": "huge"}, 400),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}, 200),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, 400),
+    ):
+        answer = await http.post("/v1/chat/completions", json=body | fields)
+        assert answer.status_code == status
+        if status == 400:
+            assert answer.json()["error"]["param"] == "reasoning_effort"
+
+
+# Priorities.
+
+
+async def test_the_request_of_the_lower_priority_number_is_served_first(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """One sequence runs at a time; the others wait behind it."""
+    model = ("--model", str(embedded_model))
+    small = ("--dtype", "float32", "--kv-memory", "64MiB", "--max-running", "1")
+    async with (
+        running_service("engine", *model, *small, log=tmp_path / "engine") as engine,
+        running_service(
+            "tokenizer", *model, "--engine", engine.target, log=tmp_path / "tokenizer"
+        ) as tokenizer,
+        running_shim("--tokenizer", tokenizer.target) as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
+    ):
+        served: list[int] = []
+
+        async def ask(priority: int) -> None:
+            body = {"prompt": PROMPT, "max_tokens": 2, "priority": priority}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            served.append(priority)
+
+        long = {"prompt": PROMPT, "max_tokens": 1_900, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=long):
+            await watch_load(engine.target, until=lambda load: load.running_sequences == 1)
+            waiting = []
+            for count, priority in enumerate((3, 0, -2), start=1):
+                waiting.append(asyncio.ensure_future(ask(priority)))
+                await watch_load(
+                    engine.target, until=lambda load, n=count: load.waiting_sequences == n
+                )
+        await asyncio.gather(*waiting)
+    assert served == [-2, 0, 3]
