@@ -12,6 +12,8 @@ ENGINE_PORT ?= 50052
 GRAMMAR_PORT ?= 50053
 ENGINE_ARGS ?=
 OPEN ?=
+CORS_ORIGINS ?=
+ALLOWED_HOSTS ?=
 LOG_DIR ?=
 
 PYTHON ?= python3
@@ -36,7 +38,9 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 	  --grammar-port "$(GRAMMAR_PORT)" --engine-args="$(ENGINE_ARGS)" \
 	  $(if $(MODEL),--model "$(MODEL)") $(if $(MODEL_ID),--model-id "$(MODEL_ID)") \
 	  $(if $(CATALOG),--catalog "$(CATALOG)") $(if $(KEYS),--keys "$(KEYS)") \
-	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(OPEN),--open)
+	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(OPEN),--open) \
+	  $(if $(CORS_ORIGINS),--cors-origins "$(CORS_ORIGINS)") \
+	  $(if $(ALLOWED_HOSTS),--allowed-hosts "$(ALLOWED_HOSTS)")
 
 test: .venv/.dev ## Run the tests (all but the containers')
 	$(BIN)/pytest -q tests $(PYTEST_ARGS)
