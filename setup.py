@@ -68,7 +68,7 @@ setup(
     packages=find_packages(include=["tokenwire*", "services*"]),
     package_data={
         "services.engine.kernels": ["*.so"],
-        "services.http_shim": ["web/*"],
+        "services.http_shim.documentation": ["web/*"],
         "": ["py.typed", "*.pyi"],
     },
     distclass=PlatformDistribution,

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.tables import markdown
-from services.engine.attention import KVCache
-from services.engine.batch import StepBatch
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.attention import KVCache
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 

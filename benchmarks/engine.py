@@ -20,11 +20,12 @@ import torch
 
 from benchmarks.prompts import Prompts
 from benchmarks.scenarios import ClosedLoop, Workload
-from services.engine import step_loop
-from services.engine.attention import AttentionBackend, KVCache
-from services.engine.batch import StepBatch
-from services.engine.block_pool import BlockPool, hash_block
+from services.engine.batch.step_batch import StepBatch
+from services.engine.execution.model_runner import ModelRunner, StepRoom
 from services.engine.kernels.library import Kernel, OperationCall
+from services.engine.loop import step_loop
+from services.engine.loop.requests import LoopLimits
+from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
     AddRequest,
     CancelRequest,
@@ -37,15 +38,14 @@ from services.engine.messages import (
     StoppingSettings,
     Token,
 )
+from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.loader import load_model, resolve_dtype
-from services.engine.model.operators import Gate, Operators, Projection
-from services.engine.model.recording import Recording
-from services.engine.model_runner import ModelRunner, StepRoom
-from services.engine.requests import LoopLimits
+from services.engine.model.operators.interface import Gate, Operators, Projection
+from services.engine.model.operators.recording import Recording
 from services.engine.sampling import sample
-from services.engine.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.block_pool import BlockPool, hash_block
+from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
-from services.engine.step_loop import StepLoop
 
 __all__ = ["Engine", "Stopwatch"]
 

@@ -37,12 +37,12 @@ from llguidance import LLExecutor
 
 from services.grammar import specification
 from services.grammar.error import GrammarError
-from services.grammar.mask_filler import MaskFiller
-from services.grammar.matcher import Matcher, RefusedTokenError
-from services.grammar.prototype import compile_prototype
-from services.grammar.steering import Steering
-from services.grammar.token_index import TokenIndex
-from services.grammar.vocabulary import Vocabulary, load
+from services.grammar.matching.mask_filler import MaskFiller
+from services.grammar.matching.matcher import Matcher, RefusedTokenError
+from services.grammar.matching.prototype import compile_prototype
+from services.grammar.matching.steering import Steering
+from services.grammar.matching.token_index import TokenIndex
+from services.grammar.matching.vocabulary import Vocabulary, load
 from tokenwire.types.v1.types_pb2 import GrammarSpec
 
 _MODEL = Path(__file__).parent.parent / "models" / "tokenwire-code-6m"

@@ -25,7 +25,7 @@ from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.scenarios import SCENARIOS, ClosedLoop
 from benchmarks.tables import markdown
-from services.engine.engine_process import set_thread_waiting
+from services.engine.frontend.loop_client import set_thread_waiting
 
 SOURCES = ("scenarios", "prompts", "results", "tables")
 """Modules of this folder that the editing prompts edit"""

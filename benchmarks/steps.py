@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.roofline import Bandwidth, ByteFloor, RooflineError, measure_bandwidth
 from benchmarks.tables import markdown
-from services.engine.engine_process import set_thread_waiting
+from services.engine.frontend.loop_client import set_thread_waiting
 
 if TYPE_CHECKING:
     from benchmarks.engine import Engine

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.stack import Stack, free_ports
-from tokenwire.layout import embedded_checkpoint
+from tokenwire.serving.stack_layout import embedded_checkpoint
 
 _START_SECONDS = 240
 

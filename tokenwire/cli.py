@@ -52,8 +52,8 @@ _NOT_REACHED = ("UNREACHABLE", "SESSION_LOST")
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    from tokenwire.layout import Layout, ServeError
-    from tokenwire.supervisor import supervise
+    from tokenwire.serving.stack_layout import Layout, ServeError
+    from tokenwire.serving.supervisor import supervise
 
     if options.catalog is not None and (options.model is not None or options.model_id):
         _complain("--catalog names the models; leave out --model and --model-id.")
@@ -157,7 +157,7 @@ async def _models(options: argparse.Namespace) -> int:
 
 
 async def _add_key(options: argparse.Namespace) -> int:
-    from tokenwire.keys import KeyFileError, add_key
+    from tokenwire.serving.keys import KeyFileError, add_key
 
     try:
         key = add_key(options.file, options.tier, options.name)
@@ -170,7 +170,7 @@ async def _add_key(options: argparse.Namespace) -> int:
 
 
 async def _list_keys(options: argparse.Namespace) -> int:
-    from tokenwire.keys import KeyFileError, read_keys
+    from tokenwire.serving.keys import KeyFileError, read_keys
 
     try:
         keys = read_keys(options.file).keys
@@ -184,7 +184,7 @@ async def _list_keys(options: argparse.Namespace) -> int:
 
 
 async def _revoke_key(options: argparse.Namespace) -> int:
-    from tokenwire.keys import KeyFileError, key_id, revoke_key
+    from tokenwire.serving.keys import KeyFileError, key_id, revoke_key
 
     try:
         key = revoke_key(options.file, key_id(options.key))
@@ -200,7 +200,7 @@ def _day(seconds: int) -> str:
 
 
 async def _health(options: argparse.Namespace) -> int:
-    from tokenwire.health import is_ready, is_serving
+    from tokenwire.serving.health import is_ready, is_serving
 
     probe: Any = is_ready if options.target.startswith("http://") else is_serving
     try:

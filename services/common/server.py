@@ -21,7 +21,7 @@ from services.common.settings import ServerSettings, StartupError, parse
 from services.common.signals import stop_signal
 from services.common.telemetry import serve_metrics
 from tokenwire.channel import MESSAGE_LIMITS, QUIET
-from tokenwire.ports import address, why_unusable
+from tokenwire.serving.ports import address, why_unusable
 
 __all__ = ["SERVER_OPTIONS", "Application", "main"]
 

@@ -5,15 +5,17 @@ import sys
 from services.common.server import main
 from services.common.settings import StartupError, parse
 from services.engine.application import EngineApplication
-from services.engine.engine_process import set_thread_waiting
-from services.engine.rank import Rank
+from services.engine.frontend.loop_client import set_thread_waiting
+from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
 
 
 def _follow() -> None:
     settings = parse(EngineSettings, "python -m services.engine", "TOKENWIRE_ENGINE")
     set_thread_waiting()
-    from services.engine.worker_process import run  # only here: rank 0's server needs no torch
+    from services.engine.loop.follower_process import (
+        run,  # only here: rank 0's server needs no torch
+    )
 
     run(settings)
 

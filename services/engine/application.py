@@ -9,9 +9,9 @@ import grpc
 
 from services.common.server import Application
 from services.common.settings import require_directory
-from services.engine.control_service import EngineControlServicer
-from services.engine.engine_service import EngineServicer
-from services.engine.frontend import Frontend
+from services.engine.frontend.control_service import EngineControlServicer
+from services.engine.frontend.engine_service import EngineServicer
+from services.engine.frontend.frontend import Frontend
 from services.engine.settings import EngineSettings
 from tokenwire.engine.v1 import engine_pb2, engine_pb2_grpc
 

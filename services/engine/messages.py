@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from services.engine.model.generation import GenerationDefaults
+from services.engine.model.checkpoint.generation import GenerationDefaults
 
 __all__ = [
     "AddRequest",

@@ -15,10 +15,10 @@ from services.common.settings import (
     require_directory,
     setting,
 )
-from services.grammar.cache import GrammarCache
-from services.grammar.compiler import Compiler
+from services.grammar.compiling.compiler import Compiler
+from services.grammar.matching.cache import GrammarCache
+from services.grammar.matching.vocabulary import load
 from services.grammar.servicer import GrammarServicer
-from services.grammar.vocabulary import load
 from tokenwire.grammar.v1 import grammar_pb2
 from tokenwire.grammar.v1.grammar_pb2_grpc import add_GrammarServiceServicer_to_server
 

@@ -9,16 +9,16 @@ import grpc
 from llguidance import LLExecutor
 
 from services.grammar import specification
-from services.grammar.batch import MatcherBatch
-from services.grammar.cache import CompiledGrammar, GrammarCache
-from services.grammar.compiler import Compiler
+from services.grammar.compiling.compiler import Compiler
 from services.grammar.error import GrammarError
+from services.grammar.matching.batch import MatcherBatch
+from services.grammar.matching.cache import CompiledGrammar, GrammarCache
+from services.grammar.matching.prototype import compile_prototype
+from services.grammar.matching.steering import Steering
+from services.grammar.matching.token_index import TokenIndex
+from services.grammar.matching.vocabulary import Vocabulary
 from services.grammar.metrics import COMPILE_SECONDS, COMPILES, MATCHERS, STEP_SECONDS
-from services.grammar.prototype import compile_prototype
 from services.grammar.specification import Kind
-from services.grammar.steering import Steering
-from services.grammar.token_index import TokenIndex
-from services.grammar.vocabulary import Vocabulary
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.grammar.v1 import grammar_pb2
 from tokenwire.grammar.v1.grammar_pb2_grpc import GrammarServiceServicer

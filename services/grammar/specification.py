@@ -8,9 +8,11 @@ from typing import Any, Literal, TypeAlias
 
 from llguidance import LLMatcher
 
-from services.grammar import gbnf, json_schema, rewriting, strings, structural_tag
+from services.common.json_values import Json
+from services.grammar import gbnf, structural_tag
 from services.grammar.error import GrammarError
-from services.grammar.json_positions import JsonPositions, may_repeat
+from services.grammar.schemas import json_schema, rewriting, strings
+from services.grammar.schemas.json_positions import JsonPositions, may_repeat
 from tokenwire.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["Kind", "check", "identity", "kind_of", "locate", "positions", "size_of", "translate"]
@@ -21,11 +23,11 @@ Kind: TypeAlias = Literal[
 
 # Compact JSON: a model that may pad with whitespace sooner or later does so for ever. No escapes by
 # code point: a key could be spelt so that it is not seen to be one that the schema names.
-_OPTIONS: Mapping[str, json_schema.Json] = {
+_OPTIONS: Mapping[str, Json] = {
     "x-guidance": {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
 }
 
-_ANY_OBJECT: Mapping[str, json_schema.Json] = {"type": "object"}
+_ANY_OBJECT: Mapping[str, Json] = {"type": "object"}
 _PLACE = re.compile(r" at line (\d+) column (\d+)$")
 
 
@@ -137,7 +139,7 @@ def _lark_of_choices(choices: list[str]) -> str:
     return "start: CHOICE\nCHOICE: " + " | ".join(literals).replace("\x7f", "\\u007f")
 
 
-def _plain(schema: json_schema.Json, path: str = "$") -> Mapping[str, json_schema.Json]:
+def _plain(schema: Json, path: str = "$") -> Mapping[str, Json]:
     """The same schema in the keywords and expressions that the compiler holds exactly."""
     try:
         plain = rewriting.rewrite(strings.held_exactly(schema, path), path)
@@ -146,7 +148,7 @@ def _plain(schema: json_schema.Json, path: str = "$") -> Mapping[str, json_schem
     return plain if isinstance(plain, Mapping) else {}  # true allows all
 
 
-def _compiled(schema: json_schema.Json, path: str = "$") -> Mapping[str, json_schema.Json]:
+def _compiled(schema: Json, path: str = "$") -> Mapping[str, Json]:
     """The schema as the compiler takes it."""
     return {**_OPTIONS, **_plain(schema, path)}
 
@@ -175,7 +177,7 @@ def _part(index: int) -> str:
     return f"$.grammars[{index}].json_schema"
 
 
-def _check_llguidance(grammar: json_schema.Json) -> None:
+def _check_llguidance(grammar: Json) -> None:
     grammars = grammar.get("grammars") if isinstance(grammar, dict) else None
     if not isinstance(grammars, list):
         raise GrammarError('An llguidance grammar is a JSON object with the array "grammars".')

@@ -6,8 +6,9 @@ from typing import Any, cast
 
 from google.protobuf.json_format import ParseDict, ParseError
 
-from services.grammar import json_schema
+from services.common.json_values import Json
 from services.grammar.error import GrammarError
+from services.grammar.schemas import json_schema
 from tokenwire.types.v1.types_pb2 import StructuralTag, TaggedStructure
 
 __all__ = ["check", "parts_of", "read"]
@@ -16,7 +17,7 @@ _MOST = 128  # structures, and triggers: each is a token of the lexer
 _ANY_JSON = "{}"
 
 
-def read(value: json_schema.Json) -> StructuralTag:
+def read(value: Json) -> StructuralTag:
     """A structural tag from protobuf's JSON form of it."""
     try:
         return ParseDict(cast(dict[str, Any], value), StructuralTag())
@@ -48,7 +49,7 @@ def check(tag: StructuralTag) -> None:
 def parts_of(
     tag: StructuralTag,
     name: str,
-    compiled: Callable[[json_schema.Json, str], json_schema.Json],
+    compiled: Callable[[Json, str], Json],
 ) -> list[dict[str, Any]]:
     """Grammars of llguidance: the first is the whole, each of the others holds a schema. The names
     begin with `name`. The tag was checked. `compiled(schema, path)` is what the compiler takes.

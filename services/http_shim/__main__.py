@@ -19,17 +19,17 @@ from services.common import open_files
 from services.common.settings import StartupError, parse
 from services.common.signals import stop_signal
 from services.common.telemetry import serve_metrics
+from services.http_shim.accounts.keyring import Keyring
 from services.http_shim.app import create_app
-from services.http_shim.backend import Patience
-from services.http_shim.catalog import Catalog
-from services.http_shim.gate import Gate
-from services.http_shim.keys import Keyring
-from services.http_shim.protocol import protocol_of
-from services.http_shim.served import ModelSource, OneBackend
+from services.http_shim.backends.backend import Patience
+from services.http_shim.backends.catalog import Catalog
+from services.http_shim.backends.served import ModelSource, OneBackend
+from services.http_shim.http.gate import Gate
+from services.http_shim.http.protocol import protocol_of
 from services.http_shim.settings import HttpShimSettings, check
-from tokenwire.catalog import CatalogError
-from tokenwire.keys import KeyFileError
-from tokenwire.ports import address, listen, why_unusable
+from tokenwire.serving.catalog import CatalogError
+from tokenwire.serving.keys import KeyFileError
+from tokenwire.serving.ports import address, listen, why_unusable
 
 _LOG = logging.getLogger("server")
 _UNSENT_BYTES = 64 * 1024

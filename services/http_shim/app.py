@@ -5,25 +5,25 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from services.common.hosts import AllowedHosts
-from services.http_shim.access import AccessMiddleware
-from services.http_shim.body import BodyReader
-from services.http_shim.chat import Chat
-from services.http_shim.completions import Completions
-from services.http_shim.cors import cors, origins_of
-from services.http_shim.exchange import ExchangeMiddleware
-from services.http_shim.gate import Gate
-from services.http_shim.handlers import FailureMiddleware, handlers
-from services.http_shim.hosts import HostMiddleware
-from services.http_shim.keys import Keyring
-from services.http_shim.models import Models
-from services.http_shim.multi_completion import MultiCompletion
-from services.http_shim.openapi import openapi
-from services.http_shim.pages import PAGES, page_routes
-from services.http_shim.probes import Probes
-from services.http_shim.scheduling import SchedulingMiddleware
-from services.http_shim.served import ModelSource
+from services.http_shim.accounts.keyring import Keyring
+from services.http_shim.backends.served import ModelSource
+from services.http_shim.documentation.openapi import openapi
+from services.http_shim.documentation.pages import PAGES, page_routes
+from services.http_shim.endpoints.chat import Chat
+from services.http_shim.endpoints.completions import Completions
+from services.http_shim.endpoints.models import Models
+from services.http_shim.endpoints.multi_completion import MultiCompletion
+from services.http_shim.endpoints.probes import Probes
+from services.http_shim.endpoints.tokens import Tokens
+from services.http_shim.http.access import AccessMiddleware
+from services.http_shim.http.body import BodyReader
+from services.http_shim.http.cors import cors, origins_of
+from services.http_shim.http.exchange import ExchangeMiddleware
+from services.http_shim.http.gate import Gate
+from services.http_shim.http.handlers import FailureMiddleware, handlers
+from services.http_shim.http.hosts import HostMiddleware
+from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.settings import HttpShimSettings
-from services.http_shim.tokens import Tokens
 
 __all__ = ["create_app"]
 

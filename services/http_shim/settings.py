@@ -3,9 +3,9 @@
 import dataclasses
 
 from services.common.settings import INSTANT, LAST_PORT, StartupError, setting
-from services.http_shim.cors import origins_of
+from services.http_shim.http.cors import origins_of
 from tokenwire.channel import LOST_SECONDS
-from tokenwire.exposure import is_loopback, why_closed
+from tokenwire.serving.exposure import is_loopback, why_closed
 
 __all__ = ["HttpShimSettings", "check"]
 

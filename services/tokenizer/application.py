@@ -14,14 +14,19 @@ from services.common.settings import (
     require_directory,
     setting,
 )
+from services.tokenizer.chat.answer.tool_formats import (
+    JSON_FORMAT,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    answer_marks,
+)
 from services.tokenizer.chat.prompt import ChatTemplates
-from services.tokenizer.chat.tool_formats import JSON_FORMAT, REASONING_FORMATS, TOOL_FORMATS
-from services.tokenizer.completion import Completions
+from services.tokenizer.completion.completion import Completions
 from services.tokenizer.completion_service import CompletionServicer, Works
 from services.tokenizer.engine_link import EngineLink, LinkSettings
-from services.tokenizer.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
+from services.tokenizer.text.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
+from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tokenizer_service import TokenizerServicer
-from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.channel import LOST_SECONDS
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.completion.v1.completion_pb2_grpc import add_CompletionServiceServicer_to_server
@@ -85,7 +90,7 @@ class TokenizerApplication(Application):
             raise StartupError("--model must name the directory of a checkpoint.")
         directory = require_directory(settings.model, "The model directory")
         model = settings.model_id or directory.resolve().name
-        vocabulary = Vocabulary(directory)
+        vocabulary = Vocabulary(directory, answer_marks())
         infill = _infill_template(settings.infill, vocabulary)
         link_settings = LinkSettings(
             target=settings.engine,

@@ -18,11 +18,11 @@ from services.common.logging import request_id, traceparent
 from services.common.settings import StreamSettings
 from services.tokenizer.chat.prompt import ChatTemplates
 from services.tokenizer.chat.work import ChatWork
-from services.tokenizer.completion import CallContext, Completion, Completions
-from services.tokenizer.infill import InfillTemplate
+from services.tokenizer.completion.completion import CallContext, Completion, Completions
+from services.tokenizer.completion.plan import CompleteWork, Work
 from services.tokenizer.outbox import Outbox
-from services.tokenizer.plan import CompleteWork, Work
-from services.tokenizer.vocabulary import Vocabulary
+from services.tokenizer.text.infill import InfillTemplate
+from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceServicer
 from tokenwire.engine.v1 import engine_pb2

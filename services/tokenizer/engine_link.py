@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.settings import StartupError
 from services.tokenizer.limits import Limits
-from services.tokenizer.vocabulary import Vocabulary
+from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import grpc
 
 from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
-from services.tokenizer.detokenizer import Detokenizer
+from services.tokenizer.completion.validation import check_ids, check_model, check_text_size
 from services.tokenizer.engine_link import EngineLink
-from services.tokenizer.infill import InfillOrder, InfillTemplate, assemble_infill
+from services.tokenizer.text.detokenizer import Detokenizer
+from services.tokenizer.text.infill import InfillOrder, InfillTemplate, assemble_infill
+from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tools import check_tools
-from services.tokenizer.validation import check_ids, check_model, check_text_size
-from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.tokenizer.v1 import tokenizer_pb2

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from services.common.annotations import unenforced
-from services.tokenizer.chat.marking import Json
+from services.common.json_values import Json
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
 from tokenwire.types.v1 import types_pb2

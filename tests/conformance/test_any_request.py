@@ -18,7 +18,7 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.http_shim.requests import ChatBody, CompletionBody
+from services.http_shim.formats.requests import ChatBody, CompletionBody
 from tests.stack import Stack
 from tokenwire.channel import connect
 from tokenwire.completion.v1 import completion_pb2 as completion

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.stack import free_ports
-from tokenwire.ports import why_unusable
+from tokenwire.serving.ports import why_unusable
 
 
 def _started(ports: list[int], logs: Path, *flags: str) -> "subprocess.Popen[str]":

@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 
-from services.http_shim.openapi import document
+from services.http_shim.documentation.openapi import document
 
 __all__ = ["Shim", "assert_documented", "running_shim"]
 

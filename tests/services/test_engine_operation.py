@@ -16,8 +16,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
 
-from services.engine.frontend import Caller, Frontend
-from services.engine.matchers import Matchers
+from services.engine.frontend.frontend import Caller, Frontend
+from services.engine.frontend.matchers import Matchers
 from services.engine.settings import EngineSettings
 from tests.services.engine_client import (
     SessionClient,

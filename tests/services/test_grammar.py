@@ -22,9 +22,9 @@ import pytest_asyncio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.common.interceptor import RpcInterceptor
-from services.engine.constraint import GrammarClient, MaskState, MaskStream
+from services.engine.frontend.mask_stream import GrammarClient, MaskState, MaskStream
 from services.grammar.application import GrammarApplication, GrammarSettings
-from services.grammar.compiler import Compiler
+from services.grammar.compiling.compiler import Compiler
 from services.grammar.error import GrammarError
 from tokenwire.channel import MESSAGE_LIMITS, connect
 from tokenwire.errors import ServiceError
@@ -640,5 +640,5 @@ def _compile_processes() -> list[int]:
         for task in Path(own, "task").iterdir()
         for child in (task / "children").read_text().split()
     ]
-    module = "services.grammar.compile_process"
+    module = "services.grammar.compiling.compile_process"
     return [pid for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text()]

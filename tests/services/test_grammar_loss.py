@@ -11,8 +11,8 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from services.engine import matchers
-from services.engine.matchers import Matchers
+from services.engine.frontend.frontend import matchers
+from services.engine.frontend.matchers import Matchers
 from services.engine.messages import Mask, Token
 from tests.services.relay import relay
 from tests.stack import RunningService, free_ports, running_service

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.http_shim.openapi import document
+from services.http_shim.documentation.openapi import document
 from tests.stack import Stack
 
 DOCUMENT = document()

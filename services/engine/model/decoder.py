@@ -6,13 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from services.engine.attention import AttentionBackend, KVCache
-from services.engine.batch import StepBatch
+from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.memory import touch
+from services.engine.model.architecture.rotary import Rotary, Rotation
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.feed_forward import FeedForward
-from services.engine.model.operators import Operators, Projection
-from services.engine.model.rotary import Rotary, Rotation
-from services.engine.model.spec import ModelSpec
+from services.engine.model.operators.interface import Operators, Projection
 
 __all__ = ["Decoder", "DecoderLayer", "DecoderWeights"]
 

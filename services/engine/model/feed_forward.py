@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.model.operators import Gate, Operators, Projection
+from services.engine.model.operators.interface import Gate, Operators, Projection
 
 __all__ = ["Dense", "Experts", "FeedForward"]
 

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.engine.model.checkpoint import Stored
-from services.engine.model.errors import CheckpointError
-from services.engine.model.families import ExpertNames, QkNorm
-from services.engine.model.spec import ModelSpec
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.families import ExpertNames, QkNorm
+from services.engine.model.checkpoint.tensors import Stored
 
 __all__ = ["Experts", "FeedForward", "Layer", "Layout", "Linear", "Norm", "StackedExperts"]
 

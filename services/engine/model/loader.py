@@ -7,25 +7,25 @@ from pathlib import Path
 import torch
 
 from services.common.settings import StartupError
-from services.engine.attention import choose_backend
 from services.engine.kernels.library import native
-from services.engine.model.checkpoint import Checkpoint
+from services.engine.model.architecture.precision import resolve_dtype
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.architecture.tiling import runs_in_tiles
+from services.engine.model.attention import choose_backend
+from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.generation import generation_config
+from services.engine.model.checkpoint.progress import LoadProgress
+from services.engine.model.checkpoint.tensors import Checkpoint
 from services.engine.model.decoder import Decoder
-from services.engine.model.errors import CheckpointError
-from services.engine.model.generation import generation_config
-from services.engine.model.int8_operators import Int8Operators
 from services.engine.model.layout import Layout
 from services.engine.model.lockstep import LeadingDecoder
-from services.engine.model.native_operators import NativeOperators, TiledOperators
-from services.engine.model.operators import Operators
-from services.engine.model.precision import resolve_dtype
-from services.engine.model.progress import LoadProgress
+from services.engine.model.operators.int8_operators import Int8Operators
+from services.engine.model.operators.interface import Operators
+from services.engine.model.operators.native_operators import NativeOperators, TiledOperators
+from services.engine.model.operators.torch_operators import TorchOperators
 from services.engine.model.reader import Reader
 from services.engine.model.shard import Shard
-from services.engine.model.spec import ModelSpec
-from services.engine.model.tiling import runs_in_tiles
-from services.engine.model.torch_operators import TorchOperators
-from services.engine.team import ALONE, Team
+from services.engine.ranks.team import ALONE, Team
 
 __all__ = [
     "CheckpointError",

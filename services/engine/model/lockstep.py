@@ -9,12 +9,12 @@ of some hidden states.
 import torch
 from torch import Tensor
 
-from services.engine.attention import AttentionBackend, KVCache
-from services.engine.batch import Kept, StepBatch
+from services.engine.batch.step_batch import Kept, StepBatch
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.decoder import Decoder, DecoderWeights
-from services.engine.model.operators import Operators
-from services.engine.model.spec import ModelSpec
-from services.engine.team import Team
+from services.engine.model.operators.interface import Operators
+from services.engine.ranks.team import Team
 
 __all__ = ["LeadingDecoder", "follow"]
 

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from services.engine.model import layout as stored
-from services.engine.model.checkpoint import Checkpoint, Stored
+from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint.families import QkNorm
+from services.engine.model.checkpoint.mxfp4 import decode
+from services.engine.model.checkpoint.progress import LoadProgress
+from services.engine.model.checkpoint.tensors import Checkpoint, Stored
 from services.engine.model.decoder import DecoderLayer, DecoderWeights
-from services.engine.model.families import QkNorm
 from services.engine.model.feed_forward import Dense, Experts, FeedForward
 from services.engine.model.layout import Layout, Linear, Norm
-from services.engine.model.mxfp4 import decode
-from services.engine.model.operators import Gate, NormedProjection, Operators, Projection
-from services.engine.model.progress import LoadProgress
-from services.engine.model.rotary import RotarySpec
+from services.engine.model.operators.interface import Gate, NormedProjection, Operators, Projection
 from services.engine.model.shard import WHOLE, Shard
-from services.engine.model.spec import ModelSpec
 
 __all__ = ["Reader", "Weights"]
 

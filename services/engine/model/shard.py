@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.settings import StartupError
+from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.feed_forward import FeedForward
-from services.engine.model.operators import Operators, Projection
-from services.engine.model.spec import ModelSpec
+from services.engine.model.operators.interface import Operators, Projection
 
 __all__ = ["WHOLE", "Shard"]
 

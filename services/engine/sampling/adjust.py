@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.engine.batch.transfer import to_device
 from services.engine.sampling.row import Row
-from services.engine.transfer import to_device
 
 __all__ = ["adjust"]
 

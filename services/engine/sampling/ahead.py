@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from services.engine.batch.transfer import Fetch
 from services.engine.sampling.draw import sample, try_sample
 from services.engine.sampling.row import Row
-from services.engine.transfer import Fetch
 
 __all__ = ["Ahead"]
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.engine.batch.transfer import to_device
 from services.engine.kernels.library import DrawCall, native
 from services.engine.sampling.adjust import adjust
 from services.engine.sampling.row import Row
-from services.engine.transfer import to_device
 
 __all__ = ["argmax", "only_numbers", "sample", "try_sample"]
 

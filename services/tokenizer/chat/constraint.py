@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.annotations import unenforced_in
-from services.tokenizer.chat.call_grammars import MessageGrammar, ReasoningState
-from services.tokenizer.chat.tool_formats import ReasoningFormat, ToolFormat
+from services.tokenizer.chat.answer.call_grammars import MessageGrammar, ReasoningState
+from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
 from services.tokenizer.tools import PlacedTool, unenforced_in_tools
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid

@@ -8,25 +8,26 @@ from typing import Any
 
 import grpc
 
-from services.tokenizer.chat.arguments import read_arguments
-from services.tokenizer.chat.call_grammars import ReasoningState
-from services.tokenizer.chat.call_readers import Parameters
+from services.common.json_values import Json
+from services.tokenizer.chat.answer.call_grammars import ReasoningState
+from services.tokenizer.chat.answer.call_readers import Parameters
+from services.tokenizer.chat.answer.message_parser import MessageParser, PlainText
+from services.tokenizer.chat.answer.response_parser import ResponseParser
+from services.tokenizer.chat.answer.tool_formats import detect_reasoning_format, detect_tool_format
 from services.tokenizer.chat.constraint import AnswerFormat
-from services.tokenizer.chat.conversation import (
+from services.tokenizer.chat.template.arguments import read_arguments
+from services.tokenizer.chat.template.conversation import (
     TemplateFacts,
     check_messages,
     template_messages,
 )
-from services.tokenizer.chat.marking import Json, MarkedText, Marker
-from services.tokenizer.chat.message_parser import MessageParser, PlainText
-from services.tokenizer.chat.renderer import Renderer
-from services.tokenizer.chat.rendering import RenderJob
-from services.tokenizer.chat.response_parser import ResponseParser
-from services.tokenizer.chat.template_probe import find_turn_end, probe_template
-from services.tokenizer.chat.tool_formats import detect_reasoning_format, detect_tool_format
-from services.tokenizer.chat_templates import DEFAULT_TEMPLATE
+from services.tokenizer.chat.template.marking import MarkedText, Marker
+from services.tokenizer.chat.template.renderer import Renderer
+from services.tokenizer.chat.template.rendering import RenderJob
+from services.tokenizer.chat.template.template_probe import find_turn_end, probe_template
+from services.tokenizer.text.chat_templates import DEFAULT_TEMPLATE
+from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tools import template_tools
-from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
 

@@ -5,19 +5,19 @@ from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import replace
 
-from services.tokenizer.chat.call_grammars import ReasoningState
-from services.tokenizer.chat.call_readers import Parameters
+from services.tokenizer.chat.answer.call_grammars import ReasoningState
+from services.tokenizer.chat.answer.call_readers import Parameters
+from services.tokenizer.chat.answer.content_tokens import ContentTokens
+from services.tokenizer.chat.answer.message import ChatMessage
 from services.tokenizer.chat.constraint import constrain, forces_calls
-from services.tokenizer.chat.content_tokens import ContentTokens
-from services.tokenizer.chat.message import ChatMessage
 from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates, RenderedChat
-from services.tokenizer.completion import Completion
+from services.tokenizer.completion.completion import Completion
+from services.tokenizer.completion.plan import CompletePlan, context_length, is_large, plan_complete
+from services.tokenizer.completion.prompt import kept_tokens, overlong
+from services.tokenizer.completion.validation import check_complete, check_model, require
 from services.tokenizer.limits import Limits
-from services.tokenizer.plan import CompletePlan, context_length, is_large, plan_complete
-from services.tokenizer.prompt import kept_tokens, overlong
+from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tools import arguments_schemas, check_tools
-from services.tokenizer.validation import check_complete, check_model, require
-from services.tokenizer.vocabulary import Vocabulary
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError, invalid

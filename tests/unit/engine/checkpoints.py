@@ -31,7 +31,7 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from services.engine.batch import Kept, StepBatch
+from services.engine.batch.step_batch import Kept, StepBatch
 from services.engine.model.decoder import Decoder
 
 VOCABULARY = 97

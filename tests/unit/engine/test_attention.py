@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.engine.attention import torch_backend
-from services.engine.attention.interface import AttentionBackend, KVCache
-from services.engine.attention.native_backend import NativeAttention, TiledAttention
-from services.engine.attention.torch_backend import TorchAttention
-from services.engine.batch import StepBatch
+from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.library import (
     InstructionSet,
     limit_instruction_set,
     native,
 )
 from services.engine.kernels.tiles import TILE
-from services.engine.model.families import FAMILIES
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention import torch_backend
+from services.engine.model.attention.interface import AttentionBackend, KVCache
+from services.engine.model.attention.native_backend import NativeAttention, TiledAttention
+from services.engine.model.attention.torch_backend import TorchAttention
+from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.loader import load_spec
-from services.engine.model.spec import ModelSpec
 
 from .checkpoints import CONFIGS, keep_last, make_checkpoint
 from .tiles import to_rows

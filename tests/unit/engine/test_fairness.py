@@ -4,11 +4,11 @@ from statistics import median
 
 import pytest
 
-from services.engine.block_pool import BlockPool
+from services.engine.loop.requests import LoopLimits, Requests
 from services.engine.messages import GrantCredit, Refused
-from services.engine.requests import LoopLimits, Requests
-from services.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
-from services.engine.sequence import Sequence
+from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from services.engine.scheduling.sequence import Sequence
 from tests.unit.engine.tiny import make_request
 
 CONTEXT = 1 << 20

@@ -13,10 +13,10 @@ from services.engine.kernels.library import (
     limit_instruction_set,
 )
 from services.engine.kernels.tiles import to_tiles
-from services.engine.model.fingerprint import weights_fingerprint
-from services.engine.model.int8_operators import Int8Operators
+from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_model
-from services.engine.model.torch_operators import TorchOperators
+from services.engine.model.operators.int8_operators import Int8Operators
+from services.engine.model.operators.torch_operators import TorchOperators
 
 from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
 from .machines import TILED, limited_to

@@ -14,10 +14,10 @@ from services.engine.kernels.build import build
 from services.engine.kernels.library import InstructionSet, Native
 from services.engine.kernels.memory import Arena, allocate, touch
 from services.engine.kernels.tiles import to_tiles
-from services.engine.model.native_operators import NativeOperators, TiledOperators
-from services.engine.model.operators import Projection
-from services.engine.model.rotary import Rotation
-from services.engine.model.torch_operators import TorchOperators
+from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.operators.interface import Projection
+from services.engine.model.operators.native_operators import NativeOperators, TiledOperators
+from services.engine.model.operators.torch_operators import TorchOperators
 
 from .machines import TILED, limited_to
 from .tiles import to_rows

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import services.engine.attention
+import services.engine.model.attention
 import services.engine.model.loader
-from services.engine.attention.native_backend import TiledAttention
 from services.engine.kernels.library import InstructionSet, instruction_set, limit_instruction_set
+from services.engine.model.attention.native_backend import TiledAttention
 from services.engine.model.loader import load_model
 
 from .checkpoints import (
@@ -41,7 +41,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Runs the test as if the kernels had not been built, and with them."""
     if request.param == "torch":
         monkeypatch.setattr(services.engine.model.loader, "native", None)
-        monkeypatch.setattr(services.engine.attention, "native", None)
+        monkeypatch.setattr(services.engine.model.attention, "native", None)
     elif instruction_set() is None:
         pytest.skip("the kernels were not built")
 

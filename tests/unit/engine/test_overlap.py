@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
     AddRequest,
     CancelRequest,
@@ -22,7 +23,6 @@ from services.engine.messages import (
 )
 from services.engine.model.decoder import Decoder
 from services.engine.sampling import draw
-from services.engine.step_loop import StepLoop
 from tests.unit.engine.tiny import (
     EOS,
     SAME_EXAMPLES,

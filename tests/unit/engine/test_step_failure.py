@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.engine.block_pool import BlockPool
+from services.engine.execution.model_runner import Drawn, ModelRunner
+from services.engine.loop.requests import LoopLimits, Requests
 from services.engine.messages import AddRequest, MirostatSettings, Output, Refused, SamplingSettings
 from services.engine.model.decoder import Decoder
-from services.engine.model_runner import Drawn, ModelRunner
-from services.engine.requests import LoopLimits, Requests
-from services.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
-from services.engine.sequence import Prompt, Request, Sequence
+from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from services.engine.scheduling.sequence import Prompt, Request, Sequence
 from tests.unit.engine.tiny import BLOCK, load_tiny, make_loop, make_request, run, tokens_of
 
 POISON = 7

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import LlamaConfig, Olmo2Config, PreTrainedConfig, Qwen3MoeConfig
 
 from services.common.settings import StartupError
+from services.engine.model.architecture.spec import ExpertsSpec, ModelSpec
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
 from services.engine.model.lockstep import follow
 from services.engine.model.shard import Shard
-from services.engine.model.spec import ExpertsSpec, ModelSpec
-from services.engine.rank import Rank
-from services.engine.team import Team
+from services.engine.ranks.rank import Rank
+from services.engine.ranks.team import Team
 from tests.stack import free_ports
 
 from .checkpoints import CONFIGS, Driver, make_checkpoint, make_packed_checkpoint, random_tokens

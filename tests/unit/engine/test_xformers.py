@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.engine.attention.torch_backend import TorchAttention
-from services.engine.batch import StepBatch
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
-from services.engine.model.spec import ModelSpec
 
 from .checkpoints import CONFIGS, make_checkpoint
 
-backend = pytest.importorskip("services.engine.attention.xformers_backend")
+backend = pytest.importorskip("services.engine.model.attention.xformers_backend")
 
 CPU = torch.device("cpu")
 PAGE = 64

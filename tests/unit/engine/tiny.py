@@ -10,7 +10,9 @@ import torch
 from hypothesis import settings
 from safetensors.torch import save_file
 
-from services.engine.block_pool import BlockPool
+from services.engine.execution.model_runner import ModelRunner, StepRoom
+from services.engine.loop.requests import LoopLimits
+from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
     AddRequest,
     Command,
@@ -22,10 +24,8 @@ from services.engine.messages import (
 )
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
-from services.engine.model_runner import ModelRunner, StepRoom
-from services.engine.requests import LoopLimits
-from services.engine.scheduler import Scheduler, SchedulerLimits
-from services.engine.step_loop import StepLoop
+from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
 VOCABULARY = 48
 CONTEXT = 96

@@ -7,10 +7,10 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from services.grammar.prototype import compile_prototype
+from services.grammar.matching.prototype import compile_prototype
+from services.grammar.matching.vocabulary import load
 from services.grammar.specification import check, translate
-from services.grammar.vocabulary import load
-from tokenwire.layout import embedded_checkpoint
+from tokenwire.serving.stack_layout import embedded_checkpoint
 from tokenwire.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["BYTES", "TOKENIZERS", "Drawing"]

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from services.http_shim.completion_responses import CompletionShape
-from services.http_shim.exchange import Exchange
-from services.http_shim.requests import CompletionBody
-from services.http_shim.responses import Delta, Envelope
-from services.http_shim.running import Running
+from services.http_shim.backends.running import Running
+from services.http_shim.formats.completion_responses import CompletionShape
+from services.http_shim.formats.requests import CompletionBody
+from services.http_shim.formats.responses import Delta, Envelope
+from services.http_shim.http.exchange import Exchange
 from tokenwire.completion.v1 import completion_pb2
 from tokenwire.types.v1 import types_pb2
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.tokenizer.vocabulary import Vocabulary
+from services.tokenizer.text.vocabulary import Vocabulary
 from tests.unit.tokenizer.checkpoints import byte_fallback, byte_level, write_checkpoint
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.tokenizer.vocabulary import Vocabulary
+from services.tokenizer.chat.answer.tool_formats import answer_marks
+from services.tokenizer.text.vocabulary import Vocabulary
 from tests.unit.tokenizer.checkpoints import byte_level, write_checkpoint
 
 __all__ = ["TEMPLATES", "chat_vocabulary"]
@@ -151,4 +152,6 @@ _PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 def chat_vocabulary(directory: Path, template: str | list[dict[str, str]]) -> Vocabulary:
     """Of a checkpoint with this template."""
     tokenizer = byte_level(_SPECIAL, _PLAIN)
-    return Vocabulary(write_checkpoint(directory, tokenizer, chat_template=template))
+    return Vocabulary(
+        write_checkpoint(directory, tokenizer, chat_template=template), answer_marks()
+    )

@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 from transformers import PreTrainedTokenizerFast
 
-from services.tokenizer.chat.call_grammars import ReasoningState
-from services.tokenizer.chat.message_parser import SegmentKind
+from services.tokenizer.chat.answer.call_grammars import ReasoningState
+from services.tokenizer.chat.answer.message_parser import SegmentKind
 from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
+from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tools import arguments_schemas
-from services.tokenizer.vocabulary import Vocabulary
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
 from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.errors import ServiceError
@@ -333,7 +333,7 @@ async def test_a_template_that_does_not_end_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process is ended, and the next conversation finds another."""
-    monkeypatch.setattr("services.tokenizer.chat.renderer._SECONDS", 0.5)
+    monkeypatch.setattr("services.tokenizer.chat.template.renderer._SECONDS", 0.5)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     loops_if = "{% if messages[0].content == 'loop' %}" + loop + "{% endif %}"
     async with _started(tmp_path, loops_if + "{{ messages[0].content }}") as templates:
@@ -443,7 +443,8 @@ async def test_rendering_loads_no_torch() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        "import sys, services.tokenizer.chat.render_process as _; sys.exit('torch' in sys.modules)",
+        "import sys, services.tokenizer.chat.template.render_process; "
+        "sys.exit('torch' in sys.modules)",
     )
     assert await process.wait() == 0
 

@@ -1,0 +1,129 @@
+"""EngineControlService over the frontend."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any, TypeAlias
+
+import grpc
+
+from services.engine.frontend.admission import default_sampling
+from services.engine.frontend.frontend import Frontend
+from services.engine.settings import EngineSettings
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2 import Capability
+from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceServicer
+from tokenwire.errors import invalid
+
+__all__ = ["EngineControlServicer"]
+
+_CAPABILITIES = (
+    Capability.CAPABILITY_SAMPLING,
+    Capability.CAPABILITY_PENALTIES,
+    Capability.CAPABILITY_LOGIT_BIAS,
+    Capability.CAPABILITY_DRY,
+    Capability.CAPABILITY_MIROSTAT,
+    Capability.CAPABILITY_STOPPING,
+    Capability.CAPABILITY_LOGPROBS,
+    Capability.CAPABILITY_PROMPT_LOGPROBS,
+    Capability.CAPABILITY_RESUME,
+    Capability.CAPABILITY_PREFIX_CACHE,
+    Capability.CAPABILITY_TOKEN_LIMITS,
+)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+SetServing: TypeAlias = Callable[[bool], None]
+
+
+class EngineControlServicer(EngineControlServiceServicer):
+    """What the model is, how busy the engine is, and what an operator may do about it."""
+
+    def __init__(
+        self, frontend: Frontend, settings: EngineSettings, set_serving: SetServing
+    ) -> None:
+        self._frontend = frontend
+        self._settings = settings
+        self._set_serving = set_serving
+
+    async def GetModel(
+        self, request: engine_pb2.GetModelRequest, context: Context
+    ) -> engine_pb2.GetModelResponse:
+        model, settings = self._frontend.model, self._settings
+        grammar = (Capability.CAPABILITY_GRAMMAR,) if settings.grammar else ()
+        return engine_pb2.GetModelResponse(
+            model=self._frontend.model_id,
+            architecture=model.architecture,
+            dtype=model.dtype,
+            device=model.device,
+            context_length=model.context_length,
+            vocabulary_size=model.vocabulary_size,
+            eos_token_ids=model.eos_token_ids,
+            bos_token_id=model.bos_token_id,
+            recommended_sampling=default_sampling(model),
+            capabilities=(*_CAPABILITIES, *grammar),
+            max_logprobs=settings.max_logprobs,
+            max_sequences_per_request=self._frontend.admission.max_sequences,
+            max_running_sequences=settings.max_running,
+            max_waiting_sequences=settings.max_waiting,
+            max_step_tokens=settings.max_step_tokens,
+            block_size=model.block_size,
+            total_blocks=model.total_blocks,
+            version=version("tokenwire"),
+            weights_fingerprint=model.weights_fingerprint,
+            weights=settings.weights,
+        )
+
+    async def GetLoad(
+        self, request: engine_pb2.GetLoadRequest, context: Context
+    ) -> engine_pb2.GetLoadResponse:
+        return engine_pb2.GetLoadResponse(load=self._load())
+
+    async def WatchLoad(
+        self, request: engine_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.WatchLoadResponse]:
+        interval = request.interval_seconds if request.HasField("interval_seconds") else 0.5
+        if not 0.05 <= interval <= 60:
+            raise invalid("interval_seconds", "The interval must be between 0.05 and 60 s.")
+        while True:
+            version = self._frontend.version
+            yield engine_pb2.WatchLoadResponse(load=self._load())
+            await asyncio.sleep(interval)
+            await self._frontend.changed_since(version)
+
+    async def Abort(
+        self, request: engine_pb2.AbortRequest, context: Context
+    ) -> engine_pb2.AbortResponse:
+        if not request.all and not request.request_ids:
+            raise invalid("request_ids", "Name requests, or set `all`.")
+        ids = None if request.all else request.request_ids
+        return engine_pb2.AbortResponse(aborted=self._frontend.abort(ids))
+
+    async def Drain(
+        self, request: engine_pb2.DrainRequest, context: Context
+    ) -> engine_pb2.DrainResponse:
+        timeout = request.timeout_seconds if request.HasField("timeout_seconds") else 30.0
+        if not 0 <= timeout <= 3600:
+            raise invalid("timeout_seconds", "The timeout must be between 0 and 3600 s.")
+        self._frontend.draining = True
+        self._set_serving(False)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._frontend.drained(), timeout)
+        return engine_pb2.DrainResponse(remaining_requests=self._frontend.num_requests)
+
+    async def FlushCache(
+        self, request: engine_pb2.FlushCacheRequest, context: Context
+    ) -> engine_pb2.FlushCacheResponse:
+        return engine_pb2.FlushCacheResponse(freed_blocks=await self._frontend.flush_cache())
+
+    def _load(self) -> engine_pb2.Load:
+        load = self._frontend.load
+        return engine_pb2.Load(
+            running_sequences=load.running,
+            waiting_sequences=load.waiting,
+            queued_tokens=load.queued_tokens,
+            free_blocks=load.free_blocks,
+            total_blocks=load.total_blocks,
+            tokens_per_second=self._frontend.tokens_per_second,
+            draining=self._frontend.draining,
+        )

@@ -1,0 +1,109 @@
+"""The gRPC side's handle on the step loop's process."""
+
+import asyncio
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from typing import cast
+
+from services.common.settings import StartupError
+from services.engine.framing import Unpacker, pack
+from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription, StepOutput
+from services.engine.settings import EngineSettings
+
+__all__ = ["EngineProcess", "set_thread_waiting"]
+
+
+class EngineProcess(asyncio.Protocol):
+    """Starts the loop, sends it commands, and hands on what it reports."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        on_output: Callable[[StepOutput], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._on_output = on_output
+        self._on_death = on_death
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._unpacker = Unpacker()
+        self._first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        """The first message; None where the process dies without one"""
+        self._is_up = False
+
+    async def start(self) -> ModelDescription:
+        """Start the process and wait until the model is loaded. Raises StartupError."""
+        ours, theirs = socket.socketpair()
+        # imported there alone: this process must stay free of torch
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(
+            target=_run, args=(self._settings, theirs), name="tokenwire-engine-loop", daemon=True
+        )
+        set_thread_waiting()
+        self._process.start()
+        theirs.close()
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
+        first = await self._first
+        if isinstance(first, LoopFailed):
+            raise StartupError(first.message)
+        if not isinstance(first, LoopReady):
+            raise StartupError(f"The engine's process died while it loaded ({self._exit_code()}).")
+        return first.model
+
+    def send(self, command: Command) -> None:
+        """Queue a command for the loop's next step."""
+        if self._transport is not None:
+            self._transport.write(pack(command))
+
+    async def stop(self) -> None:
+        """End the process; what it still runs is lost."""
+        self._is_up = False
+        if self._transport is not None:
+            self._transport.close()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.join, 5)
+            if self._process.is_alive():
+                self._process.kill()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._unpacker.feed(data):
+            if isinstance(message, StepOutput):
+                self._on_output(message)
+            elif not self._first.done():
+                self._is_up = isinstance(message, LoopReady)
+                self._first.set_result(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._first.done():
+            self._first.set_result(None)
+        elif self._is_up:
+            self._on_death(f"The engine's process died ({self._exit_code()}).")
+
+    def _exit_code(self) -> str:
+        if self._process is None:
+            return "never started"
+        self._process.join(1)
+        return f"exit code {self._process.exitcode}"
+
+
+def _run(settings: EngineSettings, link: socket.socket) -> None:
+    from services.engine.loop.loop_process import run
+
+    run(settings, link)
+
+
+def set_thread_waiting() -> None:
+    """Let OpenMP's threads spin only briefly between operators.
+
+    Without spinning each operator pays a wake-up; without a bound the threads take the cores from
+    the other services.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")

@@ -1,0 +1,199 @@
+"""The requests of one EngineService.Session."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
+
+import grpc
+
+from services.common.errors import internal_error
+from services.common.interceptor import sane_request_id, sane_traceparent
+from services.common.logging import failure, request_id, traceparent
+from services.engine.frontend import metrics
+from services.engine.frontend.frontend import Caller, Frontend
+from services.engine.frontend.outbox import Outbox
+from services.engine.frontend.sink import Sink
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.engine.v1.engine_pb2 import (
+    GenerateRequest,
+    SessionCommand,
+    SessionEvent,
+    SessionRequest,
+    SessionResponse,
+)
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.turns import Turns
+
+__all__ = ["Session"]
+
+_LOG = logging.getLogger("engine")
+_MESSAGE_BYTES = 16 << 20
+"""Of events that go in one message, but for one that alone has more; gRPC refuses 64 MiB"""
+
+
+class Session:
+    """The requests of one Session stream."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self.outbox: Outbox[SessionEvent] = Outbox()
+        self.ended = False
+        self.error: Exception | None = None
+        self._frontend = frontend
+        self._handles: dict[int, int] = {}
+        """The client's handle to the engine's"""
+        self._response = SessionResponse()
+        """Of the events that wait in the outbox"""
+        self._used: int = -1
+        self._starting: dict[int, asyncio.Task[None]] = {}
+
+    async def read(self, requests: AsyncIterator[SessionRequest]) -> None:
+        """Carry out the client's commands until it closes its side; what runs then goes on."""
+        try:
+            async for request in requests:
+                turns = Turns()
+                for command in request.commands:
+                    self._carry_out(command)
+                    if turns.is_over:
+                        await turns.others()
+        except (ServiceError, grpc.aio.AbortError) as error:  # the latter: the client was cut
+            self._fail(error)
+            return
+        except Exception:
+            _LOG.exception("unexpected failure")
+            self._fail(internal_error())
+            return
+        while self._handles or self._starting:
+            await self._frontend.changed_since(self._frontend.version)
+        self.ended = True
+        self.outbox.wake()
+
+    def add(self, **event: Any) -> SessionEvent:
+        """A new event, made in the response that it will leave with."""
+        return self._response.events.add(**event)
+
+    def take_responses(self) -> Iterator[SessionResponse]:
+        """What to send, after all events were taken from the outbox: a message, or several."""
+        response, self._response = self._response, SessionResponse()
+        if response.ByteSize() <= _MESSAGE_BYTES:
+            if response.events:
+                yield response
+            return
+        part, size = SessionResponse(), 0
+        for event in response.events:
+            size += event.ByteSize()
+            if size > _MESSAGE_BYTES and part.events:
+                yield part
+                part, size = SessionResponse(), event.ByteSize()
+            part.events.append(event)
+        yield part
+
+    def close(self) -> None:
+        """Abort everything that the Session started, and drop what it was to be told."""
+        for task in self._starting.values():
+            task.cancel()
+        for handle in self._handles.values():
+            self._frontend.drop(handle)
+        self._handles.clear()
+        self._response = SessionResponse()
+
+    def ended_request(self, client_handle: int) -> None:
+        """A request had its terminal event."""
+        self._handles.pop(client_handle, None)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        self.ended = True
+        self.outbox.wake()
+
+    def _carry_out_later(self, command: SessionCommand) -> None:
+        """What a request was told while it was starting."""
+        try:
+            self._carry_out(command)
+        except ServiceError as error:
+            self._fail(error)
+
+    def _carry_out(self, command: SessionCommand) -> None:
+        match command.WhichOneof("command"):
+            case "start":
+                self._start(command)
+            case "cancel" | "credit" if (task := self._starting.get(command.handle)) is not None:
+                is_cancelled = command.HasField("cancel") and not command.cancel.sequences
+                if not (is_cancelled and task.cancel()):
+                    task.add_done_callback(lambda _: self._carry_out_later(command))
+            case "cancel":
+                if command.handle in self._handles:
+                    self._frontend.cancel(self._handles[command.handle], command.cancel.sequences)
+            case "credit":
+                if command.credit.tokens < 1:
+                    raise invalid("credit.tokens", "Credit must be at least 1 token.")
+                if command.handle in self._handles:
+                    self._frontend.grant(self._handles[command.handle], command.credit.tokens)
+            case None:
+                raise invalid("commands", "A command needs one of its fields.")
+
+    def _start(self, command: SessionCommand) -> None:
+        handle, start = command.handle, command.start
+        if handle <= self._used:
+            raise invalid("handle", f"Handle {handle} is not above those used before.")
+        self._used = handle
+        caller = Caller(
+            sane_request_id(start.request_id),
+            sane_traceparent(start.traceparent),
+            start.tenant,
+            start.priority,
+            start.timeout_seconds if start.HasField("timeout_seconds") else None,
+        )
+        credit = start.credit if start.HasField("credit") else None
+        task = asyncio.ensure_future(self._submit(handle, start.request, caller, credit))
+        self._starting[handle] = task
+        # not in the task itself: one that is cancelled before its first step never runs
+        task.add_done_callback(lambda task: self._started(handle, task))
+
+    def _started(self, handle: int, task: asyncio.Task[None]) -> None:
+        del self._starting[handle]
+        if task.cancelled():
+            metrics.REQUESTS.labels("cancelled").inc()
+            _SessionSink(self, handle).on_error(
+                ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "Cancelled by the client.")
+            )
+        self._frontend.notify()  # `read` may wait for the last one
+
+    async def _submit(
+        self, handle: int, request: GenerateRequest, caller: Caller, credit: int | None
+    ) -> None:
+        request_id.set(caller.request_id)
+        traceparent.set(caller.traceparent)
+        sink = _SessionSink(self, handle)
+        try:
+            if caller.timeout_seconds is not None and math.isnan(caller.timeout_seconds):
+                raise invalid("timeout_seconds", "The timeout must be a number.")
+            self._handles[handle] = await self._frontend.submit(request, caller, credit, sink)
+            _LOG.info(
+                "started",
+                extra={"prompts": len(request.prompts), "handle": self._handles[handle]},
+            )
+        except ServiceError as error:
+            _LOG.info("refused", extra=failure(_LOG, error.reason, error.message))
+            sink.on_error(error)
+        except Exception:
+            _LOG.exception("unexpected failure")
+            sink.on_error(internal_error())
+
+
+class _SessionSink(Sink[SessionEvent]):
+    """The sink of one request within a Session."""
+
+    def __init__(self, session: Session, handle: int) -> None:
+        super().__init__(session.outbox, partial(session.add, handle=handle), handle)
+        self._session = session
+
+    def on_completed(self, completed: engine_pb2.Completed) -> None:
+        super().on_completed(completed)
+        self._session.ended_request(self._handle)
+
+    def on_error(self, error: ServiceError) -> None:
+        self.outbox.put(self._add(error=error.to_status()))
+        self._session.ended_request(self._handle)

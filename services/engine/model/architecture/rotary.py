@@ -1,0 +1,223 @@
+"""Rotary position embeddings (RoPE, https://arxiv.org/abs/2104.09864) and their scalings."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.engine.model.checkpoint.config import Config
+from services.engine.model.checkpoint.errors import CheckpointError
+
+__all__ = ["Rotary", "RotarySpec", "Rotation"]
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """The rotation's frequencies, already scaled as the checkpoint asks."""
+
+    frequencies: tuple[float, ...]
+    """Radians per position, one for each pair of dimensions; pairs past the last do not rotate"""
+    attention_factor: float
+    """What cosines and sines are multiplied by (YaRN, LongRoPE); 1 otherwise"""
+
+    @property
+    def width(self) -> int:
+        """How many of a head's dimensions rotate."""
+        return 2 * len(self.frequencies)
+
+    @staticmethod
+    def from_config(config: Config, head_dim: int, context_length: int) -> "RotarySpec":
+        """Reads rope_parameters (transformers 5), or rope_theta and rope_scaling before it."""
+        rope = config.section(
+            "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+        )
+        if rope.has("full_attention"):
+            rope = rope.section("full_attention")
+        base = rope.positive_number("rope_theta", config.positive_number("rope_theta", 10000.0))
+        return _read(config, rope, base, head_dim, context_length)
+
+    @staticmethod
+    def local_from_config(config: Config, head_dim: int, context_length: int) -> "RotarySpec":
+        """The same for layers with a window, where they have frequencies of their own (Gemma 3)."""
+        rope = config.section("rope_parameters").section("sliding_attention")
+        base = rope.positive_number(
+            "rope_theta", config.positive_number("rope_local_base_freq", 10000.0)
+        )
+        return _read(config, rope, base, head_dim, context_length)
+
+
+def _read(
+    config: Config, rope: Config, base: float, head_dim: int, context_length: int
+) -> RotarySpec:
+    share = rope.positive_number(
+        "partial_rotary_factor", config.positive_number("partial_rotary_factor", 1.0)
+    )
+    width = int(head_dim * share)
+    if not 0 < width <= head_dim or width % 2:
+        raise CheckpointError(
+            f"{config.file}: a partial_rotary_factor of {share} rotates {width} of {head_dim} "
+            "dimensions, which is not supported."
+        )
+    frequencies = _frequencies(base, width)
+    factor = 1.0
+    # Before "rope_type", the key was "type".
+    kind = rope.text("rope_type" if rope.has("rope_type") else "type", "default")
+    match kind:
+        # Dynamic scaling changes nothing until a sequence is longer than
+        # max_position_embeddings, and none ever is.
+        case "default" | "dynamic":
+            pass
+        case "linear":
+            frequencies = frequencies / rope.positive_number("factor")
+        case "llama3":
+            frequencies = _llama3(frequencies, rope)
+        case "yarn":
+            frequencies = _yarn(frequencies, rope, base, width, context_length)
+            factor = _yarn_attention(rope, context_length)
+        case "longrope" | "su":
+            original = _original_length(config, rope)
+            frequencies = _longrope(rope, base, width, is_long=context_length > original)
+            factor = _longrope_attention(rope, context_length, original)
+        case _:
+            raise CheckpointError(
+                f"{config.file}: rope_type {kind} is not supported; these are: "
+                "default, linear, dynamic, llama3, yarn, longrope."
+            )
+    return RotarySpec(tuple(frequencies.tolist()), factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of one step's positions, float32 [tokens, head_dim / 2], contiguous.
+
+    Dimension i rotates with i + head_dim / 2.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+    def first(self, tokens: int) -> "Rotation":
+        return Rotation(self.cosines[:tokens], self.sines[:tokens])
+
+
+class Rotary:
+    """Makes a step's rotation. Computed each step: a table would weigh 0.5 GB at 1M positions."""
+
+    def __init__(self, spec: RotarySpec, head_dim: int, device: torch.device) -> None:
+        self._frequencies = torch.zeros(head_dim // 2, device=device)
+        self._frequencies[: len(spec.frequencies)] = torch.tensor(spec.frequencies)
+        self._factors: Tensor | None = None
+        if spec.attention_factor != 1.0:
+            self._factors = torch.ones(head_dim // 2, device=device)
+            self._factors[: len(spec.frequencies)] = spec.attention_factor
+
+    def empty(self, tokens: int) -> Rotation:
+        """Room for the rotation of so many positions."""
+        size = (tokens, len(self._frequencies))
+        device = self._frequencies.device
+        return Rotation(torch.empty(size, device=device), torch.empty(size, device=device))
+
+    def into(self, positions: Tensor, out: Rotation) -> None:
+        """`positions`: int64 [tokens]."""
+        angles = out.sines
+        if angles.device.type == "cpu":
+            # torch would wake OpenMP's threads for a few hundred numbers
+            host = angles.numpy()
+            np.multiply.outer(positions.numpy(), self._frequencies.numpy(), out=host, dtype="f4")
+            np.cos(host, out=out.cosines.numpy())
+            np.sin(host, out=host)
+        else:
+            torch.outer(positions.to(torch.float32), self._frequencies, out=angles)
+            torch.cos(angles, out=out.cosines)
+            angles.sin_()
+        if self._factors is not None:
+            out.cosines.mul_(self._factors)
+            out.sines.mul_(self._factors)
+
+
+def _frequencies(base: float, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    return 1.0 / (base**exponents)
+
+
+def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between interpolated."""
+    factor = rope.positive_number("factor")
+    low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
+    original = rope.positive_number("original_max_position_embeddings")
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - low) / (high - low)
+    between = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    is_between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(is_between, between, scaled)
+
+
+def _yarn(
+    frequencies: Tensor, rope: Config, base: float, head_dim: int, context_length: int
+) -> Tensor:
+    """YaRN (https://arxiv.org/abs/2309.00071): NTK-by-parts interpolation."""
+    original = rope.positive_number("original_max_position_embeddings", context_length)
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = (
+        dimension(rope.positive_number("beta_fast", 32.0)),
+        dimension(rope.positive_number("beta_slow", 1.0)),
+    )
+    if rope.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp would divide by zero
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies / _yarn_factor(rope, context_length) * ramp + frequencies * (1 - ramp)
+
+
+def _yarn_factor(rope: Config, context_length: int) -> float:
+    if rope.has("factor"):
+        return rope.positive_number("factor")
+    return context_length / rope.positive_number("original_max_position_embeddings")
+
+
+def _yarn_attention(rope: Config, context_length: int) -> float:
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor")
+    factor = _yarn_factor(rope, context_length)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, over_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    return scale(mscale) / scale(over_all) if mscale and over_all else scale(1.0)
+
+
+def _longrope(rope: Config, base: float, width: int, *, is_long: bool) -> Tensor:
+    """LongRoPE (https://arxiv.org/abs/2402.13753): a divisor for each frequency.
+
+    There are two sets, for sequences up to the original length and beyond. A cached key keeps the
+    rotation it was written with, so one set serves all: the long one where sequences may be long.
+    """
+    key = "long_factor" if is_long else "short_factor"
+    divisors = rope.numbers(key)
+    if len(divisors) != width // 2 or min(divisors) <= 0:
+        raise CheckpointError(
+            f"{rope.file}: {key} must have {width // 2} positive numbers, not {len(divisors)}."
+        )
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
+    return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * base**exponents)
+
+
+def _longrope_attention(rope: Config, context_length: int, original: float) -> float:
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor")
+    factor = rope.positive_number("factor", context_length / original)
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _original_length(config: Config, rope: Config) -> float:
+    key = "original_max_position_embeddings"
+    return rope.positive_number(key) if rope.has(key) else config.positive_number(key)

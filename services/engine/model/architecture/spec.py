@@ -1,0 +1,299 @@
+"""What a checkpoint's config.json says about its architecture, as one typed value."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.common.json_values import Json
+from services.engine.model.architecture.activation import Activation, Nonlinearity
+from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.checkpoint.config import Config
+from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.families import FAMILIES, Family, WindowRule
+
+__all__ = ["ExpertsSpec", "ModelSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts, each a feed-forward layer that some tokens are sent to."""
+
+    count: int
+    per_token: int
+    width: int
+    """Each expert's intermediate size"""
+    normalized: bool
+    """The weights of the experts that a token is sent to add up to 1"""
+    layers: tuple[bool, ...]
+    """For each layer, whether it has experts or one plain feed-forward layer"""
+    packed: bool
+    """Stored as MXFP4"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder's shape. Everything that the forward pass needs to know besides the weights."""
+
+    family: Family
+    """What its tensors are called, and how they are stored"""
+    vocab_size: int
+    """Width of the logits"""
+    context_length: int
+    """Most tokens a sequence may have"""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_epsilon: float
+    tied_embeddings: bool
+    """The output projection is the embedding table"""
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    activation: Activation
+    experts: ExpertsSpec | None
+    attention_scale: float
+    """What query-key products are multiplied by"""
+    attention_cap: float
+    """They are bent below this: cap * tanh(product / cap); 0: they are not"""
+    logit_cap: float
+    """The same for the model's logits"""
+    embedding_scale: float
+    residual_scale: float
+    """What attention and feed-forward layers add to the residual is multiplied by this"""
+    logit_scale: float
+    windows: tuple[int, ...]
+    """For each layer, how many of the latest tokens it sees (itself included); 0: all"""
+    rotaries: tuple[RotarySpec | None, ...]
+    """For each layer, how it rotates queries and keys; None: it does not"""
+    dtype: str
+    """The dtype the weights are stored in, as config.json says: float32, bfloat16 or float16"""
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @property
+    def architecture(self) -> str:
+        return self.family.architecture
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """Whether attention is the softmax that every backend knows: no caps, no sinks."""
+        return not self.attention_cap and self.family.names.sinks is None
+
+    @staticmethod
+    def from_config(values: Mapping[str, Json], file: str = "config.json") -> "ModelSpec":
+        """Reads the object of a config.json; `file` is its name in errors.
+
+        Raises CheckpointError when the architecture is unknown, a value is missing or of the wrong
+        type, or the values contradict one another.
+        """
+        whole = Config(file, dict(values))
+        family = _family(whole)
+        nested = {} if family.section is None else whole.section(family.section).values
+        config = Config(file, {**family.defaults, **nested, **values}, family.keys)
+        packed = _is_packed(config, family)
+        hidden_size = config.positive("hidden_size")
+        num_heads = config.positive("num_attention_heads")
+        num_kv_heads = config.positive("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"{file}: {config.called('num_attention_heads')} ({num_heads}) is not a multiple "
+                f"of num_key_value_heads ({num_kv_heads})."
+            )
+        if not config.has("head_dim") and hidden_size % num_heads:
+            raise CheckpointError(
+                f"{file}: {config.called('hidden_size')} ({hidden_size}) is not a multiple of "
+                f"{config.called('num_attention_heads')} ({num_heads}), and head_dim is not given."
+            )
+        head_dim = config.positive("head_dim", hidden_size // num_heads)
+        if head_dim % 2:
+            raise CheckpointError(f"{file}: head_dim ({head_dim}) is odd, so RoPE cannot apply.")
+        num_layers = config.positive("num_hidden_layers")
+        context_length = config.positive("max_position_embeddings")
+        inner = None if family.inner_factor is None else family.inner_factor * hidden_size
+        intermediate_size = config.positive("intermediate_size", inner)
+        attention_bias = family.reads_attention_bias and config.flag("attention_bias", False)
+        local = _local_layers(config, family.windows, num_layers)
+        window = config.positive("sliding_window") if any(local) else 0
+
+        def multiplier(key: str) -> float:
+            return config.positive_number(key, 1.0) if family.reads_multipliers else 1.0
+
+        def cap(key: str) -> float:
+            return config.number(key, 0.0) if family.reads_soft_caps else 0.0
+
+        bos_token_ids = config.ids("bos_token_id")
+        return ModelSpec(
+            family=family,
+            vocab_size=config.positive("vocab_size"),
+            context_length=context_length,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
+            tied_embeddings=config.flag("tie_word_embeddings", False),
+            qkv_bias=family.qkv_bias or attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=family.reads_mlp_bias and config.flag("mlp_bias", False),
+            activation=_activation(config, family),
+            experts=_experts(config, family, num_layers, intermediate_size, packed),
+            attention_scale=_attention_scale(config, family, head_dim),
+            attention_cap=cap("attn_logit_softcapping"),
+            logit_cap=cap("final_logit_softcapping"),
+            embedding_scale=hidden_size**0.5
+            if family.scaled_embedding
+            else multiplier("embedding_multiplier"),
+            residual_scale=multiplier("residual_multiplier"),
+            logit_scale=1 / multiplier("logits_scaling"),
+            windows=tuple(window if is_local else 0 for is_local in local),
+            rotaries=_rotaries(config, family, local, head_dim, context_length),
+            dtype=_dtype(config),
+            eos_token_ids=config.ids("eos_token_id"),
+            bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        )
+
+
+def _family(config: Config) -> Family:
+    architectures = config.texts("architectures")
+    for name in architectures:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    named = ", ".join(architectures) or "none"
+    raise CheckpointError(
+        f"{config.file}: the architecture {named} is not supported; these are: "
+        f"{', '.join(FAMILIES)}."
+    )
+
+
+def _is_packed(config: Config, family: Family) -> bool:
+    """Whether experts are stored as MXFP4. Refuses every other quantization."""
+    if not config.has("quantization_config"):
+        return False
+    method = config.section("quantization_config").text("quant_method", "unnamed")
+    if method == "mxfp4" and family.names.experts is not None and family.names.experts.are_stacked:
+        return True
+    raise CheckpointError(
+        f"{config.file}: quantization_config ({method}) is not supported; "
+        "serve a float32, bfloat16 or float16 checkpoint."
+    )
+
+
+def _activation(config: Config, family: Family) -> Activation:
+    if family.clamped_swiglu:
+        alpha, limit = config.number("swiglu_alpha"), config.positive_number("swiglu_limit")
+        return Activation(Nonlinearity.CLAMPED_SWIGLU, alpha=alpha, limit=limit)
+    name = config.text("hidden_act", "silu")
+    known = {
+        "silu": Nonlinearity.SILU,
+        "gelu": Nonlinearity.GELU,
+        "gelu_new": Nonlinearity.GELU_TANH,
+        "gelu_pytorch_tanh": Nonlinearity.GELU_TANH,
+    }
+    if name not in known:
+        raise CheckpointError(
+            f"{config.file}: {config.called('hidden_act')} {name} is not supported; these are: "
+            f"{', '.join(known)}."
+        )
+    return Activation(known[name], family.gated)
+
+
+def _experts(
+    config: Config, family: Family, num_layers: int, intermediate_size: int, packed: bool
+) -> ExpertsSpec | None:
+    if family.names.experts is None:
+        return None
+    # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
+    count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
+    per_token = config.positive("num_experts_per_tok")
+    if per_token > count:
+        raise CheckpointError(
+            f"{config.file}: num_experts_per_tok ({per_token}) exceeds the {count} experts."
+        )
+    plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)
+    return ExpertsSpec(
+        count=count,
+        per_token=per_token,
+        width=config.positive("moe_intermediate_size", intermediate_size),
+        normalized=config.flag("norm_topk_prob", False),
+        layers=tuple(layer not in plain and (layer + 1) % step == 0 for layer in range(num_layers)),
+        packed=packed,
+    )
+
+
+def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
+    if config.flag("scale_attn_by_inverse_layer_idx", False):
+        raise CheckpointError(f"{config.file}: scale_attn_by_inverse_layer_idx is not supported.")
+    if not config.flag("scale_attn_weights", True):
+        return 1.0
+    if family.reads_multipliers:
+        return config.positive_number("attention_multiplier", 1.0)
+    return 1 / math.sqrt(config.positive_number("query_pre_attn_scalar", head_dim))
+
+
+def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bool, ...]:
+    """For each layer, whether it attends over a sliding window only."""
+    nowhere = (False,) * num_layers
+    if rule is WindowRule.NONE or not config.has("sliding_window"):
+        return nowhere
+    if not config.flag("use_sliding_window", True):
+        return nowhere
+    if rule is WindowRule.ALL:
+        return (True,) * num_layers
+    if config.has("layer_types"):
+        return _listed_layers(config, num_layers)
+    if rule is WindowRule.PATTERN:
+        pattern = config.positive("sliding_window_pattern")
+        return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
+    first = config.integer("max_window_layers")
+    return tuple(layer >= first for layer in range(num_layers))
+
+
+def _listed_layers(config: Config, num_layers: int) -> tuple[bool, ...]:
+    kinds = config.texts("layer_types")
+    if len(kinds) != num_layers:
+        raise CheckpointError(
+            f"{config.file}: layer_types names {len(kinds)} layers, num_hidden_layers {num_layers}."
+        )
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise CheckpointError(f"{config.file}: layer type {kind} is not supported.")
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def _rotaries(
+    config: Config, family: Family, local: tuple[bool, ...], head_dim: int, context_length: int
+) -> tuple[RotarySpec | None, ...]:
+    num_layers = len(local)
+    if family.names.positions is not None:
+        return (None,) * num_layers
+    everywhere = RotarySpec.from_config(config, head_dim, context_length)
+    if family.local_rotary:
+        near = RotarySpec.local_from_config(config, head_dim, context_length)
+        return tuple(near if is_local else everywhere for is_local in local)
+    if not family.reads_no_rope_layers:
+        return (everywhere,) * num_layers
+    interval = config.positive("no_rope_layer_interval")
+    rotates = config.ids("no_rope_layers") or tuple(
+        (layer + 1) % interval for layer in range(num_layers)
+    )
+    if len(rotates) < num_layers:
+        raise CheckpointError(
+            f"{config.file}: no_rope_layers names {len(rotates)} layers, "
+            f"num_hidden_layers {num_layers}."
+        )
+    return tuple(everywhere if rotates[layer] else None for layer in range(num_layers))
+
+
+def _dtype(config: Config) -> str:
+    # transformers 5 writes dtype, older releases torch_dtype.
+    dtype = config.text("dtype" if config.has("dtype") else "torch_dtype", "float32")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise CheckpointError(
+            f"{config.file}: dtype {dtype} is not supported; these are: float32, bfloat16, float16."
+        )
+    return dtype

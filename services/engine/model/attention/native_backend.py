@@ -1,0 +1,123 @@
+"""Attention on our own CPU kernels."""
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.kernels.library import DTYPES, AttentionCall, Kernel, Native
+from services.engine.kernels.memory import allocate
+from services.engine.kernels.tiles import TILE
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention.interface import AttentionBackend, KVCache
+from services.engine.model.attention.torch_backend import TorchAttention
+
+__all__ = ["NativeAttention", "TiledAttention"]
+
+
+class NativeAttention(TorchAttention):
+    """float32 and bfloat16 on any CPU: decodes by the kernel, prompt chunks by torch.
+
+    The cache's layout is TorchAttention's.
+    """
+
+    def __init__(
+        self,
+        native: Native,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        sinks: tuple[Tensor, ...] | None = None,
+    ) -> None:
+        super().__init__(spec, dtype, torch.device("cpu"), sinks)
+        self._native = native
+
+    def _write_and_decode(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: StepBatch,
+        cache: KVCache,
+        out: Tensor,
+    ) -> None:
+        call = _call(self._spec, self._sinks, layer, queries, keys, values, batch, cache, out)
+        call.sequences = batch.num_decodes
+        self._native.paged_decode(byref(call))
+
+
+class TiledAttention(AttentionBackend):
+    """bfloat16 in tiles: one kernel for decodes and prompt chunks. Its output is in tiles too.
+
+    Layout of a layer's keys and of its values: [blocks, kv_heads, block_size * head_dim], the last
+    dimension in tiles (src/kernels.h, tw_tiled_attend).
+    """
+
+    def __init__(
+        self, native: Native, spec: ModelSpec, sinks: tuple[Tensor, ...] | None = None
+    ) -> None:
+        self._native = native
+        self._spec = spec
+        self._sinks = sinks
+
+    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
+        if block_size % TILE:
+            raise ValueError(f"the block size must be a multiple of {TILE}, not {block_size}")
+        shape = (num_blocks, self._spec.num_kv_heads, block_size * self._spec.head_dim)
+
+        def layers() -> tuple[Tensor, ...]:
+            return tuple(allocate(shape, torch.bfloat16) for _ in range(self._spec.num_layers))
+
+        return KVCache(layers(), layers(), block_size)
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: StepBatch,
+        cache: KVCache,
+        out: Tensor,
+    ) -> None:
+        call = _call(self._spec, self._sinks, layer, queries, keys, values, batch, cache, out)
+        self._native.run(Kernel.ATTENTION, call)
+
+
+def _call(
+    spec: ModelSpec,
+    sinks: tuple[Tensor, ...] | None,
+    layer: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: StepBatch,
+    cache: KVCache,
+    out: Tensor,
+) -> AttentionCall:
+    return AttentionCall(
+        queries.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        out.data_ptr(),
+        cache.keys[layer].data_ptr(),
+        cache.values[layer].data_ptr(),
+        batch.slots.data_ptr(),
+        batch.query_starts.data_ptr(),
+        batch.context_lengths.data_ptr(),
+        batch.block_tables.data_ptr(),
+        None if sinks is None else sinks[layer].data_ptr(),
+        queries.stride(0),
+        batch.block_tables.stride(0),
+        keys.shape[0],
+        batch.context_lengths.shape[0],
+        spec.num_kv_heads,
+        spec.num_heads // spec.num_kv_heads,
+        spec.head_dim,
+        cache.block_size,
+        spec.windows[layer],
+        spec.attention_scale,
+        spec.attention_cap,
+        DTYPES[queries.dtype],
+    )

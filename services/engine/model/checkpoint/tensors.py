@@ -1,0 +1,145 @@
+"""A directory in the Hugging Face format: its files, and its tensors by name."""
+
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.engine.model.checkpoint.config import Config
+from services.engine.model.checkpoint.errors import CheckpointError
+
+__all__ = ["Checkpoint", "Stored"]
+
+_FLOATING = {"F32": 4, "BF16": 2, "F16": 2}
+"""Bytes of the dtypes a weight may be stored in, by their names in safetensors files"""
+_PACKED = {"U8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that a checkpoint is to hold."""
+
+    name: str
+    shape: tuple[int, ...]
+    packed: bool = False
+    """Bytes that stand for something else, rather than floating numbers"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A tensor that it holds, known from its file's header alone."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """The open safetensors files of a checkpoint. Tensors are views of the mapped files.
+
+    Use it as a context manager. Raises CheckpointError when a file is missing or truncated.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = ExitStack()
+        self._open: dict[Path, safe_open] = {}
+        self._found: dict[str, _Found] = {}
+
+    @staticmethod
+    def config(directory: Path) -> Config:
+        """config.json of the checkpoint in `directory`."""
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory} is not a directory.")
+        return Config.read(directory / "config.json")
+
+    def __enter__(self) -> "Checkpoint":
+        with self._stack:
+            for file in self._files():
+                self._add(file)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def holds(self, name: str) -> bool:
+        return name in self._found
+
+    def require(self, wanted: Iterable[Stored], ignored: Iterable[str]) -> int:
+        """Raises CheckpointError unless the files hold exactly `wanted`. Returns the bytes of it.
+
+        Tensors whose names match a pattern of `ignored` may be there or not.
+        """
+        names, num_bytes = set(), 0
+        for stored in wanted:
+            names.add(stored.name)
+            num_bytes += self._check(stored)
+        for name, found in self._found.items():
+            if name not in names and not any(fnmatchcase(name, pattern) for pattern in ignored):
+                raise CheckpointError(
+                    f"{found.file}: the tensor {name} is not part of the model that "
+                    "config.json describes."
+                )
+        return num_bytes
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """A view of the file; reading it is what reads the disk."""
+        file = self._found[stored.name].file
+        tensor: Tensor = self._open[file].get_tensor(stored.name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _check(self, stored: Stored) -> int:
+        """The tensor's size in bytes."""
+        found = self._found.get(stored.name)
+        if found is None:
+            raise CheckpointError(f"{self._directory}: no file holds the tensor {stored.name}.")
+        if found.shape != stored.shape:
+            raise CheckpointError(
+                f"{found.file}: the tensor {stored.name} has the shape {list(found.shape)}, "
+                f"but config.json asks for {list(stored.shape)}."
+            )
+        sizes = _PACKED if stored.packed else _FLOATING
+        if found.dtype not in sizes:
+            raise CheckpointError(
+                f"{found.file}: the tensor {stored.name} is stored as {found.dtype}, which is not "
+                f"supported; these are: {', '.join(sizes)}."
+            )
+        return prod(found.shape) * sizes[found.dtype]
+
+    def _files(self) -> list[Path]:
+        index = self._directory / "model.safetensors.index.json"
+        if not index.exists():
+            return [self._directory / "model.safetensors"]
+        placed = Config.read(index).section("weight_map")
+        names = sorted({placed.text(name) for name in placed.values})
+        if any(Path(name).name != name for name in names):
+            raise CheckpointError(f"{index} names a file outside the checkpoint.")
+        return [self._directory / name for name in names]
+
+    def _add(self, file: Path) -> None:
+        if not file.is_file():
+            raise CheckpointError(f"{file} does not exist.")
+        if not os.access(file, os.R_OK):
+            raise CheckpointError(f"{file} may not be read.")
+        try:
+            opened = self._stack.enter_context(safe_open(file, framework="pt"))
+            for name in opened.keys():  # noqa: SIM118  (it is not a mapping)
+                part = opened.get_slice(name)
+                self._found[name] = _Found(file, tuple(part.get_shape()), part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None
+        self._open[file] = opened

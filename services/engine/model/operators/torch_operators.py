@@ -1,0 +1,176 @@
+"""The operators in plain torch: every dtype, every device."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from services.engine.model.architecture.activation import SWIGLU, Activation
+from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.operators.interface import Gate, Operators, Projection
+
+__all__ = ["TorchGate", "TorchOperators", "join", "normalize"]
+
+
+class TorchOperators(Operators):
+    """Exact in float32: what the faster operators are checked against."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        on_cpu = device.type == "cpu"
+        self._prepacks = on_cpu and dtype == torch.bfloat16 and _is_onednn_available()
+
+    def empty(self, rows: int, width: int) -> Tensor:
+        return torch.empty((rows, width), dtype=self._dtype, device=self._device)
+
+    def temporary(self, rows: int, width: int) -> Tensor:
+        return self.empty(rows, width)
+
+    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        own_bias = None if bias is None else self._own(bias)
+        if self._prepacks:
+            return _PrepackedProjection(weight.to(self._dtype), own_bias)
+        return _TorchProjection(self._own(weight), own_bias)
+
+    def gate(
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
+    ) -> Gate:
+        product = self.projection(*join(gate, up, gate_bias, up_bias))
+        return TorchGate(product, 1 if up is None else 2, activation, self)
+
+    def arrange(self, rows: Tensor, out: Tensor) -> None:
+        out.copy_(rows)
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        out.copy_(rms_norm(rows, weight, epsilon))
+
+    def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        out += rms_norm(rows, weight, epsilon)
+
+    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
+        return rows.index_select(0, index)
+
+    def rotate(
+        self,
+        heads: Tensor,
+        num_queries: int,
+        rotation: Rotation,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        epsilon: float,
+    ) -> None:
+        for part, norm in (
+            (heads[:, :num_queries], query_norm),
+            (heads[:, num_queries:], key_norm),
+        ):
+            if norm is not None:
+                normalize(part, norm, epsilon)
+            exact = part.float()
+            low, high = exact.chunk(2, dim=-1)
+            cosines, sines = rotation.cosines[:, None], rotation.sines[:, None]
+            turned = (low * cosines - high * sines, high * cosines + low * sines)
+            part.copy_(torch.cat(turned, dim=-1))
+
+    def _own(self, weight: Tensor) -> Tensor:
+        """A copy: what comes in may be a view of a mapped file."""
+        return weight.to(device=self._device, dtype=self._dtype, copy=True)
+
+
+class _TorchProjection(Projection):
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight.T
+        self._bias = bias
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight.nbytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        if out.dtype != rows.dtype:
+            out.copy_(linear(rows, self._weight.T, self._bias))
+        elif self._bias is None:
+            torch.mm(rows, self._weight, out=out)
+        else:
+            torch.addmm(self._bias, rows, self._weight, out=out)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        out.addmm_(rows, self._weight)
+        if self._bias is not None:
+            out += self._bias
+
+
+class _PrepackedProjection(Projection):
+    """bfloat16 on a CPU, its weight in oneDNN's own layout: 1.4 times as fast as F.linear."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self._bias = bias
+        self._weight_bytes = weight.nbytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight_bytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        out.copy_(self._product(rows))
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        out += self._product(rows)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self._weight, self._bias, "none", [], ""
+        )
+        return product
+
+
+class TorchGate(Gate):
+    """Any activation, of a product that has the columns of one or two layers."""
+
+    def __init__(
+        self, product: Projection, layers: int, activation: Activation, operators: Operators
+    ) -> None:
+        self._product = product
+        self._layers = layers
+        self._activation = activation
+        self._operators = operators
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._product.weight_bytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        product = self._operators.temporary(rows.shape[0], self._layers * out.shape[1])
+        self._product.into(rows, product)
+        self._operators.arrange(self._activation.of(product), out)
+
+
+def join(
+    gate: Tensor, up: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one linear layer that is both."""
+    if up is None:
+        return gate, gate_bias
+    bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+    return torch.cat((gate, up)), bias
+
+
+def normalize(heads: Tensor, norm: Tensor, epsilon: float) -> None:
+    """RMSNorm of heads [tokens, heads, head_dim] in place, over each or over all of a token."""
+    rows = heads if norm.shape[0] == heads.shape[2] else heads.flatten(1)
+    heads.copy_(rms_norm(rows, norm, epsilon).view(heads.shape))
+
+
+def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    exact = rows.float()
+    scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (exact * scale).to(rows.dtype) * weight
+
+
+def _is_onednn_available() -> bool:
+    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,374 @@
+"""Regular expressions of ECMA-262 with the flag "u", which JSON Schema's patterns are, as trees.
+
+Source: ECMA-262, "RegExp (Regular Expression) Objects"; of its Annex B only what means the same to
+every engine: escaped punctuation, braces that are no quantifier, and hyphens beside a set.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeAlias
+
+from services.grammar.error import GrammarError
+from services.grammar.patterns.characters import (
+    DIGITS,
+    LINE_ENDS,
+    SPACES,
+    WORD,
+    Ranges,
+    complement,
+    union,
+)
+
+__all__ = ["Ahead", "Characters", "Choice", "Edge", "Node", "Repeat", "Sequenced", "parse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """One character of a set."""
+
+    ranges: Ranges
+    properties: tuple[str, ...] = ()
+    """Of Unicode, with those of `ranges`: \\p{…} and \\P{…}"""
+    is_negated: bool = False
+    ignores_case: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The start or the end of the text."""
+
+    is_start: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What must follow, without being taken."""
+
+    body: "Node"
+    place: int
+    """Of its first character in the pattern, from 1"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequenced:
+    """One after the other."""
+
+    parts: Sequence["Node"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several."""
+
+    options: Sequence["Node"]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Again and again."""
+
+    body: "Node"
+    least: int
+    most: int | None
+    place: int
+
+
+Node: TypeAlias = Characters | Edge | Ahead | Sequenced | Choice | Repeat
+
+_MAX_DEPTH = 100  # groups within groups
+_MAX_COUNT = 1_000_000
+_HYPHEN = ord("-")
+_QUANTIFIER = re.compile(r"\{(\d+)(?:(,)(\d*))?\}")
+_GROUP_NAME = re.compile(r"\?<([^\W\d]|\$)[\w$]*>")
+_SHORT = {"f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
+_SETS = {
+    "d": DIGITS, "D": complement(DIGITS), "s": SPACES, "S": complement(SPACES),
+    "w": WORD, "W": complement(WORD),
+}  # fmt: skip
+# U+017F and U+212A are "s" and "k" where case is ignored.
+_WORD_OF_ANY_CASE = union((*WORD, (0x17F, 0x17F), (0x212A, 0x212A)))
+_PROPERTY = re.compile(r"\{(?:(?P<name>\w+)=)?(?P<value>\w+)\}")
+_PROPERTY_NAMES = frozenset({
+    "General_Category", "gc", "Script", "sc", "Script_Extensions", "scx",
+})  # fmt: skip
+_CATEGORIES = frozenset({
+    "C", "Cc", "Cf", "Cn", "Co", "L", "LC", "Ll", "Lm", "Lo", "Lt", "Lu", "M", "Mc", "Me", "Mn",
+    "N", "Nd", "Nl", "No", "P", "Pc", "Pd", "Pe", "Pf", "Pi", "Po", "Ps", "S", "Sc", "Sk", "Sm",
+    "So", "Z", "Zl", "Zp", "Zs", "Cased_Letter", "Close_Punctuation", "Connector_Punctuation",
+    "Control", "Currency_Symbol", "Dash_Punctuation", "Decimal_Number", "Enclosing_Mark",
+    "Final_Punctuation", "Format", "Initial_Punctuation", "Letter", "Letter_Number",
+    "Line_Separator", "Lowercase_Letter", "Mark", "Math_Symbol", "Modifier_Letter",
+    "Modifier_Symbol", "Nonspacing_Mark", "Number", "Open_Punctuation", "Other", "Other_Letter",
+    "Other_Number", "Other_Punctuation", "Other_Symbol", "Paragraph_Separator", "Private_Use",
+    "Punctuation", "Separator", "Space_Separator", "Spacing_Mark", "Symbol", "Titlecase_Letter",
+    "Unassigned", "Uppercase_Letter", "digit", "punct",
+})  # fmt: skip
+_BINARY = frozenset({
+    "ASCII", "ASCII_Hex_Digit", "Alphabetic", "Any", "Bidi_Control", "Case_Ignorable", "Cased",
+    "Dash", "Default_Ignorable_Code_Point", "Deprecated", "Diacritic", "Emoji", "Emoji_Component",
+    "Emoji_Modifier", "Emoji_Modifier_Base", "Emoji_Presentation", "Extended_Pictographic",
+    "Extender", "Grapheme_Base", "Grapheme_Extend", "Hex_Digit", "ID_Continue", "ID_Start",
+    "Ideographic", "Join_Control", "Logical_Order_Exception", "Lowercase", "Math",
+    "Noncharacter_Code_Point", "Pattern_Syntax", "Pattern_White_Space", "Quotation_Mark", "Radical",
+    "Regional_Indicator", "Sentence_Terminal", "Soft_Dotted", "Terminal_Punctuation",
+    "Unified_Ideograph", "Uppercase", "Variation_Selector", "White_Space", "XID_Continue",
+    "XID_Start",
+})  # fmt: skip
+
+
+def parse(pattern: str) -> Node:
+    """The tree of a pattern. Raises GrammarError for what is no such expression, and by its name
+    for what no grammar can hold: word boundaries, references back, lookarounds but for `(?=`."""
+    parser = _Parser(pattern)
+    node = parser.choice(depth=0)
+    if parser.rest:
+        parser.refuse('")" closes no group')
+    return node
+
+
+class _Parser:
+    """Reads a pattern from left to right."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._at = 0
+        self._ignores_case = False
+        self._dot_is_all = False
+
+    @property
+    def rest(self) -> str:
+        """The next character; empty at the end."""
+        return self._pattern[self._at : self._at + 1]
+
+    def refuse(self, why: str, at: int | None = None) -> NoReturn:
+        """Say what is wrong, and where."""
+        place = (self._at if at is None else at) + 1
+        raise GrammarError(f"{why} (character {place})")
+
+    def choice(self, depth: int) -> Node:
+        """Alternatives, up to the end of the group."""
+        if depth > _MAX_DEPTH:
+            self.refuse(f"groups are nested deeper than {_MAX_DEPTH} levels")
+        options = [self._sequence(depth)]
+        while self._take("|"):
+            options.append(self._sequence(depth))
+        return options[0] if len(options) == 1 else Choice(options)
+
+    def _sequence(self, depth: int) -> Node:
+        parts: list[Node] = []
+        while self.rest not in ("", "|", ")"):
+            can_repeat = not self._pattern.startswith(("^", "$", "(?="), self._at)
+            parts.append(self._quantified(self._atom(depth), can_repeat))
+        return parts[0] if len(parts) == 1 else Sequenced(parts)
+
+    def _quantified(self, body: Node, can_repeat: bool) -> Node:
+        place = self._at
+        if self._take("*"):
+            bounds: tuple[int, int | None] = 0, None
+        elif self._take("+"):
+            bounds = 1, None
+        elif self._take("?"):
+            bounds = 0, 1
+        elif counted := _QUANTIFIER.match(self._pattern, self._at):
+            bounds = self._counts(counted)
+            self._at = counted.end()
+        else:
+            return body
+        if not can_repeat:
+            self.refuse("nothing is there to repeat", place)
+        self._take("?")  # as few as possible: of one text, it changes nothing
+        if self.rest and self.rest in "*+?":
+            self.refuse(f'"{self.rest}" follows another quantifier')
+        return Repeat(body, *bounds, place + 1)
+
+    def _counts(self, counted: re.Match[str]) -> tuple[int, int | None]:
+        low, has_comma, high = counted.groups()
+        if any(len(number) > 9 or int(number) > _MAX_COUNT for number in (low, high or "0")):
+            self.refuse(f"more than {_MAX_COUNT:,} repetitions are not supported")
+        least = int(low)
+        most = int(high) if high else None if has_comma else least
+        if most is not None and most < least:
+            self.refuse("the numbers of the quantifier are out of order")
+        return least, most
+
+    def _atom(self, depth: int) -> Node:
+        character = self.rest
+        if character == "(":
+            return self._group(depth)
+        if character == "[":
+            return self._class()
+        if character == "\\":
+            return self._escape()
+        if character in "*+?" or _QUANTIFIER.match(self._pattern, self._at):
+            self.refuse("nothing is there to repeat")
+        self._at += 1
+        if character == ".":
+            return Characters(() if self._dot_is_all else LINE_ENDS, is_negated=True)
+        if character in "^$":
+            return Edge(character == "^")
+        return self._one(ord(character))
+
+    def _group(self, depth: int) -> Node:
+        start = self._at
+        self._at += 1
+        before = self._ignores_case, self._dot_is_all
+        is_ahead = self._take("?=")
+        if not is_ahead and self.rest == "?":
+            self._open_special(start)
+        body = self.choice(depth + 1)
+        self._ignores_case, self._dot_is_all = before
+        if not self._take(")"):
+            self.refuse("a group is not closed", start)
+        return Ahead(body, start + 1) if is_ahead else body
+
+    def _open_special(self, start: int) -> None:
+        if self._take("?:"):
+            return
+        if self._pattern.startswith(("?!", "?<=", "?<!"), self._at):
+            self.refuse("lookarounds are not supported, but for (?=…) behind ^", start)
+        if name := _GROUP_NAME.match(self._pattern, self._at):
+            self._at = name.end()
+            return
+        flags = re.compile(r"\?([a-zA-Z]*)(?:-([a-zA-Z]*))?([:)])").match(self._pattern, self._at)
+        if flags is None:
+            self.refuse("ECMA-262 has no such group", start)
+        on, off, end = flags[1], flags[2] or "", flags[3]
+        if end == ")" or not (on or off) or set(on + off) - set("is"):
+            self.refuse(
+                "of flags within a pattern there are those of a group alone, (?i:…) and (?s:…)",
+                start,
+            )
+        self._ignores_case = ("i" in on or self._ignores_case) and "i" not in off
+        self._dot_is_all = ("s" in on or self._dot_is_all) and "s" not in off
+        self._at = flags.end()
+
+    def _class(self) -> Node:
+        start = self._at
+        self._at += 1
+        is_negated = self._take("^")
+        ranges: list[tuple[int, int]] = []
+        properties: list[str] = []
+        while not self._take("]"):
+            if not self.rest:
+                self.refuse("a class is not closed", start)
+            first = self._member()
+            is_range = self.rest == "-" and self._pattern[self._at + 1 : self._at + 2] not in (
+                "",
+                "]",
+            )
+            if not is_range:
+                if isinstance(first, int):
+                    first = self._one(first)
+                ranges += first.ranges
+                properties += first.properties
+                continue
+            place = self._at
+            self._at += 1
+            last = self._member()
+            if isinstance(first, int) and isinstance(last, int):
+                if last < first:
+                    self.refuse("the range is out of order", place)
+                ranges.append((first, last))
+                continue
+            ranges.append((_HYPHEN, _HYPHEN))  # a set is no end of a range
+            for member in (first, last):
+                node = self._one(member) if isinstance(member, int) else member
+                ranges += node.ranges
+                properties += node.properties
+        return Characters(union(ranges), tuple(properties), is_negated, self._ignores_case)
+
+    def _member(self) -> int | Characters:
+        """A character of a class, or a set in it."""
+        if self.rest != "\\":
+            self._at += 1
+            return ord(self._pattern[self._at - 1])
+        if self._pattern.startswith("\\b", self._at):
+            self._at += 2
+            return 8
+        start = self._at
+        node = self._escape()
+        is_one = self._pattern[start + 1] not in "dDsSwWpP"
+        return node.ranges[0][0] if is_one else node
+
+    def _escape(self) -> Characters:
+        start = self._at
+        letter = self._pattern[start + 1 : start + 2]
+        self._at += 2
+        if letter in _SETS:
+            if self._ignores_case and letter in "wW":
+                word = _WORD_OF_ANY_CASE
+                return Characters(word if letter == "w" else complement(word), ignores_case=True)
+            return Characters(_SETS[letter])
+        if letter in ("p", "P"):
+            return self._property(letter, start)
+        return self._one(self._escaped(letter, start))
+
+    def _escaped(self, letter: str, start: int) -> int:
+        """The code point of an escape that stands for one character."""
+        if not letter:
+            self.refuse("the pattern ends with a backslash", start)
+        if letter in _SHORT:
+            return _SHORT[letter]
+        following = self._pattern[self._at : self._at + 1]
+        if letter == "0" and not following.isdecimal():
+            return 0
+        if letter == "c" and following.isascii() and following.isalpha():
+            self._at += 1
+            return ord(following) % 32
+        if letter == "x":
+            return self._hexadecimal(r"([0-9a-fA-F]{2})", start)
+        if letter == "u":
+            return self._code_point(start)
+        if letter in ("b", "B"):
+            self.refuse(f"\\{letter}, a word boundary, is not supported", start)
+        if letter == "k" or letter.isdecimal():
+            self.refuse("references back to a group are not supported", start)
+        if letter.isalpha():
+            remedy = "; use ^ and $" if letter in "AZz" else ""
+            self.refuse(f"ECMA-262 has no \\{letter}{remedy}", start)
+        return ord(letter)
+
+    def _code_point(self, start: int) -> int:
+        """Of \\u0000, of \\u{0}, or of two halves of a surrogate pair."""
+        if self.rest == "{":
+            code = self._hexadecimal(r"\{0*([0-9a-fA-F]{1,6})\}", start)
+            if code > 0x10FFFF:
+                self.refuse("there is no such character", start)
+            return code
+        code = self._hexadecimal(r"([0-9a-fA-F]{4})", start)
+        low = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self._pattern, self._at)
+        if 0xD800 <= code < 0xDC00 and low:
+            self._at = low.end()
+            return 0x10000 + (code - 0xD800) * 0x400 + int(low[1], 16) - 0xDC00
+        return code
+
+    def _hexadecimal(self, form: str, start: int) -> int:
+        digits = re.compile(form).match(self._pattern, self._at)
+        if digits is None:
+            self.refuse("the escape has too few hexadecimal digits", start)
+        self._at = digits.end()
+        return int(digits[1], 16)
+
+    def _property(self, letter: str, start: int) -> Characters:
+        found = _PROPERTY.match(self._pattern, self._at)
+        if found is None:
+            self.refuse(f"\\{letter} needs the name of a property in braces", start)
+        name, value = found["name"], found["value"]
+        is_known = name in _PROPERTY_NAMES if name else value in _CATEGORIES | _BINARY
+        if not is_known:
+            self.refuse(f"ECMA-262 has no property \\{letter}{found[0]}", start)
+        if self._ignores_case:
+            self.refuse(f"\\{letter}{found[0]} where case is ignored is not supported", start)
+        self._at = found.end()
+        return Characters((), (f"\\{letter}{found[0]}",))
+
+    def _one(self, code: int) -> Characters:
+        return Characters(((code, code),), ignores_case=self._ignores_case)
+
+    def _take(self, text: str) -> bool:
+        """Go on behind the text, if it comes next."""
+        if not self._pattern.startswith(text, self._at):
+            return False
+        self._at += len(text)
+        return True

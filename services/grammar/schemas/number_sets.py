@@ -1,0 +1,147 @@
+"""Sets of JSON numbers that bounds, multiples and exceptions describe."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from services.common.json_values import Json
+
+__all__ = ["EVERY_NUMBER", "NumberSet", "number_of"]
+
+_WHOLE = 16  # numbers between which those are that are not whole
+
+
+@dataclass(frozen=True, slots=True)
+class NumberSet:
+    """The numbers that meet all that is said here. None: nothing is said."""
+
+    values: frozenset[Fraction] | None = None
+    integer: bool | None = None
+    low: Fraction | None = None
+    low_open: bool = False
+    high: Fraction | None = None
+    high_open: bool = False
+    multiples: frozenset[Fraction] = frozenset()
+    not_multiples: frozenset[Fraction] = frozenset()
+    not_values: frozenset[Fraction] = frozenset()
+
+    def intersection(self, other: "NumberSet") -> "NumberSet | None":
+        """None where nothing is in both."""
+        if None not in (self.integer, other.integer) and self.integer != other.integer:
+            return None
+        low, low_open = max(
+            (s.low, s.low_open) for s in (self, other) if s.low is not None
+        ) if (self.low, other.low) != (None, None) else (None, False)  # fmt: skip
+        high, high_closed = min(
+            (s.high, not s.high_open) for s in (self, other) if s.high is not None
+        ) if (self.high, other.high) != (None, None) else (None, True)  # fmt: skip
+        values = self.values if other.values is None else other.values
+        if self.values is not None and other.values is not None:
+            values = self.values & other.values
+        both = NumberSet(
+            values,
+            other.integer if self.integer is None else self.integer,
+            low,
+            low_open,
+            high,
+            not high_closed,
+            self.multiples | other.multiples,
+            self.not_multiples | other.not_multiples,
+            self.not_values | other.not_values,
+        )
+        return both._settled()
+
+    def _settled(self) -> "NumberSet | None":
+        if self.multiples & self.not_multiples:
+            return None
+        if self.values is not None:
+            values = frozenset(value for value in self.values if self._holds(value))
+            return NumberSet(values) if values else None
+        if self.low is not None and self.high is not None:
+            if self.low > self.high or (
+                self.low == self.high and (self.low_open or self.high_open)
+            ):
+                return None
+            if self.low == self.high:
+                return replace(self, values=frozenset([self.low]))._settled()
+        kept = frozenset(value for value in self.not_values if self._holds(value, but_for_it=True))
+        return replace(self, not_values=kept)
+
+    def _holds(self, value: Fraction, *, but_for_it: bool = False) -> bool:
+        return (
+            (self.integer is None or self.integer == (value.denominator == 1))
+            and (self.low is None or value > self.low or (value == self.low and not self.low_open))
+            and (
+                self.high is None
+                or value < self.high
+                or (value == self.high and not self.high_open)
+            )
+            and all((value / m).denominator == 1 for m in self.multiples)
+            and not any((value / m).denominator == 1 for m in self.not_multiples)
+            and (but_for_it or value not in self.not_values)
+        )
+
+    def obstacle(self) -> str | None:
+        """The keyword that no grammar can hold here."""
+        if self.values is None and self.integer is False and not list(self._fractions()):
+            return '"not" over "integer"'
+        return '"not" over "multipleOf"' if self.values is None and self.not_multiples else None
+
+    def schemas(self) -> Iterator[dict[str, Json]]:
+        """Plain schemas of which one must hold."""
+        if self.values is not None:
+            yield {"enum": [_json(value) for value in sorted(self.values)]}
+            return
+        if self.integer is False:
+            yield from self._fractions()
+            return
+        edges = sorted(self.not_values)
+        for low, high in zip([None, *edges], [*edges, None], strict=True):
+            part = replace(self, not_values=frozenset())
+            if low is not None:
+                part = part.intersection(NumberSet(low=low, low_open=True)) or part
+            if high is not None:
+                part = part.intersection(NumberSet(high=high, high_open=True)) or part
+            yield part._schema()
+
+    def _fractions(self) -> Iterator[dict[str, Json]]:
+        """Some numbers that are not whole, near zero or to the bounds: between whole ones."""
+        first = -_WHOLE // 2
+        if self.low is not None:
+            first = max(first, math.floor(self.low))
+        if self.high is not None and (self.low is None or self.high < first + _WHOLE):
+            first = min(first, math.ceil(self.high) - _WHOLE)
+        for whole in range(first, first + _WHOLE):
+            between = NumberSet(None, None, Fraction(whole), True, Fraction(whole + 1), True)
+            part = replace(self, integer=None).intersection(between)
+            if part is not None and not (part.multiples or part.not_multiples):
+                yield from part.schemas()
+
+    def _schema(self) -> dict[str, Json]:
+        schema: dict[str, Json] = {"type": "integer" if self.integer else "number"}
+        if self.values is not None:
+            return {"enum": [_json(value) for value in sorted(self.values)]}
+        if self.low is not None:
+            schema["exclusiveMinimum" if self.low_open else "minimum"] = _json(self.low)
+        if self.high is not None:
+            schema["exclusiveMaximum" if self.high_open else "maximum"] = _json(self.high)
+        if len(self.multiples) == 1:
+            [schema["multipleOf"]] = map(_json, self.multiples)
+        elif self.multiples:
+            schema["allOf"] = [{"type": "number", "multipleOf": _json(m)} for m in self.multiples]
+        return schema
+
+
+EVERY_NUMBER = NumberSet()
+
+
+def number_of(value: Json) -> Fraction | None:
+    """A JSON number without loss as it is written; None for another value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return Fraction(value) if isinstance(value, int) else Fraction(repr(value))
+
+
+def _json(value: Fraction) -> int | float:
+    return value.numerator if value.denominator == 1 else float(value)

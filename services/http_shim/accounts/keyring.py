@@ -1,0 +1,91 @@
+"""Who asks: API keys, from a file that is watched."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import grpc
+
+from services.http_shim.accounts.account import Account
+from tokenwire.errors import ServiceError
+from tokenwire.serving.keys import Key, KeyFileError, key_id, matches, read_keys
+
+__all__ = ["Keyring"]
+
+_LOG = logging.getLogger("keys")
+_LOOK_SECONDS = 0.5  # so that a key ends within a second of its revocation
+
+
+class Keyring:
+    """The keys of a file. Raises KeyFileError where the file can't be used at the start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = _stamp(path)
+        self._keys: dict[str, Key] = {}
+        self._accounts: dict[str, Account] = {}
+        self._read()
+
+    def account(self, authorization: str | None) -> Account:
+        """Whose the header `authorization: Bearer KEY` is. Raises UNAUTHENTICATED."""
+        scheme, _, secret = (authorization or "").partition(" ")
+        secret = secret.strip()
+        if scheme.lower() != "bearer" or not secret:
+            raise _unauthenticated(
+                "MISSING_API_KEY",
+                "An API key is needed: send the header authorization: Bearer KEY.",
+            )
+        key = self._keys.get(key_id(secret))
+        if not matches(secret, key) or key is None:
+            raise _unauthenticated("INVALID_API_KEY", "There is no such API key.")
+        if key.revoked is not None:
+            raise _unauthenticated("REVOKED_API_KEY", f"The API key {key.id} is revoked.")
+        return self._accounts[key.id]
+
+    async def watch(self) -> None:
+        """For ever: read the file again when it was exchanged or written."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            self.look()
+
+    def look(self) -> None:
+        """Read the file again if it has changed. One that can't be used changes nothing."""
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._read()
+        except KeyFileError as error:
+            _LOG.error("%s The keys from before stay.", error)
+        else:
+            _LOG.info("keys were read again", extra={"keys": len(self._keys)})
+
+    def _read(self) -> None:
+        file = read_keys(self._path)
+        now = time.monotonic()
+        accounts: dict[str, Account] = {}
+        for key in file.keys:
+            tier = file.tiers[key.tier]
+            account = self._accounts.get(key.id)
+            if account is None:
+                account = Account(key.id, key.name, tier, now)
+            else:
+                account.set_tier(tier, now)
+            accounts[key.id] = account
+        self._accounts = accounts
+        self._keys = {key.id: key for key in file.keys}
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Differs once the file does."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _unauthenticated(reason: str, message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAUTHENTICATED, reason, message)

@@ -1,0 +1,216 @@
+"""POST /v1/completion: one prompt to one or many models at once."""
+
+import asyncio
+import time
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+import msgspec
+from msgspec import Struct
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.http_shim.backends.running import Running
+from services.http_shim.backends.served import ModelSource, ServedModel
+from services.http_shim.endpoints.generation import watch_for_leaving
+from services.http_shim.formats.completion_responses import CompletionShape
+from services.http_shim.formats.requests import MultiCompletionBody, parse
+from services.http_shim.http.access import charged, direct
+from services.http_shim.http.body import BodyReader
+from services.http_shim.http.exchange import Exchange, exchange_of
+from services.http_shim.http.gate import Gate
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.types.v1 import types_pb2
+
+__all__ = ["MultiAnswer", "MultiCompletion"]
+
+_DECODER = msgspec.json.Decoder(MultiCompletionBody)
+_Running = Running[completion_pb2.ChoiceDelta]
+_MAX_MODELS = 128  # as many as prompts may have choices elsewhere
+_PLAIN = CompletionShape(
+    choices_per_prompt=1,
+    logprobs=False,
+    token_ids=False,
+    tokens_as_ids=False,
+    prompt_logprobs=False,
+)
+
+
+class TimedUsage(Struct):
+    """Tokens and the milliseconds that they took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prediction_time_ms: int
+
+
+class ModelChoice(Struct):
+    """What one model made of the prompt."""
+
+    text: str
+    created: int
+    model: str
+    finish_reason: str
+    usage: TimedUsage
+
+
+class MultiAnswer(Struct):
+    """The answer. `usage` has the sums of the tokens and the longest time."""
+
+    id: str
+    object: str
+    created: str
+    choices: list[ModelChoice]
+    usage: TimedUsage
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One model's share of a request."""
+
+    served: ServedModel
+    request: completion_pb2.CompleteRequest
+
+
+class MultiCompletion:
+    """The endpoint, as an ASGI application: it watches for clients that leave."""
+
+    def __init__(self, models: ModelSource, gate: Gate, bodies: BodyReader) -> None:
+        self._models = models
+        self._gate = gate
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        make = partial(parse, _DECODER)
+        body, exchange.ignored = await self._bodies.read(scope, receive, make)
+        names = _names(body)
+        parts = [await self._part(exchange, name, body) for name in names]
+        await self._models.require(names)
+        listeners: list[_Running] = [Running() for _ in parts]
+        with (
+            self._gate.entered(*listeners),
+            charged(exchange, *[part.request for part in parts]),
+        ):
+            choices = await _complete_all(parts, listeners, exchange, receive)
+            usage = _total(choices)
+            exchange.prompt_tokens = usage.prompt_tokens
+            exchange.completion_tokens = usage.completion_tokens
+            await _response(choices, usage)(scope, receive, send)
+
+    async def _part(self, exchange: Exchange, name: str, body: MultiCompletionBody) -> _Part:
+        request = _to_complete_request(body)
+        return _Part(await direct(exchange, self._models, name, request), request)
+
+
+def _names(body: MultiCompletionBody) -> list[str]:
+    """The models that are asked, as the client calls them."""
+    if body.stream:
+        raise invalid("stream", "/v1/completion does not stream; /v1/completions does.")
+    names = [body.model] if isinstance(body.model, str) else body.model
+    if names is None:
+        raise invalid("model", "model is required: a name or a list of names.")
+    if not names:
+        raise invalid("model", "model is an empty list; it needs at least one name.")
+    if len(names) > _MAX_MODELS:
+        raise invalid("model", f"model has {len(names)} names; {_MAX_MODELS} are the most.")
+    return names
+
+
+def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.CompleteRequest:
+    if body.prompt is None:
+        raise invalid("prompt", "prompt is required: a string.")
+    return completion_pb2.CompleteRequest(
+        prompts=[completion_pb2.Prompt(text=body.prompt)],
+        sampling=types_pb2.SamplingParams(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+        ),
+        stopping=types_pb2.StoppingParams(max_tokens=body.max_tokens),
+        stop=body.stop,
+        delivery=completion_pb2.DELIVERY_WHOLE,
+    )
+
+
+async def _complete_all(
+    parts: list[_Part], listeners: list[_Running], exchange: Exchange, receive: Receive
+) -> list[ModelChoice]:
+    """All of them at once; the first failure ends the others and is raised."""
+    watch = asyncio.ensure_future(watch_for_leaving(receive, *listeners))
+    with ExitStack() as cleanup:
+        cleanup.callback(watch.cancel)
+        tasks = [
+            asyncio.ensure_future(_complete(part, running, exchange))
+            for part, running in zip(parts, listeners, strict=True)
+        ]
+        for task in tasks:
+            cleanup.callback(task.cancel)
+        return await asyncio.gather(*tasks)
+
+
+async def _complete(part: _Part, running: _Running, exchange: Exchange) -> ModelChoice:
+    began = time.monotonic()
+    with part.served.connection.used() as backend:
+        submission = backend.submit(
+            part.request, running, tenant=exchange.tenant, priority=exchange.priority
+        )
+        try:
+            usage = await running.completed()
+        except ServiceError as error:
+            raise _named(error) from None
+        finally:
+            if running.is_open():
+                submission.cancel()
+    assert running.accepted is not None
+    choice = _PLAIN.choice(0, running.pending.get(0, []), running.finished[0], None)
+    return ModelChoice(
+        text=choice.text,
+        created=int(time.time()),
+        model=part.served.id or running.accepted.model,
+        finish_reason=choice.finish_reason or "stop",
+        usage=_timed(usage.prompt_tokens, usage.completion_tokens, time.monotonic() - began),
+    )
+
+
+def _named(error: ServiceError) -> ServiceError:
+    """With the client's name of the field to blame."""
+    parts = error.field.partition("[")[0].split(".")
+    error.field = {"prompts": "prompt"}.get(parts[0], parts[-1])
+    return error
+
+
+def _timed(prompt_tokens: int, completion_tokens: int, seconds: float) -> TimedUsage:
+    total = prompt_tokens + completion_tokens
+    return TimedUsage(prompt_tokens, completion_tokens, total, round(seconds * 1e3))
+
+
+def _total(choices: list[ModelChoice]) -> TimedUsage:
+    usages = [choice.usage for choice in choices]
+    return TimedUsage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        total_tokens=sum(usage.total_tokens for usage in usages),
+        prediction_time_ms=max(usage.prediction_time_ms for usage in usages),
+    )
+
+
+def _response(choices: list[ModelChoice], usage: TimedUsage) -> Response:
+    answer = MultiAnswer(
+        id=str(uuid.uuid4()),
+        object="completion",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        choices=choices,
+        usage=usage,
+    )
+    return Response(
+        msgspec.json.encode(answer),
+        headers={"x-tokens-used": str(usage.total_tokens)},
+        media_type="application/json",
+    )

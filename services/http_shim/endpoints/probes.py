@@ -1,0 +1,61 @@
+"""What operators ask: /health, /ready, /metrics, /version."""
+
+from importlib.metadata import version
+
+import grpc
+from msgspec import Struct
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.http_shim.backends.served import ModelSource
+from services.http_shim.http.body import json_response
+from services.http_shim.http.gate import Gate
+from tokenwire.errors import ServiceError
+
+__all__ = ["Probes", "State", "Version"]
+
+
+class State(Struct):
+    """The answer of a probe that holds."""
+
+    status: str
+
+
+class Version(Struct):
+    """The answer of /version."""
+
+    version: str
+
+
+class Probes:
+    """GET /health, GET /ready, GET /metrics, GET /version."""
+
+    def __init__(self, models: ModelSource, gate: Gate) -> None:
+        self._models = models
+        self._gate = gate
+
+    async def health(self, request: Request) -> Response:
+        """The process lives."""
+        return json_response(State("ok"))
+
+    async def ready(self, request: Request) -> Response:
+        """A completion would be served now."""
+        if self._gate.closed or not await self._models.is_ready():
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "NOT_READY",
+                "The server is stopping." if self._gate.closed else "The model is not ready yet.",
+                retry_seconds=1,
+            )
+        return json_response(State("ready"))
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus' text."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(REGISTRY), headers={"content-type": content_type})
+
+    async def version(self, request: Request) -> Response:
+        """Which version of the software serves."""
+        return json_response(Version(version("tokenwire")))

@@ -1,0 +1,135 @@
+"""What happens around every request: its id, its headers, its log line, its count."""
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import quote
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.interceptor import sane_request_id, sane_traceparent
+from services.common.logging import failure, request_id, traceparent
+from services.http_shim.accounts.account import Account
+from services.http_shim.errors import ClientGoneError
+from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUESTS, SECONDS, TOKENS
+
+__all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
+
+_LOG = logging.getLogger("http")
+_PATHS_SHOWN = 32  # of what is ignored; a header has limits
+_PATH_SHOWN = 128  # characters of each
+_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_CLIENT_GONE = 499
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and its answer."""
+
+    identity: str
+    began: float
+    status: int = 0
+    ignored: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    account: Account | None = None  # whose key it came with, where keys are needed
+    reason: str = ""  # why it failed, as ServiceError names it,
+    error: str = ""  # and in a sentence
+    tenant: str = ""  # who shares a prefix cache with it
+    priority: int = 0  # higher first
+    may_schedule: bool = False  # whether the client chooses these two
+    ignored_headers: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_used(self) -> int:
+        """Tokens of prompt and output so far: what is billed."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def note_failure(self, reason: str, error: str) -> None:
+        """For the log: what the client is told."""
+        self.reason, self.error = reason, error
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """The exchange that a scope belongs to."""
+    return cast(Exchange, scope["exchange"])
+
+
+class ExchangeMiddleware:
+    """Outermost. Logs and metrics name a request by its route: the first path of the endpoint."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._routes = routes
+        self._paths = {route.endpoint: route.path for route in reversed(routes)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        exchange = scope["exchange"] = Exchange(
+            identity=sane_request_id(headers.get("x-request-id")),
+            began=time.monotonic(),
+        )
+        request_id.set(exchange.identity)
+        traceparent.set(sane_traceparent(headers.get("traceparent")))
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                _add_headers(message, exchange)
+            await send(message)
+
+        is_probe = scope["path"] in _PROBES
+        with nullcontext() if is_probe else IN_FLIGHT.track_inprogress():
+            try:
+                await self._app(scope, receive, send_on)
+            except ClientGoneError:
+                exchange.status = _CLIENT_GONE
+            finally:
+                self._record(scope, exchange)
+
+    def _record(self, scope: Scope, exchange: Exchange) -> None:
+        route = self._route(scope)
+        seconds = time.monotonic() - exchange.began
+        REQUESTS.labels(route, exchange.status).inc()
+        SECONDS.labels(route).observe(seconds)
+        TOKENS.labels("prompt").inc(exchange.prompt_tokens)
+        TOKENS.labels("completion").inc(exchange.completion_tokens)
+        fields: dict[str, object] = {
+            "method": scope["method"],
+            "route": route,
+            "status": exchange.status,
+            "milliseconds": round(seconds * 1e3, 2),
+        }
+        if exchange.prompt_tokens or exchange.completion_tokens:
+            fields["prompt_tokens"] = exchange.prompt_tokens
+            fields["completion_tokens"] = exchange.completion_tokens
+        if exchange.reason:
+            fields |= failure(_LOG, exchange.reason, exchange.error)
+        if exchange.account is not None:
+            fields["key"] = exchange.account.id
+        level = logging.DEBUG if route in _PROBES else logging.INFO
+        _LOG.log(level, "%s %s", scope["method"], scope["path"], extra=fields)
+
+    def _route(self, scope: Scope) -> str:
+        """The one that was asked for, even of a request that was refused before it came there."""
+        if "endpoint" in scope:
+            return self._paths[scope["endpoint"]]
+        asked = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+        route = next(asked, None)
+        return NO_ROUTE if route is None else self._paths[route.endpoint]
+
+
+def _add_headers(message: Message, exchange: Exchange) -> None:
+    headers = MutableHeaders(scope=message)
+    headers["x-request-id"] = exchange.identity
+    if ignored := [*exchange.ignored_headers, *exchange.ignored]:
+        paths = [quote(path, safe="[]")[:_PATH_SHOWN] for path in ignored[:_PATHS_SHOWN]]
+        headers["x-tokenwire-ignored"] = ", ".join(paths)

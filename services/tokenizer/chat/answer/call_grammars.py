@@ -1,0 +1,325 @@
+"""Grammars of messages: calls in the model's own form, beside free or constrained content.
+
+They are Lark grammars in llguidance's dialect; the schemas in them are grammars of their own.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from services.common.annotations import ENCODINGS, ENFORCED_FORMATS
+from services.tokenizer.chat.answer.call_readers import (
+    json_types,
+    named_values,
+    object_of,
+    properties_of,
+)
+from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
+from services.tokenizer.tools import PlacedTool, arguments_schema, moved_schema
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import invalid
+from tokenwire.types.v1 import types_pb2
+
+__all__ = ["MessageGrammar", "ReasoningState"]
+
+_ROOT = "#/$defs/root"  # where the schema of all arguments goes in that of one
+# a JSON Schema's keywords that say nothing about which strings are meant
+_REMARKS = ENCODINGS | {
+    "$comment", "default", "deprecated", "description", "examples", "readOnly", "title",
+    "writeOnly",
+}  # fmt: skip
+_OF_OBJECTS = frozenset({
+    "$defs", "$ref", "additionalProperties", "definitions", "properties", "required", "type",
+})  # fmt: skip
+
+
+class ReasoningState(Enum):
+    """How reasoning stands at the end of a prompt."""
+
+    NONE = "the model does not reason, or no more"
+    POSSIBLE = "the model may begin it"
+    OPEN = "the prompt has begun it"
+
+
+class MessageGrammar:
+    """Grows rule by rule."""
+
+    def __init__(self, calls: ToolFormat, token_ids: Mapping[str, int]) -> None:
+        """`token_ids` are marks that are tokens which no text can spell."""
+        self._format = calls
+        self._token_ids = token_ids
+        self._rules = ["TEXT: /(?s:.*)/"]
+        self._parts: list[dict[str, Any]] = []
+        self.places: dict[str, str] = {}
+        """Fields of the request, by the places of the grammar that were made of them."""
+
+    def forced_calls(self, tools: Sequence[PlacedTool], *, single: bool) -> str:
+        """One call or, unless `single`, more."""
+        write = _INNER[self._format.name]
+        inner = self.rule("inner", write(self, tools, single))
+        call = f"{self._opening()} {inner}"
+        if single or not self._format.repeats:
+            return self.rule("calls", call)
+        between = _literal(self._format.between)
+        return self.rule("calls", f"{call} ({between} {call})*")
+
+    def optional_calls(self, tools: Sequence[PlacedTool], *, single: bool) -> str:
+        """Free text, with calls in it where the model begins them."""
+        form = self._format
+        inner = self.rule("inner", _INNER[form.name](self, tools, single))
+        if not form.opens:
+            leads = re.escape(form.leads)
+            self._rules.append(f"OTHER: /\\s*[^{leads}\\s](?s:.*)/")
+            return self.rule("message", f"{inner} | OTHER |")
+        if form.opens[0] in self._token_ids:
+            begin = self.rule("begin", f"TEXT {self._opening()}")
+        else:  # a lazy rule ends where it first can
+            begin = self.rule("begin[lazy]", f"TEXT {self._opening()}")
+        return self.rule(
+            "message", f"{begin} {inner} | TEXT" if single else f"({begin} {inner})* TEXT"
+        )
+
+    def content(self, grammar: types_pb2.GrammarSpec) -> str:
+        """What the request constrains its content to."""
+        kind = grammar.WhichOneof("spec")
+        if kind == "json_schema":
+            return self._part(
+                "content", {"json_schema": _read_json(grammar.json_schema)}, "grammar"
+            )
+        if kind == "json_object":
+            return self._part("content", {"json_schema": {"type": "object"}}, "grammar")
+        if kind == "lark":
+            return self._part("content", {"lark_grammar": grammar.lark}, "grammar")
+        if kind == "llguidance":
+            given = _read_json(grammar.llguidance)
+            grammars = given.get("grammars") if isinstance(given, dict) else None
+            if not isinstance(grammars, list) or not all(isinstance(g, dict) for g in grammars[:1]):
+                raise invalid("grammar.llguidance", 'It must be an object with "grammars".')
+            first, *others = grammars
+            name = first.get("name") or "content"
+            self._parts.extend([{**first, "name": name}, *others])
+            return f"@{name}"
+        if kind == "gbnf":
+            return self._part("content", {"gbnf": grammar.gbnf}, "grammar")
+        if kind == "structural_tag":
+            tag = MessageToDict(grammar.structural_tag, preserving_proto_field_name=True)
+            return self._part("content", {"structural_tag": tag}, "grammar")
+        if kind == "regex":
+            return self.rule("content", _regex(grammar.regex))
+        return self.rule("content", " | ".join(map(_literal, grammar.choice.choices)))
+
+    def reasoned(self, form: ReasoningFormat, state: ReasoningState, message: str) -> str:
+        """The message behind its reasoning."""
+        closes = self.mark(form.closes)
+        is_lazy = form.closes not in self._token_ids
+        thought = self.rule("thought[lazy]" if is_lazy else "thought", f"TEXT {closes}")
+        if state is ReasoningState.POSSIBLE:
+            return f"({self.mark(form.opens)} {thought} /\\n{{0,2}}/)? {message}"
+        return f"{thought} /\\n{{0,2}}/ {message}"
+
+    def finish(self, start: str) -> types_pb2.GrammarSpec:
+        """The grammar whose whole is `start`."""
+        lark = "\n".join([f"start: {start}", *self._rules])
+        grammars = [{"lark_grammar": lark}, *self._parts]
+        return types_pb2.GrammarSpec(llguidance=json.dumps({"grammars": grammars}))
+
+    def mark(self, text: str) -> str:
+        """A mark, as the token that it is, or spelled."""
+        token = self._token_ids.get(text)
+        return _literal(text) if token is None else f"<[{token}]>"
+
+    def schema(self, name: str, schema: Mapping[str, Any], place: str) -> str:
+        """JSON by a schema that `place` of the request has."""
+        return self._part(name, {"json_schema": schema}, place)
+
+    def _opening(self) -> str:
+        return self.mark(self._format.opens[0]) if self._format.opens else ""
+
+    def rule(self, name: str, body: str) -> str:
+        """A new rule; returns its name, which `name` gives with options in brackets or without."""
+        self._rules.append(f"{name}: {body}")
+        return name.partition("[")[0]
+
+    def _part(self, name: str, grammar: Mapping[str, Any], place: str) -> str:
+        self._parts.append({"name": name, **grammar})
+        self.places[f"$.grammars[{len(self._parts)}].json_schema"] = place
+        return f"@{name}"
+
+
+def _json_call(grammar: MessageGrammar, key: str, tools: Sequence[PlacedTool]) -> str:
+    """{"name": …, key: {…}}, written as templates write it."""
+    options = []
+    for index, tool in tools:
+        schema = grammar.schema(f"arguments_{index}", *_arguments(index, tool))
+        head = _literal(f'{{"name": "{tool.name}", "{key}": ')
+        options.append(f'{head} {schema} "}}"')
+    return grammar.rule("call", " | ".join(options))
+
+
+def _hermes(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+    call = _json_call(grammar, "arguments", tools)
+    return f'"\\n" {call} "\\n" {grammar.mark("</tool_call>")}'
+
+
+def _llama3(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+    return _json_call(grammar, "parameters", tools)
+
+
+def _bare(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+    return _json_call(grammar, "arguments", tools)
+
+
+def _mistral(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+    options = []
+    for index, tool in tools:
+        schema = grammar.schema(f"arguments_{index}", *_arguments(index, tool))
+        options.append(f"{_literal(tool.name)} {grammar.mark('[ARGS]')} {schema}")
+    return " | ".join(options)
+
+
+def _mistral_array(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+    call = _json_call(grammar, "arguments", tools)
+    return f'"[" {call} "]"' if single else f'"[" {call} (", " {call})* "]"'
+
+
+def _pythonic(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+    options = []
+    for index, tool in tools:
+        members: list[tuple[str, bool]] = []
+        for name, schema, place, required in _properties(index, tool):
+            if not name.isidentifier():
+                raise invalid(place, f"This model can't be made to name the parameter {name!r}.")
+            value = grammar.schema(f"value_{index}_{len(members)}", schema, place)
+            members.append((f"{_literal(name + '=')} {value}", required))
+        listed = _chosen(grammar, f"list_{index}", members, _literal(", "))
+        options.append(f'{_literal(tool.name + "(")} {listed} ")"')
+    call = grammar.rule("call", " | ".join(options))
+    return f'"[" {call} "]"' if single else f'"[" {call} (", " {call})* "]"'
+
+
+def _xml(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+    options = []
+    grammar.rule("string[lazy]", 'TEXT "\\n</parameter>\\n"')
+    for index, tool in tools:
+        members: list[tuple[str, bool]] = []
+        for name, schema, place, required in _properties(index, tool):
+            value = _xml_value(grammar, f"value_{index}_{len(members)}", schema, place)
+            members.append((f'{_literal(f"<parameter={name}>")} "\\n" {value}', required))
+        listed = _chosen(grammar, f"list_{index}", members, "")
+        options.append(f'{_literal(f"<function={tool.name}>")} "\\n" {listed} "</function>\\n"')
+    call = grammar.rule("call", " | ".join(options))
+    return f'"\\n" {call} {grammar.mark("</tool_call>")}'
+
+
+_INNER: Mapping[str, Callable[[MessageGrammar, Sequence[PlacedTool], bool], str]] = {
+    "hermes": _hermes,
+    "json": _bare,
+    "llama3_json": _llama3,
+    "mistral": _mistral,
+    "mistral_array": _mistral_array,
+    "pythonic": _pythonic,
+    "qwen3_coder": _xml,
+}
+
+
+def _xml_value(
+    grammar: MessageGrammar,
+    name: str,
+    schema: Mapping[str, Any],
+    place: str,
+) -> str:
+    """A value and the end of its parameter: strings stand as they are, the rest as JSON."""
+    end = '"\\n</parameter>\\n"'
+    kinds = json_types(schema, schema)
+    if "string" not in kinds:
+        return f"{grammar.schema(name, schema, place)} {end}"
+    values = named_values(schema)
+    if values and all(isinstance(value, str) for value in values):
+        return f"({' | '.join(map(_literal, values))}) {end}"
+    unknown = schema.keys() - _REMARKS - {"type", "$defs"}
+    kind = schema.get("format")
+    if isinstance(kind, str) and kind not in ENFORCED_FORMATS:
+        unknown.discard("format")
+    if unknown:
+        raise invalid(
+            place,
+            "This model writes strings without quotes: they can't be constrained by "
+            f"{', '.join(sorted(unknown))}.",
+        )
+    return "string"
+
+
+def _chosen(
+    grammar: MessageGrammar, name: str, members: Sequence[tuple[str, bool]], separator: str
+) -> str:
+    """The members in their order, those that are not required or left out, with separators."""
+    if not members:
+        return ""
+    tail = ""  # what may follow a member, from the last to the first
+    heads: list[str] = []
+    for place in range(len(members) - 1, -1, -1):
+        member, required = members[place]
+        if required:
+            heads = [f"{member} {tail}"]
+        else:
+            heads.insert(0, f"{member} {tail}")
+        following = f"{separator} {member} {tail}"
+        body = following if required else f"{following} | {tail}" if tail else f"{following} |"
+        tail = grammar.rule(f"{name}_{place}", body)
+    optional = "" if any(required for _, required in members) else " |"
+    return grammar.rule(name, " | ".join(heads) + optional)
+
+
+def _arguments(index: int, tool: completion_pb2.Tool) -> tuple[dict[str, Any], str]:
+    """The schema of a tool's arguments, and its place in the request."""
+    return arguments_schema(tool, f"tools[{index}]"), f"tools[{index}].parameters_json"
+
+
+def _properties(
+    index: int, tool: completion_pb2.Tool
+) -> Iterable[tuple[str, dict[str, Any], str, bool]]:
+    """The parameters of a tool: name, schema, place in the request, whether it is required."""
+    root, place = _arguments(index, tool)
+    described = object_of(root)
+    required = described.get("required")
+    unknown = (root.keys() | described.keys()) - _REMARKS - _OF_OBJECTS
+    if isinstance(required, list):
+        unknown |= {f'"required" of {name}' for name in required if name not in properties_of(root)}
+    if unknown:
+        raise invalid(
+            place,
+            "This model writes arguments one by one: all of them together can't be constrained by "
+            f"{', '.join(sorted(unknown))}.",
+        )
+    for name, schema in properties_of(root).items():
+        own = schema if isinstance(schema, dict) else {}
+        if "$ref" in json.dumps(own):
+            moved = moved_schema(root, _ROOT)
+            own = {**moved_schema(own, _ROOT), "$defs": {"root": moved}}
+        yield name, own, place, isinstance(required, list) and name in required
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""
+
+
+def _regex(pattern: str) -> str:
+    """A regular expression between slashes."""
+    escaped = re.sub(
+        r"\\.|/",
+        lambda match: match.group() if match.group() != "/" else "\\/",
+        pattern,
+        flags=re.DOTALL,
+    )
+    return f"/{escaped}/".replace("\n", "\\n")
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid("grammar", f"This is not JSON: {error}.") from None

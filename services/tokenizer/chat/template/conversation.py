@@ -1,0 +1,168 @@
+"""Conversations: what is wrong with one, and how its messages look to a chat template."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.common.json_values import Json
+from services.tokenizer.chat.template.arguments import read_arguments, repaired_arguments
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError, invalid
+
+__all__ = ["TemplateFacts", "check_messages", "template_messages"]
+
+_MAX_MESSAGES = 4_096
+_MAX_PARTS = 1_024  # of a message
+_MAX_CALLS = 128  # of a message
+_MAX_ARGUMENTS = 1024 * 1024  # characters of a call: json.loads lets nobody else run
+_SHORT_ID = 9  # characters of a call's id, in templates that insist (Mistral)
+_ROLES: Mapping["completion_pb2.Role.ValueType", str] = {
+    completion_pb2.ROLE_SYSTEM: "system",
+    completion_pb2.ROLE_DEVELOPER: "developer",
+    completion_pb2.ROLE_USER: "user",
+    completion_pb2.ROLE_ASSISTANT: "assistant",
+    completion_pb2.ROLE_TOOL: "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What a template expects of messages, where templates differ."""
+
+    knows_developer: bool = False
+    """Else a developer speaks as system."""
+    takes_parts: bool = False
+    """A content is a list of parts rather than a string."""
+    empty_content: str | None = None
+    """The content of a message that only calls tools; that of other empty ones is ""."""
+    arguments_are_text: bool = False
+    """Those of calls are JSON text rather than objects."""
+    keeps_broken_arguments: bool = False
+    """Text in place of an object is written as it is."""
+    short_ids: bool = False
+    """The id of a call has nine letters and digits."""
+
+
+def check_messages(
+    messages: Sequence[completion_pb2.Message], model: str, *, continues_last: bool
+) -> None:
+    """Raises INVALID_ARGUMENT for the first thing that is wrong."""
+    if not messages:
+        raise invalid("messages", "At least one message is needed.")
+    if len(messages) > _MAX_MESSAGES:
+        raise invalid("messages", f"At most {_MAX_MESSAGES:,} messages are taken.")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]", model)
+    last = messages[-1]
+    if continues_last and (
+        last.role != completion_pb2.ROLE_ASSISTANT or last.tool_calls or not last.parts
+    ):
+        raise invalid(
+            "continue_last_message", "Only a message of the assistant with content is continued."
+        )
+
+
+def template_messages(
+    messages: Sequence[completion_pb2.Message], facts: TemplateFacts
+) -> list[Json]:
+    """The messages as transformers' templates take them. They were checked."""
+    callers: dict[str, str] = {}  # names of tools by the ids of their calls
+    written: list[Json] = []
+    for message in messages:
+        for call in message.tool_calls:
+            callers[call.id] = call.name
+        written.append(_written(message, facts, callers))
+    return written
+
+
+def _check_message(message: completion_pb2.Message, field: str, model: str) -> None:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise invalid(f"{field}.role", f"A role is one of {', '.join(_ROLES.values())}.")
+    if not message.parts and role != "assistant":
+        raise invalid(f"{field}.parts", "A message needs content.")
+    if len(message.parts) > _MAX_PARTS:
+        raise invalid(f"{field}.parts", f"A message has at most {_MAX_PARTS:,} parts.")
+    for index, part in enumerate(message.parts):
+        kind = part.WhichOneof("part")
+        if kind is None:
+            raise invalid(f"{field}.parts[{index}]", "A part must hold text or an image.")
+        if kind == "image_url":
+            raise invalid(
+                f"{field}.parts[{index}].image_url",
+                f"{model} is a text-only model: it takes no images.",
+            )
+    if message.tool_calls and role != "assistant":
+        raise invalid(f"{field}.tool_calls", "Only the assistant calls tools.")
+    if len(message.tool_calls) > _MAX_CALLS:
+        raise invalid(f"{field}.tool_calls", f"A message has at most {_MAX_CALLS} calls.")
+    for index, call in enumerate(message.tool_calls):
+        place = f"{field}.tool_calls[{index}]"
+        if not call.id:
+            raise invalid(f"{place}.id", "A call needs its id.")
+        if not call.name:
+            raise invalid(f"{place}.name", "A call needs the name of its tool.")
+        if len(call.arguments_json) > _MAX_ARGUMENTS:
+            raise invalid(
+                f"{place}.arguments_json", f"Arguments have at most {_MAX_ARGUMENTS:,} characters."
+            )
+    if message.reasoning and role != "assistant":
+        raise invalid(f"{field}.reasoning", "Only the assistant reasons.")
+    if role == "tool" and not message.tool_call_id:
+        raise invalid(f"{field}.tool_call_id", "A tool's answer needs the id of its call.")
+    if role != "tool" and message.tool_call_id:
+        raise invalid(f"{field}.tool_call_id", "Only a tool answers a call.")
+
+
+def _written(
+    message: completion_pb2.Message, facts: TemplateFacts, callers: Mapping[str, str]
+) -> Json:
+    role = _ROLES[message.role]
+    if role == "developer" and not facts.knows_developer:
+        role = "system"
+    written: dict[str, Json] = {"role": role, "content": _content(message, facts)}
+    if message.name:
+        written["name"] = message.name
+    if message.reasoning:
+        written["reasoning_content"] = message.reasoning
+    if role == "tool":
+        written["tool_call_id"] = _call_id(message.tool_call_id, facts)
+        if name := message.name or callers.get(message.tool_call_id):
+            written["name"] = name
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": _call_id(call.id, facts),
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call, facts)},
+            }
+            for call in message.tool_calls
+        ]
+    return written
+
+
+def _content(message: completion_pb2.Message, facts: TemplateFacts) -> Json:
+    if not message.parts and message.tool_calls:
+        return facts.empty_content
+    if facts.takes_parts:
+        return [{"type": "text", "text": part.text} for part in message.parts]
+    return "\n".join(part.text for part in message.parts)
+
+
+def _arguments(call: completion_pb2.ToolCall, facts: TemplateFacts) -> Json:
+    """An object or its text, as the template wants it. Text that is no object stays as it is,
+    unless the template needs an object."""
+    text = call.arguments_json
+    if facts.arguments_are_text:
+        return text or "{}"
+    try:
+        return read_arguments(text, "")
+    except ServiceError:
+        return text if facts.keeps_broken_arguments else repaired_arguments(text)
+
+
+def _call_id(call_id: str, facts: TemplateFacts) -> str:
+    """The id, or what is left of it where the template allows only so much."""
+    if not facts.short_ids:
+        return call_id
+    return re.sub(r"[^A-Za-z0-9]", "", call_id)[-_SHORT_ID:].rjust(_SHORT_ID, "0")

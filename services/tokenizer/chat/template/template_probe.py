@@ -1,0 +1,106 @@
+"""What a chat template expects, found by rendering small conversations."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from services.tokenizer.chat.template.conversation import TemplateFacts, template_messages
+from services.tokenizer.chat.template.renderer import Renderer
+from services.tokenizer.chat.template.rendering import RenderJob
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError
+
+__all__ = ["find_turn_end", "probe_template"]
+
+_WORD = "quetzal"  # what no template writes
+_ANSWER = "axolotl"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _WORD,
+        "description": _WORD,
+        "parameters": {"type": "object", "properties": {_WORD: {"type": "string"}}},
+    },
+}
+
+
+async def probe_template(renderer: Renderer, name: str, source: str) -> TemplateFacts:
+    """Raises INVALID_ARGUMENT where the template takes no message of a user at all."""
+    facts = TemplateFacts(knows_developer="developer" in source)
+    question = [_message(completion_pb2.ROLE_USER, _WORD)]
+    plain = await _render(renderer, name, question, facts)
+    if _WORD not in plain:
+        facts = replace(facts, takes_parts=True)
+    calls = [*question, *_call_and_answer(f'{{"{_WORD}{_ANSWER}": "{_ANSWER}{_WORD}"}}')]
+    for short in (False, True):
+        for as_text in (False, True):
+            for empty in (None, ""):
+                tried = replace(
+                    facts, empty_content=empty, arguments_are_text=as_text, short_ids=short
+                )
+                try:
+                    text = await _render(renderer, name, calls, tried)
+                except ServiceError:
+                    continue
+                if f"{_ANSWER}{_WORD}" in text and text.count("None") == plain.count("None"):
+                    return await _with_broken_arguments(renderer, name, question, tried)
+    return facts
+
+
+async def _with_broken_arguments(
+    renderer: Renderer,
+    name: str,
+    question: Sequence[completion_pb2.Message],
+    facts: TemplateFacts,
+) -> TemplateFacts:
+    """Find out whether the template, which takes objects, writes the text of a call that broke off
+    as it is."""
+    text = f'{{"{_WORD}{_ANSWER}": "{_ANSWER}{_WORD}'
+    tried = replace(facts, keeps_broken_arguments=True)
+    try:
+        written = await _render(renderer, name, [*question, *_call_and_answer(text)], tried)
+    except ServiceError:
+        return facts
+    return tried if text in written else facts
+
+
+async def find_turn_end(renderer: Renderer, name: str, facts: TemplateFacts) -> str:
+    """What the template writes after a message of the assistant; "" where it takes none there."""
+    messages = [
+        _message(completion_pb2.ROLE_USER, _WORD),
+        _message(completion_pb2.ROLE_ASSISTANT, _ANSWER),
+    ]
+    try:
+        text = await _render(renderer, name, messages, facts)
+    except ServiceError:
+        return ""
+    return text.rpartition(_ANSWER)[2].lstrip()
+
+
+def _call_and_answer(arguments: str) -> Sequence[completion_pb2.Message]:
+    call = completion_pb2.ToolCall(id="call_0123456789", name=_ANSWER, arguments_json=arguments)
+    answer = completion_pb2.ContentPart(text=_WORD)
+    return [
+        completion_pb2.Message(role=completion_pb2.ROLE_ASSISTANT, tool_calls=[call]),
+        completion_pb2.Message(role=completion_pb2.ROLE_TOOL, parts=[answer], tool_call_id=call.id),
+    ]
+
+
+def _message(role: "completion_pb2.Role.ValueType", text: str) -> completion_pb2.Message:
+    return completion_pb2.Message(role=role, parts=[completion_pb2.ContentPart(text=text)])
+
+
+async def _render(
+    renderer: Renderer,
+    name: str,
+    messages: Sequence[completion_pb2.Message],
+    facts: TemplateFacts,
+) -> str:
+    role = messages[-1].role
+    return await renderer.render(
+        RenderJob(
+            name,
+            template_messages(messages, facts),
+            [_TOOL] if role == completion_pb2.ROLE_TOOL else None,
+            add_generation_prompt=role != completion_pb2.ROLE_ASSISTANT,
+        )
+    )

@@ -1,0 +1,75 @@
+"""What a step is laid out as must be what the model reads, wherever it was laid out before."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.engine.batch.buckets import row_bucket, table_width
+from services.engine.batch.staging import Staging
+
+STEPS = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 9), min_size=1, max_size=12)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(steps=STEPS)
+@settings(max_examples=60)
+def test_every_step_is_read_as_it_was_filled_in(steps: list[tuple[int, list[int]]]) -> None:
+    """Steps of any size one after another, over ten sequences that grow by a block at a time."""
+    staging = Staging(torch.device("cpu"))
+    blocks: list[list[int]] = [[i] for i in range(10)]
+    number = 0
+    for tokens, owners in steps:
+        blocks[owners[0]].append(100 + number)
+        tables = [blocks[owner] for owner in owners]
+        fields = staging.lay_out(tokens, tables)
+        filled = []
+        for array in (
+            fields.token_ids,
+            fields.positions,
+            fields.slots,
+            fields.sources,
+            fields.kept,
+            fields.query_starts,
+            fields.kept_starts,
+            fields.context_lengths,
+        ):
+            number += 1
+            array[:] = number
+            filled.append(array.tolist())
+        staged = staging.send()
+        names = ("token_ids", "positions", "slots", "sources", "kept")
+        names += ("query_starts", "kept_starts", "context_lengths")
+        assert [getattr(staged, name).tolist() for name in names] == filled
+        sizes = [len(array) for array in filled]
+        assert sizes == [tokens] * 5 + [len(tables) + 1] * 2 + [len(tables)]
+        rows = staged.block_tables.tolist()
+        assert [row[: len(table)] for row, table in zip(rows, tables, strict=True)] == tables
+        assert {len(row) for row in rows} == {table_width(max(map(len, tables)))}
+
+
+def test_reserved_room_stays_where_it_is() -> None:
+    staging = Staging(torch.device("cpu"))
+    staging.reserve(64, 8, 100)
+    places = set()
+    for tokens, count in ((3, 3), (64, 8), (1, 1), (3, 3)):
+        staging.lay_out(tokens, [[1]] * count)
+        staged = staging.send()
+        places.add(staged.block_tables.data_ptr())
+    assert len(places) == 1
+
+
+def test_sizes_are_few_and_waste_little() -> None:
+    sizes = sorted({row_bucket(rows) for rows in range(1, 257)})
+    assert sizes == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert all(row_bucket(rows) >= rows for rows in range(1, 1025))
+    assert [table_width(blocks) for blocks in (1, 16, 17, 64, 65, 1000)] == [
+        16,
+        16,
+        64,
+        64,
+        256,
+        1024,
+    ]

@@ -1,0 +1,48 @@
+"""How much memory an engine takes itself to have."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.engine.execution.memory_budget import available_memory
+
+MACHINE, LIMIT, USED, FILES = 100 << 30, 40 << 30, 18 << 30, 16 << 30
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "pages"),
+    [
+        ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        (
+            "sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_a_containers_limit_holds_and_files_do_not_count(
+    tmp_path: Path, folder: str, limit: str, used: str, pages: str
+) -> None:
+    """The pages of a checkpoint that was read are given up when memory is needed."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {MACHINE >> 10} kB\nHugePages_Free: 0\n")
+    group = tmp_path / folder
+    group.mkdir(parents=True)
+    (group / used).write_text(f"{USED}\n")
+    (group / "memory.stat").write_text(f"anon 5\n{pages} {FILES}\n")
+    cpu = torch.device("cpu")
+    (group / limit).write_text(f"{LIMIT}\n")
+    assert available_memory(cpu, tmp_path) == LIMIT - USED + FILES
+    (group / limit).write_text(f"{2 * MACHINE}\n")
+    assert available_memory(cpu, tmp_path) == MACHINE
+
+
+def test_without_a_limit_the_machine_decides(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {MACHINE >> 10} kB\n")
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert available_memory(torch.device("cpu"), tmp_path) == MACHINE

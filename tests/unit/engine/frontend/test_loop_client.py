@@ -1,0 +1,41 @@
+"""The gRPC side learns that the loop died, and the log says of what."""
+
+import asyncio
+import multiprocessing
+import socket
+from pathlib import Path
+
+import pytest
+
+from services.engine.frontend.loop_client import EngineProcess
+from services.engine.loop.loop_process import run
+from services.engine.messages import SetMasks
+from services.engine.settings import EngineSettings
+
+
+async def test_a_step_that_fails_ends_the_process_and_leaves_its_reason_in_the_log(
+    embedded_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    settings = EngineSettings(model=embedded_model, dtype="float32", kv_memory="16MiB")
+    process = EngineProcess(settings, on_output=lambda _: None, on_death=died.set_result)
+    await process.start()
+    process.send(SetMasks(masks=None))  # type: ignore[arg-type]
+    assert "exit code 1" in await died
+    assert "a step failed" in capfd.readouterr().err
+    await process.stop()
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_loop_that_is_not_wanted_any_more_says_nothing(
+    embedded_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], loads: bool
+) -> None:
+    """Where another service fails first, its reason is what stands last on the terminal."""
+    ours, theirs = socket.socketpair()
+    ours.close()
+    model = embedded_model if loads else tmp_path
+    settings = EngineSettings(model=model, dtype="float32", kv_memory="16MiB", log_level="warning")
+    process = multiprocessing.get_context("spawn").Process(target=run, args=(settings, theirs))
+    process.start()
+    process.join()
+    assert capfd.readouterr().err == ""

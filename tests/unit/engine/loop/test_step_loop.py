@@ -1,0 +1,653 @@
+"""Continuous batching must not be visible in what a sequence generates."""
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from services.engine.messages import (
+    Admitted,
+    CancelRequest,
+    DrySettings,
+    FinishCause,
+    Finished,
+    FlushCache,
+    GrantCredit,
+    LogitBias,
+    Mask,
+    MirostatSettings,
+    Output,
+    Refused,
+    RequestDone,
+    Resume,
+    SamplingSettings,
+    ScoredPrompt,
+    SetMasks,
+    Token,
+)
+from services.engine.model.decoder import Decoder
+from services.engine.model.loader import load_model
+from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.sequence import Prompt, Request, Sequence
+from tests.unit.engine import checkpoints
+from tests.unit.engine.tiny import (
+    BLOCK,
+    CONTEXT,
+    EOS,
+    SAME_EXAMPLES,
+    VOCABULARY,
+    load_tiny,
+    make_checkpoint,
+    make_loop,
+    make_request,
+    mask_of,
+    run,
+    tokens_of,
+)
+
+PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=40)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def greedy_alone(decoder: Decoder, prompt: list[int], max_tokens: int) -> list[Token]:
+    outputs = run(
+        make_loop(decoder), [make_request(1, [prompt], max_tokens=max_tokens, logprobs=2)]
+    )
+    return [output for output in outputs if isinstance(output, Token)]
+
+
+def assert_same_up_to_ties(tokens: list[int], alone: list[Token]) -> None:
+    """Equal, or different first where the two best scores are as good as equal."""
+    assert len(tokens) == len(alone)
+    for token, expected in zip(tokens, alone, strict=True):
+        if token != expected.id:
+            assert expected.score is not None
+            first, second = expected.score.top_logprobs[:2]
+            assert first - second < 1e-4
+            return
+
+
+@given(
+    prompts=st.lists(PROMPTS, min_size=1, max_size=8),
+    blocks=st.integers(14, 40),
+    step_tokens=st.integers(3, 64),
+    ticks=st.lists(st.floats(0, 0.1), min_size=1, max_size=8),
+)
+@settings(max_examples=25)
+def test_batching_chunking_caching_and_preemption_never_change_greedy_output(
+    decoder: Decoder,
+    prompts: list[list[int]],
+    blocks: int,
+    step_tokens: int,
+    ticks: list[float],
+) -> None:
+    loop = make_loop(decoder, blocks=blocks, step_tokens=step_tokens, ticks=ticks)
+    requests = [make_request(i, [prompt], max_tokens=12) for i, prompt in enumerate(prompts)]
+    got = tokens_of(run(loop, requests))
+    for i, prompt in enumerate(prompts):
+        assert_same_up_to_ties(got[i, 0], greedy_alone(decoder, prompt, 12))
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), PROMPTS, st.integers(1, 3)),
+        st.tuples(st.just("cancel"), st.integers(0, 9), st.integers(0, 3)),
+        st.tuples(st.just("flush"), st.none(), st.none()),
+        st.tuples(st.just("step"), st.none(), st.none()),
+    ),
+    max_size=30,
+)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@given(actions=ACTIONS)
+@settings(max_examples=25)
+def test_every_request_ends_once_and_no_block_is_leaked(
+    decoder: Decoder, overlaps: bool, actions: list[tuple[str, object, object]]
+) -> None:
+    loop = make_loop(decoder, blocks=16, step_tokens=16, overlaps=overlaps)
+    choices: list[int] = []
+    outputs: list[Output] = []
+    for action, first, second in actions:
+        if action == "add":
+            assert isinstance(first, list)
+            assert isinstance(second, int)
+            loop.apply([make_request(len(choices), [first], n=second, max_tokens=6)])
+            choices.append(second)
+        elif action == "cancel":
+            assert isinstance(first, int)
+            assert isinstance(second, int)
+            if first < len(choices):
+                sequences = (second,) if second < choices[first] else ()
+                loop.apply([CancelRequest(first, sequences)])
+        elif action == "flush":
+            loop.apply([FlushCache()])
+        else:
+            outputs += loop.step(list).outputs
+        loop.check()
+    outputs += run(loop, [])
+    ended = [o.handle for o in outputs if isinstance(o, RequestDone)]
+    assert sorted(ended) == list(range(len(choices)))
+    finished = [(o.handle, o.sequence) for o in outputs if isinstance(o, Finished)]
+    assert sorted(finished) == [(h, i) for h, n in enumerate(choices) for i in range(n)]
+    load = loop.take_output().load
+    assert load.free_blocks == load.total_blocks
+
+
+@given(
+    prompts=st.lists(PROMPTS, min_size=1, max_size=6),
+    blocks=st.integers(18, 60),
+    temperature=st.sampled_from([0.0, 0.05, 0.3]),
+    credit=st.sampled_from([None, 1, 5]),
+)
+@settings(SAME_EXAMPLES, max_examples=25)
+def test_speculation_never_changes_output(
+    decoder: Decoder,
+    prompts: list[list[int]],
+    blocks: int,
+    temperature: float,
+    credit: int | None,
+) -> None:
+    """Greedy or seeded, with preemption, caching and credit beside it."""
+    requests = [
+        make_request(i, [prompt], max_tokens=30, temperature=temperature, credit=credit, logprobs=2)
+        for i, prompt in enumerate(prompts)
+    ]
+    more = [GrantCredit(i, 100) for i in range(len(prompts))]
+    plain = run(make_loop(decoder, blocks=blocks), [*requests, *more])
+    guessed = run(make_loop(decoder, blocks=blocks, speculate=True), [*requests, *more])
+    for i in range(len(prompts)):
+        tokens = [o for o in guessed if isinstance(o, Token) and o.handle == i]
+        assert [t.position for t in tokens] == list(range(30))
+        alone = [o for o in plain if isinstance(o, Token) and o.handle == i]
+        if temperature:
+            assert [t.id for t in tokens] == [t.id for t in alone]
+        else:
+            assert_same_up_to_ties([t.id for t in tokens], alone)
+
+
+def test_speculation_takes_fewer_steps_where_output_repeats(decoder: Decoder) -> None:
+    request = make_request(1, [[7, 8, 9] * 8], max_tokens=60)
+    steps = []
+    for speculate in (False, True):
+        loop = make_loop(decoder, speculate=speculate)
+        run(loop, [request])
+        steps.append(loop.take_output().load.steps)
+    plain, guessed = steps
+    assert guessed < plain
+
+
+def test_a_preempted_sequence_goes_on_where_it_was(decoder: Decoder) -> None:
+    loop = make_loop(decoder, blocks=16, step_tokens=64)
+    prompts = [[i, 5, 6, 7] * 3 for i in range(1, 6)]
+    requests = [make_request(i, [prompt], max_tokens=30) for i, prompt in enumerate(prompts)]
+    outputs = run(loop, requests)
+    assert loop.take_output().load.preemptions > 0
+    for i, prompt in enumerate(prompts):
+        assert_same_up_to_ties(tokens_of(outputs)[i, 0], greedy_alone(decoder, prompt, 30))
+        positions = [o.position for o in outputs if isinstance(o, Token) and o.handle == i]
+        assert positions == list(range(30))
+
+
+def test_a_prefix_that_arrives_together_is_computed_once(decoder: Decoder) -> None:
+    loop = make_loop(decoder, step_tokens=16)
+    shared = [1, 2, 3, 4] * 10
+    requests = [make_request(i, [[*shared, i + 5, 7]], max_tokens=2) for i in range(4)]
+    done = [o for o in run(loop, requests) if isinstance(o, RequestDone)]
+    assert sorted(o.cached_tokens for o in done) == [0, 40, 40, 40]
+
+
+def test_choices_of_one_prompt_share_it(decoder: Decoder) -> None:
+    outputs = run(make_loop(decoder), [make_request(1, [[1, 2, 3, 4] * 8], n=4, temperature=1.0)])
+    tokens = tokens_of(outputs)
+    assert len({tuple(ids) for ids in tokens.values()}) == 4
+    [done] = [o for o in outputs if isinstance(o, RequestDone)]
+    assert (done.prompt_tokens, done.completion_tokens) == (32, 32)
+
+
+def test_another_tenant_cannot_see_the_cache(decoder: Decoder) -> None:
+    loop = make_loop(decoder)
+    prompt = [1, 2, 3, 4] * 8
+    run(loop, [make_request(1, [prompt], salt=b"a")])
+    mine, theirs = (
+        next(o for o in run(loop, [request]) if isinstance(o, RequestDone)).cached_tokens
+        for request in (
+            make_request(2, [prompt], salt=b"a"),
+            make_request(3, [prompt], salt=b"b"),
+        )
+    )
+    assert (mine, theirs) == (28, 0)
+
+
+@given(prompt=PROMPTS, seed=st.integers(0, 99), cut=st.integers(0, 9))
+@settings(SAME_EXAMPLES, max_examples=25)
+def test_a_resumed_sequence_draws_what_it_would_have_drawn(
+    decoder: Decoder, prompt: list[int], seed: int, cut: int
+) -> None:
+    whole = make_request(1, [prompt], n=2, max_tokens=10, temperature=1.0, seed=seed)
+    first = tokens_of(run(make_loop(decoder), [whole]))
+    rest = make_request(
+        2,
+        [prompt],
+        n=2,
+        max_tokens=10,
+        temperature=1.0,
+        seed=seed,
+        resume=[Resume(i, first[1, i][:cut]) for i in range(2)],
+    )
+    outputs = run(make_loop(decoder), [rest])
+    for i in range(2):
+        assert tokens_of(outputs)[2, i] == first[1, i][cut:]
+        finished = next(o for o in outputs if isinstance(o, Finished) and o.sequence == i)
+        assert finished.completion_tokens == 10
+
+
+FREE = SamplingSettings(1.0, 1.0, 0, 0.0, 1)
+GREEDY = replace(FREE, temperature=0.0)
+BIAS = LogitBias(array("q", [4, 7, EOS]), array("f", [3.0, 2.0, -100.0]))
+DRY = DrySettings(1.5, 1.75, 1, frozenset({9}))
+SOME = mask_of({*range(4, 40)})
+WORDS = ((5,), (7, 8), (8, 9, 5), *((i, i + 1) for i in range(10, 40, 2)))
+FEATURES = {
+    "logit_bias": replace(FREE, logit_bias=BIAS),
+    "frequency and presence": replace(FREE, frequency_penalty=1.0, presence_penalty=0.5),
+    "repetition": replace(FREE, repetition_penalty=1.4),
+    "dry": replace(FREE, dry=DRY),
+    "mirostat": replace(FREE, mirostat=MirostatSettings(4.0, 0.3)),
+    "allowed ids": replace(FREE, allowed=SOME),
+    "bad words": replace(FREE, bad_words=WORDS),
+    "bad words of one token": replace(FREE, bad_words=((5,), (6,), (9,))),
+    "greedy with bad words": replace(GREEDY, bad_words=WORDS, allowed=SOME),
+    "greedy": replace(GREEDY, repetition_penalty=1.4, dry=DRY, frequency_penalty=0.7),
+    "greedy with a bias": replace(GREEDY, logit_bias=BIAS),
+    "all": replace(
+        FREE,
+        logit_bias=BIAS,
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+        repetition_penalty=1.2,
+        dry=DRY,
+        mirostat=MirostatSettings(8.0, 0.2),
+        allowed=SOME,
+        bad_words=WORDS,
+    ),
+}
+REPEATING = [7, 8, 9, 5, 7, 8, 9, 5, 7, 8]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("speculate", [False, True])
+def test_sampling_is_the_same_alone_crowded_preempted_and_speculated(
+    decoder: Decoder, feature: str, speculate: bool
+) -> None:
+    sampling = FEATURES[feature]
+    request = make_request(1, [REPEATING], n=2, max_tokens=30, sampling=sampling)
+    alone = tokens_of(run(make_loop(decoder), [request]))
+    others = [
+        make_request(handle, [[handle, 5, 6, 7] * 3], max_tokens=30, sampling=other)
+        for handle, other in enumerate((FREE, GREEDY, *FEATURES.values()), start=2)
+    ]
+    loop = make_loop(decoder, blocks=24, step_tokens=32, speculate=speculate)
+    crowded = tokens_of(run(loop, [*others, replace(request, priority=-1)]))
+    assert loop.take_output().load.preemptions > 0
+    for i in range(2):
+        assert crowded[1, i] == alone[1, i]
+    plain = replace(request, sampling=GREEDY if sampling.temperature == 0 else FREE)
+    assert tokens_of(run(make_loop(decoder), [plain])) != alone
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("cut", [1, 5, 19])
+def test_sampling_goes_on_elsewhere_from_what_was_told(
+    decoder: Decoder, feature: str, cut: int
+) -> None:
+    """Ids, and mirostat's mu."""
+    request = make_request(1, [REPEATING], n=2, max_tokens=20, sampling=FEATURES[feature])
+    outputs = run(make_loop(decoder), [request])
+    whole = {i: [o for o in outputs if isinstance(o, Token) and o.sequence == i] for i in range(2)}
+    assert all((t.mirostat_mu is None) == (request.sampling.mirostat is None) for t in whole[0])
+    resume = [
+        Resume(i, [t.id for t in tokens[:cut]], tokens[cut - 1].mirostat_mu)
+        for i, tokens in whole.items()
+    ]
+    outputs = run(make_loop(decoder), [replace(request, resume=resume)])
+    rest = [o for o in outputs if isinstance(o, Token)]
+    for i, tokens in whole.items():
+        mine = [t for t in rest if t.sequence == i]
+        assert [t.id for t in mine] == [t.id for t in tokens[cut:]]
+        assert [t.mirostat_mu for t in mine] == pytest.approx(
+            [t.mirostat_mu for t in tokens[cut:]], abs=1e-3
+        )
+
+
+def test_logprobs_are_those_of_the_model_whatever_is_asked_of_sampling(decoder: Decoder) -> None:
+    request = make_request(1, [REPEATING], max_tokens=20, sampling=FEATURES["all"], logprobs=0)
+    tokens = [o for o in run(make_loop(decoder), [request]) if isinstance(o, Token)]
+    whole = [*REPEATING, *(t.id for t in tokens)]
+    scored = run(make_loop(decoder), [make_request(2, [whole], max_tokens=0, prompt_logprobs=0)])
+    expected = scores_of(scored, 2)[len(REPEATING) - 1 :]
+    assert [t.score.logprob for t in tokens if t.score] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_ended_a_sequence_ends_it_when_it_is_resumed(decoder: Decoder) -> None:
+    """The end itself may have been lost with the replica that drew it."""
+    stopped = make_request(
+        1, [[1, 2]], stop=frozenset({5}), resume=[Resume(0, [3, 5])], ignore_eos=False
+    )
+    ended = replace(stopped, handle=2, resume=[Resume(0, [3, EOS])])
+    outputs = run(make_loop(decoder), [stopped, ended])
+    causes = [o.cause for o in outputs if isinstance(o, Finished)]
+    assert causes == [FinishCause.STOP_TOKEN, FinishCause.EOS]
+    assert not tokens_of(outputs)
+
+
+def test_min_tokens_that_bans_everything_bans_nothing(decoder: Decoder) -> None:
+    every = frozenset(range(VOCABULARY))
+    for temperature in (0.0, 1.0):
+        request = make_request(
+            1, [[1, 2]], max_tokens=9, min_tokens=5, stop=every, temperature=temperature
+        )
+        assert len(tokens_of(run(make_loop(decoder), [request]))[1, 0]) == 1
+
+
+@given(prompt=st.lists(st.integers(1, 40), min_size=2, max_size=60), step=st.integers(3, 64))
+@settings(max_examples=25)
+def test_prompt_scores_are_those_of_a_whole_pass(
+    decoder: Decoder, prompt: list[int], step: int
+) -> None:
+    loop = make_loop(decoder, step_tokens=step)
+    run(loop, [make_request(1, [prompt])])  # what is cached must not change what is reported
+    outputs = run(loop, [make_request(2, [prompt], n=2, max_tokens=0, prompt_logprobs=3)])
+    scored = [o for o in outputs if isinstance(o, ScoredPrompt)]
+    positions = [o.position + i for o in scored for i in range(len(o.ids))]
+    assert positions == list(range(1, len(prompt)))
+    got = [score.logprob for o in scored for score in o.scores]
+    whole = run(make_loop(decoder), [make_request(3, [prompt], max_tokens=0, prompt_logprobs=0)])
+    expected = [s.logprob for o in whole if isinstance(o, ScoredPrompt) for s in o.scores]
+    assert got == pytest.approx(expected, abs=1e-4)
+    assert not [o for o in outputs if isinstance(o, Token)]
+    causes = [o.cause for o in outputs if isinstance(o, Finished)]
+    assert causes == [FinishCause.LENGTH, FinishCause.LENGTH]
+
+
+def test_generated_and_scored_logprobs_agree(decoder: Decoder) -> None:
+    prompt = [3, 1, 4, 1, 5]
+    outputs = run(make_loop(decoder), [make_request(1, [prompt], max_tokens=20, logprobs=0)])
+    tokens = [o for o in outputs if isinstance(o, Token)]
+    again = [*prompt, *(t.id for t in tokens)]
+    scored = run(make_loop(decoder), [make_request(2, [again], max_tokens=0, prompt_logprobs=0)])
+    expected = [s.logprob for o in scored if isinstance(o, ScoredPrompt) for s in o.scores]
+    got = [t.score.logprob for t in tokens if t.score]
+    assert got == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
+
+
+def test_a_stop_id_ends_a_sequence_and_is_part_of_it(decoder: Decoder) -> None:
+    free = greedy_alone(decoder, [1, 2, 3], 10)
+    stop = free[4].id
+    first = next(i for i, token in enumerate(free) if token.id == stop)
+    outputs = run(
+        make_loop(decoder), [make_request(1, [[1, 2, 3]], max_tokens=10, stop=frozenset({stop}))]
+    )
+    [finished] = [o for o in outputs if isinstance(o, Finished)]
+    assert (finished.cause, finished.token_id) == (FinishCause.STOP_TOKEN, stop)
+    assert finished.completion_tokens == first + 1
+    assert tokens_of(outputs)[1, 0][-1] == stop
+
+
+def test_min_tokens_keeps_stop_ids_away(decoder: Decoder) -> None:
+    stop = frozenset(range(VOCABULARY // 2))
+    request = make_request(
+        1, [[1, 2]], max_tokens=20, min_tokens=6, stop=stop, temperature=1.0, ignore_eos=False
+    )
+    outputs = run(make_loop(decoder), [request])
+    tokens = tokens_of(outputs)[1, 0]
+    assert len(tokens) > 6
+    assert not stop & set(tokens[:6])
+
+
+def test_without_credit_a_sequence_waits(decoder: Decoder) -> None:
+    loop = make_loop(decoder)
+    loop.apply([make_request(1, [[1, 2, 3]], max_tokens=10, credit=3)])
+    tokens = tokens_of([o for _ in range(8) for o in loop.step(list).outputs])
+    assert len(tokens[1, 0]) == 3
+    assert not loop.progressed
+    rest = tokens_of(run(loop, [GrantCredit(1, 100)]))
+    assert tokens[1, 0] + rest[1, 0] == [t.id for t in greedy_alone(decoder, [1, 2, 3], 10)]
+
+
+def test_a_prompt_is_computed_without_credit_and_serves_others(decoder: Decoder) -> None:
+    """Whoever shares the prompt would wait for it as long as its client grants none."""
+    prompt = [1 + i % 3 for i in range(4 * BLOCK)]
+    loop = make_loop(decoder, step_tokens=BLOCK)
+    loop.apply([make_request(1, [prompt], max_tokens=10, credit=0)])
+    assert tokens_of([o for _ in range(8) for o in loop.step(list).outputs]) == {}
+    loop.apply([make_request(2, [prompt], max_tokens=10)])
+    outputs = [o for _ in range(20) for o in loop.step(list).outputs]
+    [done] = [output for output in outputs if isinstance(output, RequestDone)]
+    assert done.cached_tokens == 3 * BLOCK
+    assert tokens_of(run(loop, [GrantCredit(1, 100)]))[1, 0] == tokens_of(outputs)[2, 0]
+
+
+def test_scoring_a_prompt_takes_no_credit(decoder: Decoder) -> None:
+    prompt = [1 + i % 3 for i in range(40)]
+    request = make_request(1, [prompt], max_tokens=0, prompt_logprobs=2, credit=0)
+    outputs = run(make_loop(decoder, step_tokens=16), [request])
+    assert [token for o in outputs if isinstance(o, ScoredPrompt) for token in o.ids] == prompt[1:]
+    assert isinstance(outputs[-1], RequestDone)
+
+
+def test_forced_tokens_take_no_more_rows_than_there_is_memory_for() -> None:
+    """They are scored in the step that computes them, each in a row of its own."""
+    limits = SchedulerLimits(8, 256, 2.0, BLOCK, 32, most_logits=16)
+    scheduler = Scheduler(limits, BlockPool(256))
+    command = make_request(1, [[5]], n=8, max_tokens=40, logprobs=0, constrained=True)
+    request = Request(command)
+    for index in range(8):
+        scheduler.add(Sequence(request, index, Prompt([5], b"", BLOCK), None, 40, BLOCK))
+    for sequence in scheduler.waiting:
+        sequence.mask = Mask(1, sequence.index, 0, [7] * 12, None, False)
+    scheduler.plan(0.0)
+    for sequence in scheduler.running:
+        sequence.append(7)
+    plan = scheduler.plan(0.0)
+    assert plan.decode_tokens == 16
+
+
+def test_the_queue_position_is_the_number_of_requests_ahead(decoder: Decoder) -> None:
+    """Not of their choices, nor of those that are less urgent."""
+    loop = make_loop(decoder, running=1)
+    loop.apply([make_request(1, [[1]], n=3), make_request(2, [[2]])])
+    loop.apply([make_request(3, [[3]], priority=1), make_request(4, [[4]])])
+    admitted = [o for o in loop.step(list).outputs if isinstance(o, Admitted)]
+    assert [(a.handle, a.queue_position) for a in admitted] == [(1, 0), (2, 1), (3, 0), (4, 3)]
+
+
+def test_a_request_that_can_never_fit_is_refused(decoder: Decoder) -> None:
+    loop = make_loop(decoder, blocks=4)
+    [refused] = run(loop, [make_request(1, [[1] * 10], max_tokens=20)])
+    assert isinstance(refused, Refused)
+    assert refused.reason == "KV_CACHE_TOO_SMALL"
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again(decoder: Decoder) -> None:
+    loop = make_loop(decoder, running=1, waiting=2)
+    loop.apply([make_request(i, [[1, 2, i]]) for i in range(4)])
+    refused = [o for o in loop.take_output().outputs if isinstance(o, Refused)]
+    assert [r.handle for r in refused] == [2, 3]
+    assert refused[0].retry_seconds
+    assert len([o for o in run(loop, []) if isinstance(o, RequestDone)]) == 2
+
+
+def test_higher_priority_goes_first(decoder: Decoder) -> None:
+    loop = make_loop(decoder, running=1)
+    requests = [make_request(i, [[1, 2, i + 1]], priority=i) for i in range(3)]
+    done = [o.handle for o in run(loop, requests) if isinstance(o, RequestDone)]
+    assert done == [2, 1, 0]
+
+
+def test_output_is_lowered_to_the_room_left(decoder: Decoder) -> None:
+    prompt = [1] * (CONTEXT - 5)
+    outputs = run(make_loop(decoder), [make_request(1, [prompt], max_tokens=50)])
+    [admitted] = [o for o in outputs if isinstance(o, Admitted)]
+    assert list(admitted.max_tokens) == [5]
+    assert len(tokens_of(outputs)[1, 0]) == 5
+
+
+def only(*ids: int) -> bytes:
+    bits = bytearray(VOCABULARY // 8)
+    for token in ids:
+        bits[token // 8] |= 1 << token % 8
+    return bytes(bits)
+
+
+def test_a_late_mask_gives_the_same_tokens_and_holds_up_nobody(decoder: Decoder) -> None:
+    masks = [only(3, 4, 5), only(7, 8), only(9, 10, 11)]
+
+    def constrained(late: int) -> dict[tuple[int, int], list[int]]:
+        loop = make_loop(decoder)
+        request = make_request(1, [[1, 2, 3]], max_tokens=3, temperature=1.0, constrained=True)
+        loop.apply([request, make_request(2, [[5, 6]], max_tokens=40)])
+        outputs: list[Output] = []
+        for position, mask in enumerate(masks):
+            for _ in range(late):
+                outputs += loop.step(list).outputs
+            assert len(tokens_of(outputs).get((1, 0), [])) == position
+            while len(tokens_of(outputs).get((1, 0), [])) == position:
+                command = SetMasks([Mask(1, 0, position, (), mask, False)])
+                outputs += loop.step(lambda command=command: [command]).outputs
+        assert len(tokens_of(outputs)[2, 0]) >= 3 * late
+        return tokens_of([*outputs, *run(loop, [])])
+
+    assert constrained(0) == constrained(5)
+
+
+def test_a_finished_grammar_ends_the_sequence(decoder: Decoder) -> None:
+    loop = make_loop(decoder)
+    loop.apply([make_request(1, [[1, 2, 3]], max_tokens=9, constrained=True)])
+    loop.apply([SetMasks([Mask(1, 0, 0, (), only(3), False)])])
+    outputs = list(loop.step(list).outputs)
+    outputs += run(loop, [SetMasks([Mask(1, 0, 1, (), None, True)])])
+    [finished] = [o for o in outputs if isinstance(o, Finished)]
+    assert (finished.cause, finished.completion_tokens) == (FinishCause.GRAMMAR, 1)
+
+
+def test_bfloat16_neighbours_change_logprobs_by_rounding_only(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = load_model(make_checkpoint(tmp_path_factory.mktemp("tiny")), torch.bfloat16)
+    prompts = [[i, 2, 3, i + 1] * 4 for i in range(1, 17)]
+    together = run(
+        make_loop(model),
+        [make_request(i, [p], max_tokens=0, prompt_logprobs=0) for i, p in enumerate(prompts)],
+    )
+    for i, prompt in enumerate(prompts):
+        alone = run(make_loop(model), [make_request(i, [prompt], max_tokens=0, prompt_logprobs=0)])
+        assert scores_of(together, i) == pytest.approx(scores_of(alone, i), abs=0.05)
+
+
+@pytest.mark.parametrize("kind", ["speculate", "overlaps", None])
+def test_asking_for_logprobs_does_not_change_a_greedy_token(
+    tmp_path_factory: pytest.TempPathFactory, kind: str | None
+) -> None:
+    """Without them, where products are in tiles, logits are searched but never stored."""
+    path = tmp_path_factory.mktemp("wide")
+    checkpoints.make_checkpoint(path, checkpoints.CONFIGS["llama, wide heads"])
+    model = load_model(path, torch.bfloat16)
+    prompts = [[i, 2, 3, i + 1] * i for i in range(1, 9)]
+
+    def generated(logprobs: int | None) -> dict[tuple[int, int], list[int]]:
+        requests = [
+            make_request(i, [p], max_tokens=5 * i, logprobs=logprobs)
+            for i, p in enumerate(prompts, start=1)
+        ]
+        loop = make_loop(
+            model,
+            blocks=16,
+            step_tokens=24,
+            block=32,
+            speculate=kind == "speculate",
+            overlaps=kind == "overlaps",
+        )
+        return tokens_of(run(loop, requests))
+
+    tokens = generated(None)
+    assert tokens == generated(0)
+    assert [len(tokens[i, 0]) for i in range(1, 9)] == [5 * i for i in range(1, 9)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("constrained", [False, True])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingSettings(0.0, 1.0, 0, 0.0, 1),
+        SamplingSettings(1.0, 1.0, 0, 0.0, 1),
+        SamplingSettings(1.0, 0.9, 0, 0.0, 1),
+        SamplingSettings(1.0, 1.0, 0, 0.0, 1, mirostat=MirostatSettings(2.0, 0.1)),
+    ],
+    ids=["greedy", "drawn", "restricted", "mirostat"],
+)
+def test_weights_that_are_no_numbers_end_a_request_with_an_error(
+    tmp_path: Path,
+    dtype: torch.dtype,
+    logprobs: int | None,
+    constrained: bool,
+    sampling: SamplingSettings,
+) -> None:
+    """Rather than with an answer of whatever token is drawn from none, which looks like one."""
+    loop = make_loop(load_broken(tmp_path, dtype), block=32)
+    request = make_request(
+        1, [[3, 4]], n=2, sampling=sampling, logprobs=logprobs, constrained=constrained
+    )
+    mask = Mask(1, 0, 0, (), b"\xfe" * 13, False)  # of some tokens, the first not among them
+    masks = SetMasks([mask, replace(mask, sequence=1)] if constrained else [])
+    outputs = run(loop, [request, masks])
+    assert tokens_of(outputs) == {}
+    assert_failed(outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_tokens", [0, 8])
+@pytest.mark.parametrize("step_tokens", [8, 256])
+def test_scores_that_are_no_numbers_end_a_request_with_an_error(
+    tmp_path: Path, dtype: torch.dtype, max_tokens: int, step_tokens: int
+) -> None:
+    """A harness that only scores would take NaN for what the model thinks."""
+    loop = make_loop(load_broken(tmp_path, dtype), block=32, step_tokens=step_tokens)
+    prompts = [[3, 4, 5], list(range(20, 60)), [3, 4, 6]]
+    outputs = run(loop, [make_request(1, prompts, max_tokens=max_tokens, prompt_logprobs=1)])
+    assert scores_of(outputs, 1) == []
+    assert_failed(outputs)
+
+
+def load_broken(directory: Path, dtype: torch.dtype) -> Decoder:
+    """A model one of whose weights is NaN."""
+    checkpoints.make_checkpoint(directory, checkpoints.CONFIGS["llama, wide heads"])
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][5, 7] = torch.nan
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return load_model(directory, dtype)
+
+
+def assert_failed(outputs: list[Output]) -> None:
+    """Once, and last."""
+    [refused] = [output for output in outputs if isinstance(output, Refused)]
+    assert (refused.code, refused.reason) == ("INTERNAL", "NOT_FINITE")
+    assert outputs[-1] is refused
+
+
+def scores_of(outputs: list[Output], handle: int) -> list[float]:
+    """Logprobs of a request's prompt tokens."""
+    scored = [o for o in outputs if isinstance(o, ScoredPrompt) and o.handle == handle]
+    return [score.logprob for o in scored for score in o.scores]

@@ -1,0 +1,19 @@
+"""A client that pins system_fingerprint must learn when the weights behind a name were changed."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.engine.model.checkpoint.fingerprint import weights_fingerprint
+from tests.unit.engine.tiny import make_checkpoint
+
+
+def test_copies_agree_and_new_weights_differ(tmp_path: Path) -> None:
+    first, second = make_checkpoint(tmp_path / "a"), make_checkpoint(tmp_path / "b")
+    assert weights_fingerprint(first) == weights_fingerprint(second)
+    tensors = load_file(second / "model.safetensors")
+    save_file(
+        {k: v + torch.full_like(v, 1e-3) for k, v in tensors.items()}, second / "model.safetensors"
+    )
+    assert weights_fingerprint(first) != weights_fingerprint(second)

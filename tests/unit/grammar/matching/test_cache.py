@@ -1,0 +1,75 @@
+"""A grammar that was compiled a moment ago must still be there when its sequence starts."""
+
+from llguidance import LLMatcher, LLTokenizer
+
+from services.grammar.matching.cache import CompiledGrammar, GrammarCache
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def grammar(name: str, size: int = 1) -> CompiledGrammar:
+    return CompiledGrammar(name, LLMatcher(LLTokenizer("byte"), 'start: "a"'), size)
+
+
+def held(cache: GrammarCache, names: str) -> str:
+    return "".join(name for name in names if cache.get(name) is not None)
+
+
+def test_use_keeps_a_grammar_ten_more_minutes() -> None:
+    clock = Clock()
+    cache = GrammarCache(10, 1000, clock)
+    cache.put(grammar("a"))
+    cache.put(grammar("b"))
+    clock.time = 599
+    assert cache.get("a") is not None
+    clock.time = 1198
+    assert cache.get("a") is not None
+    assert cache.get("b") is None
+
+
+def test_a_flood_pushes_out_the_least_recently_used() -> None:
+    cache = GrammarCache(3, 1000)
+    for name in "abc":
+        cache.put(grammar(name))
+    cache.get("a")
+    cache.put(grammar("d"))
+    assert held(cache, "abcd") == "acd"
+    assert len(cache) == 3
+
+
+def test_large_ones_push_out_more_than_small_ones() -> None:
+    """Few large grammars must not fill the memory before many are counted."""
+    cache = GrammarCache(100, 1000)
+    for name in "abcd":
+        cache.put(grammar(name, 300))
+    assert held(cache, "abcd") == "bcd"
+    cache.put(grammar("e", 600))
+    assert held(cache, "abcde") == "de"
+    cache.put(grammar("e", 600))  # the same once more takes nothing more
+    assert held(cache, "de") == "de"
+
+
+def test_what_expired_makes_room() -> None:
+    clock = Clock()
+    cache = GrammarCache(100, 1000, clock)
+    cache.put(grammar("a", 900))
+    clock.time = 601
+    cache.put(grammar("b", 100))
+    cache.put(grammar("c", 900))
+    assert held(cache, "abc") == "bc"
+
+
+def test_one_larger_than_all_the_room_is_held_until_the_next() -> None:
+    """Its sequence is about to start."""
+    cache = GrammarCache(100, 1000)
+    cache.put(grammar("a", 100))
+    cache.put(grammar("b", 5000))
+    assert held(cache, "ab") == "b"
+    cache.put(grammar("c", 100))
+    assert held(cache, "bc") == "c"

@@ -1,0 +1,126 @@
+"""Strings of a schema are held to the letter, or refused with their place."""
+
+import json
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from services.grammar.error import GrammarError
+from services.grammar.matching.prototype import compile_prototype
+from services.grammar.schemas.strings import held_exactly
+from services.grammar.specification import locate, translate
+from tests.unit.grammar.drawing import BYTES, Drawing
+from tokenwire.types.v1.types_pb2 import GrammarSpec
+
+NAMES = {"properties": {"a\u0001": {"const": 1}}, "required": ["a\u0001", "\u007f"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"const": "a\u0001b"}, "$.const has U+0001"),
+        ({"items": {"enum": ["x", ["\u007f"]]}}, "$.items.enum[1][0] has U+007F"),
+        ({"properties": {"a": {"const": {"k": "\u001f"}}}}, "$.properties.a.const.k has U+001F"),
+        ({"$ref": "#/x/y", "x": {"y": {"enum": ["\u0000"]}}}, "$.x.y.enum[0] has U+0000"),
+        ({"items": {"pattern": r"^\x01$"}}, "matches the pattern at $.items.pattern"),
+        ({"items": {"pattern": r"a\b"}}, r"The pattern at $.items.pattern can't be enforced: \b"),
+        ({"patternProperties": {"(": {}}}, "The pattern at $.patternProperties.( can't be"),
+        ({"patternProperties": {"^(?=a)": {}}}, "at $.patternProperties.^(?=a): (?=…) is not"),
+        ({"patternProperties": {"^a": {}, "^(a)": {}}}, "^(a) matches what another one does"),
+        (NAMES | {"patternProperties": {r"^b": {}}}, r'The property "a\u0001" at $ has a control'),
+    ],
+)
+def test_what_can_not_be_held_is_refused_with_its_place(schema: Any, place: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        Drawing(schema)
+    assert place in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['a"b\\c', "\b\t\n\f\r", "é😀\u2028\u0085/", "", "</tool_call>"])
+def test_constants_come_out_as_they_are(text: str) -> None:
+    values = [{"const": text}, {"enum": [1, text]}, {"const": {text: [text]}}]
+    for schema, value in zip(values, [text, text, {text: [text]}], strict=True):
+        assert value in Drawing(schema).draw(20)
+
+
+def test_names_with_control_characters_are_spelled() -> None:
+    value = Drawing(NAMES | {"type": "object", "additionalProperties": {"const": 2}}).draw(20)[0]
+    assert value["a\u0001"] == 1
+    assert value["\u007f"] == 2
+
+
+def test_a_pattern_of_names_that_can_not_be_written_allows_none() -> None:
+    schema = {"type": "object", "patternProperties": {r"\x01": {}}, "additionalProperties": False}
+    assert Drawing(schema).draw(5) == [{}] * 5
+
+
+@pytest.mark.parametrize("name", ["int32", "double", "byte", "password", "path", "unknown", ""])
+@pytest.mark.parametrize("kind", ["string", "integer", "number", ["string", "null"]])
+def test_a_format_that_is_not_enforced_changes_nothing(name: str, kind: Any) -> None:
+    schema = {"type": kind, "maxLength": 3, "maximum": 9, "minimum": 0}
+    assert Drawing(schema | {"format": name}).draw(20) == Drawing(schema).draw(20)
+
+
+def test_keywords_of_strings_say_nothing_of_other_types() -> None:
+    schema = {"type": "integer", "minimum": 1, "maximum": 9, "format": "date", "pattern": r"\b"}
+    assert all(value in range(1, 10) for value in Drawing(schema).draw(20))
+    anything = Drawing({"maxLength": 2, "format": "date-time"})
+    assert [anything.allows(text) for text in ("1", '"a"', "[]", "null")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_keys_that_are_called_like_keywords_stay() -> None:
+    schema = {
+        "properties": {"format": {"const": 1}, "pattern": {"const": 2}},
+        "required": ["format"],
+        "default": {"pattern": r"\b"},
+        "x-note": {"pattern": r"\b"},
+    }
+    assert held_exactly(schema) == schema
+
+
+def test_the_schema_that_is_given_stays_as_it_is() -> None:
+    schema: Any = {
+        "allOf": [{"format": "email", "pattern": "^a"}],
+        "format": "email",
+        "patternProperties": {"^a": {"format": "int32"}},
+    }
+    before = deepcopy(schema)
+    held = held_exactly(schema)
+    assert schema == before
+    assert held != before
+
+
+def test_all_conditions_hold_beside_those_of_the_client() -> None:
+    schema = {"type": "string", "pattern": r"^(?=.*1)..$", "allOf": [{"pattern": "^[12]"}]}
+    for text in Drawing(schema).draw(100):
+        assert len(text) == 2
+        assert text[0] == "1" or text == "21"
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"patternProperties": {"^a": {}, "[b]$": {}}}, ["/^a/", "/[b]$/", "not disjoint"]),
+        ({"pattern": "^a/", "maxLength": 1}, ["Regex is empty", "/^a/", "Look at $.pattern."]),
+        ({"format": "date", "maxLength": 3}, ["Regex is empty", "/date/"]),
+    ],
+)
+def test_the_compilers_reason_shows_what_was_sent(schema: Any, words: list[str]) -> None:
+    spec = GrammarSpec(
+        json_schema=json.dumps(
+            schema | {"type": "object" if "patternProperties" in schema else "string"}
+        )
+    )
+    with pytest.raises(GrammarError) as caught:
+        compile_prototype(BYTES, translate(spec))
+    reason = locate(spec, str(caught.value))
+    assert all(word in reason for word in words), reason
+    parts = json.dumps({"grammars": [{"json_schema": json.loads(spec.json_schema)}]})
+    reason = locate(GrammarSpec(llguidance=parts), str(caught.value))
+    assert all(word in reason for word in words if "Look at" not in word), reason

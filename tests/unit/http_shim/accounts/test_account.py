@@ -1,0 +1,232 @@
+"""Limits of keys, on a clock of the test's own."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.http_shim.accounts.account import (
+    Account,
+    Bucket,
+    drawn_choices,
+    estimated_tokens,
+    lower_output,
+)
+from services.http_shim.errors import http_status
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.errors import ServiceError
+from tokenwire.serving.keys import Tier
+from tokenwire.types.v1 import types_pb2
+
+
+def account(**limits: int) -> Account:
+    return Account("12345678", "alice", Tier(**limits), now=0.0)
+
+
+def refusal(call: object, *arguments: object) -> ServiceError:
+    assert callable(call)
+    with pytest.raises(ServiceError) as caught:
+        call(*arguments)
+    return caught.value
+
+
+def test_requests_refill_evenly() -> None:
+    key = account(requests_per_minute=6)
+    for _ in range(6):
+        key.count_request(0.0)
+    error = refusal(key.count_request, 0.0)
+    assert http_status(error.code) == 429
+    assert error.retry_seconds == pytest.approx(10)
+    refusal(key.count_request, 9.9)
+    key.count_request(10.0)
+    refusal(key.count_request, 10.0)
+
+
+def test_tokens_are_reserved_and_settled() -> None:
+    key = account(tokens_per_minute=100)
+    key.begin(80, 0.0)
+    assert refusal(key.begin, 30, 0.0).retry_seconds == pytest.approx(6)
+    key.end(80, used=20, now=0.0)
+    key.begin(80, 0.0)
+    key.end(80, used=140, now=0.0)  # more than was reserved is owed
+    assert key.headers(0.0)["x-ratelimit-remaining-tokens"] == "0"
+    assert refusal(key.begin, 10, 0.0).retry_seconds == pytest.approx(42)
+
+
+def test_a_request_over_the_limit_takes_a_whole_minute() -> None:
+    """It could never pass otherwise, and a Retry-After would be a lie."""
+    key = account(tokens_per_minute=100)
+    assert key.begin(5000, 0.0) == 100
+    assert refusal(key.begin, 1, 0.0).retry_seconds == pytest.approx(0.6), "it owes nothing"
+    key.end(100, used=100, now=0.0)
+    assert refusal(key.begin, 5000, 0.0).retry_seconds == pytest.approx(60)
+    assert key.begin(5000, 60.0) == 100
+    key.end(100, used=10, now=60.0)
+    assert key.headers(60.0)["x-ratelimit-remaining-tokens"] == "90"
+
+
+def test_a_tier_that_changes_meanwhile_is_settled_by_what_was_reserved() -> None:
+    key = account(tokens_per_minute=100)
+    reserved = key.begin(5000, 0.0)
+    key.set_tier(Tier(tokens_per_minute=1000), 0.0)
+    key.end(reserved, used=50, now=0.0)
+    assert key.headers(0.0)["x-ratelimit-remaining-tokens"] == "950"
+    unlimited = account()
+    reserved = unlimited.begin(5000, 0.0)
+    unlimited.set_tier(Tier(tokens_per_minute=100), 0.0)
+    unlimited.end(reserved, used=40, now=0.0)
+    assert unlimited.headers(0.0)["x-ratelimit-remaining-tokens"] == "60"
+
+
+def test_completions_at_a_time() -> None:
+    key = account(concurrent_streams=2)
+    key.begin(1, 0.0)
+    key.begin(1, 0.0)
+    assert refusal(key.begin, 1, 0.0).retry_seconds == 1
+    key.end(1, 1, 0.0)
+    key.begin(1, 0.0)
+
+
+def test_each_choice_takes_one_of_the_streams() -> None:
+    """Else two requests of 128 choices take every place of the engine."""
+    key = account(concurrent_streams=4)
+    key.begin(1, 0.0, choices=3)
+    refusal(key.begin, 1, 0.0, 2)
+    key.begin(1, 0.0)
+    key.end(1, 1, 0.0, choices=3)
+    key.begin(1, 0.0, choices=3)
+    prompt = completion_pb2.Prompt(text="a")
+    best_of = completion_pb2.CompleteRequest(best_of=5, n=2, prompts=[prompt] * 3)
+    assert drawn_choices(best_of) == 15
+    assert drawn_choices(completion_pb2.ChatRequest(n=7)) == 7
+
+
+def test_what_is_refused_costs_nothing() -> None:
+    key = account(tokens_per_minute=10, concurrent_streams=1)
+    key.begin(5, 0.0)
+    for _ in range(5):
+        refusal(key.begin, 5, 0.0)
+    key.end(5, 5, 0.0)
+    key.begin(5, 0.0)
+    refusal(key.begin, 5, 0.0)
+    assert key.streams == 1
+
+
+def test_headers_are_openais() -> None:
+    key = account(requests_per_minute=60, tokens_per_minute=600)
+    key.count_request(0.0)
+    key.begin(465, 0.0)
+    assert key.headers(0.0) == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "59",
+        "x-ratelimit-reset-requests": "1s",
+        "x-ratelimit-limit-tokens": "600",
+        "x-ratelimit-remaining-tokens": "135",
+        "x-ratelimit-reset-tokens": "46.5s",
+    }
+    assert key.headers(0.98)["x-ratelimit-reset-requests"] == "20ms"
+    key.end(465, 6000, 1.0)
+    assert key.headers(1.0)["x-ratelimit-reset-tokens"] == "9m59s"
+    assert account().headers(0.0) == {}
+
+
+def test_another_tier_keeps_what_was_used() -> None:
+    key = account(requests_per_minute=10)
+    for _ in range(10):
+        key.count_request(0.0)
+    key.set_tier(Tier(requests_per_minute=12), 0.0)
+    assert key.headers(0.0)["x-ratelimit-remaining-requests"] == "2"
+    key.set_tier(Tier(), 0.0)
+    key.count_request(0.0)
+
+
+def test_models_of_a_tier() -> None:
+    key = Account("12345678", "", Tier(models=("a",)), 0.0)
+    key.require_model("a")
+    assert http_status(refusal(key.require_model, "b").code) == 403
+
+
+@given(
+    per_minute=st.integers(1, 1000),
+    asks=st.lists(st.tuples(st.integers(1, 2000), st.floats(0, 30)), max_size=50),
+)
+def test_nobody_gets_more_than_the_rate(per_minute: int, asks: list[tuple[int, float]]) -> None:
+    """What passes in any time is at most a full bucket, the refill, and the last one's surplus."""
+    bucket, now, taken = Bucket(per_minute, 0.0), 0.0, 0.0
+    for amount, pause in asks:
+        now += pause
+        wait = bucket.wait(amount, now)
+        if wait == 0:
+            bucket.take(min(amount, per_minute), now)
+            taken += min(amount, per_minute)
+        else:
+            assert bucket.wait(amount, now + wait) == pytest.approx(0, abs=1e-6)
+        assert taken <= per_minute * (1 + now / 60) + 1e-3
+        assert bucket.left(now) <= per_minute
+
+
+def test_estimates() -> None:
+    def tokens(**fields: object) -> int:
+        return estimated_tokens(completion_pb2.CompleteRequest(**fields))
+
+    text = completion_pb2.Prompt(text="é" * 10)  # 20 bytes
+    ids = completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[1] * 7))
+    hundred = types_pb2.StoppingParams(max_tokens=100)
+    assert tokens(prompts=[text]) == 5 + 16
+    assert tokens(prompts=[ids], stopping=hundred) == 107
+    assert tokens(prompts=[text, ids], stopping=hundred, n=3) == 12 + 600
+    assert tokens(prompts=[ids], stopping=hundred, n=2, best_of=5) == 507
+    assert tokens(prompts=[text], suffix="four", stopping=hundred) == 106
+    assert tokens(prompts=[ids], stopping=types_pb2.StoppingParams(max_tokens=0)) == 7
+
+
+def test_estimates_of_chats() -> None:
+    """Messages and tools count as text; an open output as a usual one, of each choice."""
+
+    def tokens(**fields: object) -> int:
+        return estimated_tokens(completion_pb2.ChatRequest(**fields))
+
+    part = completion_pb2.ContentPart(text="x" * 4000)
+    message = completion_pb2.Message(role=completion_pb2.ROLE_USER, parts=[part])
+    tool = completion_pb2.Tool(name="f", description="x" * 4000)
+    ten = types_pb2.StoppingParams(max_tokens=10)
+    assert 1010 <= tokens(messages=[message], stopping=ten) <= 1020
+    assert 2030 <= tokens(messages=[message], tools=[tool], stopping=ten, n=3) <= 2050
+    assert tokens(messages=[message], n=2) == tokens(messages=[message], stopping=ten) + 2038
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "lowered"),
+    [
+        ({"max_tokens": 100}, [50, 20, None], {"max_tokens": 20}),
+        ({"max_tokens": 10}, [50, 20], {"max_tokens": 10}),
+        ({"max_tokens": 0}, [50], {"max_tokens": 0}),
+        ({}, [50], {}),
+        ({}, [5], {"max_tokens": 5}),
+        ({}, [None], {}),
+        ({"max_tokens": 100, "min_tokens": 60}, [50], {"max_tokens": 50, "min_tokens": 50}),
+        ({"max_tokens": 100, "min_tokens": 101}, [50], {"max_tokens": 50, "min_tokens": 101}),
+    ],
+)
+def test_output_is_lowered_silently(
+    asked: dict[str, int], limits: list[int | None], lowered: dict[str, int]
+) -> None:
+    request = completion_pb2.CompleteRequest(stopping=types_pb2.StoppingParams(**asked))
+    lower_output(request, limits)
+    assert request.stopping == types_pb2.StoppingParams(**lowered)
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "lowered"),
+    [
+        ({}, [None], {}),
+        ({}, [50, 20], {"max_tokens": 20}),
+        ({"min_tokens": 30}, [20], {"max_tokens": 20, "min_tokens": 20}),
+        ({"max_tokens": 10}, [20], {"max_tokens": 10}),
+    ],
+)
+def test_an_open_output_of_a_chat_is_lowered_too(
+    asked: dict[str, int], limits: list[int | None], lowered: dict[str, int]
+) -> None:
+    request = completion_pb2.ChatRequest(stopping=types_pb2.StoppingParams(**asked))
+    lower_output(request, limits)
+    assert request.stopping == types_pb2.StoppingParams(**lowered)

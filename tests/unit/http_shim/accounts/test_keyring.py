@@ -1,0 +1,82 @@
+"""Whom the shim lets in, and how it follows the keys file."""
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from services.http_shim.accounts.keyring import Keyring
+from services.http_shim.errors import to_response
+from tokenwire.errors import ServiceError
+from tokenwire.serving.keys import KeyFileError, add_key, key_id, revoke_key
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def refused(keyring: Keyring, authorization: str | None) -> str:
+    with pytest.raises(ServiceError) as caught:
+        keyring.account(authorization)
+    response = to_response(caught.value)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    return caught.value.reason
+
+
+def test_only_whole_keys_open(path: Path) -> None:
+    secret = add_key(path)
+    keyring = Keyring(path)
+    for authorization in (f"Bearer {secret}", f"bearer  {secret} "):
+        assert keyring.account(authorization).id == key_id(secret)
+    for authorization in (None, "", "Bearer", "Bearer ", f"Basic {secret}", secret):
+        assert refused(keyring, authorization) == "MISSING_API_KEY"
+    for wrong in (secret[:-1], secret + "A", secret[3:], key_id(secret), "ÿ", "tw-" + "A" * 43):
+        assert refused(keyring, f"Bearer {wrong}") == "INVALID_API_KEY"
+
+
+def test_the_file_is_followed(path: Path) -> None:
+    first = add_key(path)
+    keyring = Keyring(path)
+    second = add_key(path)
+    assert refused(keyring, f"Bearer {second}") == "INVALID_API_KEY"
+    keyring.look()
+    assert keyring.account(f"Bearer {second}")
+    revoke_key(path, key_id(first))
+    keyring.look()
+    assert refused(keyring, f"Bearer {first}") == "REVOKED_API_KEY"
+
+
+def test_use_is_remembered_over_a_change(path: Path) -> None:
+    """Else whoever makes a key would empty everybody's limits."""
+    path.write_text('{"tiers": {"default": {"requests_per_minute": 1}}}')
+    secret = add_key(path)
+    keyring = Keyring(path)
+    account = keyring.account(f"Bearer {secret}")
+    account.count_request(time.monotonic())
+    add_key(path)
+    keyring.look()
+    assert keyring.account(f"Bearer {secret}") is account
+    with pytest.raises(ServiceError):
+        account.count_request(time.monotonic())
+    path.write_text(path.read_text().replace('"requests_per_minute": 1', '"max_tokens": 7'))
+    keyring.look()
+    assert account.tier.max_tokens == 7
+    account.count_request(time.monotonic())
+
+
+def test_a_broken_file_changes_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = add_key(path)
+    keyring = Keyring(path)
+    with caplog.at_level(logging.ERROR):
+        path.write_text("{")
+        keyring.look()
+        keyring.look()
+        path.unlink()
+        keyring.look()
+    assert len(caplog.records) == 2, "each is told once"
+    assert keyring.account(f"Bearer {secret}")
+    with pytest.raises(KeyFileError):
+        Keyring(path)

@@ -1,0 +1,35 @@
+"""The models of a catalog, however many there are."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from services.http_shim.backends.backend import Patience
+from services.http_shim.backends.catalog import Catalog
+
+MANY = 5_000
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    rows = [
+        f'[[models]]\nid = "m{i}"\nplaceholder = true\n[models.variants.v]\ncontext = 5\n'
+        for i in range(MANY)
+    ]
+    written = tmp_path / "catalog.toml"
+    written.write_text("".join(rows))
+    return written
+
+
+async def test_a_long_list_holds_nobody_up(path: Path) -> None:
+    """Streams of others would stand still until it is made."""
+    listing = asyncio.ensure_future(Catalog(path, Patience()).cards())
+    turns = 0
+    while not listing.done():
+        await asyncio.sleep(0)
+        turns += 1
+    cards = listing.result()
+    assert [card.id for card in cards] == [f"m{i}" for i in range(MANY)]
+    assert cards[-1].variants == [f"m{MANY - 1}:v"]
+    assert turns > MANY / 500

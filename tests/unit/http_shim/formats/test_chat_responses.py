@@ -1,0 +1,365 @@
+"""The JSON of chats, whole and streamed, as OpenAI's clients read it."""
+
+import json
+import math
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.http_shim.backends.running import Running
+from services.http_shim.endpoints.events import EventStream
+from services.http_shim.formats.chat_responses import ChatShape
+from services.http_shim.formats.requests import ChatBody, StreamOptions
+from services.http_shim.formats.responses import Envelope, usage_of
+from tests.unit.http_shim.synthetic import (
+    ACCEPTED,
+    USAGE,
+    call_delta,
+    chat_delta,
+    exchange,
+    feed,
+    finished,
+)
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.types.v1 import types_pb2
+
+PROMPT = types_pb2.TokenIds(ids=[7, 8])
+ENVELOPE = Envelope("chatcmpl-1", 1700000000, ACCEPTED, ChatShape.of(ChatBody()))
+STOP = types_pb2.FINISH_REASON_STOP
+CALLS = types_pb2.FINISH_REASON_TOOL_CALLS
+WEATHER = [
+    chat_delta(calls=[call_delta(identity="call_1", name="weather")]),
+    chat_delta(calls=[call_delta(arguments='{"city":')]),
+    chat_delta(
+        calls=[call_delta(arguments='"Rome"}'), call_delta(1, identity="call_2", name="now")]
+    ),
+    chat_delta(calls=[call_delta(1, arguments="{}")]),
+]
+
+
+def whole(
+    *deltas: completion_pb2.ChatDelta,
+    reason: types_pb2.FinishReason.ValueType = STOP,
+    **fields: Any,
+) -> Any:
+    """The choice that deltas make."""
+    shape = ChatShape.of(ChatBody(**fields))
+    return msgspec.to_builtins(shape.choice(0, deltas, finished(reason=reason), PROMPT))
+
+
+def begin(
+    options: StreamOptions | None = None, **fields: Any
+) -> tuple[Running[completion_pb2.ChatDelta], EventStream[completion_pb2.ChatDelta]]:
+    running: Running[completion_pb2.ChatDelta] = Running()
+    feed(running, ACCEPTED)
+    shape = ChatShape.of(ChatBody(**fields))
+    envelope = Envelope("chatcmpl-1", 1700000000, ACCEPTED, shape)
+    return running, EventStream(running, shape, options, envelope, exchange())
+
+
+def objects(data: bytes) -> list[Any]:
+    """The events of a stream without its [DONE]."""
+    lines = data.decode().split("\n\n")
+    assert lines.pop() == ""
+    return [json.loads(line.removeprefix("data: ")) for line in lines if "[DONE]" not in line]
+
+
+def choices(data: bytes) -> list[Any]:
+    return [choice for event in objects(data) for choice in event["choices"]]
+
+
+def deltas_of(data: bytes) -> list[Any]:
+    return [choice["delta"] for choice in choices(data)]
+
+
+def test_the_whole_object() -> None:
+    choice = ChatShape.of(ChatBody()).choice(
+        0, [chat_delta("a"), chat_delta("b")], finished(reason=STOP), PROMPT
+    )
+    answer = json.loads(ENVELOPE.whole([choice], usage_of(USAGE)))
+    assert answer == {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1700000000,
+        "model": "m",
+        "system_fingerprint": "fp",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "ab", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "matched_stop": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 3,
+            "total_tokens": 5,
+            "cached_input_tokens": 1,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
+    }
+
+
+def test_calls_and_reasoning_of_a_whole_message() -> None:
+    choice = whole(chat_delta(reasoning="hm"), *WEATHER, reason=CALLS)
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "reasoning": "hm",
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city":"Rome"}'},
+            },
+            {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+        ],
+    }
+
+
+def test_content_is_null_where_there_is_none() -> None:
+    """Whole as streamed: whoever joins the chunks of such an answer sees no content either."""
+    assert whole()["message"]["content"] is None
+    assert whole(chat_delta(reasoning="hm"))["message"]["content"] is None
+    assert whole(chat_delta("so: "), *WEATHER)["message"]["content"] == "so: "
+
+
+def test_logprobs_have_true_bytes() -> None:
+    """Tokens within a character have no text of their own; their bytes join to the content's."""
+    first, second = "é".encode()[:1], "é".encode()[1:]
+    delta = chat_delta(
+        "é",
+        scored=[(1, first, -0.5), (2, second, -math.inf)],
+        top=[[(1, first, -0.5), (3, b"a", -1.0)], [(4, b"\n", -0.25), (5, b"", -2.0)]],
+    )
+    logprobs = whole(delta, logprobs=True, top_logprobs=2)["logprobs"]
+    assert logprobs == {
+        "content": [
+            {
+                "token": "\\xc3",
+                "logprob": -0.5,
+                "bytes": [0xC3],
+                "top_logprobs": [
+                    {"token": "\\xc3", "logprob": -0.5, "bytes": [0xC3]},
+                    {"token": "a", "logprob": -1.0, "bytes": [97]},
+                ],
+            },
+            {
+                "token": "\\xa9",
+                "logprob": -9999.0,
+                "bytes": [0xA9],
+                "top_logprobs": [
+                    {"token": "\n", "logprob": -0.25, "bytes": [10]},
+                    {"token": "", "logprob": -2.0, "bytes": []},
+                ],
+            },
+        ],
+        "refusal": None,
+    }
+    named = whole(delta, logprobs=True, return_tokens_as_token_ids=True)["logprobs"]["content"]
+    assert [entry["token"] for entry in named] == ["token_id:1", "token_id:2"]
+    assert named[0]["top_logprobs"][1]["token"] == "token_id:3"
+
+
+def test_without_candidates_there_is_the_token_alone() -> None:
+    (entry,) = whole(chat_delta("a", scored=[(1, b"a", -0.5)]), logprobs=True)["logprobs"][
+        "content"
+    ]
+    assert entry["top_logprobs"] == []
+
+
+def test_ids_of_a_whole_choice() -> None:
+    choice = whole(chat_delta("a", [1]), chat_delta("", [2]), return_token_ids=True)
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([7, 8], [1, 2])
+    assert "token_ids" not in whole(chat_delta("a", [1]))
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
+    running, stream = begin()
+    feed(running, chat_delta("a", [1]), chat_delta("b", [2]))
+    data = stream.take()
+    feed(running, chat_delta("c", [3]), finished(reason=STOP), USAGE)
+    data += stream.take() + stream.tail()
+    assert data.endswith(b"data: [DONE]\n\n")
+    assert {event["object"] for event in objects(data)} == {"chat.completion.chunk"}
+    assert deltas_of(data) == [
+        {"role": "assistant", "content": ""},
+        {"content": "ab"},
+        {"content": "c"},
+        {},
+    ]
+    assert [each["finish_reason"] for each in choices(data)] == [None, None, None, "stop"]
+    assert ["usage" in event for event in objects(data)] == [False, False, False, True]
+
+
+def test_a_streamed_call_is_named_once() -> None:
+    """Name and id with no arguments, then fragments: clients join all the strings they see."""
+    running, stream = begin()
+    data = b""
+    for delta in WEATHER:
+        feed(running, delta)
+        data += stream.take()
+    feed(running, finished(reason=CALLS), USAGE)
+    data += stream.take()
+    start, *parts, end = deltas_of(data)
+    assert start == {"role": "assistant", "content": None}
+    assert end == {}
+    calls = [call for part in parts for call in part["tool_calls"]]
+    assert calls == [
+        {
+            "index": 0,
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": ""},
+        },
+        {"index": 0, "function": {"arguments": '{"city":'}},
+        {"index": 0, "function": {"arguments": '"Rome"}'}},
+        {
+            "index": 1,
+            "id": "call_2",
+            "type": "function",
+            "function": {"name": "now", "arguments": ""},
+        },
+        {"index": 1, "function": {"arguments": "{}"}},
+    ]
+    assert choices(data)[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_that_comes_at_once_is_told_in_parts() -> None:
+    running, stream = begin()
+    whole_call = call_delta(identity="call_1", name="f", arguments='{"a":1}')
+    feed(running, chat_delta(calls=[whole_call]), finished(reason=STOP), USAGE)
+    data = stream.take()
+    calls = [call for part in deltas_of(data) for call in part.get("tool_calls", ())]
+    assert [call["function"]["arguments"] for call in calls] == ["", '{"a":1}']
+    assert choices(data)[-1]["finish_reason"] == "stop"
+
+
+def test_what_is_held_back_makes_no_chunks() -> None:
+    running, stream = begin()
+    feed(running, chat_delta("", [1, 2]))
+    assert stream.take() == b""
+    assert stream.most_tokens == 2
+    feed(running, chat_delta(reasoning="hm"))
+    assert deltas_of(stream.take()) == [
+        {"role": "assistant", "content": None},
+        {"reasoning": "hm", "reasoning_content": "hm"},
+    ]
+
+
+def test_ids_come_with_what_they_spell_or_alone() -> None:
+    running, stream = begin(return_token_ids=True)
+    feed(running, chat_delta("", [1, 2]))
+    first, second = choices(stream.take())
+    assert first["prompt_token_ids"] == [7, 8]
+    assert (second["delta"], second["token_ids"]) == ({}, [1, 2])
+    feed(running, chat_delta("a", [3]))
+    (third,) = choices(stream.take())
+    assert (third["delta"], third["token_ids"]) == ({"content": "a"}, [3])
+    assert "prompt_token_ids" not in third
+
+
+def test_ids_of_the_prompt_stand_beside_the_choices() -> None:
+    """Once in a stream, where vLLM's clients look for them."""
+    running, stream = begin(return_token_ids=True, n=2)
+    feed(running, chat_delta("a", [1]), chat_delta("b", [2], index=1))
+    first, *others = objects(stream.take())
+    assert first["prompt_token_ids"] == [7, 8]
+    assert all("prompt_token_ids" not in chunk for chunk in others)
+    shape = ChatShape.of(ChatBody(return_token_ids=True))
+    answer = Envelope("chatcmpl-1", 1, ACCEPTED, shape).whole([], usage_of(USAGE))
+    assert json.loads(answer)["prompt_token_ids"] == [7, 8]
+
+
+def test_what_ended_a_stream_is_named_once() -> None:
+    running, stream = begin()
+    match = types_pb2.StopMatch(eos_token_id=2)
+    feed(running, chat_delta("a", [1]), finished(reason=STOP, match=match), USAGE)
+    *before, last = choices(stream.take())
+    assert (last["stop_reason"], last["matched_stop"]) == (None, 2)
+    assert all("matched_stop" not in choice for choice in before)
+
+
+def test_an_empty_answer_still_has_its_role() -> None:
+    running, stream = begin()
+    feed(running, finished(tokens=1, reason=STOP), USAGE)
+    assert deltas_of(stream.take()) == [{"role": "assistant", "content": None}, {}]
+
+
+def test_usage_is_told_as_asked() -> None:
+    running, stream = begin(StreamOptions(include_usage=True))
+    feed(running, chat_delta("a", [1]), finished(), USAGE)
+    *chunks, last = objects(stream.take() + stream.tail())
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert (last["choices"], last["usage"]["total_tokens"]) == ([], 5)
+    running, stream = begin(StreamOptions(continuous_usage_stats=True))
+    feed(running, chat_delta("a", [1]))
+    assert [chunk["usage"]["total_tokens"] for chunk in objects(stream.take())] == [2, 3]
+    feed(running, chat_delta("b", [2]), finished(), USAGE)
+    assert [chunk["usage"]["total_tokens"] for chunk in objects(stream.take())] == [5, 5]
+    running, stream = begin(StreamOptions(include_usage=False))
+    feed(running, chat_delta("a", [1]), finished(), USAGE)
+    assert all("usage" not in chunk for chunk in objects(stream.take() + stream.tail()))
+
+
+def test_the_last_chunk_alone_has_the_usage() -> None:
+    """However much comes at once."""
+    running, stream = begin()
+    feed(running, chat_delta("a", [1]), finished(), USAGE)
+    chunks = objects(stream.take() + stream.tail())
+    assert ["usage" in chunk for chunk in chunks] == [False, False, True]
+    assert chunks[-1]["usage"]["total_tokens"] == 5
+
+
+parts = st.one_of(
+    st.builds(chat_delta, st.text(max_size=3), st.just([1])),
+    st.builds(lambda text: chat_delta(reasoning=text), st.text(max_size=3)),
+    st.builds(lambda text: chat_delta("x", [1], scored=[(1, text.encode(), -1.0)]), st.text()),
+)
+calls = st.lists(st.lists(st.text(max_size=3), max_size=3), max_size=2)
+
+
+@given(st.lists(parts, max_size=5), calls, st.lists(st.booleans(), min_size=12, max_size=12))
+def test_chunks_join_to_the_whole(
+    deltas: list[completion_pb2.ChatDelta], arguments: list[list[str]], reads: list[bool]
+) -> None:
+    """However slowly a client reads."""
+    for index, fragments in enumerate(arguments):
+        named = call_delta(index, identity=f"call_{index}", name="f")
+        rest = [call_delta(index, arguments=fragment) for fragment in fragments]
+        deltas += [chat_delta("", [1], calls=[call]) for call in (named, *rest)]
+    running, stream = begin(logprobs=True)
+    data = b""
+    for delta, reads_now in zip(deltas, reads, strict=False):
+        feed(running, delta)
+        data += stream.take() if reads_now else b""
+    for delta in deltas[len(reads) :]:
+        feed(running, delta)
+    feed(running, finished(reason=STOP), USAGE)
+    data += stream.take()
+    expected = whole(*deltas, logprobs=True)
+    joined: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": {}}
+    scores = []
+    for choice in choices(data):
+        delta = choice["delta"]
+        joined["content"] += delta.get("content") or ""
+        joined["reasoning_content"] += delta.get("reasoning_content", "")
+        for call in delta.get("tool_calls", ()):
+            known = joined["tool_calls"].setdefault(call.pop("index"), call)
+            if known is not call:
+                known["function"]["arguments"] += call["function"]["arguments"]
+        if choice["logprobs"] is not None:
+            scores += choice["logprobs"]["content"]
+    message = expected["message"]
+    assert joined["content"] == (message["content"] or "")
+    assert joined["reasoning_content"] == message.get("reasoning_content", "")
+    assert list(joined["tool_calls"].values()) == message.get("tool_calls", [])
+    assert scores == expected["logprobs"]["content"]

@@ -1,0 +1,157 @@
+"""The JSON of completions, as evaluation harnesses and SDKs read it."""
+
+import json
+import math
+
+import msgspec
+import pytest
+
+from services.http_shim.formats.completion_responses import Choice, CompletionShape
+from services.http_shim.formats.requests import CompletionBody
+from services.http_shim.formats.responses import usage_of
+from tests.unit.http_shim.synthetic import NAN, USAGE, delta, envelope, finished
+from tokenwire.completion.v1 import completion_pb2
+from tokenwire.types.v1 import types_pb2
+
+PLAIN = CompletionShape.of(CompletionBody())
+WITH_LOGPROBS = CompletionShape.of(CompletionBody(logprobs=1))
+
+
+def plain(choice: Choice) -> dict[str, object]:
+    return msgspec.to_builtins(choice)
+
+
+def test_the_whole_object() -> None:
+    choice = PLAIN.choice(0, [delta("ab", [1, 2])], finished(), None)
+    answer = json.loads(envelope().whole([choice], usage_of(USAGE)))
+    assert answer == {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1700000000,
+        "model": "m",
+        "system_fingerprint": "fp",
+        "choices": [
+            {
+                "index": 0,
+                "text": "ab",
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+                "matched_stop": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 3,
+            "total_tokens": 5,
+            "cached_input_tokens": 1,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
+    }
+
+
+def test_logprobs_are_four_parallel_lists() -> None:
+    prompt = delta(
+        "ab",
+        [7, 8],
+        logprobs=[NAN, -0.5],
+        texts=["a", "b"],
+        offsets=[0, 1],
+        top=[[(0, "", NAN)], [(9, "c", -0.25)]],
+        is_prompt=True,
+    )
+    completion = delta(
+        "c", [9], logprobs=[-math.inf], texts=["c"], offsets=[2], top=[[(1, "d", -0.125)]]
+    )
+    choice = WITH_LOGPROBS.choice(0, [prompt, completion], finished(), None)
+    assert plain(choice)["logprobs"] == {
+        "tokens": ["a", "b", "c"],
+        "token_logprobs": [None, -0.5, -9999.0],
+        "top_logprobs": [None, {"c": -0.25, "b": -0.5}, {"d": -0.125, "c": -9999.0}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_of_equal_texts_the_likelier_is_kept() -> None:
+    """Two ids of unfinished bytes have the same text; a harness takes the maximum for greedy."""
+    row = [(1, "\ufffd", -1.0), (2, "\ufffd", -2.0), (3, "x", -3.0)]
+    choice = WITH_LOGPROBS.choice(
+        0, [delta("", [2], logprobs=[-2.0], texts=[""], offsets=[0], top=[row])], None, None
+    )
+    assert choice.logprobs is not None
+    assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0, "x": -3.0, "": -2.0}]
+    same = delta("\ufffd", [2], logprobs=[-2.0], texts=["\ufffd"], offsets=[0], top=[row])
+    choice = WITH_LOGPROBS.choice(0, [same], None, None)
+    assert choice.logprobs is not None
+    assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0, "x": -3.0}]
+    assert choice.logprobs.token_logprobs == [-2.0]
+
+
+def test_the_token_itself_comes_first() -> None:
+    """vLLM's clients take it from there; those behind it come best first."""
+    row = [(1, "a", -0.25), (2, "b", -1.0), (3, "c", -3.0)]
+    for token, text, score in (*row[1:], (9, "z", -8.0)):
+        part = delta(text, [token], logprobs=[score], texts=[text], offsets=[0], top=[row])
+        logprobs = WITH_LOGPROBS.choice(0, [part], None, None).logprobs
+        assert logprobs is not None
+        (shown,) = logprobs.top_logprobs
+        assert shown is not None
+        others = [name for _, name, _ in row if name != text]
+        assert list(shown) == [text, *others]
+
+
+def test_zero_logprobs_show_the_chosen_token() -> None:
+    choice = WITH_LOGPROBS.choice(
+        0, [delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0])], None, None
+    )
+    assert choice.logprobs is not None
+    assert choice.logprobs.top_logprobs == [{"x": -0.5}]
+
+
+def test_tokens_as_ids() -> None:
+    body = CompletionBody(logprobs=1, return_tokens_as_token_ids=True)
+    part = delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0], top=[[(4, "y", -0.25)]])
+    choice = CompletionShape.of(body).choice(0, [part], None, None)
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["token_id:3"]
+    assert choice.logprobs.top_logprobs == [{"token_id:4": -0.25, "token_id:3": -0.5}]
+
+
+def test_token_ids_leave_the_echoed_prompt_out() -> None:
+    shape = CompletionShape.of(CompletionBody(return_token_ids=True))
+    deltas = [delta("ab", [7, 8], is_prompt=True), delta("c", [9])]
+    choice = shape.choice(0, deltas, None, types_pb2.TokenIds(ids=[7, 8]))
+    assert plain(choice)["token_ids"] == [9]
+    assert plain(choice)["prompt_token_ids"] == [7, 8]
+
+
+def test_ids_are_shown_only_when_asked_for() -> None:
+    assert "token_ids" not in plain(WITH_LOGPROBS.choice(0, [delta("c", [9])], None, None))
+
+
+@pytest.mark.parametrize(
+    ("match", "reason", "matched"),
+    [
+        (None, None, None),
+        (types_pb2.StopMatch(eos_token_id=2), None, 2),
+        (types_pb2.StopMatch(stop_token_id=5), 5, 5),
+        (types_pb2.StopMatch(stop_string="\n"), "\n", "\n"),
+    ],
+)
+def test_stop_reason(
+    match: types_pb2.StopMatch | None, reason: str | int | None, matched: str | int | None
+) -> None:
+    """vLLM's is null where the end of sequence came, SGLang's is its id."""
+    end = finished(reason=types_pb2.FINISH_REASON_STOP, match=match)
+    choice = PLAIN.choice(0, [], end, None)
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
+    assert choice.matched_stop == matched
+
+
+def test_every_reason_has_a_name() -> None:
+    for number in completion_pb2.ChoiceFinished.DESCRIPTOR.fields_by_name[
+        "reason"
+    ].enum_type.values_by_number:
+        if number != types_pb2.FINISH_REASON_UNSPECIFIED:
+            end = completion_pb2.ChoiceFinished(reason=number)
+            assert PLAIN.choice(0, [], end, None).finish_reason

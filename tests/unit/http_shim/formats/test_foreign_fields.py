@@ -1,0 +1,68 @@
+"""A field of another server that would change the result is refused, unless it would not."""
+
+import json
+
+import msgspec
+import pytest
+
+from services.http_shim.documentation.openapi import document
+from services.http_shim.formats.requests import ChatBody, CompletionBody, GenerationBody, parse
+from tokenwire.errors import ServiceError
+
+BODIES = [CompletionBody, ChatBody]
+
+
+def ignored(kind: type[GenerationBody], **fields: object) -> list[str]:
+    return parse(msgspec.json.Decoder(kind), json.dumps(fields).encode())[1]
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_fields_that_change_nothing_are_taken(kind: type[GenerationBody]) -> None:
+    """They were understood, so they are not named as ignored."""
+    for name, field in kind.foreign.items():
+        for value in (None, *field.neutral):
+            assert ignored(kind, **{name: value}) == []
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_fields_that_change_the_result_are_refused(kind: type[GenerationBody]) -> None:
+    for name, field in kind.foreign.items():
+        with pytest.raises(ServiceError) as caught:
+            ignored(kind, **{name: "something else"})
+        assert caught.value.field == name
+        assert field.effect in caught.value.message
+        assert field.remedy in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (CompletionBody, {"use_beam_search": True}),
+        (ChatBody, {"modalities": ["text", "audio"]}),
+        (ChatBody, {"web_search_options": {}}),
+        (ChatBody, {"length_penalty": 0.9}),
+        (ChatBody, {"best_of": 2}),
+        (ChatBody, {"add_special_tokens": True}),
+        (CompletionBody, {"add_special_tokens": False}),
+    ],
+)
+def test_examples(kind: type[GenerationBody], fields: dict[str, object]) -> None:
+    with pytest.raises(ServiceError) as caught:
+        ignored(kind, **fields)
+    assert caught.value.field == next(iter(fields))
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_table_holds_nothing_that_there_is(kind: type[GenerationBody]) -> None:
+    assert not kind.foreign.keys() & set(kind.__struct_fields__)
+
+
+def test_fields_that_nobody_knows_are_named() -> None:
+    assert ignored(CompletionBody, nobody_knows=1, use_beam_search=False) == ["nobody_knows"]
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_document_tells_the_values_that_are_taken(kind: type[GenerationBody]) -> None:
+    told = document()["components"]["schemas"][kind.__name__]["properties"]
+    for name, field in kind.foreign.items():
+        assert told[name]["enum"] == [None, *field.neutral]

@@ -1,0 +1,70 @@
+"""Whether x-priority and x-tenant are heeded, and what stands in their place."""
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from services.http_shim.accounts.account import Account
+from services.http_shim.http.exchange import Exchange, exchange_of
+from services.http_shim.http.scheduling import SchedulingMiddleware
+from services.http_shim.settings import HttpShimSettings
+from tokenwire.serving.keys import Tier
+
+ALICE = Account("q7Xk2mPd", "alice", Tier(priority=3), 0.0)
+
+
+async def scheduled(
+    *, trusts: bool, account: Account | None = None, **headers: str
+) -> tuple[Exchange, int]:
+    """The exchange as endpoints find it, and the status where it was refused, else 0."""
+    named = [(f"x-{name}".encode(), value.encode()) for name, value in headers.items()]
+    exchange = Exchange("request", 0.0, account=account)
+    scope: Scope = {"type": "http", "headers": named, "exchange": exchange}
+    statuses = [0]
+
+    async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+        assert exchange_of(scope) is exchange
+
+    async def receive() -> Message:
+        raise AssertionError("nobody reads the body")
+
+    async def send(message: Message) -> None:
+        statuses.append(message.get("status", statuses[-1]))
+
+    await SchedulingMiddleware(endpoint, trusts_headers=trusts)(scope, receive, send)
+    return exchange, statuses[-1]
+
+
+async def test_headers_of_callers_that_are_trusted_are_heeded() -> None:
+    exchange, _ = await scheduled(trusts=True, account=ALICE, priority="-7", tenant="acme")
+    assert (exchange.tenant, exchange.priority) == ("acme", -7)
+    assert exchange.ignored_headers == []
+
+
+async def test_headers_of_others_are_ignored_and_named() -> None:
+    """Else whoever has a key overtakes the rest, or looks into another's prefix cache."""
+    exchange, status = await scheduled(trusts=False, account=ALICE, priority="99", tenant="bob")
+    assert (exchange.tenant, exchange.priority, status) == ("q7Xk2mPd", 3, 0)
+    assert exchange.ignored_headers == ["x-priority", "x-tenant"]
+    exchange, _ = await scheduled(trusts=False, priority="99")
+    assert (exchange.tenant, exchange.priority) == ("", 0)
+
+
+@pytest.mark.parametrize("text", ["high", "1.5", "", "2147483648", "-2147483649", "1" * 5_000])
+async def test_a_priority_that_is_no_int32_is_refused(text: str) -> None:
+    assert (await scheduled(trusts=True, priority=text))[1] == 400
+
+
+@pytest.mark.parametrize(
+    ("flags", "trusts"),
+    [
+        ({}, True),
+        ({"host": "0.0.0.0", "open": True}, False),
+        ({"keys": "keys.json"}, False),
+        ({"keys": "keys.json", "trust_scheduling_headers": "always"}, True),
+        ({"trust_scheduling_headers": "never"}, False),
+    ],
+)
+def test_only_callers_on_this_machine_are_trusted_unless_the_operator_says_so(
+    flags: dict[str, object], trusts: bool
+) -> None:
+    assert HttpShimSettings(**flags).trusts_headers is trusts  # type: ignore[arg-type]

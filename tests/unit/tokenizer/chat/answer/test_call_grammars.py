@@ -1,0 +1,287 @@
+"""What a model says under a grammar of calls is read back as calls that fit their schemas."""
+
+import contextlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from services.grammar import specification
+from services.tokenizer.chat.answer.call_grammars import ReasoningState
+from services.tokenizer.chat.answer.message_parser import SegmentKind
+from services.tokenizer.chat.constraint import Constraint, constrain
+from services.tokenizer.chat.prompt import ChatTemplates
+from services.tokenizer.text.detokenizer import Detokenizer
+from services.tokenizer.text.vocabulary import Vocabulary
+from services.tokenizer.tools import arguments_schemas
+from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
+from tokenwire.completion.v1 import completion_pb2 as completion
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1 import types_pb2 as types
+
+_FORMATS = sorted(set(TEMPLATES) - {"parts", "thinking"})
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "by_reference": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"n": {"type": "integer"}},
+                "required": ["n"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "unit": {"enum": ["C", "F"]},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+            "now": {"$ref": "#/$defs/flag"},
+            "place": {
+                "type": "object",
+                "properties": {"x": {"type": "null"}},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["days"],
+        "additionalProperties": False,
+        "$defs": {"flag": {"type": "boolean"}},
+    },
+    "get_time": {"type": "object", "properties": {}, "additionalProperties": False},
+    "get_any": {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"const": "two"}, "c": {"enum": [True, None]}},
+        "additionalProperties": False,
+    },
+}
+_REQUIRED = completion.ToolChoice(mode=completion.TOOL_MODE_REQUIRED)
+
+
+def _tools(*, strict: bool = False) -> list[completion.Tool]:
+    return [
+        completion.Tool(name=name, parameters_json=json.dumps(schema), strict=strict)
+        for name, schema in _SCHEMAS.items()
+    ]
+
+
+class _Model:
+    """A checkpoint whose model says anything that the grammar allows."""
+
+    def __init__(self, directory: Path, template: str) -> None:
+        self.vocabulary: Vocabulary = chat_vocabulary(directory, template)
+        self.templates = ChatTemplates(self.vocabulary, "m")
+        self._end = self.vocabulary.ids["</s>"]
+        self._tokenizer = LLTokenizer(str(directory / "tokenizer.json"), eos_token=self._end)
+
+    def constrain(
+        self, state: ReasoningState = ReasoningState.NONE, **fields: Any
+    ) -> Constraint | None:
+        return constrain(completion.ChatRequest(**fields), self.templates.answers, state)
+
+    def matcher(self, constraint: Constraint) -> LLMatcher:
+        specification.check(constraint.grammar)
+        matcher = LLMatcher(self._tokenizer, specification.translate(constraint.grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def say(
+        self, constraint: Constraint, seed: int, *, begin: str = "", most: int = 2_000
+    ) -> str | None:
+        """Random text; None where it did not end."""
+        matcher, generator = self.matcher(constraint), random.Random(seed)
+        ids = self.vocabulary.encode(begin, add_special_tokens=False) if begin else []
+        assert matcher.try_consume_tokens(ids) == len(ids)
+        while not matcher.is_stopped() and len(ids) < most:
+            mask = matcher.compute_logit_bias()
+            allowed = [token for token, bias in enumerate(mask) if bias]
+            token = generator.choice(allowed)
+            if self._end in allowed and generator.random() < 0.5:
+                token = self._end
+            if token == self._end:
+                break
+            assert matcher.consume_token(token)
+            ids.append(token)
+        if not matcher.is_accepting() and not matcher.is_stopped():
+            return None
+        detokenizer = Detokenizer(self.templates.table)
+        return "".join(map(detokenizer.feed, ids))
+
+    def read(self, text: str) -> tuple[str, str, list[tuple[str, Any]]]:
+        """Reasoning, content and calls."""
+        parser = self.templates.parser(ReasoningState.POSSIBLE, arguments_schemas(_tools()))
+        said = {SegmentKind.REASONING: "", SegmentKind.CONTENT: ""}
+        calls: list[tuple[str, str]] = []
+        for part in (*parser.feed(text), *parser.finish(is_cut=False)):
+            if part.kind is SegmentKind.CALL:
+                calls.append((part.text, ""))
+            elif part.kind is SegmentKind.ARGUMENTS:
+                calls[-1] = calls[-1][0], calls[-1][1] + part.text
+            elif part.kind in said:
+                said[part.kind] += part.text
+        decoded = [(name, json.loads(arguments)) for name, arguments in calls]
+        return said[SegmentKind.REASONING], said[SegmentKind.CONTENT], decoded
+
+
+@pytest.fixture(scope="module", params=_FORMATS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Model:
+    return _Model(tmp_path_factory.mktemp("model"), TEMPLATES[request.param])
+
+
+def test_forced_calls_are_calls_that_fit(model: _Model) -> None:
+    """Of every tool, with and without what is optional, one or several."""
+    seen: set[str] = set()
+    counts: set[int] = set()
+    for single in (False, True):
+        constraint = model.constrain(
+            tools=_tools(), tool_choice=_REQUIRED, parallel_tool_calls=not single
+        )
+        assert constraint is not None
+        for seed in range(24):
+            text = model.say(constraint, seed)
+            if text is None:
+                continue
+            _, content, calls = model.read(text)
+            assert content == ""
+            assert 1 <= len(calls) <= (1 if single else 99)
+            counts.add(len(calls))
+            for name, arguments in calls:
+                seen.add(name)
+                jsonschema.validate(arguments, _SCHEMAS[name])
+    assert seen == set(_SCHEMAS)
+    several = model.templates.answers.calls.name not in ("json", "llama3_json")
+    assert (len(counts) > 1) == several
+
+
+def test_a_named_tool_is_the_only_one(model: _Model) -> None:
+    constraint = model.constrain(tools=_tools(), tool_choice=completion.ToolChoice(name="get_any"))
+    assert constraint is not None
+    said = [text for seed in range(4) if (text := model.say(constraint, seed)) is not None]
+    assert said
+    for text in said:
+        [(name, arguments)] = model.read(text)[2]
+        assert name == "get_any"
+        jsonschema.validate(arguments, _SCHEMAS[name])
+
+
+def test_a_strict_call_fits_once_it_is_begun(model: _Model) -> None:
+    """Free text is free, and no call of it is malformed."""
+    form = model.templates.answers.calls
+    constraint = model.constrain(tools=_tools(strict=True))
+    assert constraint is not None
+    free = model.matcher(constraint)
+    words = model.vocabulary.encode("return the def ", add_special_tokens=False)
+    assert free.try_consume_tokens(words) == len(words)
+    assert free.is_accepting()
+    begin = form.opens[0] if form.opens else "{"
+    for before in ("", "Well: ") if form.opens else ("",):
+        text = model.say(constraint, 5, begin=before + begin)
+        if text is None:
+            continue
+        _, content, calls = model.read(text.partition("\x00")[0])
+        assert calls
+        assert content.startswith(before.strip())
+        for name, arguments in calls[:1]:
+            jsonschema.validate(arguments, _SCHEMAS[name])
+
+
+def test_content_or_a_call_behind_reasoning(tmp_path: Path) -> None:
+    """The grammar is that of the content: reasoning is free, and so is the choice of a call."""
+    template = TEMPLATES["hermes"] + "{# </think> #}"
+    model = _Model(tmp_path, template)
+    grammar = types.GrammarSpec(json_schema='{"type":"object","properties":{"a":{"const":1}},'
+        '"required":["a"],"additionalProperties":false}')  # fmt: skip
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    for state, texts in (
+        (ReasoningState.OPEN, {"hm {</think>\n\n": True}),
+        (ReasoningState.POSSIBLE, {"<think>hm</think>\n\n": True, "": True}),
+        (ReasoningState.NONE, {"": True, "<think>hm</think>": False}),
+    ):
+        constraint = model.constrain(state, grammar=grammar, tools=_tools())
+        assert constraint is not None
+        for thought, allowed in texts.items():
+            for answer in ('{"a":1}', call):
+                ids = model.vocabulary.encode(thought + answer, add_special_tokens=False)
+                matcher = model.matcher(constraint)
+                taken = matcher.try_consume_tokens(ids) == len(ids)
+                assert (taken and matcher.is_accepting()) == allowed
+    assert model.constrain(grammar=grammar) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong"),
+    [
+        ({"regex": "[a/]b"}, "/b", "cb"),
+        ({"json_object": types.JsonObject()}, "{}", "[]"),
+        ({"lark": 'start: "re" rest\nrest: "turn"'}, "return", "re"),
+        ({"choice": types.ChoiceList(choices=["a", 'b"'])}, 'b"', "b"),
+        ({"llguidance": '{"grammars":[{"lark_grammar":"start: \\"ab\\""}]}'}, "ab", "a"),
+    ],
+)
+def test_every_kind_of_grammar_constrains_content(
+    kind: dict[str, Any], right: str, wrong: str, tmp_path: Path
+) -> None:
+    model = _Model(tmp_path, TEMPLATES["thinking"])
+    constraint = model.constrain(ReasoningState.OPEN, grammar=types.GrammarSpec(**kind))
+    assert constraint is not None
+    for text, expected in ((right, True), (wrong, False)):
+        ids = model.vocabulary.encode(f"x</think>{text}", add_special_tokens=False)
+        matcher = model.matcher(constraint)
+        taken = matcher.try_consume_tokens(ids) == len(ids)
+        assert (taken and matcher.is_accepting()) == expected
+
+
+def test_what_a_form_can_not_enforce_is_refused_by_its_field(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}
+    tools = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
+    model = _Model(tmp_path / "xml", TEMPLATES["qwen3_coder"])
+    with pytest.raises(ServiceError) as caught:
+        model.constrain(tools=tools, tool_choice=_REQUIRED)
+    assert caught.value.field == "tools[0].parameters_json"
+    schema = {"properties": {"a": {}}, "required": ["a"], "minProperties": 2}
+    together = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
+    with pytest.raises(ServiceError, match="minProperties"):
+        model.constrain(tools=together, tool_choice=_REQUIRED)
+    bare = _Model(tmp_path / "json", TEMPLATES["json"])
+    with pytest.raises(ServiceError) as caught:
+        bare.constrain(tools=tools, grammar=types.GrammarSpec(regex="a"))
+    assert caught.value.field == "grammar"
+
+
+def test_strings_without_quotes_may_have_what_is_not_enforced_anyway(tmp_path: Path) -> None:
+    """pydantic's SecretStr and bytes have it."""
+    model = _Model(tmp_path / "xml", TEMPLATES["qwen3_coder"])
+    secret = {"type": "string", "format": "password", "writeOnly": True, "contentEncoding": "x"}
+    for schema, is_taken in ((secret, True), ({"format": "date"}, False), ({"format": []}, False)):
+        properties = {"properties": {"a": {"type": "string"} | schema}}
+        tools = [completion.Tool(name="f", parameters_json=json.dumps(properties))]
+        with contextlib.nullcontext() if is_taken else pytest.raises(ServiceError, match="format"):
+            constraint = model.constrain(tools=tools, tool_choice=_REQUIRED)
+            assert constraint.ignored == [
+                "tools[0].parameters_json.properties.a.format",
+                "tools[0].parameters_json.properties.a.contentEncoding",
+            ]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [1]},
+        {"properties": {"a": 1, "b": {"enum": 5}, "c": {"anyOf": 7}, "d": {"type": [[]]}}},
+        {"properties": {"a": {"$ref": "#/x/y"}, "b": {"$ref": "#"}}, "required": 3},
+        {"properties": {"a": {"allOf": [{"$ref": "#/properties/a"}]}}},
+    ],
+)
+def test_a_schema_that_is_none_fails_in_words(model: _Model, schema: dict[str, Any]) -> None:
+    """Here, or later in those of the grammar service; the model's calls are read all the same."""
+    tools = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
+    with contextlib.suppress(ServiceError):
+        model.constrain(tools=tools, tool_choice=_REQUIRED)
+    parser = model.templates.parser(ReasoningState.NONE, arguments_schemas(tools))
+    text = "<function=f><parameter=a>1</parameter><parameter=c>1</parameter></function>"
+    assert [*parser.feed(text), *parser.finish(is_cut=False)]

@@ -1,0 +1,346 @@
+"""Reasoning, content and calls in generated text: what a message says does not depend on how its
+text arrives, arguments are JSON, and nothing is lost."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.tokenizer.chat.answer.message_parser import MessageParser, Segment, SegmentKind
+from services.tokenizer.chat.answer.response_parser import ResponseParser
+from services.tokenizer.chat.answer.tool_formats import (
+    JSON_FORMAT,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ReasoningFormat,
+    ToolFormat,
+)
+
+_FORMATS = {form.name: form for form in (*TOOL_FORMATS, JSON_FORMAT)}
+_THINK = REASONING_FORMATS[0]
+_TOOLS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "where": {"$ref": "#/$defs/place"},
+        },
+        "$defs": {"place": {"type": "object"}},
+    },
+    "get_time": {"type": "object", "properties": {}},
+    "get": {"type": "object", "properties": {"x": {}}},
+}
+
+
+@dataclass(slots=True)
+class _Message:
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    fragments: int = 0
+    source: int = 0
+
+    def take(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            self.source += segment.source
+            if segment.kind is SegmentKind.CONTENT:
+                self.content += segment.text
+            elif segment.kind is SegmentKind.REASONING:
+                self.reasoning += segment.text
+            elif segment.kind is SegmentKind.CALL:
+                self.calls.append((segment.text, ""))
+            elif segment.kind is SegmentKind.ARGUMENTS:
+                name, arguments = self.calls[-1]
+                self.calls[-1] = name, arguments + segment.text
+                self.fragments += 1
+
+    def decoded(self) -> list[tuple[str, object]]:
+        return [(name, json.loads(arguments)) for name, arguments in self.calls]
+
+
+def _parser(
+    form: ToolFormat | None,
+    reasoning: ReasoningFormat | None = None,
+    *,
+    is_reasoning: bool = False,
+    is_forced: bool = False,
+) -> MessageParser:
+    return ResponseParser(reasoning, form, _TOOLS, is_reasoning=is_reasoning, is_forced=is_forced)
+
+
+def _read(
+    parser: MessageParser,
+    pieces: Sequence[str],
+    *,
+    is_cut: bool = False,
+    is_stopped: bool = False,
+) -> _Message:
+    message = _Message()
+    for piece in pieces:
+        message.take(parser.feed(piece))
+    message.take(parser.finish(is_cut=is_cut, is_stopped=is_stopped))
+    assert message.source == len("".join(pieces))
+    return message
+
+
+_WEATHER = ("get_weather", {"city": "São Tomé", "days": 3})
+_TIME: tuple[str, dict[str, object]] = ("get_time", {})
+# by format: the text, the content, the calls
+_CASES: list[tuple[str, str, str, list[tuple[str, dict[str, object]]]]] = [
+    (
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "São Tomé", "days": 3}}\n'
+        "</tool_call>",
+        "",
+        [_WEATHER],
+    ),
+    (
+        "hermes",
+        'Let me see.\n\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"arguments": {"city": "São Tomé", "days": 3}, "name": "get_weather"}\n'
+        "</tool_call>\n",
+        "Let me see.",
+        [_TIME, _WEATHER],
+    ),
+    ("hermes", '<tool_call>{"name": "get_time"}</tool_call>', "", [_TIME]),
+    ("hermes", '<tool_call>{"name": "get_time", "arguments": null}', "", [_TIME]),
+    ("hermes", '<tool_call>{"name": "get_time", "arguments": "{}"}', "", [_TIME]),
+    ("hermes", "a <tool_box> and <tool_call", "a <tool_box> and <tool_call", []),
+    (
+        "hermes",
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        [],
+    ),
+    (
+        "hermes",
+        ' <tool_call> <tool_call>{"name": "get_time", "arguments": {}}</tool_call> so',
+        " <tool_call>so",
+        [_TIME],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "São Tomé", "days": 3} oh',
+        "oh",
+        [_WEATHER],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "São Tomé", "days": 3!}}',
+        "!}}",
+        [_WEATHER],
+    ),
+    (
+        "hermes",
+        '<tool_call>[{"name": "get_time", "arguments": {}}]</tool_call>',
+        '<tool_call>[{"name": "get_time", "arguments": {}}]</tool_call>',
+        [],
+    ),
+    (
+        "qwen3_coder",
+        "Well:\n<tool_call>\n<function=get_weather>\n<parameter=city>\nSão Tomé\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+        "<function=get_time>\n</function>\n</tool_call>",
+        "Well:",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "qwen3_coder",
+        '<function=get_weather><parameter=where>{"a": [1]}</parameter><parameter=units>null'
+        "</parameter><parameter=city>null\n</parameter></function>",
+        "",
+        [("get_weather", {"where": {"a": [1]}, "units": None, "city": "null"})],
+    ),
+    ("qwen3_coder", "<function=get_weather> <b", "<b", [("get_weather", {})]),
+    ("qwen3_coder", "<function=get_weath> <b", "<function=get_weath> <b", []),
+    (
+        "mistral",
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "São Tomé", "days": 3}[TOOL_CALLS]get_time[ARGS]{}',
+        "",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "mistral",
+        'Hm. [TOOL_CALLS]get_time[CALL_ID]123456789[ARGS]{} [TOOL_CALLS] get_weather{"days": 1}.',
+        "Hm..",
+        [_TIME, ("get_weather", {"days": 1})],
+    ),
+    (
+        "mistral_array",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "São Tomé", "days": 3}, '
+        '"id": "123456789"}, {"name": "get_time", "arguments": {}}]',
+        "",
+        [_WEATHER, _TIME],
+    ),
+    ("mistral_array", "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
+    (
+        "llama3_json",
+        '<|python_tag|>{"type": "function", "name": "get_weather", "parameters": '
+        '{"city": "São Tomé", "days": 3}}; {"name": "get_time", "parameters": {}}',
+        "",
+        [_WEATHER, _TIME],
+    ),
+    ("llama3_json", '\n{"name": "get_time", "parameters": {}} done', "done", [_TIME]),
+    ("llama3_json", '{"a": {"name": "get_time"}}', '{"a": {"name": "get_time"}}', []),
+    ("llama3_json", 'So {"name": "get_time"}', 'So {"name": "get_time"}', []),
+    ("llama3_json", '<|python_tag|>print("hi")', '<|python_tag|>print("hi")', []),
+    ("json", '{"name": "get_time", "arguments": {}}', "", [_TIME]),
+    (
+        "pythonic",
+        "[get_weather(city='São Tomé', days=3), get_time()]",
+        "",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "pythonic",
+        'I think <|python_start|>[get(x=[true, {"a": null}, -1.5, (")", "\\"")])]<|python_end|>',
+        "I think",
+        [("get", {"x": [True, {"a": None}, -1.5, [")", '"']]})],
+    ),
+    ("pythonic", "[get_time(), 3]", ", 3]", [_TIME]),
+    ("pythonic", "[1, 2]", "[1, 2]", []),
+    ("pythonic", "[get(x=open('f'))]", "[get(x=open('f'))]", []),
+    ("pythonic", "[get(1)]", "[get(1)]", []),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), _CASES)
+def test_calls_are_told_from_content(
+    form: str, text: str, content: str, calls: list[tuple[str, object]]
+) -> None:
+    """Whether the text comes at once, by characters, or in two parts cut anywhere."""
+    whole = _read(_parser(_FORMATS[form]), [text])
+    assert (whole.content, whole.decoded()) == (content, calls)
+    single = _read(_parser(_FORMATS[form]), list(text))
+    assert (single.content, single.calls) == (content, whole.calls)
+    for cut in range(len(text)):
+        parts = _read(_parser(_FORMATS[form]), [text[:cut], text[cut:]])
+        assert (parts.content, parts.calls) == (content, whole.calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [(form, text) for form, text, content, calls in _CASES if calls and not content],
+)
+@pytest.mark.parametrize("ending", ["is_cut", "is_stopped"])
+def test_a_call_that_is_interrupted_leaves_no_markup(form: str, text: str, ending: str) -> None:
+    """Wherever the limit or a stop string falls, users would be shown `<tool_call>`."""
+    for cut in range(len(text)):
+        for pieces in ([text[:cut]], list(text[:cut])):
+            forced = _read(_parser(_FORMATS[form], is_forced=True), pieces, **{ending: True})
+            free = _read(_parser(_FORMATS[form]), pieces, **{ending: True})
+            assert forced.content.strip() == free.content.strip() == ""
+            assert free.calls == forced.calls
+
+
+def test_half_a_mark_behind_a_call_is_left_out() -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}'
+    for rest in ("", "\n", "\n</tool_", "\n</tool_call>"):
+        message = _read(_parser(_FORMATS["hermes"]), [call + rest], is_cut=True)
+        assert (message.content, message.decoded()) == ("", [_TIME])
+    others = _read(_parser(_FORMATS["hermes"]), [call + "\n</b>"], is_cut=True)
+    assert others.content == "</b>"
+
+
+def test_half_a_mark_behind_other_text_stays() -> None:
+    """A sentence may end with "<", and whoever continues the answer would miss it."""
+    for text in ("if a <", "if a <tool", "<tool_call", "Well. <tool_call"):
+        expected = "" if text == "<tool_call" else text
+        assert _read(_parser(_FORMATS["hermes"]), [text], is_cut=True).content == expected
+
+
+def test_half_a_mark_of_reasoning_is_left_out() -> None:
+    assert _read(_parser(None, _THINK), ["\n<thi"], is_cut=True).content == ""
+    open_thought = _read(_parser(None, _THINK), ["<think>\n</thi"], is_cut=True)
+    assert (open_thought.reasoning, open_thought.content) == ("", "")
+    assert _read(_parser(None, _THINK), ["<thi"]).content == "<thi"
+    assert _read(_parser(None, _THINK), [" \n"], is_cut=True).content == " \n"
+
+
+def test_what_an_answer_ends_with_of_its_own_accord_stays() -> None:
+    """It is no call, and was never to become one."""
+    for form, text in (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("json", '{"name"')):
+        assert _read(_parser(_FORMATS[form]), [text]).content == text
+
+
+_SCRAPS = st.sampled_from(
+    [text[begin:] for _, text, _, _ in _CASES for begin in (0, len(text) // 2)]
+    + [mark for form in _FORMATS.values() for mark in form.marks]
+    + ["<think>", "</think>", "\n", " ", "{", "}", '"', "[", "]", "get_time", "\\", "é", "😀", ","]
+)
+
+
+@given(
+    st.sampled_from(sorted(_FORMATS)),
+    st.booleans(),
+    st.booleans(),
+    st.lists(_SCRAPS, max_size=8),
+    st.data(),
+)
+def test_whatever_the_text_its_parts_make_the_same_message(
+    form: str, is_reasoning: bool, is_cut: bool, scraps: list[str], data: st.DataObject
+) -> None:
+    """And arguments are JSON, unless the answer was cut within them."""
+    text = "".join(scraps)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    messages = [
+        _read(_parser(_FORMATS[form], _THINK, is_reasoning=is_reasoning), parts, is_cut=is_cut)
+        for parts in ([text], pieces)
+    ]
+    for message in messages:
+        message.fragments = 0
+    assert messages[0] == messages[1]
+    for place, (name, arguments) in enumerate(messages[0].calls):
+        assert name in _TOOLS
+        if not is_cut or place < len(messages[0].calls) - 1:
+            assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_reasoning", "reasoning", "content"),
+    [
+        ("<think>\nHm, <b>.\n</think>\n\nYes.\n", False, "Hm, <b>.", "Yes.\n"),
+        ("\nHm.</think>Yes.", True, "Hm.", "Yes."),
+        ("Yes. <think>no</think>", False, "", "Yes. <think>no</think>"),
+        ("  Yes.", False, "", "  Yes."),
+        ("Hm. </th", True, "Hm. </th", ""),
+    ],
+)
+def test_reasoning_is_split_off(
+    text: str, is_reasoning: bool, reasoning: str, content: str
+) -> None:
+    for pieces in ([text], list(text)):
+        message = _read(_parser(None, _THINK, is_reasoning=is_reasoning), pieces)
+        assert (message.reasoning, message.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize("key", ["name", "arguments"])
+def test_a_number_that_python_reads_no_digits_of_is_no_call(key: str) -> None:
+    other = '"arguments": {}' if key == "name" else '"name": "get_time"'
+    text = f'<tool_call>{{"{key}": {"9" * 5_000}, {other}}}</tool_call>'
+    message = _read(_parser(_FORMATS["hermes"]), [text])
+    assert (message.content, message.calls) == (text, [])
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    """A client that shows them would wait for the whole call."""
+    text, _ = json.dumps({"city": "x" * 100, "days": 3}), None
+    call = f'<tool_call>\n{{"name": "get_weather", "arguments": {text}}}\n</tool_call>'
+    message = _read(_parser(_FORMATS["hermes"]), list(call))
+    assert message.calls == [("get_weather", text)]
+    assert message.fragments == len(text)
+
+
+def test_a_call_that_the_limit_cut_stays_open() -> None:
+    """Closed for the model, it would be run with half of its arguments."""
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ber'
+    cut = _read(_parser(_FORMATS["hermes"]), [text], is_cut=True)
+    assert cut.calls == [("get_weather", '{"city": "Ber')]
+    ended = _read(_parser(_FORMATS["hermes"]), [text])
+    assert ended.calls == [("get_weather", '{"city": "Ber"}')]

@@ -1,0 +1,213 @@
+"""Every wrong field is refused by its path, before any work."""
+
+import grpc
+import pytest
+
+from services.tokenizer.completion.validation import check_complete
+from services.tokenizer.limits import Limits
+from services.tokenizer.text.infill import InfillOrder, InfillTemplate
+from tokenwire.completion.v1 import completion_pb2 as completion
+from tokenwire.engine.v1 import engine_pb2
+from tokenwire.errors import ServiceError
+from tokenwire.types.v1 import types_pb2 as types
+
+_BASIC = (
+    engine_pb2.CAPABILITY_SAMPLING,
+    engine_pb2.CAPABILITY_STOPPING,
+    engine_pb2.CAPABILITY_LOGPROBS,
+    engine_pb2.CAPABILITY_PROMPT_LOGPROBS,
+)
+_INFILL = InfillTemplate("x", InfillOrder.PREFIX_SUFFIX_MIDDLE, 1, 2, 3, None, ())
+_TEXT = completion.Prompt(text="a")
+_TOOL = completion.Tool(name="f")
+
+
+def _limits(*, all_capabilities: bool) -> Limits:
+    capabilities = engine_pb2.Capability.values() if all_capabilities else _BASIC
+    return Limits(
+        "m", "fp_0", 64, 100, frozenset({2}), frozenset(capabilities), 5, 20, 128, 16, True
+    )
+
+
+def _error(
+    request: completion.CompleteRequest,
+    *,
+    all_capabilities: bool = True,
+    infill: InfillTemplate | None = None,
+) -> ServiceError:
+    with pytest.raises(ServiceError) as caught:
+        check_complete(request, _limits(all_capabilities=all_capabilities), infill)
+    return caught.value
+
+
+def _request(**fields: object) -> completion.CompleteRequest:
+    return completion.CompleteRequest(**{"prompts": [_TEXT], **fields})  # type: ignore[arg-type]
+
+
+def _ids(*ids: int) -> completion.Prompt:
+    return completion.Prompt(token_ids=types.TokenIds(ids=ids))
+
+
+_INVALID: list[tuple[str, dict[str, object]]] = [
+    ("prompts", {"prompts": []}),
+    ("prompts[0]", {"prompts": [completion.Prompt()]}),
+    ("prompts[1].token_ids.ids", {"prompts": [_TEXT, _ids()]}),
+    ("prompts[1].token_ids.ids[2]", {"prompts": [_TEXT, _ids(1, 99, 100)]}),
+    ("n", {"n": 0}),
+    ("n", {"n": 129}),
+    ("n", {"prompts": [_TEXT] * 2, "n": 65}),
+    ("prompts", {"prompts": [_TEXT] * 129}),
+    ("best_of", {"n": 2, "best_of": 1, "delivery": completion.DELIVERY_WHOLE}),
+    ("best_of", {"best_of": 2}),
+    ("best_of", {"n": 2, "best_of": 3, "delivery": completion.DELIVERY_DELTAS}),
+    ("best_of", {"prompts": [_TEXT] * 2, "best_of": 65, "delivery": completion.DELIVERY_WHOLE}),
+    ("logprobs", {"logprobs": 6}),
+    ("stopping.max_tokens", {"stopping": types.StoppingParams(max_tokens=0)}),
+    ("stopping.min_tokens", {"stopping": types.StoppingParams(min_tokens=17)}),
+    ("stopping.stop_token_ids", {"stopping": types.StoppingParams(stop_token_ids=[1] * 129)}),
+    ("stopping.stop_token_ids[1]", {"stopping": types.StoppingParams(stop_token_ids=[1, 100])}),
+    ("stop", {"stop": ["a"] * 17}),
+    ("stop[1]", {"stop": ["a", ""]}),
+    ("stop[0]", {"stop": ["a" * 1_001]}),
+    ("images", {"images": ["data:,"]}),
+    ("tool_choice", {"tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_REQUIRED)}),
+    ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(name="g")}),
+    ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(mode=9)}),
+    ("tools[1].name", {"tools": [_TOOL, _TOOL]}),
+    (
+        "grammar",
+        {
+            "tools": [_TOOL],
+            "tool_choice": completion.ToolChoice(name="f"),
+            "grammar": types.GrammarSpec(regex="a"),
+        },
+    ),
+    ("context_overflow", {"context_overflow": 9}),
+    ("delivery", {"delivery": 9}),
+    ("dry_sequence_breakers", {"dry_sequence_breakers": ["\n"]}),
+    *(
+        (
+            field,
+            {
+                "sampling": types.SamplingParams(dry=types.DryParams(multiplier=1)),
+                "dry_sequence_breakers": breakers,
+            },
+        )
+        for field, breakers in (
+            ("dry_sequence_breakers", ["a"] * 33),
+            ("dry_sequence_breakers[1]", ["a", ""]),
+            ("dry_sequence_breakers[0]", ["a" * 65]),
+        )
+    ),
+    ("no_dry_sequence_breakers", {"no_dry_sequence_breakers": True}),
+    *(
+        (
+            "no_dry_sequence_breakers",
+            {
+                "sampling": types.SamplingParams(
+                    dry=types.DryParams(multiplier=1, breaker_ids=ids)
+                ),
+                "dry_sequence_breakers": breakers,
+                "no_dry_sequence_breakers": True,
+            },
+        )
+        for ids, breakers in (([1], []), ([], ["a"]))
+    ),
+    ("grammar", {"grammar": types.GrammarSpec()}),
+    ("grammar.regex", {"grammar": types.GrammarSpec(regex="")}),
+    ("grammar.choice.choices", {"grammar": types.GrammarSpec(choice=types.ChoiceList())}),
+    *(
+        (f"sampling.{name}", {"sampling": types.SamplingParams(**{name: value})})  # type: ignore[arg-type]
+        for name, value in (
+            ("temperature", -0.1),
+            ("temperature", 2.1),
+            ("temperature", float("nan")),
+            ("top_p", 1.1),
+            ("top_k", 129),
+            ("min_p", -0.1),
+            ("frequency_penalty", 2.5),
+            ("presence_penalty", -2.5),
+            ("repetition_penalty", 0.0),
+            ("repetition_penalty", 2.5),
+        )
+    ),
+    ("sampling.logit_bias[100]", {"sampling": types.SamplingParams(logit_bias={100: 1})}),
+    ("sampling.logit_bias[5]", {"sampling": types.SamplingParams(logit_bias={5: 101})}),
+    (
+        "sampling.dry.base",
+        {"sampling": types.SamplingParams(dry=types.DryParams(multiplier=1, base=0.5))},
+    ),
+    (
+        "sampling.mirostat.target_perplexity",
+        {"sampling": types.SamplingParams(mirostat=types.MirostatParams(target_perplexity=0))},
+    ),
+    (
+        "sampling.top_k",
+        {"sampling": types.SamplingParams(top_k=5, mirostat=types.MirostatParams())},
+    ),
+    (
+        "sampling.temperature",
+        {"sampling": types.SamplingParams(temperature=0, mirostat=types.MirostatParams())},
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "fields"), _INVALID)
+def test_a_wrong_field_is_named(field: str, fields: dict[str, object]) -> None:
+    error = _error(_request(**fields))
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("tools", {"tools": [completion.Tool(name="f", strict=True)]}),
+        ("grammar", {"grammar": types.GrammarSpec(regex="a")}),
+        ("sampling.frequency_penalty", {"sampling": types.SamplingParams(frequency_penalty=1)}),
+        ("sampling.logit_bias", {"sampling": types.SamplingParams(logit_bias={1: 1})}),
+        ("sampling.dry", {"sampling": types.SamplingParams(dry=types.DryParams(multiplier=1))}),
+        ("sampling.mirostat", {"sampling": types.SamplingParams(mirostat=types.MirostatParams())}),
+    ],
+)
+def test_what_the_engine_does_not_implement_is_refused(
+    field: str, fields: dict[str, object]
+) -> None:
+    """Accepted and ignored, it would give another answer than was asked for."""
+    error = _error(_request(**fields), all_capabilities=False)
+    assert (error.code, error.field) == (grpc.StatusCode.UNIMPLEMENTED, field)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "m", "best_of": 1, "delivery": completion.DELIVERY_WHOLE},
+        {"n": 2, "best_of": 128, "delivery": completion.DELIVERY_WHOLE},
+        {"best_of": 1, "delivery": completion.DELIVERY_DELTAS},
+        {"n": 3, "best_of": 3},
+        {"tools": [_TOOL], "tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_AUTO)},
+        {"tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_AUTO)},
+        {"tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_NONE)},
+        {
+            "tools": [completion.Tool(name="f", strict=True)],
+            "tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_NONE),
+        },
+        {"model": "default", "echo": True, "stopping": types.StoppingParams(max_tokens=0)},
+        {"sampling": types.SamplingParams(frequency_penalty=0, repetition_penalty=1)},
+        {"sampling": types.SamplingParams(temperature=2, top_p=0, top_k=128, min_p=1)},
+        {"n": 128},
+        {"stop": ["a"] * 16, "logprobs": 5},
+    ],
+)
+def test_the_edges_of_what_is_allowed_are_allowed(fields: dict[str, object]) -> None:
+    check_complete(_request(**fields), _limits(all_capabilities=False), None)
+
+
+def test_echo_and_infill_exclude_each_other() -> None:
+    request = _request(suffix="b", echo=True)
+    assert _error(request, infill=_INFILL).field == "echo"
+    check_complete(request, _limits(all_capabilities=False), None)  # there it is appended
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    error = _error(_request(model="other"))
+    assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")

@@ -1,0 +1,175 @@
+"""Incremental decoding: what streams is what the tokenizer decodes, character for character."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from services.tokenizer.text.detokenizer import Detokenizer, UnsupportedDecoderError, token_table
+from services.tokenizer.text.vocabulary import Vocabulary
+from tests.unit.tokenizer.checkpoints import byte_fallback, byte_level
+
+_LEVEL, _FALLBACK = byte_level(plain=("<tool>",)), byte_fallback()
+
+
+def _table_of(tokenizer: Tokenizer, decoder: dict[str, object]):  # type: ignore[no-untyped-def]
+    specials = [i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special]
+    return token_table(tokenizer.get_vocab(), decoder, tokenizer.get_vocab_size() + 2, specials)
+
+
+_LEVEL_TABLE = _table_of(_LEVEL, {"type": "ByteLevel"})
+_FALLBACK_TABLE = _table_of(
+    _FALLBACK,
+    {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ],
+    },
+)
+
+
+def _ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40)
+
+
+def _texts(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    return [*(detokenizer.feed(token) for token in ids), detokenizer.flush()]
+
+
+@given(_ids(_LEVEL))
+def test_any_ids_decode_as_the_tokenizer_does(ids: list[int]) -> None:
+    """Otherwise streamed text differs from the tokenizer's, on bytes that are no UTF-8 say."""
+    assert "".join(_texts(Detokenizer(_LEVEL_TABLE), ids)) == _LEVEL.decode(ids)
+
+
+@given(st.text(max_size=60))
+def test_texts_survive_byte_level_tokens(text: str) -> None:
+    ids = _LEVEL.encode(text, add_special_tokens=False).ids
+    expected = _LEVEL.decode(ids)
+    texts = _texts(Detokenizer(_LEVEL_TABLE), ids)
+    assert "".join(texts) == expected
+    assert texts[-1] == ""
+
+
+@given(st.text(max_size=60))
+def test_texts_survive_byte_fallback(text: str) -> None:
+    ids = _FALLBACK.encode(text).ids
+    assert "".join(_texts(Detokenizer(_FALLBACK_TABLE), ids)) == _FALLBACK.decode(ids)
+
+
+@given(_ids(_FALLBACK))
+@settings(max_examples=300)
+def test_byte_fallback_keeps_whole_characters_and_replaces_each_stray_byte(ids: list[int]) -> None:
+    """As the tokenizer decodes every run of bytes that is wholly text or holds no character; a
+    mixed run keeps its characters here, where the tokenizer would drop them after the fact."""
+    expected, run, is_mixed = "", b"", False
+    for token in [*ids, None]:
+        name = "" if token is None else _FALLBACK.id_to_token(token)
+        if name.startswith("<0x"):
+            run += bytes.fromhex(name[3:5])
+        elif token is None or name not in ("<unk>", "<s>", "</s>"):
+            decoded = _decode_bytes(run)
+            is_mixed |= "\ufffd" in decoded and decoded.strip("\ufffd") != ""
+            expected, run = expected + decoded + name.replace("▁", " "), b""
+    expected = expected.removeprefix(" ")
+    assert "".join(_texts(Detokenizer(_FALLBACK_TABLE), ids)) == expected
+    assert is_mixed or _FALLBACK.decode(ids) == expected
+
+
+def _decode_bytes(data: bytes) -> str:
+    """Character by character; a byte that begins none is U+FFFD."""
+    text = ""
+    while data:
+        size = next((size for size in range(1, 5) if _is_text(data[:size])), 0)
+        text += data[:size].decode() if size else "\ufffd"
+        data = data[size or 1 :]
+    return text
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@given(_ids(_LEVEL), st.integers(0, 40))
+def test_a_prompt_in_front_changes_nothing_but_where_text_begins(ids: list[int], cut: int) -> None:
+    """A completion of id prompts that end inside a character finishes the character, unless a
+    special token of the prompt, whose text an echo shows, ended it."""
+    prompt, rest = ids[:cut], ids[cut:]
+    alone = Detokenizer(_LEVEL_TABLE)
+    for token in prompt:
+        if alone.leaves_out(token):
+            alone.flush()
+        alone.feed(token)
+    assert Detokenizer(_LEVEL_TABLE, prompt).is_inherited == alone.holds_back
+    expected = [alone.feed(token) for token in rest]
+    primed = Detokenizer(_LEVEL_TABLE, prompt)
+    assert [primed.feed(token) for token in rest] == expected
+
+
+@given(_ids(_LEVEL))
+def test_peek_foretells_feed(ids: list[int]) -> None:
+    """Else the chosen token's text differs from its own candidate's."""
+    detokenizer = Detokenizer(_LEVEL_TABLE)
+    for token in ids:
+        foretold = detokenizer.peek(token)
+        added = detokenizer.feed(token)
+        assert foretold == (_LEVEL.id_to_token(token) if detokenizer.leaves_out(token) else added)
+
+
+def test_unfinished_bytes_add_nothing_and_the_finishing_token_the_character() -> None:
+    detokenizer = Detokenizer(_LEVEL_TABLE)
+    ids = [_LEVEL.token_to_id(character) for character in "ðŁĺĢ"]  # the bytes of 😀
+    assert [detokenizer.feed(token) for token in ids] == ["", "", "", "😀"]
+    assert not detokenizer.holds_back
+
+
+def test_a_character_is_the_prompts_until_a_token_goes_on_with_it() -> None:
+    """Else a prompt that ends inside a character shows U+FFFD twice, or not at all."""
+    first, second, third, _ = (_LEVEL.token_to_id(character) for character in "ðŁĺĢ")
+    detokenizer = Detokenizer(_LEVEL_TABLE, [first, second])
+    assert detokenizer.feed(_LEVEL.token_to_id("<s>")) == ""
+    assert detokenizer.is_inherited
+    assert detokenizer.feed(third) == ""
+    assert not detokenizer.is_inherited
+    assert detokenizer.flush() == "\ufffd"
+    assert Detokenizer(_LEVEL_TABLE, [first, second]).flush() == "\ufffd"
+
+
+def test_thousands_of_invalid_bytes_come_out_as_they_arrive() -> None:
+    """`DecodeStream` of tokenizers emits nothing for them, at quadratic cost."""
+    detokenizer = Detokenizer(_LEVEL_TABLE)
+    stray = _LEVEL.token_to_id("ĺ")
+    assert [detokenizer.feed(stray) for _ in range(5_000)] == ["\ufffd"] * 5_000
+
+
+def test_only_the_start_of_a_text_loses_its_space() -> None:
+    word = _FALLBACK.token_to_id("▁def")
+    begin = _FALLBACK.token_to_id("<s>")
+    assert Detokenizer(_FALLBACK_TABLE).feed(word) == "def"
+    assert Detokenizer(_FALLBACK_TABLE, [begin]).feed(word) == "def"
+    assert Detokenizer(_FALLBACK_TABLE, [begin, word]).feed(word) == " def"
+    assert Detokenizer(_FALLBACK_TABLE, [begin], begins_text=False).feed(word) == " def"
+
+
+def test_padding_ids_add_nothing() -> None:
+    assert Detokenizer(_LEVEL_TABLE).feed(_LEVEL.get_vocab_size() + 1) == ""
+
+
+def test_an_unknown_decoder_is_named() -> None:
+    with pytest.raises(UnsupportedDecoderError, match="WordPiece"):
+        token_table({"a": 0}, {"type": "WordPiece"}, 1, ())
+
+
+def test_the_vocabulary_decodes_special_tokens_on_demand(vocabulary: Vocabulary) -> None:
+    assert vocabulary.bos_id is not None
+    ids = [vocabulary.bos_id, *vocabulary.encode_plain("def")]
+    assert "".join(vocabulary.decode(ids)) == "def"
+    assert "".join(vocabulary.decode(ids, skip_special_tokens=False)).startswith("<s>")
