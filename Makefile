@@ -68,7 +68,7 @@ images: ## Build the container images
 
 clean: ## Remove .venv and what was built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
-	  $(patsubst protos/%,%,$(wildcard protos/tokenwire/*)) services/engine/kernels/*.so
+	  tokenwire/pb services/engine/kernels/*.so
 
 # all of this goes to stderr, so that the stdout of `make serve` is the server's one line
 .venv/bin/python:

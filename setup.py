@@ -1,18 +1,36 @@
-"""Builds what is generated: the protobuf stubs, and the engine's CPU kernels."""
+"""Build of generated files: the protobuf stubs in tokenwire/pb, and the engine's CPU kernels."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from setuptools import Distribution, find_packages, setup
 
 ROOT = Path(__file__).parent
+STUBS = ROOT / "tokenwire" / "pb"
+_STUB_IMPORT = re.compile(r"^from tokenwire\.(?=\w+\.v1 import)", re.MULTILINE)
 
 
 def generate_stubs() -> None:
-    """Write *_pb2.py, *_pb2_grpc.py and their .pyi below tokenwire/, from protos/tokenwire/."""
+    """Write *_pb2.py, *_pb2_grpc.py and their .pyi below tokenwire/pb, from protos/tokenwire."""
+    with tempfile.TemporaryDirectory() as output:
+        _run_protoc(output)
+        generated = sorted(Path(output, "tokenwire").rglob("*.py*"))
+        shutil.rmtree(STUBS, ignore_errors=True)
+        for source in generated:
+            target = STUBS / source.relative_to(Path(output, "tokenwire"))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # protoc derives module names from the files' places below protos/
+            target.write_text(_STUB_IMPORT.sub("from tokenwire.pb.", source.read_text()))
+            for package in (target.parent, target.parent.parent, STUBS):
+                (package / "__init__.py").touch()
+
+
+def _run_protoc(output: str) -> None:
     from grpc_tools import protoc
 
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -28,15 +46,11 @@ def generate_stubs() -> None:
         f"--proto_path={ROOT / 'protos'}",
         f"--proto_path={include}",
         *(f"--plugin={plugin}" for plugin in plugins),
-        *(f"--{output}_out={ROOT}" for output in ("python", "grpc_python", "mypy", "mypy_grpc")),
+        *(f"--{kind}_out={output}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")),
         *files,
     ]
     if protoc.main(arguments) != 0:
         raise SystemExit("protoc failed")
-    for proto in files:
-        package = (ROOT / Path(proto).relative_to(ROOT / "protos")).parent
-        for folder in (package, package.parent):
-            (folder / "__init__.py").touch()
 
 
 def build_kernels() -> None:

@@ -43,7 +43,7 @@ from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.steering import Steering
 from services.grammar.matching.token_index import TokenIndex
 from services.grammar.matching.vocabulary import Vocabulary, load
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 _MODEL = Path(__file__).parent.parent / "models" / "tokenwire-code-6m"
 _DRAFTS = {

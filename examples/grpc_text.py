@@ -4,9 +4,9 @@ import os
 
 import grpc
 
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.types.v1 import types_pb2
 
 with grpc.insecure_channel(os.environ.get("TOKENIZER", "127.0.0.1:50051")) as channel:
     request = completion_pb2.CompleteRequest(

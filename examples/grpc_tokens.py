@@ -4,9 +4,9 @@ import os
 
 import grpc
 
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
+from tokenwire.pb.types.v1 import types_pb2
 
 with grpc.insecure_channel(os.environ.get("ENGINE", "127.0.0.1:50052")) as channel:
     model = EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())

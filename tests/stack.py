@@ -16,8 +16,8 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenwire.channel import connect
-from tokenwire.engine.v1.engine_pb2 import Load, WatchLoadRequest
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.pb.engine.v1.engine_pb2 import Load, WatchLoadRequest
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 
 __all__ = [
     "MortalEngine",

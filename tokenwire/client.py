@@ -25,13 +25,17 @@ import grpc
 
 from tokenwire.channel import connect
 from tokenwire.closing import Closing
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.completion.v1.completion_pb2 import Tool, ToolChoice
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.conversation import ChatAnswer, ChatChoice, ChatDelta, Message
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2 import Tool, ToolChoice
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+from tokenwire.pb.types.v1 import types_pb2
+from tokenwire.pb.types.v1.types_pb2 import DryParams, GrammarSpec, MirostatParams
 from tokenwire.results import (
     Choice,
     Completion,
@@ -55,10 +59,6 @@ from tokenwire.session import (
     engine_session,
 )
 from tokenwire.stream import RequestStream
-from tokenwire.tokenizer.v1 import tokenizer_pb2
-from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
-from tokenwire.types.v1 import types_pb2
-from tokenwire.types.v1.types_pb2 import DryParams, GrammarSpec, MirostatParams
 
 __all__ = [
     "ChatOptions",

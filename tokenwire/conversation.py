@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from tokenwire.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 from tokenwire.results import FinishReason, Scores, Usage
-from tokenwire.types.v1 import types_pb2
 
 __all__ = [
     "ChatAnswer",

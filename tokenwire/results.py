@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.tokenizer.v1 import tokenizer_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
     "Choice",

@@ -14,11 +14,11 @@ import grpc
 from google.protobuf.message import Message
 
 from tokenwire.channel import MESSAGE_LIMIT
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
 
 __all__ = [
     "CompletionSession",

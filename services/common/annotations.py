@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["ENCODINGS", "ENFORCED_FORMATS", "unenforced", "unenforced_in"]
 

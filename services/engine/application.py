@@ -13,7 +13,7 @@ from services.engine.frontend.control_service import EngineControlServicer
 from services.engine.frontend.engine_service import EngineServicer
 from services.engine.frontend.frontend import Frontend
 from services.engine.settings import EngineSettings
-from tokenwire.engine.v1 import engine_pb2, engine_pb2_grpc
+from tokenwire.pb.engine.v1 import engine_pb2, engine_pb2_grpc
 
 __all__ = ["EngineApplication"]
 

@@ -19,8 +19,8 @@ from services.grammar.compiling.compiler import Compiler
 from services.grammar.matching.cache import GrammarCache
 from services.grammar.matching.vocabulary import load
 from services.grammar.servicer import GrammarServicer
-from tokenwire.grammar.v1 import grammar_pb2
-from tokenwire.grammar.v1.grammar_pb2_grpc import add_GrammarServiceServicer_to_server
+from tokenwire.pb.grammar.v1 import grammar_pb2
+from tokenwire.pb.grammar.v1.grammar_pb2_grpc import add_GrammarServiceServicer_to_server
 
 __all__ = ["GrammarApplication", "GrammarSettings"]
 

@@ -20,9 +20,9 @@ from services.grammar.matching.vocabulary import Vocabulary
 from services.grammar.metrics import COMPILE_SECONDS, COMPILES, MATCHERS, STEP_SECONDS
 from services.grammar.specification import Kind
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.grammar.v1 import grammar_pb2
-from tokenwire.grammar.v1.grammar_pb2_grpc import GrammarServiceServicer
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.grammar.v1 import grammar_pb2
+from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceServicer
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["GrammarServicer"]
 

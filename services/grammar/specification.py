@@ -13,7 +13,7 @@ from services.grammar import gbnf, structural_tag
 from services.grammar.error import GrammarError
 from services.grammar.schemas import json_schema, rewriting, strings
 from services.grammar.schemas.json_positions import JsonPositions, may_repeat
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["Kind", "check", "identity", "kind_of", "locate", "positions", "size_of", "translate"]
 

@@ -9,7 +9,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 from services.common.json_values import Json
 from services.grammar.error import GrammarError
 from services.grammar.schemas import json_schema
-from tokenwire.types.v1.types_pb2 import StructuralTag, TaggedStructure
+from tokenwire.pb.types.v1.types_pb2 import StructuralTag, TaggedStructure
 
 __all__ = ["check", "parts_of", "read"]
 

@@ -28,10 +28,10 @@ from services.tokenizer.text.infill import INFILL_FAMILIES, InfillTemplate, dete
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tokenizer_service import TokenizerServicer
 from tokenwire.channel import LOST_SECONDS
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.completion.v1.completion_pb2_grpc import add_CompletionServiceServicer_to_server
-from tokenwire.tokenizer.v1 import tokenizer_pb2
-from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import add_TokenizerServiceServicer_to_server
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2_grpc import add_CompletionServiceServicer_to_server
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import add_TokenizerServiceServicer_to_server
 
 __all__ = ["TokenizerApplication", "TokenizerSettings"]
 

@@ -23,10 +23,10 @@ from services.tokenizer.completion.plan import CompleteWork, Work
 from services.tokenizer.outbox import Outbox
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceServicer
-from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceServicer
+from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.turns import Turns
 
 __all__ = ["CompletionServicer", "Works"]

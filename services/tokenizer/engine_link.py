@@ -13,9 +13,9 @@ from services.common.settings import StartupError
 from services.tokenizer.limits import Limits
 from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.channel import LOST_SECONDS, connect
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.session import engine_session
 
 __all__ = ["EngineLink", "LinkSettings"]

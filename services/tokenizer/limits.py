@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tokenwire.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
 
 __all__ = ["Limits"]
 

@@ -15,10 +15,10 @@ from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate, assemble_infill
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tools import check_tools
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.tokenizer.v1 import tokenizer_pb2
-from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceServicer
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceServicer
 
 __all__ = ["TokenizerServicer"]
 

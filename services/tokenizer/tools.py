@@ -7,9 +7,9 @@ from typing import Any, NoReturn, TypeAlias
 
 from services.common.annotations import unenforced
 from services.common.json_values import Json
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
     "PlacedTool",

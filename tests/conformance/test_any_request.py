@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from services.http_shim.formats.requests import ChatBody, CompletionBody
 from tests.stack import Stack
 from tokenwire.channel import connect
-from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.types.v1 import types_pb2 as types
 from tokenwire.session import CompletionSession, completion_session
-from tokenwire.types.v1 import types_pb2 as types
 
 Values: TypeAlias = st.SearchStrategy[Any]
 

@@ -19,13 +19,13 @@ import pytest_asyncio
 from tests.services.shim import running_shim
 from tests.stack import Stack, running_service
 from tokenwire.channel import connect
-from tokenwire.completion.v1 import completion_pb2 as completion
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2 import Capability, GenerateRequest, GetModelRequest
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1 import types_pb2 as types
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2 import Capability, GenerateRequest, GetModelRequest
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
+from tokenwire.pb.types.v1 import types_pb2 as types
 
 Sampling, Stopping = types.SamplingParams, types.StoppingParams
 Fields: TypeAlias = dict[str, Any]

@@ -18,9 +18,9 @@ from tokenwire.client import (
     Tool,
     ToolChoice,
 )
-from tokenwire.completion.v1.completion_pb2 import CompleteRequest, Prompt
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1.completion_pb2 import CompleteRequest, Prompt
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.results import FinishReason
 
 PROMPT = "def add(a, b):"

@@ -11,14 +11,14 @@ import pytest
 
 from tests.stack import Stack
 from tokenwire.channel import connect
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.completion.v1.completion_pb2 import CompleteRequest, Prompt
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.engine.v1.engine_pb2 import GenerateRequest
-from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
-from tokenwire.tokenizer.v1.tokenizer_pb2 import DecodeRequest, RenderInfillRequest
-from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
-from tokenwire.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2 import CompleteRequest, Prompt
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.pb.tokenizer.v1.tokenizer_pb2 import DecodeRequest, RenderInfillRequest
+from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+from tokenwire.pb.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
 
 PROMPTS = [
     "import os\nimport sys\n\n",

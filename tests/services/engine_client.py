@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2 import (
+from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2 import (
     GenerateRequest,
     GenerateResponse,
     SessionCommand,
@@ -14,9 +15,8 @@ from tokenwire.engine.v1.engine_pb2 import (
     SessionRequest,
     SessionStart,
 )
-from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
-from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.pb.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
 
 
 def make_request(

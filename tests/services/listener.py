@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
 
 __all__ = ["Listener"]
 

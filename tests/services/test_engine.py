@@ -16,8 +16,9 @@ from tests.services.engine_client import (
     start,
 )
 from tests.unit.engine.tiny import CONTEXT, EOS, VOCABULARY
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2 import (
+from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2 import (
     Capability,
     GenerateRequest,
     ResumedSequence,
@@ -25,9 +26,8 @@ from tokenwire.engine.v1.engine_pb2 import (
     SessionCommand,
     SessionCredit,
 )
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub
-from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import (
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.pb.types.v1.types_pb2 import (
     DryParams,
     FinishReason,
     GrammarSpec,

@@ -37,11 +37,11 @@ from tests.stack import (
 )
 from tests.unit.engine.tiny import VOCABULARY, make_checkpoint
 from tokenwire.channel import connect
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2 import SessionCancel, SessionCommand
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2 import SessionCancel, SessionCommand
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 
 async def test_a_client_that_leaves_frees_its_blocks(

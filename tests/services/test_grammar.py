@@ -28,9 +28,9 @@ from services.grammar.compiling.compiler import Compiler
 from services.grammar.error import GrammarError
 from tokenwire.channel import MESSAGE_LIMITS, connect
 from tokenwire.errors import ServiceError
-from tokenwire.grammar.v1 import grammar_pb2
-from tokenwire.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
-from tokenwire.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject
+from tokenwire.pb.grammar.v1 import grammar_pb2
+from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
+from tokenwire.pb.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject
 
 PADDING = 5  # logits wider than the tokenizer, as many checkpoints have
 PERSON = {

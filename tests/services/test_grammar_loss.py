@@ -17,7 +17,8 @@ from services.engine.messages import Mask, Token
 from tests.services.relay import relay
 from tests.stack import RunningService, free_ports, running_service
 from tokenwire.channel import connect
-from tokenwire.engine.v1.engine_pb2 import (
+from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1.engine_pb2 import (
     GenerateRequest,
     SessionCommand,
     SessionCredit,
@@ -25,9 +26,8 @@ from tokenwire.engine.v1.engine_pb2 import (
     SessionRequest,
     SessionStart,
 )
-from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
-from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import GrammarSpec, SamplingParams, StoppingParams, TokenIds
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, SamplingParams, StoppingParams, TokenIds
 
 SCHEMA = {
     "type": "array",

@@ -20,12 +20,12 @@ import pytest_asyncio
 from tests.stack import RunningService, is_idle, loop_process, running_service, watch_load
 from tokenwire.channel import connect
 from tokenwire.client import EngineClient
-from tokenwire.completion.v1 import completion_pb2 as completion
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.engine.v1 import engine_pb2 as generation
-from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1 import types_pb2 as types
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.engine.v1 import engine_pb2 as generation
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.pb.types.v1 import types_pb2 as types
 
 Call: TypeAlias = Any  # of grpc.aio; its stubs give each rpc another type
 Metadata: TypeAlias = tuple[tuple[str, str], ...]

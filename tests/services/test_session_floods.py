@@ -9,10 +9,10 @@ import pytest
 
 from tests.stack import Stack
 from tokenwire.channel import connect
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
 
 MANY = 20_000
 MOST_CREDIT = 2**32 - 1

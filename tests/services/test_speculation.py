@@ -5,9 +5,9 @@ from pathlib import Path
 
 from tests.stack import metrics_of, running_service
 from tokenwire.channel import connect
-from tokenwire.engine.v1.engine_pb2 import GenerateRequest, SequenceFinished
-from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
-from tokenwire.types.v1.types_pb2 import GrammarSpec, SamplingParams, StoppingParams, TokenIds
+from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest, SequenceFinished
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, SamplingParams, StoppingParams, TokenIds
 
 RECORD = {
     "type": "object",

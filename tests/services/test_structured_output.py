@@ -16,10 +16,10 @@ from tests.services.schemas import SUPPORTED, UNSUPPORTED, Sample
 from tests.stack import Stack
 from tokenwire.channel import connect
 from tokenwire.client import Client, GrammarSpec
-from tokenwire.engine.v1.engine_pb2 import GenerateRequest, ResumedSequence
-from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import TokenIds
+from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest, ResumedSequence
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.pb.types.v1.types_pb2 import TokenIds
 
 # a leap second is a time to the grammar, but not to Python: times are left out
 FORMATS = jsonschema.FormatChecker(formats=("date", "email", "ipv4", "ipv6", "uuid"))

@@ -12,9 +12,9 @@ import pytest
 from tests.stack import RunningService, running_service
 from tests.unit.engine import tiny
 from tokenwire.channel import connect
-from tokenwire.engine.v1.engine_pb2 import GenerateRequest
-from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceStub
-from tokenwire.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
+from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
+from tokenwire.pb.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
 
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 _PROMPTS = ([1, 2, 3], [4, 5], list(range(1, 41)))

@@ -23,13 +23,13 @@ from tests.stack import (
     watch_load,
 )
 from tokenwire.channel import connect
-from tokenwire.completion.v1 import completion_pb2 as completion
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+from tokenwire.pb.types.v1 import types_pb2 as types
 from tokenwire.session import CompletionSession, completion_session
-from tokenwire.tokenizer.v1 import tokenizer_pb2
-from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
-from tokenwire.types.v1 import types_pb2 as types
 
 _PROMPT = 'def add(a, b):\n    """Return the sum'
 _GREEDY = types.SamplingParams(temperature=0)

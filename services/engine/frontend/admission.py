@@ -18,9 +18,9 @@ from services.engine.messages import (
     SamplingSettings,
     StoppingSettings,
 )
-from tokenwire.engine.v1.engine_pb2 import GenerateRequest, ResumedSequence
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.types.v1.types_pb2 import (
+from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest, ResumedSequence
+from tokenwire.pb.types.v1.types_pb2 import (
     DryParams,
     MirostatParams,
     SamplingParams,

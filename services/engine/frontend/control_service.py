@@ -11,10 +11,10 @@ import grpc
 from services.engine.frontend.admission import default_sampling
 from services.engine.frontend.frontend import Frontend
 from services.engine.settings import EngineSettings
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2 import Capability
-from tokenwire.engine.v1.engine_pb2_grpc import EngineControlServiceServicer
 from tokenwire.errors import invalid
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2 import Capability
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceServicer
 
 __all__ = ["EngineControlServicer"]
 

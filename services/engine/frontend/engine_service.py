@@ -15,15 +15,15 @@ from services.engine.frontend.outbox import Outbox
 from services.engine.frontend.session import Session
 from services.engine.frontend.sink import Sink
 from services.engine.settings import EngineSettings
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2 import (
+from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2 import (
     GenerateRequest,
     GenerateResponse,
     SessionRequest,
     SessionResponse,
 )
-from tokenwire.engine.v1.engine_pb2_grpc import EngineServiceServicer
-from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceServicer
 
 __all__ = ["EngineServicer"]
 

@@ -49,9 +49,9 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.settings import EngineSettings
-from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import FinishReason, GrammarSpec, StopMatch, Usage
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.types.v1.types_pb2 import FinishReason, GrammarSpec, StopMatch, Usage
 
 __all__ = ["Caller", "Frontend"]
 

@@ -14,9 +14,9 @@ import grpc
 
 from services.common.logging import request_id, traceparent
 from tokenwire.errors import ServiceError
-from tokenwire.grammar.v1 import grammar_pb2
-from tokenwire.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.grammar.v1 import grammar_pb2
+from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["GRAMMAR_HANGS", "GrammarClient", "MaskState", "MaskStream"]
 

@@ -15,7 +15,7 @@ from services.engine.frontend.mask_stream import GRAMMAR_HANGS, GrammarClient, M
 from services.engine.messages import Guessed, Mask, Token
 from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["Matchers"]
 

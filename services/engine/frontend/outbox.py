@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from services.engine.messages import Score, Token
-from tokenwire.engine.v1.engine_pb2 import OutputDelta
-from tokenwire.types.v1.types_pb2 import TokenColumns
+from tokenwire.pb.engine.v1.engine_pb2 import OutputDelta
+from tokenwire.pb.types.v1.types_pb2 import TokenColumns
 
 __all__ = ["Event", "Outbox", "add_scores"]
 

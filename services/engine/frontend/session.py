@@ -16,15 +16,15 @@ from services.engine.frontend import metrics
 from services.engine.frontend.frontend import Caller, Frontend
 from services.engine.frontend.outbox import Outbox
 from services.engine.frontend.sink import Sink
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2 import (
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2 import (
     GenerateRequest,
     SessionCommand,
     SessionEvent,
     SessionRequest,
     SessionResponse,
 )
-from tokenwire.errors import ServiceError, invalid
 from tokenwire.turns import Turns
 
 __all__ = ["Session"]

@@ -6,9 +6,9 @@ from typing import Generic, TypeVar
 
 from services.engine.frontend.outbox import Outbox
 from services.engine.messages import Token
-from tokenwire.engine.v1 import engine_pb2
-from tokenwire.engine.v1.engine_pb2 import GenerateResponse, SessionEvent
 from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2 import GenerateResponse, SessionEvent
 
 __all__ = ["Sink"]
 

@@ -30,7 +30,7 @@ from services.grammar import specification
 from services.grammar.error import GrammarError
 from services.grammar.matching.prototype import compile_prototype, reason_of, shortened
 from services.grammar.matching.vocabulary import load
-from tokenwire.types.v1.types_pb2 import GrammarSpec, JsonObject
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, JsonObject
 
 __all__ = ["HEADER", "READY", "TIMED_OUT", "Verdict"]
 

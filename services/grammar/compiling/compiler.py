@@ -14,7 +14,7 @@ from services.grammar.compiling.compile_process import HEADER, READY, TIMED_OUT,
 from services.grammar.compiling.compile_slots import CompileSlots
 from services.grammar.error import GrammarError
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["Compiler"]
 

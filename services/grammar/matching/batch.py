@@ -13,8 +13,8 @@ from services.grammar.matching.prototype import reason_of
 from services.grammar.matching.vocabulary import Vocabulary
 from services.grammar.metrics import MASKS
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.grammar.v1 import grammar_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.grammar.v1 import grammar_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["MatcherBatch"]
 

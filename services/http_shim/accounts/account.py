@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import grpc
 
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.serving.keys import Tier
 
 __all__ = [

@@ -11,12 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.logging import request_id, traceparent
 from services.http_shim.accounts.account import GenerationRequest
 from tokenwire.channel import LOST_SECONDS, connect
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.session import Listener, completion_session
-from tokenwire.tokenizer.v1 import tokenizer_pb2
-from tokenwire.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 
 __all__ = ["Backend", "Patience", "Submission"]
 

@@ -10,8 +10,8 @@ import grpc
 from services.http_shim.backends.backend import Patience
 from services.http_shim.backends.served import Connection, ServedModel, model_not_found
 from services.http_shim.formats.cards import ModelCard, catalog_card
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.serving.catalog import CatalogError, CatalogModel, read_catalog
 
 __all__ = ["Catalog"]

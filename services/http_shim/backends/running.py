@@ -5,9 +5,9 @@ from typing import Generic, cast
 
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.formats.responses import Delta
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["Running"]
 

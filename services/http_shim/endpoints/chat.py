@@ -6,7 +6,7 @@ from services.http_shim.endpoints.generation import Generation
 from services.http_shim.formats.chat_responses import ChatShape
 from services.http_shim.formats.chat_translate import chat_param_of, to_chat_request
 from services.http_shim.formats.requests import ChatBody
-from tokenwire.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["Chat"]
 

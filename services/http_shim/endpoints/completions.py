@@ -6,7 +6,7 @@ from services.http_shim.endpoints.generation import Generation
 from services.http_shim.formats.completion_responses import CompletionShape
 from services.http_shim.formats.requests import CompletionBody
 from services.http_shim.formats.translate import param_of, to_complete_request
-from tokenwire.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["Completions"]
 

@@ -19,7 +19,7 @@ from services.http_shim.formats.responses import (
 )
 from services.http_shim.http.exchange import Exchange
 from services.http_shim.metrics import FIRST_TOKEN, INTER_TOKEN
-from tokenwire.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["EventStream"]
 

@@ -28,9 +28,9 @@ from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["Generation", "watch_for_leaving"]
 

@@ -22,9 +22,9 @@ from services.http_shim.http.access import charged, direct
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["MultiAnswer", "MultiCompletion"]
 

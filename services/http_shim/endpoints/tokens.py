@@ -18,8 +18,8 @@ from services.http_shim.http.access import model_for
 from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import exchange_of
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.tokenizer.v1 import tokenizer_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["AppliedTemplate", "Detokenized", "Tokenized", "TokenizerInfo", "Tokens"]
 

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from tokenwire.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.serving.catalog import CatalogModel
 
 __all__ = ["ModelCard", "ModelList", "catalog_card", "served_card"]

@@ -4,9 +4,9 @@ from services.http_shim.formats.constraint_translate import json_text
 from services.http_shim.formats.conversation import message_param, messages_of
 from services.http_shim.formats.requests import ChatBody, TemplateBody
 from services.http_shim.formats.translate import param_of, shared_fields, tool_param, tools_of
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
-from tokenwire.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 
 __all__ = ["chat_param_of", "rendered_param_of", "to_chat_request", "to_render_request"]
 

@@ -16,8 +16,8 @@ from services.http_shim.formats.responses import (
     matched_stop_of,
     stop_reason_of,
 )
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["Choice", "CompletionShape"]
 

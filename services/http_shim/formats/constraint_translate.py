@@ -24,7 +24,7 @@ from services.http_shim.formats.requests import (
     ResponseFormat,
 )
 from tokenwire.errors import invalid
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["constraint_of", "constraint_param", "json_text", "schema_place"]
 

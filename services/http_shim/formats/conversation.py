@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["CalledFunction", "Message", "MessageCall", "message_param", "messages_of"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from services.http_shim.formats.responses import PromptLogprobs, PromptToken, finite
-from tokenwire.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["prompt_logprobs_of"]
 

@@ -20,9 +20,9 @@ from services.http_shim.formats.requests import (
     FunctionTool,
     GenerationBody,
 )
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
     "param_of",

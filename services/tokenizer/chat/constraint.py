@@ -7,9 +7,9 @@ from services.common.annotations import unenforced_in
 from services.tokenizer.chat.answer.call_grammars import MessageGrammar, ReasoningState
 from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
 from services.tokenizer.tools import PlacedTool, unenforced_in_tools
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["AnswerFormat", "Constraint", "constrain", "forces_calls"]
 

@@ -28,8 +28,8 @@ from services.tokenizer.chat.template.template_probe import find_turn_end, probe
 from services.tokenizer.text.chat_templates import DEFAULT_TEMPLATE
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tools import template_tools
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["ChatPrompt", "ChatTemplates", "RenderedChat"]
 

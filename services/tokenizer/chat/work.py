@@ -18,10 +18,10 @@ from services.tokenizer.completion.validation import check_complete, check_model
 from services.tokenizer.limits import Limits
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tools import arguments_schemas, check_tools
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["ChatWork"]
 

@@ -11,9 +11,9 @@ from services.tokenizer.completion.echo import Echo
 from services.tokenizer.completion.plan import ChoicePlan
 from services.tokenizer.completion.stops import StopMatcher, StopStringMatch
 from services.tokenizer.text.detokenizer import Detokenizer
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["Choice", "Outcome"]
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.tokenizer.text.detokenizer import Detokenizer
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["Columns", "Score", "read_scores"]
 

@@ -21,10 +21,10 @@ from services.tokenizer.engine_link import EngineLink
 from services.tokenizer.metrics import METRICS
 from services.tokenizer.outbox import Outbox
 from services.tokenizer.text.detokenizer import Detokenizer
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["CallContext", "Completion", "Completions", "Losses"]
 

@@ -21,10 +21,10 @@ from services.tokenizer.text.detokenizer import TokenTable
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tools import call_grammar, forced_tools, unenforced_in_tools
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
     "ChoicePlan",

@@ -9,8 +9,8 @@ import grpc
 from services.tokenizer.text.detokenizer import TokenTable
 from services.tokenizer.text.infill import InfillTemplate, assemble_infill
 from services.tokenizer.text.vocabulary import TextEncoding, Vocabulary
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
     "EncodedPrompt",

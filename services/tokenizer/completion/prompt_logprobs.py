@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from services.tokenizer.completion.columns import Score
 from services.tokenizer.text.detokenizer import TokenTable
-from tokenwire.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["PromptLogprobs"]
 

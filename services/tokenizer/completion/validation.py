@@ -12,10 +12,10 @@ import grpc
 from services.tokenizer.limits import Limits
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.tools import call_grammar, check_tools
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from services.common.annotations import unenforced, unenforced_in
-from tokenwire.types.v1.types_pb2 import GrammarSpec, JsonObject
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, JsonObject
 
 SCHEMA = {
     "type": "object",

@@ -10,8 +10,8 @@ from llguidance import LLTokenizer
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.vocabulary import load
 from services.grammar.specification import check, translate
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 from tokenwire.serving.stack_layout import embedded_checkpoint
-from tokenwire.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["BYTES", "TOKENIZERS", "Drawing"]
 

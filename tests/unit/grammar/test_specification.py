@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from services.grammar.error import GrammarError
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.specification import check, identity, locate, translate
-from tokenwire.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject, StructuralTag
+from tokenwire.pb.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject, StructuralTag
 
 BYTES = LLTokenizer("byte")
 

@@ -8,7 +8,7 @@ from google.protobuf.json_format import MessageToDict
 
 from services.grammar.error import GrammarError
 from tests.unit.grammar.test_specification import accepts
-from tokenwire.types.v1.types_pb2 import GrammarSpec, StructuralTag, TaggedStructure
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, StructuralTag, TaggedStructure
 
 INTEGER = '{"type": "integer"}'
 

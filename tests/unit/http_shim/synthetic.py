@@ -8,8 +8,8 @@ from services.http_shim.formats.completion_responses import CompletionShape
 from services.http_shim.formats.requests import CompletionBody
 from services.http_shim.formats.responses import Delta, Envelope
 from services.http_shim.http.exchange import Exchange
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 ACCEPTED = completion_pb2.CompleteAccepted(
     model="m", system_fingerprint="fp", prompts=[types_pb2.TokenIds(ids=[7, 8])], seed=1

@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 
 from services.tokenizer.tools import call_grammar, check_tools
-from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
 
 _MODES = {
     "none": completion.TOOL_MODE_NONE,

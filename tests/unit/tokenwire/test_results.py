@@ -5,9 +5,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenwire.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 from tokenwire.results import Choice, Delta, FinishReason, Scores
-from tokenwire.types.v1 import types_pb2
 
 _columns = st.integers(0, 3).flatmap(
     lambda width: st.lists(

@@ -20,9 +20,9 @@ from services.tokenizer.chat.answer.call_readers import (
 )
 from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
 from services.tokenizer.tools import PlacedTool, arguments_schema, moved_schema
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import invalid
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["MessageGrammar", "ReasoningState"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from services.tokenizer.completion.columns import Score, read_scores
-from tokenwire.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["ContentTokens", "TokenBytes"]
 

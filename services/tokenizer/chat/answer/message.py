@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable
 
 from services.tokenizer.chat.answer.content_tokens import ContentTokens
 from services.tokenizer.chat.answer.message_parser import MessageParser, Segment, SegmentKind
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["ChatMessage"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from services.common.json_values import Json
 from services.tokenizer.chat.template.arguments import read_arguments, repaired_arguments
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["TemplateFacts", "check_messages", "template_messages"]
 

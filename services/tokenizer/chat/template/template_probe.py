@@ -6,8 +6,8 @@ from dataclasses import replace
 from services.tokenizer.chat.template.conversation import TemplateFacts, template_messages
 from services.tokenizer.chat.template.renderer import Renderer
 from services.tokenizer.chat.template.rendering import RenderJob
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["find_turn_end", "probe_template"]
 

@@ -8,7 +8,7 @@ import pytest
 from services.engine.frontend.frontend import outbox as outbox_module
 from services.engine.frontend.outbox import Outbox
 from services.engine.messages import Token
-from tokenwire.engine.v1.engine_pb2 import SequenceFinished, SessionEvent
+from tokenwire.pb.engine.v1.engine_pb2 import SequenceFinished, SessionEvent
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.vocabulary import Vocabulary
 from services.grammar.specification import translate
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 BYTES = LLTokenizer("byte")
 SIZE = BYTES.vocab_size

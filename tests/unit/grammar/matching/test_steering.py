@@ -18,7 +18,7 @@ from services.grammar.matching.steering import Steering
 from services.grammar.matching.token_index import TokenIndex, ids_of
 from services.grammar.matching.vocabulary import Vocabulary, load
 from services.grammar.specification import check, positions, translate
-from tokenwire.types.v1.types_pb2 import GrammarSpec, JsonObject
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, JsonObject
 
 BYTES = LLTokenizer("byte")
 BY_BYTE = Vocabulary(BYTES, BYTES.vocab_size, tuple(BYTES.eos_tokens), "")

@@ -16,7 +16,7 @@ from services.grammar.matching.token_index import TokenIndex
 from services.grammar.matching.vocabulary import Vocabulary
 from services.grammar.schemas.rewriting import rewrite
 from services.grammar.specification import check, positions, translate
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 BYTES = LLTokenizer("byte")
 VOCABULARY = Vocabulary(BYTES, BYTES.vocab_size, tuple(BYTES.eos_tokens), "")

@@ -11,7 +11,7 @@ from services.grammar.matching.prototype import compile_prototype
 from services.grammar.schemas.strings import held_exactly
 from services.grammar.specification import locate, translate
 from tests.unit.grammar.drawing import BYTES, Drawing
-from tokenwire.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 NAMES = {"properties": {"a\u0001": {"const": 1}}, "required": ["a\u0001", "\u007f"]}
 

@@ -12,10 +12,10 @@ from services.http_shim.accounts.account import (
     lower_output,
 )
 from services.http_shim.errors import http_status
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 from tokenwire.serving.keys import Tier
-from tokenwire.types.v1 import types_pb2
 
 
 def account(**limits: int) -> Account:

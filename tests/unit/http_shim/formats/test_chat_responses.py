@@ -22,8 +22,8 @@ from tests.unit.http_shim.synthetic import (
     feed,
     finished,
 )
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 PROMPT = types_pb2.TokenIds(ids=[7, 8])
 ENVELOPE = Envelope("chatcmpl-1", 1700000000, ACCEPTED, ChatShape.of(ChatBody()))

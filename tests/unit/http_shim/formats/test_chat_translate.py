@@ -16,10 +16,10 @@ from services.http_shim.formats.chat_translate import (
     to_render_request,
 )
 from services.http_shim.formats.requests import ChatBody, TokenizeBody, parse
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
-from tokenwire.tokenizer.v1 import tokenizer_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 HELLO = {"role": "user", "content": "Hello"}
 DECODER = msgspec.json.Decoder(ChatBody)

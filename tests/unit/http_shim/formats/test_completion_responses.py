@@ -10,8 +10,8 @@ from services.http_shim.formats.completion_responses import Choice, CompletionSh
 from services.http_shim.formats.requests import CompletionBody
 from services.http_shim.formats.responses import usage_of
 from tests.unit.http_shim.synthetic import NAN, USAGE, delta, envelope, finished
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 PLAIN = CompletionShape.of(CompletionBody())
 WITH_LOGPROBS = CompletionShape.of(CompletionBody(logprobs=1))

@@ -9,7 +9,7 @@ import pytest
 from services.http_shim.formats.constraint_translate import constraint_of, constraint_param
 from services.http_shim.formats.requests import ChatBody, CompletionBody, parse
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1.types_pb2 import (
+from tokenwire.pb.types.v1.types_pb2 import (
     ChoiceList,
     GrammarSpec,
     JsonObject,

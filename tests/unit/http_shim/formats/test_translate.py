@@ -7,9 +7,9 @@ import pytest
 
 from services.http_shim.formats.requests import CompletionBody
 from services.http_shim.formats.translate import param_of, to_complete_request
-from tokenwire.completion.v1 import completion_pb2
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 
 def body_of(**fields: object) -> CompletionBody:

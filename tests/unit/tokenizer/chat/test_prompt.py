@@ -21,8 +21,8 @@ from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tools import arguments_schemas
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
-from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
 
 _TOOLS = [
     completion.Tool(

@@ -16,8 +16,8 @@ from services.tokenizer.completion.prompt import EncodedPrompt
 from services.tokenizer.completion.stops import compile_stops
 from services.tokenizer.text.detokenizer import Detokenizer, TokenTable, token_table
 from tests.unit.tokenizer.checkpoints import byte_level
-from tokenwire.completion.v1 import completion_pb2
-from tokenwire.types.v1 import types_pb2
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 _TOKENIZER = byte_level()
 _EOS = _TOKENIZER.token_to_id("</s>")

@@ -10,8 +10,8 @@ from services.tokenizer.limits import Limits
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
 from tests.unit.tokenizer.checkpoints import byte_level, write_checkpoint
-from tokenwire.completion.v1 import completion_pb2 as completion
-from tokenwire.types.v1 import types_pb2 as types
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.types.v1 import types_pb2 as types
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from services.tokenizer.completion.prompt import (
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate, assemble_infill
 from services.tokenizer.text.vocabulary import Vocabulary
 from tests.unit.tokenizer.checkpoints import byte_level, write_checkpoint
-from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1 import types_pb2 as types
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.types.v1 import types_pb2 as types
 
 _POLICY = PromptPolicy(
     context_length=8,

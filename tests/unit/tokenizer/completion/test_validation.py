@@ -6,10 +6,10 @@ import pytest
 from services.tokenizer.completion.validation import check_complete
 from services.tokenizer.limits import Limits
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate
-from tokenwire.completion.v1 import completion_pb2 as completion
-from tokenwire.engine.v1 import engine_pb2
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1 import types_pb2 as types
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.types.v1 import types_pb2 as types
 
 _BASIC = (
     engine_pb2.CAPABILITY_SAMPLING,

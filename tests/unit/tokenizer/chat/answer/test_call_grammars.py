@@ -19,9 +19,9 @@ from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tools import arguments_schemas
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
-from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.errors import ServiceError
-from tokenwire.types.v1 import types_pb2 as types
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.types.v1 import types_pb2 as types
 
 _FORMATS = sorted(set(TEMPLATES) - {"parts", "thinking"})
 _SCHEMAS: dict[str, dict[str, Any]] = {

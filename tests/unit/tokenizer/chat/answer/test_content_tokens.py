@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from services.tokenizer.chat.answer.content_tokens import ContentTokens, TokenBytes
-from tokenwire.completion.v1 import completion_pb2 as completion
-from tokenwire.types.v1 import types_pb2 as types
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.types.v1 import types_pb2 as types
 
 # é is 6 and 7; 😀 is 8, 9, 10 and 11; 12 is left out of the text
 _PIECES = [

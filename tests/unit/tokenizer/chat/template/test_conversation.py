@@ -10,8 +10,8 @@ from services.tokenizer.chat.template.conversation import (
     check_messages,
     template_messages,
 )
-from tokenwire.completion.v1 import completion_pb2 as completion
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
 
 _TEXT = completion.ContentPart(text="a")
 _USER = completion.Message(role=completion.ROLE_USER, parts=[_TEXT])
