@@ -161,7 +161,7 @@ class Requests:
 
     def contradict(self, request: Request) -> None:
         """Cut a request whose own limits leave no id to draw."""
-        is_allowed = request.command.sampling.allowed is not None
+        is_allowed = request.command.checked.sampling.allowed is not None
         field = "sampling.allowed_token_ids" if is_allowed else "sampling.bad_token_ids"
         message = (
             "The grammar, allowed_token_ids and bad_words together leave no token to generate: "
@@ -187,20 +187,23 @@ class Requests:
         del self._requests[request.command.handle]
 
     def _add(self, command: AddRequest) -> None:
-        room = [command.stopping.context_length - len(prompt) for prompt in command.prompts]
-        max_tokens = [min(command.stopping.max_tokens, r) for r in room]
+        room = [
+            command.checked.stopping.context_length - len(prompt)
+            for prompt in command.checked.prompts
+        ]
+        max_tokens = [min(command.checked.stopping.max_tokens, r) for r in room]
         refused = self._refusal(command, max_tokens)
         if refused is not None:
             self.report(refused)
             return
         request = Request(command)
-        resumed = {resume.sequence: resume for resume in command.resume}
+        resumed = {resume.sequence: resume for resume in command.checked.resume}
         ahead = {id(s.request) for s in self._scheduler.waiting if s.request.order <= request.order}
         size = self._scheduler.limits.block_size
-        prompts = [Prompt(ids, command.cache_salt, size) for ids in command.prompts]
-        cached = [0] * len(command.prompts)
-        for index in range(len(command.prompts) * command.n):
-            prompt = index // command.n
+        prompts = [Prompt(ids, command.cache_salt, size) for ids in command.checked.prompts]
+        cached = [0] * len(command.checked.prompts)
+        for index in range(len(command.checked.prompts) * command.checked.n):
+            prompt = index // command.checked.n
             sequence = Sequence(
                 request,
                 index,
@@ -224,7 +227,7 @@ class Requests:
         if self._is_full_for(command):
             message = f"{len(self._scheduler.waiting)} sequences wait already; try again."
             return Refused(command.handle, "RESOURCE_EXHAUSTED", "QUEUE_FULL", message, 1.0)
-        for prompt, most in zip(command.prompts, max_tokens, strict=True):
+        for prompt, most in zip(command.checked.prompts, max_tokens, strict=True):
             if not self._scheduler.fits(len(prompt) + most):
                 size = self._scheduler.limits.block_size * self._scheduler.pool.num_blocks
                 message = (
@@ -238,7 +241,7 @@ class Requests:
         """Whether the queue has no room for a request. Beyond its size there is some, up to twice,
         for tenants that have less than their share of it: whoever fills it is refused."""
         scheduler, most = self._scheduler, self._limits.max_waiting
-        waiting, count = len(scheduler.waiting), len(command.prompts) * command.n
+        waiting, count = len(scheduler.waiting), len(command.checked.prompts) * command.checked.n
         places = 0 if waiting else scheduler.free_places  # those that wait come first
         if waiting + count - places <= most:
             return False
@@ -285,7 +288,7 @@ class Requests:
         where the request itself may not allow it.
         """
         command = sequence.request.command
-        is_drawn = command.logprobs is not None or command.sampling.limits_ids
+        is_drawn = command.checked.logprobs is not None or command.checked.sampling.limits_ids
         if is_drawn or sequence.scored < sequence.prompt_length or sequence.max_tokens == 0:
             return
         for token in sequence.forced:
@@ -296,7 +299,7 @@ class Requests:
             self.append(sequence, token, None)
 
     def _end_if_done(self, sequence: Sequence, token: int) -> None:
-        stopping = sequence.request.command.stopping
+        stopping = sequence.request.command.checked.stopping
         if token in stopping.stop_token_ids:
             self.finish(sequence, FinishCause.STOP_TOKEN, token)
         elif token in self._limits.eos_token_ids and not stopping.ignore_eos:
@@ -312,10 +315,10 @@ class Requests:
         # forced tokens may come before anything is computed
         first = max(request.first_token, started) if request.first_token is not None else now
         # the first choice of each prompt tells what was reused; the others share what it computed
-        firsts = request.sequences[:: command.n]
+        firsts = request.sequences[:: command.checked.n]
         return RequestDone(
             handle=command.handle,
-            prompt_tokens=sum(len(prompt) for prompt in command.prompts),
+            prompt_tokens=sum(len(prompt) for prompt in command.checked.prompts),
             completion_tokens=sum(s.position for s in request.sequences),
             cached_tokens=sum(s.cached_tokens or 0 for s in firsts),
             queue_seconds=started - command.arrival,

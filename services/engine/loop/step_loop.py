@@ -16,8 +16,8 @@ from services.engine.execution.model_runner import SCORED_ROWS, Drawn, ModelRunn
 from services.engine.loop.requests import LoopLimits, Requests
 from services.engine.messages import (
     Command,
+    DraftTokens,
     FinishCause,
-    Guessed,
     LoadSnapshot,
     Score,
     ScoredPrompt,
@@ -324,7 +324,7 @@ class StepLoop:
             end_row += chunk.kept
             sequence = chunk.sequence
             end = min(chunk.end + 1, sequence.prompt_length)
-            width = sequence.request.command.prompt_logprobs
+            width = sequence.request.command.checked.prompt_logprobs
             if width is not None:
                 for start in range(max(sequence.scored, chunk.start + 1), end, SCORED_ROWS):
                     if sequence.state is SequenceState.FINISHED:
@@ -461,7 +461,7 @@ class StepLoop:
         for sequence in self._scheduler.guess_ahead():
             _, guesses = sequence.guesses
             handle = sequence.request.command.handle
-            self._requests.report(Guessed(handle, sequence.index, list(guesses)))
+            self._requests.report(DraftTokens(handle, sequence.index, list(guesses)))
 
     def _advance(self, draws: Items[_Draw], logits: Tensor) -> None:
         """Draw tokens, report them, and end the sequences that they end.
@@ -500,7 +500,7 @@ class StepLoop:
 
     def _scores(self, draws: Items[_Draw], logits: Tensor, tokens: Items[int]) -> dict[int, Score]:
         """What was drawn, scored where that was asked for; by row."""
-        widths = [draw.sequence.request.command.logprobs for draw in draws]
+        widths = [draw.sequence.request.command.checked.logprobs for draw in draws]
         scores: dict[int, Score] = {}
         for width in {width for width in widths if width is not None}:
             rows = [i for i, each in enumerate(widths) if each == width]
@@ -509,14 +509,14 @@ class StepLoop:
         return scores
 
     def _row(self, draw: _Draw) -> Row:
-        sequence, stopping = draw.sequence, draw.sequence.request.command.stopping
+        sequence, stopping = draw.sequence, draw.sequence.request.command.checked.stopping
         banned: tuple[int, ...] = ()
         if draw.position < stopping.min_tokens:
             eos = () if stopping.ignore_eos else self._limits.eos_token_ids
             banned = (*eos, *stopping.stop_token_ids)
         if sequence.penalties is not None:
             sequence.penalties.follow(sequence.tokens)
-        sampling = sequence.request.command.sampling
+        sampling = sequence.request.command.checked.sampling
         mask = sequence.mask.allows_at(draw.position) if sequence.mask is not None else None
         forbidden: Items[int] = ()
         if sampling.limits_ids:

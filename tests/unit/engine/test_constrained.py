@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from services.engine.messages import (
     AddRequest,
     Command,
+    DraftTokens,
     Finished,
     GrantCredit,
-    Guessed,
     Mask,
     MirostatSettings,
     Output,
@@ -32,6 +32,7 @@ from tests.unit.engine.tiny import (
     load_tiny,
     make_loop,
     make_request,
+    with_resume,
 )
 
 ALLOWED = st.lists(
@@ -64,14 +65,14 @@ class Grammar:
     due: list[tuple[int, Mask]] = field(default_factory=list)
 
     def open(self, request: AddRequest) -> None:
-        resumed = {resume.sequence: len(resume.generated) for resume in request.resume}
-        for sequence in range(len(request.prompts) * request.n):
+        resumed = {resume.sequence: len(resume.generated) for resume in request.checked.resume}
+        for sequence in range(request.checked.num_sequences):
             self._answer(sequence, resumed.get(sequence, 0), ())
 
     def hear(self, outputs: Sequence[Output]) -> None:
         """What one step brought: all of it comes before the answers."""
         mine = [o for o in outputs if isinstance(o, Token) and o.handle == 1 and o.id != EOS]
-        guessed = {o.sequence: o.ids for o in outputs if isinstance(o, Guessed)}
+        guessed = {o.sequence: o.ids for o in outputs if isinstance(o, DraftTokens)}
         for sequence, position in {token.sequence: token.position + 1 for token in mine}.items():
             if position > self.known[sequence]:
                 self._answer(sequence, position, guessed.get(sequence, ()))
@@ -240,7 +241,7 @@ def test_a_sequence_goes_on_elsewhere_in_the_middle_of_what_is_forced(
     whole = told(generate(decoder, request, allowed))[0][0]
     at = data.draw(st.integers(0, len(allowed) - 1))
     generated = [int(token) for _, token, *_ in whole[:at]]  # type: ignore[call-overload]
-    rest = generate(decoder, replace(request, resume=[Resume(0, generated)]), allowed)
+    rest = generate(decoder, with_resume(request, Resume(0, generated)), allowed)
     assert told(rest)[0][0] == whole[at:]
 
 

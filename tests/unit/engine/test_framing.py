@@ -1,7 +1,14 @@
 """Messages come out whole, however their bytes arrive."""
 
 from services.engine.framing import Unpacker, pack
-from services.engine.messages import CacheFlushed, Guessed, LoadSnapshot, Score, StepOutput, Token
+from services.engine.messages import (
+    CacheFlushed,
+    DraftTokens,
+    LoadSnapshot,
+    Score,
+    StepOutput,
+    Token,
+)
 
 
 def test_pieces_of_any_size_make_the_same_messages() -> None:
@@ -15,7 +22,7 @@ def test_pieces_of_any_size_make_the_same_messages() -> None:
 
 def test_a_step_comes_out_as_it_went_in() -> None:
     scored = Token(1, 0, 7, 42, Score(-0.5, 1, [42], [-0.5]), 2.5)
-    outputs = [Token(1, 0, 6, 41, None), Guessed(1, 0, [3]), CacheFlushed(2), scored]
+    outputs = [Token(1, 0, 6, 41, None), DraftTokens(1, 0, [3]), CacheFlushed(2), scored]
     step = StepOutput(outputs, LoadSnapshot(running=3))
     [message] = Unpacker().feed(pack(step))
     assert message == step

@@ -119,7 +119,7 @@ def test_out_of_memory_is_told_as_such(decoder: Decoder) -> None:
 def test_command_that_raises_fails_its_request_alone(decoder: Decoder) -> None:
     loop = make_loop(decoder)
     bad = make_request(1, [[1, 2]])
-    object.__setattr__(bad, "prompts", [["no id"]])
+    object.__setattr__(bad.checked, "prompts", [["no id"]])
     outputs = run(loop, [bad, make_request(2, [[1, 2]], max_tokens=3)])
     loop.check()
     assert refusals(outputs) == {1: "STEP_FAILED"}

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import accumulate, cycle
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from services.engine.loop.requests import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
     AddRequest,
+    CheckedRequest,
     Command,
     Output,
     Resume,
@@ -143,8 +145,7 @@ def make_request(
     context: int = CONTEXT,
     arrival: float | None = None,
 ) -> AddRequest:
-    return AddRequest(
-        handle=handle,
+    checked = CheckedRequest(
         prompts=prompts,
         n=n,
         sampling=sampling or SamplingSettings(temperature, 1.0, 0, 0.0, seed),
@@ -153,11 +154,19 @@ def make_request(
         prompt_logprobs=prompt_logprobs,
         resume=resume,
         constrained=constrained,
-        credit=credit,
-        cache_salt=salt,
-        priority=priority,
-        arrival=time.monotonic() if arrival is None else arrival,
     )
+    now = time.monotonic() if arrival is None else arrival
+    return AddRequest(handle, checked, credit, salt, priority, now)
+
+
+def with_sampling(request: AddRequest, sampling: SamplingSettings) -> AddRequest:
+    """Return a copy of the request with other sampling settings."""
+    return replace(request, checked=replace(request.checked, sampling=sampling))
+
+
+def with_resume(request: AddRequest, *resume: Resume) -> AddRequest:
+    """Return a copy of the request that resumes these sequences."""
+    return replace(request, checked=replace(request.checked, resume=resume))
 
 
 def mask_of(ids: Collection[int]) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.frontend.loop_client import EngineProcess
+from services.engine.frontend.loop_client import LoopClient
 from services.engine.loop.loop_process import run
 from services.engine.messages import SetMasks
 from services.engine.settings import EngineSettings
@@ -18,7 +18,7 @@ async def test_a_step_that_fails_ends_the_process_and_leaves_its_reason_in_the_l
 ) -> None:
     died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     settings = EngineSettings(model=embedded_model, dtype="float32", kv_memory="16MiB")
-    process = EngineProcess(settings, on_output=lambda _: None, on_death=died.set_result)
+    process = LoopClient(settings, on_output=lambda _: None, on_death=died.set_result)
     await process.start()
     process.send(SetMasks(masks=None))  # type: ignore[arg-type]
     assert "exit code 1" in await died

@@ -49,6 +49,8 @@ from tests.unit.engine.tiny import (
     mask_of,
     run,
     tokens_of,
+    with_resume,
+    with_sampling,
 )
 
 PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=40)
@@ -302,7 +304,7 @@ def test_sampling_is_the_same_alone_crowded_preempted_and_speculated(
     assert loop.take_output().load.preemptions > 0
     for i in range(2):
         assert crowded[1, i] == alone[1, i]
-    plain = replace(request, sampling=GREEDY if sampling.temperature == 0 else FREE)
+    plain = with_sampling(request, GREEDY if sampling.temperature == 0 else FREE)
     assert tokens_of(run(make_loop(decoder), [plain])) != alone
 
 
@@ -315,12 +317,12 @@ def test_sampling_goes_on_elsewhere_from_what_was_told(
     request = make_request(1, [REPEATING], n=2, max_tokens=20, sampling=FEATURES[feature])
     outputs = run(make_loop(decoder), [request])
     whole = {i: [o for o in outputs if isinstance(o, Token) and o.sequence == i] for i in range(2)}
-    assert all((t.mirostat_mu is None) == (request.sampling.mirostat is None) for t in whole[0])
+    assert all((t.mirostat_mu is None) == (FEATURES[feature].mirostat is None) for t in whole[0])
     resume = [
         Resume(i, [t.id for t in tokens[:cut]], tokens[cut - 1].mirostat_mu)
         for i, tokens in whole.items()
     ]
-    outputs = run(make_loop(decoder), [replace(request, resume=resume)])
+    outputs = run(make_loop(decoder), [with_resume(request, *resume)])
     rest = [o for o in outputs if isinstance(o, Token)]
     for i, tokens in whole.items():
         mine = [t for t in rest if t.sequence == i]
@@ -344,7 +346,7 @@ def test_what_ended_a_sequence_ends_it_when_it_is_resumed(decoder: Decoder) -> N
     stopped = make_request(
         1, [[1, 2]], stop=frozenset({5}), resume=[Resume(0, [3, 5])], ignore_eos=False
     )
-    ended = replace(stopped, handle=2, resume=[Resume(0, [3, EOS])])
+    ended = replace(with_resume(stopped, Resume(0, [3, EOS])), handle=2)
     outputs = run(make_loop(decoder), [stopped, ended])
     causes = [o.cause for o in outputs if isinstance(o, Finished)]
     assert causes == [FinishCause.STOP_TOKEN, FinishCause.EOS]
@@ -448,7 +450,7 @@ def test_scoring_a_prompt_takes_no_credit(decoder: Decoder) -> None:
 
 def test_forced_tokens_take_no_more_rows_than_there_is_memory_for() -> None:
     """They are scored in the step that computes them, each in a row of its own."""
-    limits = SchedulerLimits(8, 256, 2.0, BLOCK, 32, most_logits=16)
+    limits = SchedulerLimits(8, 256, 2.0, BLOCK, 32, max_logits_rows=16)
     scheduler = Scheduler(limits, BlockPool(256))
     command = make_request(1, [[5]], n=8, max_tokens=40, logprobs=0, constrained=True)
     request = Request(command)
