@@ -24,7 +24,7 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.execution.model_runner import ModelRunner, StepRoom
 from services.engine.kernels.library import Kernel, OperationCall
 from services.engine.loop import step_loop
-from services.engine.loop.requests import LoopLimits
+from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
     AddRequest,

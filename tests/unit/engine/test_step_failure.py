@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.engine.execution.model_runner import Drawn, ModelRunner
-from services.engine.loop.requests import LoopLimits, Requests
+from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.messages import AddRequest, MirostatSettings, Output, Refused, SamplingSettings
 from services.engine.model.decoder import Decoder
 from services.engine.scheduling.block_pool import BlockPool
@@ -130,7 +130,7 @@ def test_choices_of_a_prompt_share_its_ids_and_the_names_of_its_blocks() -> None
     """128 copies and hashes of a prompt of 128,000 tokens would stop all streams for seconds."""
     limits = SchedulerLimits(64, 64, 2.0, BLOCK, 32)
     scheduler = Scheduler(limits, BlockPool(64))
-    requests = Requests(scheduler, LoopLimits(frozenset(), 64), lambda: 0.0)
+    requests = RequestTable(scheduler, LoopLimits(frozenset(), 64), lambda: 0.0)
     requests.carry_out(make_request(1, [list(range(1, 12))], n=3))
     first, *others = scheduler.waiting
     for other in others:

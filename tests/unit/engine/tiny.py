@@ -12,7 +12,7 @@ from hypothesis import settings
 from safetensors.torch import save_file
 
 from services.engine.execution.model_runner import ModelRunner, StepRoom
-from services.engine.loop.requests import LoopLimits
+from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
     AddRequest,
