@@ -8,7 +8,7 @@ import torch
 
 from services.common.settings import StartupError
 from services.engine.execution.memory_budget import choose_num_blocks, require_memory
-from services.engine.execution.model_runner import max_logits_rows
+from services.engine.execution.model_runner import max_logit_rows
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import touch
 from services.engine.model.attention import KVCache
@@ -83,7 +83,7 @@ def load(settings: EngineSettings) -> LoadedModel:
 def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> None:
     """Take what the largest step writes into."""
     tokens = settings.max_step_tokens + settings.max_running
-    rows = max_logits_rows(settings.max_running)
+    rows = max_logit_rows(settings.max_running)
     require_memory(
         decoder.bytes_to_reserve(tokens, rows),
         f"A step of --max-step-tokens {settings.max_step_tokens} and "

@@ -17,7 +17,7 @@ from typing import NoReturn
 from services.common import logging as service_logging
 from services.common.settings import StartupError
 from services.engine.execution.loaded_model import LoadedModel, load
-from services.engine.execution.model_runner import ModelRunner, StepRoom, max_logits_rows
+from services.engine.execution.model_runner import ModelRunner, StepRoom, max_logit_rows
 from services.engine.framing import Unpacker, pack
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
@@ -86,7 +86,7 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, RankGro
             block_size=cache.block_size,
             rows_at_once=decoder.rows_at_once,
             speculate=settings.speculate == "ngram",
-            max_logits_rows=max_logits_rows(settings.max_running),
+            max_logit_rows=max_logit_rows(settings.max_running),
         ),
         BlockPool(model.num_blocks),
     )
