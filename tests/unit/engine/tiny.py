@@ -34,13 +34,13 @@ CONTEXT = 96
 EOS = 0
 BLOCK = 4
 SAME_EXAMPLES = settings(derandomize=True)
-"""For tests that compare drawn tokens of two paths, whose logprobs differ by up to 1e-5. Where the
-noise of an example lies as near to the border between two tokens, rounding decides: of examples by
-chance, one in some hundred thousand draws would fail."""
+"""Settings of tests that compare tokens drawn on two paths, whose logprobs differ by up to 1e-5.
+If the noise lies that close to the border between two tokens, rounding decides. With random
+examples, one draw in some hundred thousand would fail."""
 
 
 def make_checkpoint(directory: Path) -> Path:
-    """A Llama of 2 layers whose greedy output varies with its input."""
+    """Write a Llama of 2 layers whose greedy output depends on its input."""
     hidden, inner, heads, kv_heads, dim = 32, 48, 4, 2, 8
     generator = torch.Generator().manual_seed(5)
 
@@ -104,9 +104,9 @@ def make_loop(
     block: int = BLOCK,
     runner: type[ModelRunner] = ModelRunner,
 ) -> StepLoop:
-    """A loop whose clock goes on by `ticks`, over and over, each time it is read.
+    """Return a loop whose clock advances by the next of `ticks`, in a cycle, at each reading.
 
-    padded: run decode steps with as many rows as a GPU would.
+    padded: pad decode steps like a GPU.
     """
     limits = SchedulerLimits(running, step_tokens, 2.0, block, 32, speculate)
     clock = accumulate(cycle(ticks))
@@ -170,7 +170,7 @@ def with_resume(request: AddRequest, *resume: Resume) -> AddRequest:
 
 
 def mask_of(ids: Collection[int]) -> bytes:
-    """A mask of the whole vocabulary with these bits set."""
+    """Return the bitmask of these ids."""
     bits = bytearray(-(-VOCABULARY // 8))
     for token in ids:
         bits[token // 8] |= 1 << token % 8
@@ -178,7 +178,7 @@ def mask_of(ids: Collection[int]) -> bytes:
 
 
 def run(loop: StepLoop, commands: Sequence[Command], *, most_steps: int = 3000) -> list[Output]:
-    """Give all commands at once and step until nothing is left; no block may be lost on the way."""
+    """Send all commands at once, step until no request is left, and check the blocks each time."""
     outputs: list[Output] = []
     pending = list(commands)
     for _ in range(most_steps):
@@ -191,7 +191,7 @@ def run(loop: StepLoop, commands: Sequence[Command], *, most_steps: int = 3000) 
 
 
 def tokens_of(outputs: Sequence[Output]) -> dict[tuple[int, int], list[int]]:
-    """Generated ids by (handle, sequence)."""
+    """Return generated ids by (handle, sequence)."""
     tokens: dict[tuple[int, int], list[int]] = {}
     for output in outputs:
         if isinstance(output, Token):
