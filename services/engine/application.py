@@ -78,9 +78,9 @@ class EngineApplication(Application):
             _LOG.info("the step loop sends outputs again")
             self.set_serving(not self._frontend.draining)
 
-    async def _until_silent(self, wanted: bool) -> None:
+    async def _until_silent(self, is_silent: bool) -> None:
         limit = self._silence_seconds
-        while (self._frontend.silent_seconds > limit) is not wanted:  # noqa: ASYNC110 - no event
+        while (self._frontend.silent_seconds > limit) is not is_silent:  # noqa: ASYNC110 - no event
             await asyncio.sleep(min(limit / 4, 1.0))
 
     def _on_failure(self, why: str) -> None:

@@ -65,7 +65,7 @@ class Admission:
             )
         n = request.n if request.HasField("n") else 1
         if not 1 <= n <= self.max_sequences:
-            raise invalid("n", f"n must be between 1 and {self.max_sequences}, not {n}.")
+            raise invalid("n", f"n must be between 1 and {self.max_sequences}, got {n}.")
         stopping = self._stopping(request.stopping)
         return CheckedRequest(
             prompts=self._prompts(request.prompts, n, stopping),
@@ -84,7 +84,7 @@ class Admission:
         if not prompts:
             raise invalid("prompts", "The request needs at least one prompt.")
         if len(prompts) * n > self.max_sequences:
-            message = f"prompts x n must be at most {self.max_sequences}, not {len(prompts) * n}."
+            message = f"prompts x n must be at most {self.max_sequences}, got {len(prompts) * n}."
             raise invalid("n" if n > 1 else "prompts", message)
         most = stopping.context_length - min(stopping.max_tokens, 1)
         for i, prompt in enumerate(prompts):
@@ -211,7 +211,7 @@ class Admission:
             if token >= self.model.vocabulary_size:
                 raise invalid(field, self._not_an_id(token))
             if not -100 <= bias <= 100:  # also true for NaN
-                raise invalid(field, f"A logit bias must be between -100 and 100, not {bias:g}.")
+                raise invalid(field, f"A logit bias must be between -100 and 100, got {bias:g}.")
         return LogitBias(
             array("q", params.logit_bias.keys()), array("f", params.logit_bias.values())
         )
@@ -220,7 +220,7 @@ class Admission:
         prefix = "sampling.dry"
         multiplier = params.multiplier
         if not 0 <= multiplier < math.inf:
-            message = f"multiplier must be finite and at least 0, not {multiplier:g}."
+            message = f"multiplier must be finite and at least 0, got {multiplier:g}."
             raise invalid(f"{prefix}.multiplier", message)
         base = _number(
             params, "base", 1.75, lambda v: 1 <= v < math.inf, "finite and at least 1", prefix
@@ -240,7 +240,7 @@ class Admission:
             return None
         width: int = getattr(request, field)
         if width > self.max_logprobs:
-            raise invalid(field, f"{field} must be at most {self.max_logprobs}, not {width}.")
+            raise invalid(field, f"{field} must be at most {self.max_logprobs}, got {width}.")
         return min(width, self.model.vocabulary_size)
 
     def _resume(self, request: GenerateRequest, n: int) -> Sequence[Resume]:
@@ -324,5 +324,5 @@ def _number(
         return default
     value: float = getattr(params, field)
     if math.isnan(value) or not accepted(value):
-        raise invalid(f"{prefix}.{field}", f"{field} must be {rule}, not {value:g}.")
+        raise invalid(f"{prefix}.{field}", f"{field} must be {rule}, got {value:g}.")
     return value

@@ -87,7 +87,7 @@ class EngineControlServicer(EngineControlServiceServicer):
         if not 0.05 <= interval <= 60:
             raise invalid(
                 "interval_seconds",
-                f"interval_seconds must be between 0.05 and 60, not {interval:g}.",
+                f"interval_seconds must be between 0.05 and 60, got {interval:g}.",
             )
         while True:
             version = self._frontend.version
@@ -109,7 +109,7 @@ class EngineControlServicer(EngineControlServiceServicer):
         timeout = request.timeout_seconds if request.HasField("timeout_seconds") else 30.0
         if not 0 <= timeout <= 3600:
             raise invalid(
-                "timeout_seconds", f"timeout_seconds must be between 0 and 3600, not {timeout:g}."
+                "timeout_seconds", f"timeout_seconds must be between 0 and 3600, got {timeout:g}."
             )
         self._frontend.drain()
         self._set_serving(False)

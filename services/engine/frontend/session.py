@@ -60,7 +60,7 @@ class Session:
                     self._carry_out(command)
                     if turns.is_over:
                         await turns.others()
-        except (ServiceError, grpc.aio.AbortError) as error:  # the latter: the client was cut
+        except (ServiceError, grpc.aio.AbortError) as error:  # AbortError: a stalled client was cut
             self._fail(error)
             return
         except Exception:
@@ -101,9 +101,9 @@ class Session:
         self._handles.clear()
         self._response = SessionResponse()
 
-    def ended_request(self, client_handle: int) -> None:
-        """Note that a request has had its terminal event."""
-        self._handles.pop(client_handle, None)
+    def on_request_end(self, handle: int) -> None:
+        """Forget the client's handle of a request after its terminal event."""
+        self._handles.pop(handle, None)
 
     def _fail(self, error: Exception) -> None:
         self.error = error
@@ -122,6 +122,7 @@ class Session:
             case "start":
                 self._start(command)
             case "cancel" | "credit" if (task := self._starting.get(command.handle)) is not None:
+                # cancel the task, or carry out the command once the request has started
                 is_cancelled = command.HasField("cancel") and not command.cancel.sequences
                 if not (is_cancelled and task.cancel()):
                     task.add_done_callback(lambda _: self._carry_out_later(command))
@@ -130,10 +131,7 @@ class Session:
                     self._frontend.cancel(self._handles[command.handle], command.cancel.sequences)
             case "credit":
                 if command.credit.tokens < 1:
-                    raise invalid(
-                        "credit.tokens",
-                        f"credit.tokens must be at least 1, not {command.credit.tokens}.",
-                    )
+                    raise invalid("credit.tokens", "credit.tokens must be at least 1, got 0.")
                 if command.handle in self._handles:
                     self._frontend.grant(self._handles[command.handle], command.credit.tokens)
             case None:
@@ -200,8 +198,8 @@ class _SessionSink(Sink[SessionEvent]):
 
     def on_completed(self, completed: engine_pb2.Completed) -> None:
         super().on_completed(completed)
-        self._session.ended_request(self._handle)
+        self._session.on_request_end(self._handle)
 
     def on_error(self, error: ServiceError) -> None:
         self.events.put(self._add(error=error.to_status()))
-        self._session.ended_request(self._handle)
+        self._session.on_request_end(self._handle)

@@ -45,9 +45,8 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     try:
         loop, description, ranks = _load(settings)
     except (CheckpointError, StartupError) as error:
-        with suppress(
-            ConnectionError
-        ):  # the gRPC process may be gone: it stops with the other services
+        # the gRPC process may be gone: it stops when another service fails
+        with suppress(ConnectionError):
             messages.send(LoopFailed(str(error)))
         os._exit(2)
     ranks.watch()
