@@ -6,7 +6,7 @@ step out. The processes share nothing else.
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -44,7 +44,16 @@ __all__ = [
     "StepOutput",
     "StoppingSettings",
     "Token",
+    "bitmask",
 ]
+
+
+def bitmask(ids: Iterable[int], vocabulary_size: int) -> bytes:
+    """Return a mask that allows these ids: ceil(vocabulary_size / 8) bytes, lowest bit first."""
+    mask = bytearray(-(-vocabulary_size // 8))
+    for token in ids:
+        mask[token >> 3] |= 1 << (token & 7)
+    return bytes(mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from services.engine.messages import (
     Resume,
     SamplingSettings,
     StoppingSettings,
+    bitmask,
 )
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest, ResumedSequence
@@ -181,10 +182,7 @@ class Admission:
         if len(ids) > size:
             raise invalid(field, f"allowed_token_ids has more ids than the vocabulary ({size}).")
         self._check_ids(ids, f"{field}.ids")
-        bits = bytearray(-(-size // 8))
-        for token in ids:
-            bits[token >> 3] |= 1 << (token & 7)
-        return bytes(bits)
+        return bitmask(ids, size)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         words, field = params.bad_token_ids, "sampling.bad_token_ids"

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from services.engine.frontend.errors import deadline_exceeded, queue_full
+import grpc
+
 from services.engine.frontend.matchers import Matchers
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
-__all__ = ["Compilations"]
+__all__ = ["Compilations", "deadline_exceeded", "queue_full"]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,3 +70,15 @@ class Compilations:
         for compilation in compilations:
             compilation.fail(error)
         return len(compilations)
+
+
+def queue_full(message: str) -> ServiceError:
+    """Return the error of a request that finds no room."""
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    return ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
+
+
+def deadline_exceeded() -> ServiceError:
+    """Return the error of a request past its deadline."""
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    return ServiceError(code, "DEADLINE_EXCEEDED", "The deadline passed.")

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, TypeAlias
 
 import grpc
 
 from services.engine.frontend.frontend import Frontend
-from services.engine.messages import GenerationDefaults
 from services.engine.settings import EngineSettings
 from tokenwire.errors import invalid
 from tokenwire.pb.engine.v1 import engine_pb2
@@ -61,7 +61,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             vocabulary_size=model.vocabulary_size,
             eos_token_ids=model.eos_token_ids,
             bos_token_id=model.bos_token_id,
-            recommended_sampling=_recommended_sampling(model.recommended),
+            recommended_sampling=SamplingParams(**asdict(model.recommended)),
             capabilities=(*_CAPABILITIES, *grammar),
             max_logprobs=settings.max_logprobs,
             max_sequences_per_request=self._frontend.admission.max_sequences,
@@ -133,13 +133,3 @@ class EngineControlServicer(EngineControlServiceServicer):
             tokens_per_second=self._frontend.tokens_per_second,
             draining=self._frontend.draining,
         )
-
-
-def _recommended_sampling(recommended: GenerationDefaults) -> SamplingParams:
-    return SamplingParams(
-        temperature=recommended.temperature,
-        top_p=recommended.top_p,
-        top_k=recommended.top_k,
-        min_p=recommended.min_p,
-        repetition_penalty=recommended.repetition_penalty,
-    )

@@ -40,7 +40,6 @@ _FINISH: dict[FinishCause, FinishReason.ValueType] = {
 
 
 def accepted(admitted: Admitted, sampling: SamplingSettings) -> Accepted:
-    """Return the event for an admitted request with these settings."""
     return Accepted(
         sampling=_sampling_params(sampling),
         max_tokens=admitted.max_tokens,
@@ -50,7 +49,6 @@ def accepted(admitted: Admitted, sampling: SamplingSettings) -> Accepted:
 
 
 def prompt_scores(scored: ScoredPrompt) -> PromptScores:
-    """Return the event for scores of prompt tokens."""
     event = PromptScores(prompt=scored.prompt, position=scored.position)
     event.tokens.ids.extend(scored.ids)
     add_scores(event.tokens, scored.scores)
@@ -68,7 +66,6 @@ def add_scores(columns: TokenColumns, scores: Sequence[Score]) -> None:
 
 
 def finished(ended: Finished) -> SequenceFinished:
-    """Return the event for the end of a sequence."""
     match: StopMatch | None = None
     if ended.cause is FinishCause.EOS and ended.token_id is not None:
         match = StopMatch(eos_token_id=ended.token_id)
@@ -83,7 +80,6 @@ def finished(ended: Finished) -> SequenceFinished:
 
 
 def completed(done: RequestDone) -> Completed:
-    """Return the event for the end of a request."""
     usage = Usage(
         prompt_tokens=done.prompt_tokens,
         completion_tokens=done.completion_tokens,
@@ -96,7 +92,6 @@ def completed(done: RequestDone) -> Completed:
 
 
 def refusal(refused: Refused) -> ServiceError:
-    """Return the error for a request that the loop refused or aborted."""
     return ServiceError(
         grpc.StatusCode[refused.code],
         refused.reason,

@@ -17,9 +17,9 @@ import grpc
 
 from services.common.errors import draining_error, internal_error
 from services.common.logging import names_of
-from services.engine.frontend import errors, events, metrics
+from services.engine.frontend import events, metrics
 from services.engine.frontend.admission import MAX_SEQUENCES, Admission
-from services.engine.frontend.compilations import Compilations
+from services.engine.frontend.compilations import Compilations, deadline_exceeded, queue_full
 from services.engine.frontend.loop_client import LoopClient
 from services.engine.frontend.matchers import Matchers
 from services.engine.frontend.sink import Sink
@@ -161,7 +161,9 @@ class Frontend:
     def admission(self) -> Admission:
         """Checks of requests. Raises ServiceError while the model loads."""
         if self._admission is None:
-            raise errors.loading()
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE, "LOADING", "The model is loading.", retry_seconds=1
+            )
         return self._admission
 
     @property
@@ -251,14 +253,17 @@ class Frontend:
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
         """End requests by id, None = all. Returns their number."""
+        error = ServiceError(
+            grpc.StatusCode.CANCELLED, "ABORTED", "An operator aborted the request."
+        )
         handles = [
             handle
             for handle, live in self._live.items()
             if request_ids is None or live.caller.request_id in request_ids
         ]
         for handle in handles:
-            self._fail(handle, errors.aborted(), "aborted")
-        return len(handles) + self._compilations.fail(errors.aborted(), request_ids)
+            self._fail(handle, error, "aborted")
+        return len(handles) + self._compilations.fail(error, request_ids)
 
     async def flush_cache(self) -> int:
         """Evict all cached blocks that no sequence holds. Returns their number."""
@@ -272,7 +277,7 @@ class Frontend:
             raise draining_error()
         if self.num_requests >= self._max_requests:
             # the loop would refuse it too, but counting its sequences there costs a step time
-            raise errors.queue_full(f"{self.num_requests} requests are here already; try again.")
+            raise queue_full(f"{self.num_requests} requests are here already; try again.")
 
     # Outputs of the loop.
 
@@ -335,7 +340,7 @@ class Frontend:
     def _on_death(self, why: str) -> None:
         self.drain()  # clients that retry must choose another engine
         self._on_failure(why)
-        error = errors.engine_lost(why)
+        error = ServiceError(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", why, retry_seconds=1)
         for handle in list(self._live):
             self._fail(handle, error, "failed")
         self._compilations.fail(error)
@@ -350,7 +355,7 @@ class Frontend:
     def _set_deadline(self, handle: int, deadline: float) -> None:
         """Fail the request at this time.monotonic()."""
         self._live[handle].deadline = asyncio.get_running_loop().call_later(
-            deadline - time.monotonic(), self._fail, handle, errors.deadline_exceeded(), "expired"
+            deadline - time.monotonic(), self._fail, handle, deadline_exceeded(), "expired"
         )
 
     def _fail(self, handle: int, error: ServiceError, outcome: str) -> None:

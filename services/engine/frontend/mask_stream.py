@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 import grpc
 
 from services.common.logging import request_id, traceparent
+from services.engine.messages import bitmask
 from tokenwire.errors import ServiceError
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
@@ -203,7 +204,7 @@ class MaskStream:
             case "held_slot":
                 mask = slots[state.held_slot]
             case "allowed":
-                mask = self._bitmask(state.allowed.ids)
+                mask = bitmask(state.allowed.ids, self._configuration.vocabulary_size)
             case "bitmask":
                 mask = state.bitmask
             case _:
@@ -211,12 +212,6 @@ class MaskStream:
         if state.HasField("store_slot") and mask is not None:
             slots[state.store_slot] = mask
         return mask
-
-    def _bitmask(self, ids: Sequence[int]) -> bytes:
-        mask = bytearray((self._configuration.vocabulary_size + 7) // 8)
-        for token in ids:
-            mask[token >> 3] |= 1 << (token & 7)
-        return bytes(mask)
 
 
 class _AnswerClock:

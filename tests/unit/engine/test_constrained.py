@@ -32,6 +32,7 @@ from tests.unit.engine.tiny import (
     load_tiny,
     make_loop,
     make_request,
+    mask_of,
     with_resume,
 )
 
@@ -101,10 +102,7 @@ class Grammar:
         self.due.append((next(self.lateness), mask))
 
     def _bits(self, position: int) -> bytes:
-        bits = bytearray(VOCABULARY // 8)
-        for token in self.allowed[position] if position < len(self.allowed) else {EOS}:
-            bits[token // 8] |= 1 << token % 8
-        return bytes(bits)
+        return mask_of(self.allowed[position] if position < len(self.allowed) else {EOS})
 
 
 def generate(

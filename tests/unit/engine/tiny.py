@@ -23,6 +23,7 @@ from services.engine.messages import (
     SamplingSettings,
     StoppingSettings,
     Token,
+    bitmask,
 )
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
@@ -171,10 +172,7 @@ def with_resume(request: AddRequest, *resume: Resume) -> AddRequest:
 
 def mask_of(ids: Collection[int]) -> bytes:
     """Return the bitmask of these ids."""
-    bits = bytearray(-(-VOCABULARY // 8))
-    for token in ids:
-        bits[token // 8] |= 1 << token % 8
-    return bytes(bits)
+    return bitmask(ids, VOCABULARY)
 
 
 def run(loop: StepLoop, commands: Sequence[Command], *, most_steps: int = 3000) -> list[Output]:
