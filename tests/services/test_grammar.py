@@ -249,7 +249,9 @@ async def test_masks_along_a_path_are_those_that_come_when_it_is_taken(
         asking.stream.ask_draft_masks(at, [*ids[at : at + 6], 1, *ids[at + 6 : at + 9]])
         [state] = await asking.states.get()
         begin = at + len(state.forced) + 1
-        assert len(state.draft_masks) <= max(at + 6 - begin + 1, 0)  # nothing behind what does not fit
+        assert len(state.draft_masks) <= max(
+            at + 6 - begin + 1, 0
+        )  # nothing behind what does not fit
         for place, mask in enumerate(state.draft_masks, start=begin):
             # where ids are forced, the path has masks of one
             assert mask == masks.get(place, mask)
