@@ -249,9 +249,8 @@ async def test_masks_along_a_path_are_those_that_come_when_it_is_taken(
         asking.stream.ask_draft_masks(at, [*ids[at : at + 6], 1, *ids[at + 6 : at + 9]])
         [state] = await asking.states.get()
         begin = at + len(state.forced) + 1
-        assert len(state.draft_masks) <= max(
-            at + 6 - begin + 1, 0
-        )  # nothing behind what does not fit
+        # no masks behind a draft token that the grammar refuses
+        assert len(state.draft_masks) <= max(at + 6 - begin + 1, 0)
         for place, mask in enumerate(state.draft_masks, start=begin):
             # where ids are forced, the path has masks of one
             assert mask == masks.get(place, mask)
