@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tokenwire.serving.stack_layout import Layout, ServeError, plan, plan_catalog, shim_of_catalog
+from tokenwire.serving.stack_layout import (
+    ServeError,
+    ServeOptions,
+    plan,
+    plan_catalog,
+    shim_of_catalog,
+)
 
 
 @pytest.fixture
@@ -100,10 +106,10 @@ def test_an_unknown_host_is_one_sentence(checkpoint: Path) -> None:
 
 
 def test_each_service_is_told_where_the_next_one_is(checkpoint: Path) -> None:
-    layout = Layout(
+    options = ServeOptions(
         host="0.0.0.0", port=1, model=checkpoint, engine_args="--kv-memory '1 GiB'", open=True
     )
-    shim, tokenizer, engine, grammar = plan(layout)
+    shim, tokenizer, engine, grammar = plan(options)
     assert [service.name for service in (shim, tokenizer, engine, grammar)] == [
         "http_shim",
         "tokenizer",
@@ -122,42 +128,42 @@ def test_each_service_is_told_where_the_next_one_is(checkpoint: Path) -> None:
 
 
 def test_the_shim_alone_is_told_of_origins(checkpoint: Path) -> None:
-    shim, *others = plan(Layout(model=checkpoint, cors_origins="https://a.example"))
+    shim, *others = plan(ServeOptions(model=checkpoint, cors_origins="https://a.example"))
     assert shim.arguments[-2:] == ("--cors-origins", "https://a.example")
-    without = plan(Layout(model=checkpoint))
+    without = plan(ServeOptions(model=checkpoint))
     assert all("--cors-origins" not in each.arguments for each in (*others, *without))
 
 
 def test_the_model_has_the_name_that_it_is_given(checkpoint: Path) -> None:
     """Tokenizer and engine must agree on it; without one it is the directory's."""
-    _, *named, _ = plan(Layout(model=checkpoint, model_id="acme/small"))
+    _, *named, _ = plan(ServeOptions(model=checkpoint, model_id="acme/small"))
     for service in named:
         at = service.arguments.index("--model-id")
         assert service.arguments[at + 1] == "acme/small"
-    assert all("--model-id" not in each.arguments for each in plan(Layout(model=checkpoint)))
+    assert all("--model-id" not in each.arguments for each in plan(ServeOptions(model=checkpoint)))
 
 
 def test_the_server_is_opened_only_when_asked(checkpoint: Path) -> None:
-    layout = Layout(model=checkpoint)
-    assert "--open" not in plan(layout)[0].arguments
-    assert "--open" in plan(dataclasses.replace(layout, open=True))[0].arguments
-    assert "--allowed-hosts" not in plan(layout)[0].arguments
-    named = dataclasses.replace(layout, allowed_hosts="models.example")
+    options = ServeOptions(model=checkpoint)
+    assert "--open" not in plan(options)[0].arguments
+    assert "--open" in plan(dataclasses.replace(options, open=True))[0].arguments
+    assert "--allowed-hosts" not in plan(options)[0].arguments
+    named = dataclasses.replace(options, allowed_hosts="models.example")
     assert plan(named)[0].arguments[-2:] == ("--allowed-hosts", "models.example")
 
 
 def test_beyond_loopback_nothing_starts_without_keys_or_a_word(checkpoint: Path) -> None:
     """Not the shim alone: gRPC would be open to everybody until the shim has said no."""
-    layout = Layout(host="0.0.0.0", model=checkpoint)
+    options = ServeOptions(host="0.0.0.0", model=checkpoint)
     with pytest.raises(ServeError, match="--open"):
-        plan(layout)
+        plan(options)
     with pytest.raises(ServeError, match="--open"):
-        shim_of_catalog(layout, checkpoint)
+        shim_of_catalog(options, checkpoint)
 
 
 def test_unreadable_engine_arguments_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ServeError, match="engine's arguments"):
-        plan(Layout(model=checkpoint, engine_args="--kv-memory '1"))
+        plan(ServeOptions(model=checkpoint, engine_args="--kv-memory '1"))
 
 
 @pytest.mark.parametrize("arguments", ["--port 1", "--port=1", "--threads 1 --grammar h:1"])
@@ -168,9 +174,9 @@ def test_engine_arguments_that_are_not_the_users_are_refused(
     assert_refused(
         serve("--model", str(checkpoint), f"--engine-args={arguments}"), "sets it itself"
     )
-    layout = catalog_of(checkpoint, ROW.format(name="a", arguments=arguments))
+    options = catalog_of(checkpoint, ROW.format(name="a", arguments=arguments))
     with pytest.raises(ServeError, match="sets it itself"):
-        plan_catalog(layout)
+        plan_catalog(options)
 
 
 @pytest.mark.parametrize(
@@ -227,19 +233,19 @@ def test_a_log_that_can_not_be_written_does_not_matter(
 
 def test_with_keys_only_http_leaves_the_machine(checkpoint: Path) -> None:
     """gRPC asks nobody for a key."""
-    layout = Layout(host="0.0.0.0", model=checkpoint, keys=Path("keys.json"))
-    shim, *others = plan(layout)
+    options = ServeOptions(host="0.0.0.0", model=checkpoint, keys=Path("keys.json"))
+    shim, *others = plan(options)
     assert "0.0.0.0" in shim.arguments
     assert shim.arguments[shim.arguments.index("--keys") + 1] == str(Path("keys.json").absolute())
     assert all("0.0.0.0" not in service.arguments for service in others)
-    opened = plan(dataclasses.replace(layout, open=True))
+    opened = plan(dataclasses.replace(options, open=True))
     assert sum("0.0.0.0" in service.arguments for service in opened) == 3
 
 
-def catalog_of(checkpoint: Path, text: str) -> Layout:
+def catalog_of(checkpoint: Path, text: str) -> ServeOptions:
     path = checkpoint / "catalog.toml"
     path.write_text(text)
-    return Layout(catalog=path, tokenizer_port=23100)
+    return ServeOptions(catalog=path, tokenizer_port=23100)
 
 
 ROW = """
@@ -251,7 +257,7 @@ engine_args = "{arguments}"
 
 
 def test_each_checkpoint_of_a_catalog_has_services_of_its_own(checkpoint: Path) -> None:
-    layout = catalog_of(
+    options = catalog_of(
         checkpoint,
         ROW.format(name="a", arguments="--threads 1")
         + ROW.format(name="b", arguments="--threads 1")
@@ -260,7 +266,7 @@ def test_each_checkpoint_of_a_catalog_has_services_of_its_own(checkpoint: Path) 
         + '[[models]]\nid = "far"\ntarget = "h:1"\n'
         + '[[models]]\nid = "soon"\nplaceholder = true\n',
     )
-    plan = plan_catalog(layout)
+    plan = plan_catalog(options)
     a, b, c, variant, far, soon = plan.models
     assert a.target == b.target, "the same checkpoint, served alike"
     assert len({a.target, c.target, variant.target}) == 3
