@@ -27,7 +27,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Despite its name, this bounds one connection attempt. A distant service, or one without CPU
-    # time, takes longer to connect than to answer.
+    # time, completes its handshake late.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # Retrying a request that was never admitted needs the whole request in the buffer.

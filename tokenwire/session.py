@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 _MESSAGE_BYTES = MESSAGE_LIMIT // 4
-_COMMAND_BYTES = MESSAGE_LIMIT - 16  # the rest is for the message around the command
+"""Bytes of commands above which a new message starts"""
+_COMMAND_BYTES = MESSAGE_LIMIT - 16
+"""Largest command in bytes; the rest is for the message around it"""
 
 Command = TypeVar("Command")
 Event = TypeVar("Event")

@@ -36,7 +36,8 @@ _Id: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@+:-]*\Z
 _Variant: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z", max_length=100)]
 _Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 _Seconds: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
-_RESERVED = "default"  # names the only model in a request
+_RESERVED = "default"
+"""Name of the only model in a request"""
 
 
 class CatalogError(Exception):

@@ -37,7 +37,8 @@ __all__ = [
 
 _PREFIX = "tw-"
 _SECRET_BYTES = 32
-_ID_LENGTH = 8  # characters of the key that identify it; 208 random bits stay secret
+_ID_LENGTH = 8
+"""Characters of a key that identify it; 208 random bits stay secret"""
 _NOBODY = hashlib.sha256(b"").hexdigest()
 _Limit: TypeAlias = Annotated[int, Meta(ge=1, le=2**53)]
 

@@ -15,12 +15,13 @@ from tokenwire.serving.stack_layout import ServeError, Service
 
 __all__ = ["ServiceProcess", "report"]
 
-_LIBRARY_LOG = re.compile(r"[IW]\d{4} ")  # gRPC's info and warning lines
+_LIBRARY_LOG = re.compile(r"[IW]\d{4} ")
+"""Start of gRPC's info and warning lines"""
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class ServiceProcess:
-    """A running service."""
+    """Running process of a service."""
 
     def __init__(self, service: Service, process: asyncio.subprocess.Process) -> None:
         self.service = service

@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 
-_LONGEST_GRACE = 2**31 - 1  # seconds; the services have the same limit
+_LONGEST_GRACE = 2**31 - 1
+"""Seconds; the services have the same limit"""
 _RESERVED_FLAGS = {"--host", "--port", "--grace", "--model", "--model-id", "--dtype", "--grammar"}
 """Engine flags that only `tokenwire serve` may set: the other services rely on them"""
 Checkpoint: TypeAlias = tuple[Path, str, str]  # directory, dtype, flags of the engine

@@ -28,7 +28,8 @@ from tokenwire.serving.stack_layout import (
 __all__ = ["supervise"]
 
 _POLL_SECONDS = 0.1
-_KILL_SECONDS = 5.0  # beyond a service's own grace, before it is killed
+_KILL_SECONDS = 5.0
+"""Seconds beyond a service's own grace after which it is killed"""
 Result = TypeVar("Result")
 
 
