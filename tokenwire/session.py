@@ -96,8 +96,8 @@ class Session(Generic[Command, Event]):
         self._outbox.append(command)
         self._wake.set()
 
-    def forget(self, handle: int) -> None:
-        """Drop the remaining events of a request. Send its cancel command too."""
+    def detach(self, handle: int) -> None:
+        """Detach the listener of a request from its remaining events. Send its cancel command too."""
         self._listeners.pop(handle, None)
 
     async def close(self) -> None:

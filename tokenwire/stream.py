@@ -114,7 +114,7 @@ class RequestStream(AsyncResource, Generic[Event, DeltaType]):
         """Cancel the request unless it has ended."""
         if not self._over:
             self._over = True
-            self._session.forget(self._handle)
+            self._session.detach(self._handle)
             self._session.send(self._cancel_command())
 
 

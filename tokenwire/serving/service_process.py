@@ -131,7 +131,7 @@ class ServiceProcess:
             await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 by_itself = False
-                report(f"{self.service.title} did not stop in time and was killed")
+                report(f"{self.service.title} was still running and was killed")
                 self._process.kill()
             await ended
         await self.last_message()
