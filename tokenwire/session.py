@@ -97,7 +97,7 @@ class Session(Generic[Command, Event]):
         self._wake.set()
 
     def detach(self, handle: int) -> None:
-        """Detach the listener of a request from its remaining events. Send its cancel command too."""
+        """Drop the remaining events of a request. Send its cancel command too."""
         self._listeners.pop(handle, None)
 
     async def close(self) -> None:
