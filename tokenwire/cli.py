@@ -157,7 +157,7 @@ async def _models(options: argparse.Namespace) -> int:
 
 
 async def _add_key(options: argparse.Namespace) -> int:
-    from tokenwire.serving.keys import KeyFileError, add_key
+    from tokenwire.serving.key_file import KeyFileError, add_key
 
     try:
         key = add_key(options.file, options.tier, options.name)
@@ -170,7 +170,7 @@ async def _add_key(options: argparse.Namespace) -> int:
 
 
 async def _list_keys(options: argparse.Namespace) -> int:
-    from tokenwire.serving.keys import KeyFileError, read_keys
+    from tokenwire.serving.key_file import KeyFileError, read_keys
 
     try:
         keys = read_keys(options.file).keys
@@ -184,7 +184,7 @@ async def _list_keys(options: argparse.Namespace) -> int:
 
 
 async def _revoke_key(options: argparse.Namespace) -> int:
-    from tokenwire.serving.keys import KeyFileError, key_id, revoke_key
+    from tokenwire.serving.key_file import KeyFileError, key_id, revoke_key
 
     try:
         key = revoke_key(options.file, key_id(options.key))

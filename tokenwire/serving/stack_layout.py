@@ -18,7 +18,7 @@ from tokenwire.serving.addresses import (
     why_closed,
     why_unusable,
 )
-from tokenwire.serving.catalog import CatalogError, CatalogModel, read_catalog
+from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog
 
 __all__ = [
     "CatalogPlan",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenwire.serving.addresses import address, listen
-from tokenwire.serving.catalog import write_catalog
+from tokenwire.serving.catalog_file import write_catalog
 from tokenwire.serving.health import is_ready, is_serving, until_idle
 from tokenwire.serving.service_process import ServiceProcess, report
 from tokenwire.serving.stack_layout import (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenwire.serving.keys import KeyFileError, add_key, key_id, matches, read_keys, revoke_key
+from tokenwire.serving.key_file import KeyFileError, add_key, key_id, matches, read_keys, revoke_key
 
 
 @pytest.fixture
