@@ -72,9 +72,6 @@ class Session(Generic[Command, Event]):
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
 
-    def __len__(self) -> int:
-        return len(self._listeners)
-
     def open(self, listener: Listener[Event]) -> int:
         """Return a new handle, whose events go to `listener`. Send the start command next."""
         handle = self._next_handle
