@@ -70,17 +70,17 @@ class Session(Generic[Command, Event]):
         self._next_handle = 1
         self._outbox: list[Command] = []
         self._wake = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def open(self, listener: Listener[Event]) -> int:
         """Return a new handle, whose events go to `listener`. Send the start command next."""
         handle = self._next_handle
         self._next_handle += 1
         self._listeners[handle] = listener
-        if self._running is None or self._running.done():
+        if self._task is None or self._task.done():
             self._outbox.clear()
             # The stream acts for all requests, so it must not log under the ids of the first.
-            self._running = asyncio.create_task(self._run(), context=Context())
+            self._task = asyncio.create_task(self._run(), context=Context())
         return handle
 
     def hand_over(self, handle: int, listener: Listener[Event]) -> None:
@@ -99,9 +99,9 @@ class Session(Generic[Command, Event]):
 
     async def close(self) -> None:
         """End the stream; the server aborts its requests."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
         # A task that never started has not called _lose itself.
         self._lose(_lost("The stream was closed."))
 
@@ -126,7 +126,7 @@ class Session(Generic[Command, Event]):
 
     def _lose(self, error: ServiceError) -> None:
         """End every open request with an error; the next request opens another stream."""
-        self._running = None
+        self._task = None
         lost, self._listeners = self._listeners, {}
         for listener in lost.values():
             listener.on_error(error)

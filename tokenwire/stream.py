@@ -84,7 +84,7 @@ class RequestStream(AsyncResource, Generic[Event, DeltaType]):
         self._session = session
         self._inbox: _Inbox[Event] = _Inbox()
         self._handle = session.open(self._inbox)
-        self._over = False
+        self._ended = False
 
     @abstractmethod
     def _cancel_command(self) -> object:
@@ -98,22 +98,22 @@ class RequestStream(AsyncResource, Generic[Event, DeltaType]):
         return self
 
     async def __anext__(self) -> DeltaType:
-        while not self._over:
+        while not self._ended:
             try:
                 event = await self._inbox.take()
             except ServiceError:
-                self._over = True
+                self._ended = True
                 raise
             delta = self._read(event)
-            self._over = self.usage is not None
+            self._ended = self.usage is not None
             if delta is not None:
                 return delta
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Cancel the request unless it has ended."""
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._session.detach(self._handle)
             self._session.send(self._cancel_command())
 
