@@ -25,8 +25,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tokenwire.serving.addresses import listen
 from tokenwire.serving.health import is_ready, is_serving
-from tokenwire.serving.ports import listen
 from tokenwire.serving.stack_layout import embedded_checkpoint
 
 __all__ = ["main"]
