@@ -21,9 +21,9 @@ from services.common.signals import stop_signal
 from services.common.telemetry import serve_metrics
 from services.http_shim.accounts.keyring import Keyring
 from services.http_shim.app import create_app
-from services.http_shim.backends.backend import Patience
+from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.catalog import Catalog
-from services.http_shim.backends.served import ModelSource, OneBackend
+from services.http_shim.backends.model_source import ModelSource, SingleBackend
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.protocol import protocol_of
 from services.http_shim.settings import HttpShimSettings, check
@@ -124,10 +124,10 @@ def _server(
 
 def _models(settings: HttpShimSettings) -> ModelSource:
     """Those of the catalog, read again on SIGHUP, or of the one tokenizer service."""
-    patience = Patience(settings.tokenizer_wait, settings.max_waiting, settings.lost_seconds)
+    retry_policy = RetryPolicy(settings.tokenizer_wait, settings.max_waiting, settings.lost_seconds)
     if not settings.catalog:
-        return OneBackend(settings.tokenizer, patience)
-    catalog = Catalog(Path(settings.catalog), patience)
+        return SingleBackend(settings.tokenizer, retry_policy)
+    catalog = Catalog(Path(settings.catalog), retry_policy)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, catalog.reload)
     return catalog
 

@@ -1,9 +1,14 @@
 """From the JSON of a chat to its proto, and back for what is to blame. Pure."""
 
-from services.http_shim.formats.constraint_translate import json_text
-from services.http_shim.formats.conversation import message_param, messages_of
-from services.http_shim.formats.requests import ChatBody, TemplateBody
-from services.http_shim.formats.translate import param_of, shared_fields, tool_param, tools_of
+from services.http_shim.formats.chat_messages import message_param, messages_of
+from services.http_shim.formats.completion_requests import (
+    param_of,
+    shared_fields,
+    tool_param,
+    tools_of,
+)
+from services.http_shim.formats.constraints import json_text
+from services.http_shim.formats.request_bodies import ChatBody, TemplateBody
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2

@@ -7,12 +7,12 @@ import grpc
 import pytest
 from starlette.types import Message
 
-from services.http_shim.backends.running import Running
-from services.http_shim.endpoints import stream
-from services.http_shim.endpoints.events import EventStream
+from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.endpoints import stream_sender
+from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.errors import ClientGoneError
-from services.http_shim.formats.completion_responses import CompletionShape
-from services.http_shim.formats.requests import CompletionBody
+from services.http_shim.formats.completion_responses import CompletionFormatter
+from services.http_shim.formats.request_bodies import CompletionBody
 from tests.unit.http_shim.synthetic import (
     ACCEPTED,
     USAGE,
@@ -68,26 +68,28 @@ def begin(
     choices: int = 1,
     extensions: Sequence[str] = (),
     **intervals: float,
-) -> tuple[Running, "asyncio.Task[None]"]:
-    running = Running()
-    feed(running, ACCEPTED)
+) -> tuple[OutputCollector, "asyncio.Task[None]"]:
+    collector = OutputCollector()
+    feed(collector, ACCEPTED)
     body = CompletionBody(prompt="x", stream=True, n=choices)
     scope = {"exchange": exchange(), "extensions": {name: {} for name in extensions}}
-    events = EventStream(running, CompletionShape.of(body), None, envelope(), scope["exchange"])
+    events = EventStream(
+        collector, CompletionFormatter.of(body), None, envelope(), scope["exchange"]
+    )
     patient = {"stall_seconds": 30.0} | intervals
-    sending = stream.send_stream(scope, socket.send, running, credits_, events, **patient)
-    return running, asyncio.ensure_future(sending)
+    sending = stream_sender.send_stream(scope, socket.send, collector, credits_, events, **patient)
+    return collector, asyncio.ensure_future(sending)
 
 
 async def test_deltas_merge_while_the_socket_is_full() -> None:
     socket = Socket(reads=False)
-    running, sending = begin(socket, Credits())
-    feed(running, delta("a", [1]))
+    collector, sending = begin(socket, Credits())
+    feed(collector, delta("a", [1]))
     await asyncio.sleep(0)
     for text in "bcd":
-        feed(running, delta(text, [1]))
+        feed(collector, delta(text, [1]))
         await asyncio.sleep(0)
-    feed(running, finished(tokens=4), USAGE)
+    feed(collector, finished(tokens=4), USAGE)
     socket.readable.set()
     await sending
     joined = b"".join(socket.bodies)
@@ -98,7 +100,7 @@ async def test_deltas_merge_while_the_socket_is_full() -> None:
 async def test_long_answers_leave_others_their_turn() -> None:
     """Echoes of megabytes keep nobody else's tokens waiting, whatever the socket takes."""
     socket = Socket()
-    running, sending = begin(socket, Credits(), choices=8)
+    collector, sending = begin(socket, Credits(), choices=8)
     turns = 0
 
     async def bystander() -> None:
@@ -108,8 +110,8 @@ async def test_long_answers_leave_others_their_turn() -> None:
             await asyncio.sleep(0)
 
     for index in range(8):
-        feed(running, delta("x" * 200_000, [1], index=index), finished(index))
-    feed(running, USAGE)
+        feed(collector, delta("x" * 200_000, [1], index=index), finished(index))
+    feed(collector, USAGE)
     await asyncio.gather(sending, bystander())
     assert turns >= 7, "one between any two of the eight"
     joined = b"".join(socket.bodies)
@@ -120,33 +122,35 @@ async def test_long_answers_leave_others_their_turn() -> None:
 async def test_credit_follows_what_left() -> None:
     """A long stream never runs dry while its client reads, nor is all of it granted at once."""
     socket, credits_ = Socket(), Credits()
-    running, sending = begin(socket, credits_)
+    collector, sending = begin(socket, credits_)
     sent = 0
-    while sent < 4 * stream.CREDIT:
-        feed(running, delta("x" * 100, [1] * 100))
+    while sent < 4 * stream_sender.CREDIT:
+        feed(collector, delta("x" * 100, [1] * 100))
         sent += 100
         await socket.next()
         await asyncio.sleep(0)
-        ahead = stream.CREDIT + credits_.granted - sent
-        assert stream.CREDIT // 2 < ahead <= stream.CREDIT
-    feed(running, finished(tokens=sent), USAGE)
+        ahead = stream_sender.CREDIT + credits_.granted - sent
+        assert stream_sender.CREDIT // 2 < ahead <= stream_sender.CREDIT
+    feed(collector, finished(tokens=sent), USAGE)
     await sending
 
 
 async def test_silence_is_broken_by_a_ping() -> None:
     socket = Socket()
-    running, sending = begin(socket, Credits(), ping_seconds=0.01)
+    collector, sending = begin(socket, Credits(), ping_seconds=0.01)
     assert await socket.next() == b": ping\n\n"
-    feed(running, finished(), USAGE)
+    feed(collector, finished(), USAGE)
     await sending
 
 
 async def test_a_client_that_stops_reading_is_cut() -> None:
-    running, sending = begin(Socket(reads=False), Credits(), ping_seconds=0.01, stall_seconds=0.02)
-    feed(running, delta("a", [1]))
+    collector, sending = begin(
+        Socket(reads=False), Credits(), ping_seconds=0.01, stall_seconds=0.02
+    )
+    feed(collector, delta("a", [1]))
     with pytest.raises(ClientGoneError):
         await sending
-    assert running.is_open(), "nothing told the service to go on"
+    assert collector.is_open(), "nothing told the service to go on"
 
 
 async def test_a_trailer_says_what_was_used_even_by_a_stream_that_failed() -> None:
@@ -155,17 +159,17 @@ async def test_a_trailer_says_what_was_used_even_by_a_stream_that_failed() -> No
     for end, used in zip(ends, (b"5", b"4"), strict=True):
         for extensions in (["http.response.trailers"], []):
             socket = Socket()
-            running, sending = begin(socket, Credits(), extensions=extensions)
-            feed(running, delta("a", [1, 2]), *end)
+            collector, sending = begin(socket, Credits(), extensions=extensions)
+            feed(collector, delta("a", [1, 2]), *end)
             if not end:
-                running.on_error(ServiceError(grpc.StatusCode.INTERNAL, "NOT_FINITE", "NaN"))
+                collector.on_error(ServiceError(grpc.StatusCode.INTERNAL, "NOT_FINITE", "NaN"))
             await sending
             assert socket.trailers == ({b"x-tokens-used": used} if extensions else None)
 
 
 async def test_a_client_that_left_ends_the_stream() -> None:
-    running, sending = begin(Socket(), Credits())
-    feed(running, delta("a", [1]))
-    running.abandon()
+    collector, sending = begin(Socket(), Credits())
+    feed(collector, delta("a", [1]))
+    collector.abandon()
     await sending
-    assert running.is_open()
+    assert collector.is_open()

@@ -11,17 +11,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http_shim.backends.backend import Backend
-from services.http_shim.backends.served import ModelSource, ServedModel
-from services.http_shim.formats.chat_translate import rendered_param_of, to_render_request
-from services.http_shim.formats.requests import DetokenizeBody, TemplateBody, TokenizeBody, parse
-from services.http_shim.http.access import model_for
+from services.http_shim.backends.model_source import ModelSource, ServedModel
+from services.http_shim.formats.chat_requests import rendered_param_of, to_render_request
+from services.http_shim.formats.request_bodies import (
+    DetokenizeBody,
+    TemplateBody,
+    TokenizeBody,
+    parse,
+)
+from services.http_shim.http.access import authorized_model
 from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import exchange_of
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["AppliedTemplate", "Detokenized", "Tokenized", "TokenizerInfo", "Tokens"]
+__all__ = ["AppliedTemplate", "Detokenized", "Tokenization", "Tokenized", "TokenizerInfo"]
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
@@ -79,7 +84,7 @@ class TokenizerInfo(Struct):
     chat_template_hash: str | None
 
 
-class Tokens:
+class Tokenization:
     """POST /tokenize, POST /detokenize, POST /apply-template, GET /tokenizer_info."""
 
     def __init__(self, models: ModelSource, bodies: BodyReader) -> None:
@@ -91,11 +96,11 @@ class Tokens:
         make = partial(parse, _TOKENIZE)
         body, ignored = await self._bodies.read(request.scope, request.receive, make)
         exchange_of(request.scope).ignored = ignored
-        served = await model_for(exchange_of(request.scope), self._models, body.model)
+        served = await authorized_model(exchange_of(request.scope), self._models, body.model)
         with served.connection.used() as backend:
             read = _encode if body.messages is None else _render
             (ids, texts), tokenizer = await asyncio.gather(
-                read(backend, served.name_there, body), backend.tokenizer(served.name_there)
+                read(backend, served.backend_name, body), backend.tokenizer(served.backend_name)
             )
         return json_response(
             Tokenized(
@@ -113,9 +118,9 @@ class Tokens:
         exchange_of(request.scope).ignored = ignored
         if body.tokens is None:
             raise invalid("tokens", "tokens is required: a list of token ids.")
-        served = await model_for(exchange_of(request.scope), self._models, body.model)
+        served = await authorized_model(exchange_of(request.scope), self._models, body.model)
         asked = tokenizer_pb2.DecodeRequest(
-            model=served.name_there,
+            model=served.backend_name,
             sequences=[types_pb2.TokenIds(ids=body.tokens)],
             skip_special_tokens=False,
         )
@@ -129,17 +134,17 @@ class Tokens:
         body, ignored = await self._bodies.read(request.scope, request.receive, make)
         exchange_of(request.scope).ignored = ignored
         asked = to_render_request(body)
-        served = await model_for(exchange_of(request.scope), self._models, body.model)
+        served = await authorized_model(exchange_of(request.scope), self._models, body.model)
         with served.connection.used() as backend:
-            answer = await _rendered(backend, served.name_there, asked)
+            answer = await _rendered(backend, served.backend_name, asked)
         return json_response(AppliedTemplate(answer.text))
 
     async def info(self, request: Request) -> Response:
         """What remote users of the tokenizer need to know."""
         name = request.query_params.get("model")
-        served = await model_for(exchange_of(request.scope), self._models, name)
+        served = await authorized_model(exchange_of(request.scope), self._models, name)
         with served.connection.used() as backend:
-            tokenizer = await backend.tokenizer(served.name_there)
+            tokenizer = await backend.tokenizer(served.backend_name)
         return json_response(_info(served, tokenizer))
 
 
@@ -191,7 +196,7 @@ def _blaming(param: str) -> Iterator[None]:
 
 
 def _context_length(served: ServedModel, tokenizer: tokenizer_pb2.GetTokenizerResponse) -> int:
-    """Tokens of prompt and output together."""
+    """Tokenization of prompt and output together."""
     length = tokenizer.context_length
     return length if served.context is None else min(length, served.context)
 

@@ -18,12 +18,12 @@ from services.http_shim.errors import (
 from services.http_shim.http.exchange import exchange_of
 from tokenwire.errors import ServiceError
 
-__all__ = ["FailureMiddleware", "handlers", "refused"]
+__all__ = ["FailureMiddleware", "error_response", "exception_handlers"]
 
 _LOG = logging.getLogger("http")
 
 
-def refused(scope: Scope, error: ServiceError) -> Response:
+def error_response(scope: Scope, error: ServiceError) -> Response:
     """The answer to a request that the API or a service refuses."""
     exchange_of(scope).note_failure(error.reason, error.message)
     return to_response(error)
@@ -47,8 +47,8 @@ class FailureMiddleware:
             await internal_error()(scope, receive, send)
 
 
-def handlers() -> dict[Any, Any]:
-    """Starlette's exception handlers."""
+def exception_handlers() -> dict[Any, Any]:
+    """Starlette's exception exception_handlers."""
     return {
         ServiceError: _on_service_error,
         HTTPException: _on_http,
@@ -57,7 +57,7 @@ def handlers() -> dict[Any, Any]:
 
 
 async def _on_service_error(request: Request, error: ServiceError) -> Response:
-    return refused(request.scope, error)
+    return error_response(request.scope, error)
 
 
 async def _on_too_large(request: Request, error: BodyTooLargeError) -> Response:

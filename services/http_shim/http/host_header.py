@@ -4,7 +4,7 @@ import grpc
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.hosts import AllowedHosts
-from services.http_shim.http.handlers import refused
+from services.http_shim.http.failures import error_response
 from tokenwire.errors import ServiceError
 
 __all__ = ["HostMiddleware"]
@@ -33,7 +33,7 @@ class HostMiddleware:
         else:
             await self._app(scope, receive, send)
             return
-        await refused(scope, error)(scope, receive, send)
+        await error_response(scope, error)(scope, receive, send)
 
 
 def _refusal(reason: str, message: str) -> ServiceError:

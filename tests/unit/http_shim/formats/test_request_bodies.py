@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.http_shim.errors import error_body, http_status
-from services.http_shim.formats.requests import ChatBody, CompletionBody, parse
-from services.http_shim.formats.translate import to_complete_request
+from services.http_shim.formats.completion_requests import to_complete_request
+from services.http_shim.formats.request_bodies import ChatBody, CompletionBody, parse
 from tokenwire.errors import ServiceError
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}

@@ -7,8 +7,8 @@ from typing import Any
 from starlette.types import Message, Scope, Send
 
 from services.http_shim.backends.backend import Submission
-from services.http_shim.backends.running import Running
-from services.http_shim.endpoints.events import EventStream
+from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.formats.responses import Delta
 from services.http_shim.http.exchange import exchange_of
@@ -28,7 +28,7 @@ _TRAILER = b"x-tokens-used"
 async def send_stream(
     scope: Scope,
     send: Send,
-    running: Running[Delta],
+    collector: OutputCollector[Delta],
     submission: Submission,
     events: EventStream[Delta],
     *,
@@ -37,7 +37,7 @@ async def send_stream(
 ) -> None:
     """Send everything until the completion ends; ClientGoneError if the client stops reading.
 
-    While a send waits for the socket, deltas gather in `running`; credit is granted for what left.
+    While a send waits for the socket, deltas gather in `collector`; credit is granted for what left.
     Where the connection takes trailers, one says how many tokens were used.
     """
     granted = CREDIT
@@ -45,16 +45,16 @@ async def send_stream(
     await send(_start(has_trailers=has_trailers))
     try:
         async with asyncio.timeout(None) as patience:
-            pulse = _Pulse(running, patience, ping_seconds, stall_seconds)
+            pulse = _Pulse(collector, patience, ping_seconds, stall_seconds)
             try:
                 while True:
-                    await running.changed.wait()
-                    running.changed.clear()
-                    ended = running.ended.is_set()
+                    await collector.changed.wait()
+                    collector.changed.clear()
+                    ended = collector.ended.is_set()
                     body = events.take()
-                    if running.pending:
+                    if collector.pending:
                         ended = False
-                        running.changed.set()
+                        collector.changed.set()
                         await asyncio.sleep(0)  # a send alone lets nobody else on
                     if ended:
                         body += events.tail()
@@ -96,13 +96,13 @@ class _Pulse:
 
     def __init__(
         self,
-        running: Running[Any],
+        collector: OutputCollector[Any],
         patience: asyncio.Timeout,
         ping_seconds: float,
         stall_seconds: float,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._running = running
+        self._running = collector
         self._patience = patience
         self._ping_seconds = ping_seconds
         self._stall_seconds = stall_seconds

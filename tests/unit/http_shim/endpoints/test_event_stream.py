@@ -7,10 +7,10 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.http_shim.backends.running import Running
-from services.http_shim.endpoints.events import EventStream
-from services.http_shim.formats.completion_responses import CompletionShape
-from services.http_shim.formats.requests import CompletionBody, StreamOptions
+from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.endpoints.event_stream import EventStream
+from services.http_shim.formats.completion_responses import CompletionFormatter
+from services.http_shim.formats.request_bodies import CompletionBody, StreamOptions
 from tests.unit.http_shim.synthetic import (
     ACCEPTED,
     USAGE,
@@ -25,14 +25,14 @@ from tokenwire.errors import ServiceError
 
 def begin(
     options: StreamOptions | None = None, *, n: int = 1, **fields: bool
-) -> tuple[Running, EventStream]:
-    running = Running()
-    feed(running, ACCEPTED)
+) -> tuple[OutputCollector, EventStream]:
+    collector = OutputCollector()
+    feed(collector, ACCEPTED)
     body = CompletionBody(prompt="x", stream=True, stream_options=options, n=n)
     for name, value in fields.items():
         setattr(body, name, value)
-    shape = CompletionShape.of(body)
-    return running, EventStream(running, shape, options, envelope(), exchange())
+    formatter = CompletionFormatter.of(body)
+    return collector, EventStream(collector, formatter, options, envelope(), exchange())
 
 
 def objects(data: bytes) -> list[Any]:
@@ -57,22 +57,22 @@ def scripts(draw: st.DrawFn) -> tuple[list[list[str]], list[int]]:
 def test_chunks_join_to_the_whole(script: tuple[list[list[str]], list[int]], random: Any) -> None:
     """However slowly a client reads, it gets each choice's text once and one finish reason."""
     texts, reads = script
-    running, stream = begin(n=len(texts))
+    collector, stream = begin(n=len(texts))
     queues = [[*parts, None] for parts in texts]
     data, step = b"", 0
     while any(queues):
         index = random.choice([i for i, queue in enumerate(queues) if queue])
         part = queues[index].pop(0)
         if part is None:
-            feed(running, finished(index, tokens=len(texts[index])))
+            feed(collector, finished(index, tokens=len(texts[index])))
         else:
-            feed(running, delta(part, [1], index=index))
+            feed(collector, delta(part, [1], index=index))
         if step in reads:
             data += stream.take()
         step += 1
-    feed(running, USAGE)
+    feed(collector, USAGE)
     data += stream.take()
-    while running.pending:
+    while collector.pending:
         data += stream.take()
     events = objects(data + stream.tail())
     assert events.pop() == "[DONE]"
@@ -91,19 +91,19 @@ def test_chunks_join_to_the_whole(script: tuple[list[list[str]], list[int]], ran
 
 
 def test_pending_deltas_of_a_choice_merge() -> None:
-    running, stream = begin(n=2)
-    feed(running, delta("a", [1]), delta("x", [2], index=1), delta("b", [3]))
+    collector, stream = begin(n=2)
+    feed(collector, delta("a", [1]), delta("x", [2], index=1), delta("b", [3]))
     texts = [(c["index"], c["text"]) for e in objects(stream.take()) for c in e["choices"]]
     assert texts == [(0, "ab"), (1, "x")]
 
 
 def test_the_last_finish_waits_for_usage() -> None:
     """Without stream_options the usage is on the last finish chunk, however late it comes."""
-    running, stream = begin()
-    feed(running, delta("a", [1]), finished())
+    collector, stream = begin()
+    feed(collector, delta("a", [1]), finished())
     (first,) = objects(stream.take())
     assert first["choices"][0]["finish_reason"] is None
-    feed(running, USAGE)
+    feed(collector, USAGE)
     last, done = objects(stream.take() + stream.tail())
     assert last["choices"][0]["finish_reason"] == "length"
     assert last["usage"]["total_tokens"] == 5
@@ -111,8 +111,8 @@ def test_the_last_finish_waits_for_usage() -> None:
 
 
 def test_include_usage_follows_openai() -> None:
-    running, stream = begin(StreamOptions(include_usage=True))
-    feed(running, delta("a", [1]), finished(), USAGE)
+    collector, stream = begin(StreamOptions(include_usage=True))
+    feed(collector, delta("a", [1]), finished(), USAGE)
     chunk, last, done = objects(stream.take() + stream.tail())
     assert chunk["usage"] is None
     assert chunk["choices"][0]["finish_reason"] == "length"
@@ -122,26 +122,28 @@ def test_include_usage_follows_openai() -> None:
 
 
 def test_include_usage_false_leaves_usage_out() -> None:
-    running, stream = begin(StreamOptions(include_usage=False))
-    feed(running, delta("a", [1]), finished(), USAGE)
+    collector, stream = begin(StreamOptions(include_usage=False))
+    feed(collector, delta("a", [1]), finished(), USAGE)
     chunk, _ = objects(stream.take() + stream.tail())
     assert "usage" not in chunk
 
 
 def test_continuous_usage_counts_up() -> None:
-    running, stream = begin(StreamOptions(include_usage=True, continuous_usage_stats=True))
-    feed(running, delta("a", [1]))
+    collector, stream = begin(StreamOptions(include_usage=True, continuous_usage_stats=True))
+    feed(collector, delta("a", [1]))
     (first,) = objects(stream.take())
-    feed(running, delta("b", [2, 3]), finished(), USAGE)
+    feed(collector, delta("b", [2, 3]), finished(), USAGE)
     second, last, _ = objects(stream.take() + stream.tail())
     totals = [event["usage"]["total_tokens"] for event in (first, second, last)]
     assert totals == [3, 5, 5]
 
 
 def test_errors_after_the_start_end_the_stream() -> None:
-    running, stream = begin()
-    feed(running, delta("a", [1]))
-    running.on_error(ServiceError(grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", "10.0.0.1 is gone"))
+    collector, stream = begin()
+    feed(collector, delta("a", [1]))
+    collector.on_error(
+        ServiceError(grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", "10.0.0.1 is gone")
+    )
     chunk, error = objects(stream.take() + stream.tail())
     assert chunk["choices"][0]["text"] == "a"
     assert error["error"]["code"] == "session_lost"
@@ -149,10 +151,10 @@ def test_errors_after_the_start_end_the_stream() -> None:
 
 
 def test_prompt_ids_come_once_with_the_first_chunk() -> None:
-    running, stream = begin(return_token_ids=True)
-    feed(running, delta("a", [1]))
+    collector, stream = begin(return_token_ids=True)
+    feed(collector, delta("a", [1]))
     (first,) = objects(stream.take())
-    feed(running, delta("b", [2]))
+    feed(collector, delta("b", [2]))
     (second,) = objects(stream.take())
     assert first["choices"][0]["prompt_token_ids"] == [7, 8]
     assert first["choices"][0]["token_ids"] == [1]
@@ -160,6 +162,6 @@ def test_prompt_ids_come_once_with_the_first_chunk() -> None:
 
 
 def test_held_back_text_makes_no_empty_chunks() -> None:
-    running, stream = begin()
-    feed(running, delta("", [1]))
+    collector, stream = begin()
+    feed(collector, delta("", [1]))
     assert stream.take() == b""

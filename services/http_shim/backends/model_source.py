@@ -8,18 +8,18 @@ from typing import Protocol
 
 import grpc
 
-from services.http_shim.backends.backend import Backend, Patience
-from services.http_shim.formats.cards import ModelCard, served_card
+from services.http_shim.backends.backend import Backend, RetryPolicy
+from services.http_shim.formats.model_cards import ModelCard, served_card
 from tokenwire.errors import ServiceError
 
-__all__ = ["Connection", "ModelSource", "OneBackend", "ServedModel", "model_not_found"]
+__all__ = ["Connection", "ModelSource", "ServedModel", "SingleBackend", "model_not_found"]
 
 
 class Connection:
     """A backend, and how many requests use it."""
 
-    def __init__(self, target: str, patience: Patience) -> None:
-        self.backend = Backend(target, patience)
+    def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
+        self.backend = Backend(target, retry_policy)
         self._users = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -49,7 +49,7 @@ class ServedModel:
     id: str
     """Canonical id, which answers bear and keys are for; a variant has that of the model that it
     varies. "" = as the backend calls it"""
-    name_there: str
+    backend_name: str
     """What the backend knows it by; "" = its only model"""
     connection: Connection
     max_output_length: int | None = None
@@ -82,18 +82,18 @@ class ModelSource(Protocol):
         """Cut what still runs."""
 
 
-class OneBackend:
+class SingleBackend:
     """The models of one tokenizer service, under the names that it gives them."""
 
-    def __init__(self, target: str, patience: Patience) -> None:
-        self._connection = Connection(target, patience)
+    def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
+        self._connection = Connection(target, retry_policy)
 
     def find(self, name: str | None) -> ServedModel:
         return ServedModel("", name or "", self._connection)
 
     async def id_of(self, served: ServedModel) -> str:
-        if served.name_there not in ("", "default"):
-            return served.name_there
+        if served.backend_name not in ("", "default"):
+            return served.backend_name
         (card,) = await self.cards()
         return card.id
 

@@ -9,10 +9,10 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["Running"]
+__all__ = ["OutputCollector"]
 
 
-class Running(Generic[Delta]):
+class OutputCollector(Generic[Delta]):
     """Listens to one of them. Its events arrive synchronously; a task takes them when it can.
 
     Deltas of a choice gather in `pending` while nobody takes them, and go out as one. `changed` is

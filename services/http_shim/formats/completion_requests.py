@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from services.http_shim.formats.constraint_translate import (
+from services.http_shim.formats.constraints import (
     constraint_of,
     constraint_param,
     json_text,
-    schema_place,
+    schema_location,
 )
-from services.http_shim.formats.requests import (
+from services.http_shim.formats.request_bodies import (
     CompletionBody,
     FunctionSpec,
     FunctionTool,
@@ -98,7 +98,7 @@ def schema_param(path: str, body: GenerationBody) -> str:
     if tool := _TOOL_FIELD.match(path):
         return tool_param(tool.group()) + path[tool.end() :]
     _, _, place = path.split(".", 2)  # behind "grammar" and its kind
-    return f"{schema_place(body)}.{place}"
+    return f"{schema_location(body)}.{place}"
 
 
 def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.http_shim.http import extent
+from services.http_shim.http import json_limits
 from tokenwire.errors import ServiceError
 
 
@@ -21,12 +21,12 @@ from tokenwire.errors import ServiceError
 )
 def test_a_body_that_holds_more_than_any_request_needs_is_refused(body: bytes, what: str) -> None:
     with pytest.raises(ServiceError, match=f"{what};"):
-        extent.check_extent(body)
+        json_limits.check_json_limits(body)
 
 
 def test_text_is_not_counted_however_it_is_written() -> None:
     text = '\\"[{,:}]\\' * 200_000
-    extent.check_extent(json.dumps({"prompt": text, "n": [1, 2]}).encode())
+    json_limits.check_json_limits(json.dumps({"prompt": text, "n": [1, 2]}).encode())
 
 
 _JSON = st.recursive(
@@ -52,7 +52,7 @@ def _counts(value: object) -> tuple[int, int]:
 def test_the_counts_are_those_of_the_decoded_body(body: dict[str, object]) -> None:
     counted: dict[str, int] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extent, "_require", lambda count, _, what: counted.update({what: count}))
-        extent.check_extent(json.dumps(body).encode())
+        patch.setattr(json_limits, "_require", lambda count, _, what: counted.update({what: count}))
+        json_limits.check_json_limits(json.dumps(body).encode())
     assert (counted["strings"], counted["lists and objects"]) == _counts(body)
     assert counted["fields"] == max(0, len(body) - 1)

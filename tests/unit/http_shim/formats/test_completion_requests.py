@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from services.http_shim.formats.requests import CompletionBody
-from services.http_shim.formats.translate import param_of, to_complete_request
+from services.http_shim.formats.completion_requests import param_of, to_complete_request
+from services.http_shim.formats.request_bodies import CompletionBody
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.http_shim.errors import http_status
-from services.http_shim.formats.chat_translate import (
+from services.http_shim.formats.chat_requests import (
     chat_param_of,
     rendered_param_of,
     to_chat_request,
     to_render_request,
 )
-from services.http_shim.formats.requests import ChatBody, TokenizeBody, parse
+from services.http_shim.formats.request_bodies import ChatBody, TokenizeBody, parse
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.http_shim.formats.constraint_translate import constraint_of, constraint_param
-from services.http_shim.formats.requests import ChatBody, CompletionBody, parse
+from services.http_shim.formats.constraints import constraint_of, constraint_param
+from services.http_shim.formats.request_bodies import ChatBody, CompletionBody, parse
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import (
     ChoiceList,

@@ -14,12 +14,12 @@ import grpc
 import msgspec
 from msgspec import Meta, Struct
 
+from services.http_shim.formats.chat_messages import Message
 from services.http_shim.formats.constraint_fields import (
     ConstraintFields,
     JsonObject,
     StructuralTagFormat,
 )
-from services.http_shim.formats.conversation import Message
 from services.http_shim.formats.foreign_fields import (
     FOREIGN_TO_CHATS,
     FOREIGN_TO_COMPLETIONS,

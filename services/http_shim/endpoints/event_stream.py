@@ -6,19 +6,19 @@ from typing import Generic
 
 from msgspec import UNSET, UnsetType
 
-from services.http_shim.backends.running import Running
+from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.errors import error_body, http_status
-from services.http_shim.formats.requests import StreamOptions
+from services.http_shim.formats.request_bodies import StreamOptions
 from services.http_shim.formats.responses import (
+    ChoiceFormatter,
     Delta,
     Envelope,
-    Shape,
     Usage,
     running_usage,
     usage_of,
 )
 from services.http_shim.http.exchange import Exchange
-from services.http_shim.metrics import FIRST_TOKEN, INTER_TOKEN
+from services.http_shim.metrics import FIRST_TOKEN_SECONDS, INTER_TOKEN_SECONDS
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["EventStream"]
@@ -31,19 +31,19 @@ class EventStream(Generic[Delta]):
 
     def __init__(
         self,
-        running: Running[Delta],
-        shape: Shape[Delta],
+        collector: OutputCollector[Delta],
+        formatter: ChoiceFormatter[Delta],
         options: StreamOptions | None,
         envelope: Envelope,
         exchange: Exchange,
     ) -> None:
-        assert running.accepted is not None
-        self._running: Running[Delta] = running
-        self._prompts = running.accepted.prompts
-        self._shape: Shape[Delta] = shape
+        assert collector.accepted is not None
+        self._running: OutputCollector[Delta] = collector
+        self._prompts = collector.accepted.prompts
+        self._formatter: ChoiceFormatter[Delta] = formatter
         self._envelope = envelope
         self._exchange = exchange
-        self._unfinished = len(self._prompts) * shape.choices_per_prompt
+        self._unfinished = len(self._prompts) * formatter.choices_per_prompt
         self._held: completion_pb2.ChoiceFinished | None = None
         self._tokens: dict[int, int] = {}  # generated and taken, by choice
         self._times: dict[int, float] = {}  # of the last token taken, by choice
@@ -57,8 +57,8 @@ class EventStream(Generic[Delta]):
     def take(self) -> bytes:
         """The events of what is pending, one for each choice at most; where that is much, of the
         first choices, so that other streams have their turn."""
-        running, now = self._running, time.monotonic()
-        pending, ended = running.take(_AT_ONCE)
+        collector, now = self._running, time.monotonic()
+        pending, ended = collector.take(_AT_ONCE)
         finished = self._settle(ended)
         events = []
         for index, deltas in pending.items():
@@ -66,7 +66,7 @@ class EventStream(Generic[Delta]):
             self._count(index, deltas, now)
             if index not in finished:
                 events.append(self._event(index, deltas, None, opening, self._usage()))
-        has_usage = self._usage_on_finish and running.usage is not None and not self._unfinished
+        has_usage = self._usage_on_finish and collector.usage is not None and not self._unfinished
         carrier = next(reversed(finished), None) if has_usage else None
         for index, end in finished.items():
             opening = self._usage()
@@ -103,14 +103,14 @@ class EventStream(Generic[Delta]):
         return finished
 
     def _count(self, index: int, deltas: Sequence[Delta], now: float) -> None:
-        new = self._shape.tokens_in(deltas)
+        new = self._formatter.tokens_in(deltas)
         if not new:
             return
         before = self._times.get(index)
         if before is not None:
-            INTER_TOKEN.observe((now - before) / new)
+            INTER_TOKEN_SECONDS.observe((now - before) / new)
         elif not self._times:
-            FIRST_TOKEN.observe(now - self._exchange.began)
+            FIRST_TOKEN_SECONDS.observe(now - self._exchange.began)
         self._times[index] = now
         self._exchange.completion_tokens += new
         total = self._tokens[index] = self._tokens.get(index, 0) + new
@@ -128,8 +128,8 @@ class EventStream(Generic[Delta]):
         """The chunks of a choice, the last with `usage`. Where a message begins, the chunk with its
         role has `opening`, the usage before it."""
         is_first = index not in self._begun
-        prompt = self._prompts[index // self._shape.choices_per_prompt] if is_first else None
-        chunks = self._shape.chunks(index, deltas, end, prompt)
+        prompt = self._prompts[index // self._formatter.choices_per_prompt] if is_first else None
+        chunks = self._formatter.chunks(index, deltas, end, prompt)
         if not chunks:
             return b""
         self._begun.add(index)

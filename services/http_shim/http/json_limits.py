@@ -6,7 +6,7 @@ import grpc
 
 from tokenwire.errors import ServiceError
 
-__all__ = ["check_extent"]
+__all__ = ["check_json_limits"]
 
 _MOST_FIELDS = 1_000  # of the body itself
 _MOST_STRINGS = 300_000  # names of fields too: a logit_bias may have one for each id
@@ -15,7 +15,7 @@ _MOST_VALUES = 1 << 20  # token ids, nearly always
 _BRACKET = re.compile(rb"[\[\]{}]")
 
 
-def check_extent(text: bytes) -> None:
+def check_json_limits(text: bytes) -> None:
     """Raise INVALID_ARGUMENT for a body that holds more than any request needs.
 
     Takes some 20 ms for 8 MiB. What is no JSON may pass: a decoder stops where it ceases to be

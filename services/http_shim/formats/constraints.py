@@ -12,7 +12,7 @@ from services.http_shim.formats.constraint_fields import (
     StructuredOutputs,
     TaggedStructure,
 )
-from services.http_shim.formats.requests import (
+from services.http_shim.formats.request_bodies import (
     GenerationBody,
     Grammar,
     JsonObjectFormat,
@@ -26,7 +26,7 @@ from services.http_shim.formats.requests import (
 from tokenwire.errors import invalid
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["constraint_of", "constraint_param", "json_text", "schema_place"]
+__all__ = ["constraint_of", "constraint_param", "json_text", "schema_location"]
 
 _Spec: TypeAlias = types_pb2.GrammarSpec
 # Lark has a rule `start`, GBNF one that is `root`
@@ -52,7 +52,7 @@ def constraint_param(body: GenerationBody) -> str:
     return next((name for name, _ in _given(body)), "grammar")
 
 
-def schema_place(body: GenerationBody) -> str:
+def schema_location(body: GenerationBody) -> str:
     """Where the request holds the schema, or the grammar with schemas in it, that constrains."""
     name = constraint_param(body)
     match name, body.response_format:
