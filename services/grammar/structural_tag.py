@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from google.protobuf.json_format import ParseDict, ParseError
 
+from services.common.contract import MAX_STRUCTURES
 from services.common.json_values import Json
 from services.grammar.error import GrammarError
 from services.grammar.schemas import json_schema
@@ -13,7 +14,6 @@ from tokenwire.pb.types.v1.types_pb2 import StructuralTag, TaggedStructure
 
 __all__ = ["check", "parts_of", "read"]
 
-_MOST = 128  # structures, and triggers: each is a token of the lexer
 _ANY_JSON = "{}"
 
 
@@ -28,8 +28,10 @@ def read(value: Json) -> StructuralTag:
 def check(tag: StructuralTag) -> None:
     """Raise GrammarError for the first thing that is wrong, with its path."""
     for name, values in (("structures", tag.structures), ("triggers", tag.triggers)):
-        if not 1 <= len(values) <= _MOST:
-            raise GrammarError(f"{name} must have 1 to {_MOST} elements, got {len(values)}.")
+        if not 1 <= len(values) <= MAX_STRUCTURES:
+            raise GrammarError(
+                f"{name} must have 1 to {MAX_STRUCTURES} elements, got {len(values)}."
+            )
     for index, trigger in enumerate(tag.triggers):
         if not trigger:
             raise GrammarError(f"triggers[{index}] is empty.")

@@ -15,11 +15,11 @@ from typing import Any
 
 import grpc
 
+from services.common.contract import MAX_SEQUENCES
 from services.common.errors import internal_error
 from services.common.logging import names_of
 from services.engine.frontend import metrics
 from services.engine.frontend.admission import (
-    MAX_SEQUENCES,
     Admission,
     CheckedRequest,
     resolved_sampling,
