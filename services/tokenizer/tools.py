@@ -3,11 +3,11 @@
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from services.common.annotations import unenforced
 from services.common.contract import FUNCTION_NAME, MAX_TOOLS
-from services.common.json_values import Json
+from services.common.json_values import Json, parse_json
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -136,7 +136,7 @@ def arguments_schema(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
     """The schema of the arguments, which are an object in any case; `field` is the tool's."""
     field = f"{field}.parameters_json"
     try:
-        schema = json.loads(tool.parameters_json or _NO_ARGUMENTS, parse_constant=_refuse_constant)
+        schema = parse_json(tool.parameters_json or _NO_ARGUMENTS)
         moved_schema(schema, "#")  # not too deep for that
         if "\\u" in tool.parameters_json:
             json.dumps(schema, ensure_ascii=False).encode()  # half a surrogate pair is no text
@@ -175,7 +175,3 @@ def moved_schema(schema: Any, place: str, depth: int = 0) -> Any:
         else:
             moved[key] = moved_schema(value, "#" if key in _LITERAL else place, depth + 1)
     return moved
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

@@ -9,10 +9,9 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NoReturn
 from urllib.parse import unquote
 
-from services.common.json_values import Json
+from services.common.json_values import Json, JsonConstantError, parse_json
 from services.grammar.error import GrammarError
 
 __all__ = ["check", "locate", "parse", "reachable", "subschemas"]
@@ -49,11 +48,13 @@ def parse(text: str) -> Json:
     """JSON text; raises GrammarError with line and column, for what the compiler can't read too:
     numbers out of range, and halves of surrogate pairs."""
     try:
-        value: Json = json.loads(text, parse_constant=_refuse_constant)
+        value: Json = parse_json(text)
         _check_scalars(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise GrammarError(f"This is not JSON: {error.msg} ({where}).") from None
+    except JsonConstantError as error:
+        raise GrammarError(f"This is not JSON: {error}.") from None
     except ValueError:  # of int()
         raise GrammarError("The grammar holds a number of too many digits.") from None
     except RecursionError:
@@ -223,7 +224,3 @@ def _has_half(written: str) -> bool:
 
 def _too_deep() -> str:
     return f"The schema is nested deeper than {_MAX_DEPTH} levels."
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise GrammarError(f"This is not JSON: {name} is not a JSON number.")
