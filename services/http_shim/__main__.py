@@ -15,9 +15,8 @@ import uvicorn
 import uvloop
 
 from services.common import logging as service_logging
-from services.common import open_files
+from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
-from services.common.signals import stop_signal
 from services.common.telemetry import serve_metrics
 from services.http_shim.accounts.keyring import Keyring
 from services.http_shim.app import create_app
@@ -68,7 +67,7 @@ def main() -> None:
         if settings.fd < 0:
             check(settings)
         service_logging.configure("http_shim", settings.log_level)
-        open_files.allow_many()
+        raise_file_limit()
         uvloop.run(serve(settings))
     except (StartupError, CatalogError, KeyFileError) as error:
         print(f"http_shim: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+from tokenwire.serving.exit_status import exit_status
 from tokenwire.serving.stack_layout import ServeError, Service
 
 __all__ = ["Process", "say"]
@@ -139,7 +140,7 @@ class Process:
     async def death(self, was_up: bool) -> ServeError:
         """How it ended, and why."""
         code = self.returncode or 0
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = exit_status(code)
         words = await self.last_words()
         if code == -signal.SIGKILL:
             words = "it was killed from outside, perhaps because memory ran out."

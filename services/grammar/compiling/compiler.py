@@ -9,12 +9,12 @@ from pathlib import Path
 import grpc
 
 from services.common.settings import StartupError
-from services.common.signals import ending
 from services.grammar.compiling.compile_process import HEADER, READY, TIMED_OUT, Verdict
 from services.grammar.compiling.compile_slots import CompileSlots
 from services.grammar.error import GrammarError
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
+from tokenwire.serving.exit_status import exit_status
 
 __all__ = ["Compiler"]
 
@@ -79,7 +79,7 @@ class Compiler:
         if verdict.killed == TIMED_OUT and self._timeout > _QUICK:
             verdict = await self._run(content, self._slots_for_slow, self._timeout)
         if verdict.killed:
-            _LOG.warning("the compilation of a grammar ended with %s", ending(-verdict.killed))
+            _LOG.warning("the compilation of a grammar ended with %s", exit_status(-verdict.killed))
             raise GrammarError(self._cause(verdict.killed))
         if verdict.error:
             raise GrammarError(verdict.error)
@@ -122,7 +122,7 @@ class Compiler:
                 waiting.set_exception(_lost())
         code = await process.wait()
         if not self._stopped:
-            _LOG.error("the process that compiles grammars ended with %s", ending(code))
+            _LOG.error("the process that compiles grammars ended with %s", exit_status(code))
 
     def _cause(self, number: int) -> str:
         if number == TIMED_OUT:
