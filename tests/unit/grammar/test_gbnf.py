@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from services.grammar.gbnf import to_lark
 from tests.unit.grammar.test_specification import accepts
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec

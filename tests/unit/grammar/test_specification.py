@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.specification import check, identity, locate, translate
 from tokenwire.pb.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject, StructuralTag

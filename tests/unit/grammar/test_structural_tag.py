@@ -6,7 +6,7 @@ import re
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from tests.unit.grammar.test_specification import accepts
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, StructuralTag, TaggedStructure
 

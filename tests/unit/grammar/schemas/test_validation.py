@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from services.grammar.schemas import json_schema
-from services.grammar.schemas.json_schema import check, locate, parse
+from services.grammar.schemas.validation import check, locate, parse
 
 UNSUPPORTED = [
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "extends",

@@ -1,60 +1,61 @@
-"""The keywords of a JSON Schema that speak of strings, as the compiler holds them exactly."""
+"""The string keywords of a JSON Schema, lowered to what llguidance enforces exactly."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from services.common.annotations import ENFORCED_FORMATS
 from services.common.json_values import Json
-from services.grammar.error import GrammarError
-from services.grammar.patterns import whole_match
-from services.grammar.patterns.characters import is_spellable
+from services.grammar import GrammarError
+from services.grammar.patterns.character_sets import is_spellable
 from services.grammar.patterns.formats import FORMATS
-from services.grammar.schemas.json_schema import reachable
+from services.grammar.patterns.full_match import full_match_expressions
+from services.grammar.schemas.subschemas import reachable
 
-__all__ = ["given_words", "held_exactly"]
+__all__ = ["lower_strings", "restore_patterns"]
 
-_Note = Callable[[str, str], None]
+_Record = Callable[[str, str], None]
+"""Called with each new expression and the pattern or format that it replaces"""
 
 
-def held_exactly(schema: Json, path: str = "$") -> Json:
-    """A schema that allows the same texts but for those that can't be written, and that the
-    compiler enforces to the letter. The one given stays as it is.
+def lower_strings(schema: Json, path: str = "$") -> Json:
+    """Return a schema with the same values, but for strings with characters that aren't SPELLABLE.
 
-    Raises GrammarError, with the place, for strings and patterns that can't be held.
+    The given schema is not changed. Raises GrammarError, with the place, for strings and patterns
+    that can't be enforced.
     """
-    return _rewritten(schema, path, lambda expression, given: None)
+    return _lowered(schema, path, lambda expression, given: None)
 
 
-def given_words(schema: Json, path: str, reason: str) -> str:
-    """The compiler's reason with the patterns that it speaks of as the client wrote them."""
+def restore_patterns(schema: Json, path: str, reason: str) -> str:
+    """Return the compiler's reason with its expressions replaced by the client's patterns."""
     given: dict[str, str] = {}
-    _rewritten(schema, path, given.__setitem__)
+    _lowered(schema, path, given.__setitem__)
     for expression in sorted(given, key=len, reverse=True):
         reason = reason.replace(expression, given[expression])
     return reason
 
 
-def _rewritten(schema: Json, path: str, note: _Note) -> Json:
+def _lowered(schema: Json, path: str, record: _Record) -> Json:
     found = reachable(schema, path)
     try:
-        held = {id(part): _held(part, where, note) for part, where in found}
+        lowered = {id(part): _lowered_part(part, where, record) for part, where in found}
         _check_names(found)
-        return _replaced(schema, held)
+        return _replaced(schema, lowered)
     except RecursionError:
         raise GrammarError("A value in the schema is nested too deeply.") from None
 
 
-def _replaced(value: Json, held: Mapping[int, Mapping[str, Json]]) -> Json:
+def _replaced(value: Json, lowered: Mapping[int, Mapping[str, Json]]) -> Json:
     if isinstance(value, Mapping):
-        content = held.get(id(value), value)
-        return {name: _replaced(part, held) for name, part in content.items()}
+        content = lowered.get(id(value), value)
+        return {name: _replaced(part, lowered) for name, part in content.items()}
     if isinstance(value, list):
-        return [_replaced(part, held) for part in value]
+        return [_replaced(part, lowered) for part in value]
     return value
 
 
-def _held(schema: Mapping[str, Json], path: str, note: _Note) -> Mapping[str, Json]:
-    """One schema, without those within it."""
+def _lowered_part(schema: Mapping[str, Json], path: str, record: _Record) -> Mapping[str, Json]:
+    """Lower a schema's own keywords, but not its subschemas."""
     for value, where in _literals(schema, path):
         for text, place in _strings(value, where):
             _check_spelling(text, place)
@@ -63,7 +64,7 @@ def _held(schema: Mapping[str, Json], path: str, note: _Note) -> Mapping[str, Js
     kinds = schema.get("type")
     if "pattern" in schema or "format" in schema:
         if kinds is None or "string" in (kinds if isinstance(kinds, list) else [kinds]):
-            expressions = [*_of_pattern(changed, path, note), *_of_format(changed, note)]
+            expressions = [*_of_pattern(changed, path, record), *_of_format(changed, record)]
         else:
             changed.pop("pattern", None)
             changed.pop("format", None)
@@ -75,25 +76,25 @@ def _held(schema: Mapping[str, Json], path: str, note: _Note) -> Mapping[str, Js
         more = [{**kind, "pattern": expression} for expression in expressions[1:]]
         changed["allOf"] = [*others, *more] if isinstance(others, list) else others
     if isinstance(named := schema.get("patternProperties"), Mapping):
-        changed["patternProperties"] = _of_names(named, f"{path}.patternProperties", note)
+        changed["patternProperties"] = _of_names(named, f"{path}.patternProperties", record)
     return changed
 
 
-def _of_pattern(changed: dict[str, Json], path: str, note: _Note) -> Sequence[str]:
+def _of_pattern(changed: dict[str, Json], path: str, record: _Record) -> Sequence[str]:
     pattern = changed.get("pattern")
     if not isinstance(pattern, str):
         return []
-    expressions = _expressions(pattern, f"{path}.pattern", note)
+    expressions = _expressions(pattern, f"{path}.pattern", record)
     if expressions is None:
         raise GrammarError(
-            f"No text that can be written matches the pattern at {path}.pattern: of the control "
-            r"characters there are \b, \t, \n, \f and \r."
+            f"No supported text matches the pattern at {path}.pattern: the only control "
+            r"characters are \b, \t, \n, \f and \r."
         )
     return expressions
 
 
-def _of_format(changed: dict[str, Json], note: _Note) -> Sequence[str]:
-    """Leaves what the compiler enforces exactly, and takes the rest out."""
+def _of_format(changed: dict[str, Json], record: _Record) -> Sequence[str]:
+    """Remove the format, unless llguidance enforces it exactly; return its expressions."""
     name = changed.get("format")
     if not isinstance(name, str) or (name in ENFORCED_FORMATS and name not in FORMATS):
         return []
@@ -107,32 +108,32 @@ def _of_format(changed: dict[str, Json], note: _Note) -> Sequence[str]:
         changed["maxLength"] = form.max_length
     expressions = [f"^(?:{expression})$" for expression in form.expressions]
     for expression in expressions:
-        note(expression, name)
+        record(expression, name)
     return expressions
 
 
-def _of_names(named: Mapping[str, Json], path: str, note: _Note) -> dict[str, Json]:
-    """patternProperties; those whose names can't be written come to nothing."""
+def _of_names(named: Mapping[str, Json], path: str, record: _Record) -> dict[str, Json]:
+    """Return patternProperties by expression, without patterns that no supported name matches."""
     changed: dict[str, Json] = {}
     for pattern, part in named.items():
-        expressions = _expressions(pattern, f"{path}.{pattern}", note)
+        expressions = _expressions(pattern, f"{path}.{pattern}", record)
         if expressions is None:
             continue
         if len(expressions) > 1:
             raise GrammarError(f"The pattern at {path}.{pattern}: (?=…) is not supported in names.")
         if expressions[0] in changed:
-            raise GrammarError(f"The pattern at {path}.{pattern} matches what another one does.")
+            raise GrammarError(f"The pattern at {path}.{pattern} equals another one.")
         changed[expressions[0]] = part
     return changed
 
 
-def _expressions(pattern: str, path: str, note: _Note) -> Sequence[str] | None:
+def _expressions(pattern: str, path: str, record: _Record) -> Sequence[str] | None:
     try:
-        expressions = whole_match.rewrite(pattern)
+        expressions = full_match_expressions(pattern)
     except GrammarError as error:
         raise GrammarError(f"The pattern at {path} can't be enforced: {error}.") from None
     for expression in expressions or ():
-        note(expression, pattern)
+        record(expression, pattern)
     return expressions
 
 
@@ -145,7 +146,7 @@ def _literals(schema: Mapping[str, Json], path: str) -> Iterator[tuple[Json, str
 
 
 def _strings(value: Json, path: str) -> Iterator[tuple[str, str]]:
-    """The strings within a value, but for its keys, which the compiler spells by itself."""
+    """Yield the strings in a value with their paths, without keys: llguidance escapes those."""
     if isinstance(value, str):
         yield value, path
     elif isinstance(value, Mapping):
@@ -161,13 +162,16 @@ def _check_spelling(text: str, path: str) -> None:
         return
     code = next(ord(character) for character in text if not is_spellable(character))
     raise GrammarError(
-        f"The string at {path} has U+{code:04X}, which can't be written: of the control "
-        r"characters there are \b, \t, \n, \f and \r."
+        f"The string at {path} has U+{code:04X}, which is not supported: the only control "
+        r"characters are \b, \t, \n, \f and \r."
     )
 
 
 def _check_names(schemas: Sequence[tuple[Mapping[str, Json], str]]) -> None:
-    """A pattern of names is held for names that can be written: others are not seen to match."""
+    """Refuse control characters in names beside patternProperties.
+
+    Expressions never match such names, so the values of these would escape their schema.
+    """
     if not any("patternProperties" in schema for schema, _ in schemas):
         return
     for schema, path in schemas:
@@ -180,7 +184,7 @@ def _check_names(schemas: Sequence[tuple[Mapping[str, Json], str]]) -> None:
 
 
 def _names(schema: Mapping[str, Json]) -> Iterator[str]:
-    """Every property that a schema names."""
+    """Yield every property that a schema names."""
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(properties, Mapping):
         yield from properties

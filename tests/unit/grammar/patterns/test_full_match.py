@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
-from services.grammar.error import GrammarError
-from services.grammar.patterns.whole_match import rewrite
+from services.grammar import GrammarError
+from services.grammar.patterns.full_match import rewrite
 from tests.unit.grammar.drawing import TOKENIZERS, Drawing
 
 ALPHABET = 'aB1_"\\\n\t,-]^ \u2028é😀'

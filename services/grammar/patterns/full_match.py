@@ -1,7 +1,7 @@
-"""From a pattern, which may match anywhere in a text, to an expression of the whole text.
+"""Translation of patterns, which match anywhere in a text, to expressions that match it in full.
 
-The compiler takes `^` and `$` at the edges of an expression only, and spells some classes wrongly
-in JSON. What comes out here has no other edges, and classes of what it spells rightly alone.
+llguidance supports `^` and `$` only at the ends of an expression, and escapes some characters
+wrongly in JSON strings. So the expressions have no inner anchors, and only SPELLABLE characters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
-from services.grammar.error import GrammarError
-from services.grammar.patterns.characters import (
+from services.grammar import GrammarError
+from services.grammar.patterns.character_sets import (
     SPELLABLE,
     Ranges,
     as_class,
@@ -19,48 +19,48 @@ from services.grammar.patterns.characters import (
     intersection,
 )
 from services.grammar.patterns.pattern import (
-    Ahead,
-    Characters,
-    Choice,
-    Edge,
+    Alternation,
+    Anchor,
+    CharacterClass,
+    Concatenation,
+    Lookahead,
     Node,
-    Repeat,
-    Sequenced,
+    Repetition,
     parse,
 )
 
-__all__ = ["rewrite"]
+__all__ = ["full_match_expressions"]
 
 _ANY = "(?s:.)"
-_MAX_LENGTH = 200_000  # characters; edges in the midst of a pattern multiply what is around them
+_MAX_LENGTH = 200_000  # characters; each inner anchor duplicates the nodes around it
 _SPELLABLE_CLASS = f"[{as_class(SPELLABLE)}]"
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """An expression without edges."""
+    """An expression without anchors."""
 
     text: str
     may_be_empty: bool
     """Whether it matches the empty text"""
     is_atom: bool = False
-    """Whether a quantifier behind it is about all of it"""
+    """Whether a quantifier after it applies to all of it"""
 
 
 _EMPTY = _Piece("", may_be_empty=True)
-_Edges: TypeAlias = tuple[bool, bool]
-_FREE: _Edges = (False, False)
-_Language: TypeAlias = Mapping[_Edges, _Piece]
-"""What a tree matches, by whether that lies at the start of the text, and at its end, of necessity.
-Empty: it matches nothing that can be written."""
+_Anchors: TypeAlias = tuple[bool, bool]
+"""Whether a match must begin at the start of the text, and end at its end"""
+_FREE: _Anchors = (False, False)
+_Language: TypeAlias = Mapping[_Anchors, _Piece]
+"""The matches of a tree by their anchors; empty if no SPELLABLE text matches"""
 
 
-def rewrite(pattern: str) -> list[str] | None:
-    """Expressions in the compiler's syntax, `^(?:…)$`, all of which match exactly the texts that
-    the pattern matches, of those that can be written; None: there are none. One, unless the pattern
-    begins with what must be ahead.
+def full_match_expressions(pattern: str) -> list[str] | None:
+    """Return expressions in llguidance's syntax, `^(?:…)$`, equivalent to a pattern if all match.
 
-    Raises GrammarError as `parse` does, and for what can't be taken apart.
+    There are several only if the pattern begins with lookaheads. They consider SPELLABLE texts
+    alone; None: no such text matches. Raises GrammarError as `parse` does, and for anchors and
+    lookaheads that can't be moved to the ends.
     """
     wholes: list[str] = []
     for node in _conjunction(parse(pattern)):
@@ -72,19 +72,19 @@ def rewrite(pattern: str) -> list[str] | None:
 
 
 def _conjunction(node: Node) -> list[Node]:
-    """`^(?=a)b` is `^a` and `^b`, each by itself."""
-    if not isinstance(node, Sequenced) or node.parts[:1] != [Edge(is_start=True)]:
+    """Return the conjuncts of a tree: `^(?=a)b` means both `^a` and `^b`."""
+    if not isinstance(node, Concatenation) or node.parts[:1] != [Anchor(is_start=True)]:
         return [node]
     rest = list(node.parts[1:])
     nodes: list[Node] = []
-    while rest and isinstance(ahead := rest[0], Ahead):
-        nodes.append(Sequenced([Edge(is_start=True), ahead.body]))
+    while rest and isinstance(lookahead := rest[0], Lookahead):
+        nodes.append(Concatenation([Anchor(is_start=True), lookahead.body]))
         del rest[0]
-    return [*nodes, Sequenced([Edge(is_start=True), *rest])]
+    return [*nodes, Concatenation([Anchor(is_start=True), *rest])]
 
 
 def _whole(language: _Language) -> str | None:
-    """The expression of the texts in which there is a match."""
+    """Return the expression of the texts that contain a match, or None if there are none."""
     options: list[str] = []
     for (at_start, at_end), piece in language.items():
         before, behind = "" if at_start else f"{_ANY}*", "" if at_end else f"{_ANY}*"
@@ -94,28 +94,28 @@ def _whole(language: _Language) -> str | None:
 
 def _language(node: Node) -> _Language:
     match node:
-        case Characters():
+        case CharacterClass():
             text = _characters(node)
             return {} if text is None else {_FREE: _Piece(text, False, is_atom=True)}
-        case Edge():
+        case Anchor():
             return {(node.is_start, not node.is_start): _EMPTY}
-        case Ahead():
+        case Lookahead():
             raise GrammarError(
-                f"(?=…) is supported at the start of a pattern alone, behind ^ (character "
-                f"{node.place})"
+                "(?=…) is supported only at the start of a pattern, after ^ "
+                f"(character {node.place})"
             )
-        case Sequenced():
-            return _in_sequence([_language(part) for part in node.parts])
-        case Choice():
+        case Concatenation():
+            return _concatenated([_language(part) for part in node.parts])
+        case Alternation():
             return _united([_language(option) for option in node.options])
-        case Repeat():
+        case Repetition():
             return _repeated(node)
 
 
-def _in_sequence(languages: Sequence[_Language]) -> _Language:
+def _concatenated(languages: Sequence[_Language]) -> _Language:
     whole: _Language = {_FREE: _EMPTY}
-    for is_plain, run in groupby(languages, key=lambda language: language.keys() == {_FREE}):
-        if is_plain:  # at once: what grows piece by piece is copied as often
+    for is_free, run in groupby(languages, key=lambda language: language.keys() == {_FREE}):
+        if is_free:  # join a run at once: joining piece by piece takes quadratic time
             whole = _followed(whole, {_FREE: _joined([language[_FREE] for language in run])})
         else:
             for language in run:
@@ -124,15 +124,15 @@ def _in_sequence(languages: Sequence[_Language]) -> _Language:
 
 
 def _followed(one: _Language, other: _Language) -> _Language:
-    """Where the start of the text is asked for in the midst, nothing is before it, and so on."""
+    """Concatenate: an inner ^ or $ requires that the pieces before or after it match nothing."""
     found: list[_Language] = []
     for (start, ends), first in one.items():
         for (begins, end), second in other.items():
             if (begins and not first.may_be_empty) or (ends and not second.may_be_empty):
                 continue
             parts = [] if begins else [first], [] if ends else [second]
-            edges = (start or begins, end or ends)
-            found.append({edges: _joined([*parts[0], *parts[1]])})
+            anchors = (start or begins, end or ends)
+            found.append({anchors: _joined([*parts[0], *parts[1]])})
     return _united(found)
 
 
@@ -145,11 +145,11 @@ def _joined(pieces: Sequence[_Piece]) -> _Piece:
 
 
 def _united(languages: Iterable[_Language]) -> _Language:
-    options: dict[_Edges, list[_Piece]] = {}
+    options: dict[_Anchors, list[_Piece]] = {}
     for language in languages:
-        for edges, piece in language.items():
-            options.setdefault(edges, []).append(piece)
-    return {edges: _either(pieces) for edges, pieces in options.items()}
+        for anchors, piece in language.items():
+            options.setdefault(anchors, []).append(piece)
+    return {anchors: _either(pieces) for anchors, pieces in options.items()}
 
 
 def _either(pieces: Sequence[_Piece]) -> _Piece:
@@ -162,11 +162,11 @@ def _either(pieces: Sequence[_Piece]) -> _Piece:
 
 def _bounded(text: str) -> str:
     if len(text) > _MAX_LENGTH:
-        raise GrammarError("it is too complex")
+        raise GrammarError("the pattern is too complex")
     return text
 
 
-def _repeated(node: Repeat) -> _Language:
+def _repeated(node: Repetition) -> _Language:
     body = _language(node.body)
     if node.most == 0:
         return {_FREE: _EMPTY}
@@ -175,9 +175,7 @@ def _repeated(node: Repeat) -> _Language:
             return body
         if (node.least, node.most) == (0, 1):
             return _united([{_FREE: _EMPTY}, body])
-        raise GrammarError(
-            f"^ or $ within what is repeated is not supported (character {node.place})"
-        )
+        raise GrammarError(f"^ or $ inside a repetition is not supported (character {node.place})")
     if not body:
         return {_FREE: _EMPTY} if node.least == 0 else {}
     piece = body[_FREE]
@@ -195,8 +193,8 @@ def _quantifier(least: int, most: int | None) -> str:
     return f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
 
 
-def _characters(node: Characters) -> str | None:
-    """The class, of the characters that can be written; None where there are none."""
+def _characters(node: CharacterClass) -> str | None:
+    """Return the class of the SPELLABLE characters of a set, or None if there are none."""
     if node.properties or (node.ignores_case and node.is_negated):
         negation = "^" if node.is_negated else ""
         inner = f"{negation}{as_class(node.ranges)}{''.join(node.properties)}"

@@ -1,35 +1,36 @@
-"""Which parts of a JSON Schema llguidance holds exactly as they are."""
+"""The subset of JSON Schema that llguidance enforces exactly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from services.common.json_values import Json
-from services.grammar.error import GrammarError
-from services.grammar.schemas.json_schema import subschemas
+from services.grammar import GrammarError
 from services.grammar.schemas.references import References
+from services.grammar.schemas.subschemas import subschemas
 
-__all__ = ["REMARKS", "hard_parts"]
+__all__ = ["NON_ASSERTIONS", "non_native"]
 
-_LOGIC = frozenset({
+_NOT_NATIVE = frozenset({
     "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
     "maxContains", "minContains", "not", "oneOf", "propertyNames", "then",
     "uniqueItems",
 })  # fmt: skip
 _IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
-REMARKS = frozenset({
+NON_ASSERTIONS = frozenset({
     "$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated",
     "description", "example", "examples", "id", "readOnly", "title", "writeOnly",
 })  # fmt: skip
+"""The keywords that do not constrain the value"""
 _COUNTS = frozenset({
     "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties",
 })  # fmt: skip
 
 
-def hard_parts(root: Json, references: References) -> set[int]:
-    """The ids of the subschemas that are not plain, or lead to one that is not."""
+def non_native(root: Json, references: References) -> set[int]:
+    """Return the `id`s of the subschemas outside the subset, or from which one is reachable."""
     users: dict[int, list[int]] = {}
-    hard: set[int] = set()
-    mixed: set[int] = set()
+    found: set[int] = set()
+    combined: set[int] = set()
     seen: set[int] = set()
     pending: list[Json] = [root]
     while pending:
@@ -38,32 +39,32 @@ def hard_parts(root: Json, references: References) -> set[int]:
             if id(schema) in seen:
                 continue
             seen.add(id(schema))
-            if _is_hard(schema):
-                hard.add(id(schema))
-            if _is_mixed(schema):
-                mixed.add(id(schema))
+            if not _is_native(schema):
+                found.add(id(schema))
+            if _is_combined(schema):
+                combined.add(id(schema))
             if isinstance(schema.get("$ref"), str):
                 try:
                     target = references.target(schema)
                 except GrammarError:
-                    continue  # the compiler refuses it, or knows better
+                    continue  # llguidance resolves or refuses it
                 below = [*below, target]
                 pending.append(target)
             for other in below:
                 users.setdefault(id(other), []).append(id(schema))
-    if _has_circle(users):
-        hard |= mixed  # llguidance resolves no references in circles that others stand beside
-    spreading = list(hard)
+    if _has_cycle(users):
+        found |= combined  # llguidance does not resolve cyclic references that have siblings
+    spreading = list(found)
     while spreading:
         for user in users.get(spreading.pop(), ()):
-            if user not in hard:
-                hard.add(user)
+            if user not in found:
+                found.add(user)
                 spreading.append(user)
-    return hard
+    return found
 
 
-def _has_circle(users: Mapping[int, Sequence[int]]) -> bool:
-    """Whether following edges may lead back to where one was."""
+def _has_cycle(users: Mapping[int, Sequence[int]]) -> bool:
+    """Return whether the graph of uses has a cycle (Kahn's topological sort)."""
     waiting = dict.fromkeys(users, 0)
     for others in users.values():
         for other in others:
@@ -83,30 +84,30 @@ def _edges(start: Json) -> Iterator[tuple[Mapping[str, Any], list[Json]]]:
             yield schema, [one for one, _ in subschemas(schema, "$", deep=False)]
 
 
-def _is_hard(schema: Mapping[str, Any]) -> bool:
-    """Whether llguidance does not hold it, or not exactly."""
-    if schema.keys() & _LOGIC:
-        return True
+def _is_native(schema: Mapping[str, Any]) -> bool:
+    """Return whether llguidance enforces a schema's own keywords exactly."""
+    if schema.keys() & _NOT_NATIVE:
+        return False
     if any(isinstance(schema.get(keyword), float) for keyword in _COUNTS):
-        return True
+        return False
     applied = schema.keys() & _IN_PLACE
-    others = schema.keys() - REMARKS - _IN_PLACE
+    others = schema.keys() - NON_ASSERTIONS - _IN_PLACE
     if "$ref" in applied and (others or len(applied) > 1):
-        return True  # in a circle of references, llguidance does not resolve it
+        return False  # llguidance does not resolve it in a cycle of references
     if applied and others & {"additionalItems", "patternProperties"}:
-        return True  # llguidance takes keywords apart that lie before and behind these
+        return False  # llguidance separates the keywords before these from those after
     if applied and True in (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")):
-        return True
+        return False
     if any(isinstance(value, float) and value.is_integer() for value in _constants(schema)):
-        return True  # llguidance would write it as a fraction
+        return False  # llguidance would write it with a fraction
     optional = schema.get("properties", {}).keys() - set(map(str, schema.get("required", ())))
-    return bool(optional and (schema.get("minProperties") or "maxProperties" in schema))
+    return not (optional and (schema.get("minProperties") or "maxProperties" in schema))
 
 
-def _is_mixed(schema: Mapping[str, Any]) -> bool:
-    """Whether several parts say what a value is."""
+def _is_combined(schema: Mapping[str, Any]) -> bool:
+    """Return whether an in-place keyword stands beside other constraints."""
     applied = schema.keys() & _IN_PLACE
-    others = schema.keys() - REMARKS - _IN_PLACE
+    others = schema.keys() - NON_ASSERTIONS - _IN_PLACE
     parts = schema.get("allOf", ())
     return bool(applied and (others or len(applied) > 1 or len(parts) > 1))
 

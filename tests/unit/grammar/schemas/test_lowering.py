@@ -8,13 +8,13 @@ import jsonschema
 import pytest
 from llguidance import LLTokenizer
 
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
-from services.grammar.matching.steering import Steering
 from services.grammar.matching.token_index import TokenIndex
+from services.grammar.matching.uniqueness import UniquenessState
 from services.grammar.matching.vocabulary import Vocabulary
-from services.grammar.schemas.rewriting import rewrite
+from services.grammar.schemas.lowering import rewrite
 from services.grammar.specification import check, positions, translate
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
@@ -105,8 +105,8 @@ def matcher_of(schema: object) -> Matcher:
     spec = GrammarSpec(json_schema=json.dumps(schema))
     check(spec)
     where = positions(spec)
-    steering = None if where is None else Steering(where, INDEX)
-    return Matcher(compile_prototype(BYTES, translate(spec)).deep_copy(), (400,), steering)
+    uniqueness = None if where is None else UniquenessState(where, INDEX)
+    return Matcher(compile_prototype(BYTES, translate(spec)).deep_copy(), (400,), uniqueness)
 
 
 def accepts(matcher: Matcher, value: object) -> bool:

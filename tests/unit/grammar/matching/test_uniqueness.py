@@ -14,8 +14,8 @@ from llguidance import LLExecutor, LLTokenizer
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
-from services.grammar.matching.steering import Steering
 from services.grammar.matching.token_index import TokenIndex, ids_of
+from services.grammar.matching.uniqueness import UniquenessState
 from services.grammar.matching.vocabulary import Vocabulary, load
 from services.grammar.specification import check, positions, translate
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, JsonObject
@@ -55,9 +55,9 @@ def fresh(spec: GrammarSpec, vocabulary: Vocabulary) -> Matcher:
     check(spec)
     where = positions(spec)
     assert where is not None
-    steering = Steering(where, INDEXES[vocabulary.size])
+    uniqueness = UniquenessState(where, INDEXES[vocabulary.size])
     prototype = compile_prototype(vocabulary.tokenizer, translate(spec))
-    return Matcher(prototype, (vocabulary.size,), steering)
+    return Matcher(prototype, (vocabulary.size,), uniqueness)
 
 
 def mask_of(matcher: Matcher, vocabulary: Vocabulary) -> int:

@@ -1,8 +1,8 @@
-"""What no grammar holds: that no object repeats a key and that no item of some arrays comes twice.
+"""Duplicate detection: no object repeats a key, and no array under "uniqueItems" repeats an item.
 
-A state follows the text, of compact JSON, byte by byte. It knows the keys and items that there
-are, and so which tokens would repeat one. Where every continuation would, the beginning that leads
-there is avoided (`word_sets`).
+No context-free grammar can express this. A state follows compact JSON byte by byte. It has the keys
+and items so far, and so knows the tokens that would repeat one. Where every word with some prefix
+is used, the prefix itself is forbidden (`word_sets`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,31 +12,33 @@ from typing import Optional
 
 from services.grammar.matching.token_index import TokenIndex, ids_of
 from services.grammar.schemas.json_positions import JsonPositions, Position
-from services.grammar.schemas.word_sets import meaning_of
+from services.grammar.schemas.word_sets import canonical
 
-__all__ = ["Steering"]
+__all__ = ["UniquenessState"]
 
 _QUOTE, _BACKSLASH, _COMMA, _OPEN_ARRAY, _OPEN_OBJECT = b'"\\,[{'
 _CLOSERS = b"]}"
 
 
 class _Mode(Enum):
+    """The expected next part of the text."""
+
     VALUE = "a value, or the end of an empty array"
     KEY = "a key, or the end of an empty object"
     IN_KEY = "the rest of a key"
-    COLON = "what follows a key"
+    COLON = "the colon after a key"
     IN_STRING = "the rest of a string"
-    IN_SCALAR = "the rest of a number or a name, or what follows it"
-    AFTER = "what follows a value"
+    IN_SCALAR = "the rest of a number or a literal, or the end of it"
+    AFTER = "a comma or a bracket after a value"
 
 
 class _RepeatError(Exception):
-    """A key or an item comes twice."""
+    """A key or an item is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """An object or an array that is open."""
+    """An open object or array."""
 
     outer: Optional["_Container"]
     position: Position
@@ -44,22 +46,31 @@ class _Container:
     is_unique: bool = False
     count: int = 0
     start: int = 0
-    """Where its item begins in the state's text, if it is unique"""
-    taken: frozenset[str] = frozenset()
-    """The meanings of items, or the keys"""
+    """Offset of the current item in the state's text, if the array is unique"""
+    used: frozenset[str] = frozenset()
+    """The keys, or the canonical forms of the items, so far"""
     words: frozenset[bytes] = frozenset()
-    """The items as they are spelt"""
-    spent: frozenset[bytes] = frozenset()
-    """Beginnings of items or, with their quotes, of keys that lead only to those taken"""
+    """The items as written"""
+    exhausted: frozenset[bytes] = frozenset()
+    """Prefixes of items or of quoted keys that only used ones complete"""
     key: bytes = b""
     within_unique: bool = False
+    """Whether the container or one around it is a unique array"""
 
 
-class Steering:
-    """The state behind some text. States never change: each token makes another."""
+class UniquenessState:
+    """The state after a text. It is immutable: each token leads to a new state."""
 
-    __slots__ = ("_container", "_index", "_is_escaped", "_mode", "_part", "_positions", "_text",
-                 "previous")  # fmt: skip
+    __slots__ = (
+        "_container",
+        "_index",
+        "_is_escaped",
+        "_key",
+        "_mode",
+        "_positions",
+        "_text",
+        "previous",
+    )  # fmt: skip
 
     def __init__(self, positions: JsonPositions, index: TokenIndex) -> None:
         self._positions = positions
@@ -67,15 +78,15 @@ class Steering:
         self._container: _Container | None = None
         self._mode = _Mode.VALUE
         self._is_escaped = False
-        self._part = b""  # of a key
-        self._text = b""  # since the outermost array began that may repeat nothing
-        self.previous: Steering | None = None
+        self._key = b""  # the part so far of the current key
+        self._text = b""  # since the start of the outermost unique array
+        self.previous: UniquenessState | None = None
 
-    def after(self, token: int) -> "Steering | None":
-        """The state behind a token; None where it repeats something."""
-        state = Steering(self._positions, self._index)
+    def after(self, token: int) -> "UniquenessState | None":
+        """Return the state after a token, or None if the token repeats a key or an item."""
+        state = UniquenessState(self._positions, self._index)
         state._container, state._mode = self._container, self._mode
-        state._is_escaped, state._part, state._text = self._is_escaped, self._part, self._text
+        state._is_escaped, state._key, state._text = self._is_escaped, self._key, self._text
         state.previous = self
         try:
             for byte in self._index.spellings[token]:
@@ -85,7 +96,7 @@ class Steering:
         return state
 
     def forbidden(self, mask: int) -> int:
-        """The tokens of a mask that would repeat something, as bits."""
+        """Return the tokens of a mask that would repeat a key or an item, as bits."""
         suspects = 0
         for bits in self._suspects():
             suspects |= bits
@@ -96,33 +107,32 @@ class Steering:
         return bits
 
     def _suspects(self) -> Iterator[int]:
-        """Tokens among which are all that would repeat something."""
+        """Yield token sets whose union includes all tokens that would repeat something."""
         index, container = self._index, self._container
-        yield index.repeats_keys
+        yield index.repeating_keys
         if self._mode is _Mode.IN_KEY and container is not None:
-            beginning = b'"' + self._part
-            words = frozenset(b'"%s"' % key.encode() for key in container.taken)
-            yield from self._continuing(beginning, words | container.spent)
+            words = frozenset(b'"%s"' % key.encode() for key in container.used)
+            yield from self._completing(b'"' + self._key, words | container.exhausted)
         while container is not None:
             if container.is_object:
-                for key in container.taken:
-                    yield index.holding(key.encode())
-                if container.spent:
-                    yield index.ends_items  # a comma must not follow the last key
-                    yield index.led_by(b'"')
+                for key in container.used:
+                    yield index.containing_string(key.encode())
+                if container.exhausted:
+                    yield index.ending_items  # no comma may follow the last possible key
+                    yield index.starting_with(b'"')
             elif container.is_unique:
-                words = container.words | container.spent
-                yield from self._continuing(self._text[container.start :], words)
-                yield index.hold_items
+                words = container.words | container.exhausted
+                yield from self._completing(self._text[container.start :], words)
+                yield index.containing_items
                 is_text = container is self._container and self._mode is _Mode.IN_STRING
-                if words and (container.spent - container.words or not is_text):
-                    yield index.ends_items  # what is no string may be spelt in several ways
+                if words and (container.exhausted - container.words or not is_text):
+                    yield index.ending_items  # equal values other than strings may differ in text
             container = container.outer
 
-    def _continuing(self, beginning: bytes, words: Iterable[bytes]) -> Iterator[int]:
+    def _completing(self, prefix: bytes, words: Iterable[bytes]) -> Iterator[int]:
         for word in words:
-            if len(word) > len(beginning) and word.startswith(beginning):
-                yield self._index.led_by(word[len(beginning) :])
+            if len(word) > len(prefix) and word.startswith(prefix):
+                yield self._index.starting_with(word[len(prefix) :])
 
     def _take(self, byte: int) -> None:
         if self._mode is _Mode.IN_SCALAR and byte in b",]}":
@@ -133,7 +143,7 @@ class Steering:
             case _Mode.COLON:
                 self._mode = _Mode.VALUE
             case _Mode.KEY if byte == _QUOTE:
-                self._mode, self._part = _Mode.IN_KEY, b""
+                self._mode, self._key = _Mode.IN_KEY, b""
             case _Mode.AFTER if byte == _COMMA:
                 self._next()
             case _Mode.VALUE | _Mode.KEY | _Mode.AFTER if byte in _CLOSERS:
@@ -143,7 +153,7 @@ class Steering:
         self._add(byte)
 
     def _add(self, byte: int) -> None:
-        """Note a byte where items may have to differ, and avoid the beginnings that are spent."""
+        """Append a byte to the text of a unique array; raise _RepeatError at exhausted prefixes."""
         container = self._container
         if container is None or not container.within_unique:
             self._text = b""
@@ -153,9 +163,9 @@ class Steering:
             self._container = replace(container, start=len(self._text))
             container = self._container.outer
         elif container.is_unique and self._mode is _Mode.AFTER:
-            container = container.outer  # an item has ended, and was found to be new
+            container = container.outer  # `_end_value` has checked the ended item
         while container is not None:
-            if container.is_unique and self._text[container.start :] in container.spent:
+            if container.is_unique and self._text[container.start :] in container.exhausted:
                 raise _RepeatError
             container = container.outer
 
@@ -170,46 +180,47 @@ class Steering:
         self._is_escaped = byte == _BACKSLASH and not self._is_escaped
         if is_key:
             assert self._container is not None
-            self._part += bytes([byte])
-            if self._container.spent and b'"' + self._part in self._container.spent:
+            self._key += bytes([byte])
+            exhausted = self._container.exhausted
+            if exhausted and b'"' + self._key in exhausted:
                 raise _RepeatError
 
     def _end_key(self) -> None:
         container = self._container
         assert container is not None
-        name = self._part.decode(errors="surrogateescape")
-        if name in container.taken:
+        name = self._key.decode(errors="surrogateescape")
+        if name in container.used:
             raise _RepeatError
-        taken, spent = container.taken | {name}, container.spent
+        used, exhausted = container.used | {name}, container.exhausted
         if (keys := self._positions.keys_of(container.position)) is not None:
-            meanings = {f'"{key}"' for key in taken}
-            spent = keys.spent(spent, meanings, b'"%s"' % self._part)
-        self._container = replace(container, taken=taken, spent=spent, key=self._part)
+            quoted = {f'"{key}"' for key in used}
+            exhausted = keys.exhausted(exhausted, quoted, b'"%s"' % self._key)
+        self._container = replace(container, used=used, exhausted=exhausted, key=self._key)
         self._mode = _Mode.COLON
 
     def _end_value(self, last: bytes) -> None:
-        """A value ends with these bytes, or ended before."""
+        """End a value with `last`, or with the text so far."""
         self._mode = _Mode.AFTER
         container = self._container
         if container is None or not container.is_unique:
             return
         word = self._text[container.start :] + last
-        meaning = meaning_of(word)
-        if meaning in container.taken:
+        value = canonical(word)
+        if value in container.used:
             raise _RepeatError
-        taken, spent = container.taken | {meaning}, container.spent
+        used, exhausted = container.used | {value}, container.exhausted
         if (items := self._positions.items_of(container.position)) is not None:
-            spent = items.spent(spent, taken, word)
-            if meaning == _ZERO:
-                spent = items.spent(spent, taken, b"-0" if word == b"0" else b"0")
+            exhausted = items.exhausted(exhausted, used, word)
+            if value == _ZERO:
+                exhausted = items.exhausted(exhausted, used, b"-0" if word == b"0" else b"0")
         words = container.words | {word}
-        self._container = replace(container, taken=taken, spent=spent, words=words)
+        self._container = replace(container, used=used, exhausted=exhausted, words=words)
 
     def _next(self) -> None:
         container = self._container
         assert container is not None
-        if b"" in container.spent:
-            raise _RepeatError  # all that there are have come
+        if b"" in container.exhausted:
+            raise _RepeatError  # every possible key or item is used
         self._mode = _Mode.KEY if container.is_object else _Mode.VALUE
         self._container = replace(container, count=container.count + 1)
 
@@ -233,7 +244,7 @@ class Steering:
             self._mode = _Mode.IN_STRING if byte == _QUOTE else _Mode.IN_SCALAR
 
     def _inner(self) -> Position:
-        """The position of the value that begins."""
+        """Return the position of the value that begins."""
         container = self._container
         if container is None:
             return self._positions.start
@@ -242,4 +253,4 @@ class Steering:
         return self._positions.item(container.position, container.count)
 
 
-_ZERO = meaning_of(b"0")
+_ZERO = canonical(b"0")

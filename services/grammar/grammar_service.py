@@ -1,4 +1,4 @@
-"""GrammarService over gRPC."""
+"""The gRPC servicer of GrammarService."""
 
 import asyncio
 import time
@@ -8,14 +8,14 @@ from typing import Any
 import grpc
 from llguidance import LLExecutor
 
-from services.grammar import specification
+from services.common.errors import draining_error
+from services.grammar import GrammarError, specification
 from services.grammar.compiling.compiler import Compiler
-from services.grammar.error import GrammarError
-from services.grammar.matching.batch import MatcherBatch
 from services.grammar.matching.cache import CompiledGrammar, GrammarCache
+from services.grammar.matching.matcher_batch import MatcherBatch
 from services.grammar.matching.prototype import compile_prototype
-from services.grammar.matching.steering import Steering
 from services.grammar.matching.token_index import TokenIndex
+from services.grammar.matching.uniqueness import UniquenessState
 from services.grammar.matching.vocabulary import Vocabulary
 from services.grammar.metrics import COMPILE_SECONDS, COMPILES, MATCHERS, STEP_SECONDS
 from services.grammar.specification import Kind
@@ -26,11 +26,11 @@ from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["GrammarServicer"]
 
-_QUICK = 0.005  # seconds; steps that may take longer go to a thread: the event loop stays free
+_QUICK = 0.005  # seconds; longer steps run in a thread, so that the event loop stays responsive
 
 
 class GrammarServicer(GrammarServiceServicer):
-    """Compile and Masks."""
+    """Compilation of grammars, and streams of masks."""
 
     def __init__(
         self, vocabulary: Vocabulary, compiler: Compiler, cache: GrammarCache, max_bytes: int
@@ -47,10 +47,10 @@ class GrammarServicer(GrammarServiceServicer):
         self._idle = asyncio.Event()
 
     async def drain(self) -> None:
-        """Compile nothing new; returns when what compiles has.
+        """Refuse new grammars, and return when the running compilations have ended.
 
-        Open matchers are not waited for: their engines open them again at the service's replica, or
-        at what is started in its place, and would meanwhile get no new ones.
+        Open matchers don't delay this: their engines reopen them at another replica or at the
+        service's successor, and could open no new ones here.
         """
         self._draining = True
         self._note_load()
@@ -62,9 +62,7 @@ class GrammarServicer(GrammarServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> grammar_pb2.CompileResponse:
         if self._draining:
-            raise ServiceError(
-                grpc.StatusCode.UNAVAILABLE, "DRAINING", "The server stops.", retry_seconds=1
-            )
+            raise draining_error()
         spec = request.grammar
         kind = self._admit(spec)
         try:
@@ -98,7 +96,7 @@ class GrammarServicer(GrammarServiceServicer):
                 grammars = self._named(request.commands)
                 if is_quick and not grammars:
                     states = batch.step(request.commands, grammars)
-                else:  # what is opened may have much to catch up with
+                else:  # a newly opened matcher may have many tokens to accept
                     states = await asyncio.to_thread(batch.step, request.commands, grammars)
                 seconds = time.perf_counter() - began
                 is_quick = seconds < _QUICK
@@ -119,13 +117,13 @@ class GrammarServicer(GrammarServiceServicer):
             COMPILES.labels(kind, "refused").inc()
             raise invalid(
                 f"grammar.{kind}",
-                f"The grammar takes {size} bytes; the limit is {self._max_bytes}.",
+                f"The grammar has {size} bytes; the limit is {self._max_bytes}.",
                 reason="GRAMMAR_TOO_LARGE",
             )
         return kind
 
     async def _compiled(self, spec: GrammarSpec) -> tuple[CompiledGrammar, str]:
-        """The grammar, and whether it was "cached" or "compiled". The same one compiles once."""
+        """Return a grammar, and "cached" or "compiled". Concurrent calls compile it only once."""
         grammar_id = specification.identity(spec)
         if held := self._cache.get(grammar_id):
             return held, "cached"
@@ -133,33 +131,32 @@ class GrammarServicer(GrammarServiceServicer):
         if task is None:
             task = asyncio.ensure_future(self._compile(grammar_id, spec))
             self._compiling[grammar_id] = task
-            task.add_done_callback(lambda done: self._forget(grammar_id, done))
-        # one caller that goes away must not fail the others that wait for the same grammar
+            task.add_done_callback(lambda done: self._on_compiled(grammar_id, done))
+        # cancelling one caller must not fail the others that wait for the same grammar
         return await asyncio.shield(task), "compiled"
 
-    def _forget(self, grammar_id: str, task: asyncio.Task[CompiledGrammar]) -> None:
+    def _on_compiled(self, grammar_id: str, task: asyncio.Task[CompiledGrammar]) -> None:
         del self._compiling[grammar_id]
         if not task.cancelled():
-            task.exception()  # its callers have it, if any are left
+            task.exception()  # mark it as retrieved: all callers may have been cancelled
         self._note_load()
 
     async def _compile(self, grammar_id: str, spec: GrammarSpec) -> CompiledGrammar:
         with COMPILE_SECONDS.time():
             size = await self._compiler.try_out(spec)
-            compiled = await asyncio.to_thread(self._compile_here, grammar_id, spec, size)
+            compiled = await asyncio.to_thread(self._compile_tried, grammar_id, spec, size)
         self._cache.put(compiled)
         return compiled
 
-    def _compile_here(self, grammar_id: str, spec: GrammarSpec, size: int) -> CompiledGrammar:
-        """Of a grammar that was tried."""
+    def _compile_tried(self, grammar_id: str, spec: GrammarSpec, size: int) -> CompiledGrammar:
         grammar = specification.translate(spec)
         prototype = compile_prototype(self._vocabulary.tokenizer, grammar)
         positions = specification.positions(spec)
-        steering = None if positions is None else Steering(positions, self._index)
-        return CompiledGrammar(grammar_id, prototype, size, steering)
+        uniqueness = None if positions is None else UniquenessState(positions, self._index)
+        return CompiledGrammar(grammar_id, prototype, size, uniqueness)
 
     def _named(self, commands: Iterable[grammar_pb2.MatcherCommand]) -> dict[str, CompiledGrammar]:
-        """The grammars that commands open, by id."""
+        """Return the cached grammars that commands open, by id."""
         named = {c.open.grammar_id for c in commands if c.HasField("open")}
         found = ((grammar_id, self._cache.get(grammar_id)) for grammar_id in named)
         return {grammar_id: grammar for grammar_id, grammar in found if grammar is not None}

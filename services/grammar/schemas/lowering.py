@@ -1,7 +1,7 @@
-"""JSON Schemas made plain: the same values, in the keywords that llguidance holds exactly.
+"""Lowering of JSON Schemas to the keywords that llguidance enforces exactly.
 
-What needs no rewriting stays as it is. The rest is brought to a normal form (`normal_forms`),
-which is written down as alternatives: one plain schema for each set of values.
+Native subschemas stay as they are. Each other one is brought to its normal form, and written as
+alternatives: one native schema per set of values.
 """
 
 import contextlib
@@ -10,64 +10,65 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.json_values import Json
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from services.grammar.schemas.array_sets import ArraySet
 from services.grammar.schemas.conjunction import ALWAYS, NEVER, Conjunction, Literals
 from services.grammar.schemas.json_positions import UNIQUE
 from services.grammar.schemas.keywords import EVERYTHING, KINDS
+from services.grammar.schemas.native_subset import NON_ASSERTIONS, non_native
 from services.grammar.schemas.normal_forms import NormalForms, TooManyCombinationsError
 from services.grammar.schemas.number_sets import NumberSet
 from services.grammar.schemas.object_sets import ObjectSet
-from services.grammar.schemas.plainness import REMARKS, hard_parts
 from services.grammar.schemas.references import References
 from services.grammar.schemas.string_sets import StringSet
 
-__all__ = ["rewrite"]
+__all__ = ["lower"]
 
-_MOST_SETS = 128, 12, 3  # of one kind of values in a schema, tried in turn
+_MOST_SETS = 128, 12, 3  # per kind of values in a form; tried in turn until the result fits
 _MOST_DEFINITIONS = 3000
-_MOST_PARTS = 30_000  # members and items of them, together
+_MOST_PARTS = 30_000  # members and items of all definitions
 
 
-def rewrite(schema: Json, path: str = "$") -> Json:
-    """The schema in plain keywords; the very same where it is plain.
+def lower(schema: Json, path: str = "$") -> Json:
+    """Return an equivalent native schema: the same object where the schema is native.
 
-    Raises GrammarError with the keyword and its path where no grammar can hold it.
+    Raises GrammarError, with keyword and path, where no grammar can enforce the schema.
     """
     if not isinstance(schema, Mapping):
         return {} if schema is True else schema
     references = References(schema, path)
-    hard = hard_parts(schema, references)
-    if not hard:
+    foreign = non_native(schema, references)
+    if not foreign:
         return schema
     try:
         for most_sets in _MOST_SETS[:-1]:
             with contextlib.suppress(TooManyCombinationsError):
-                return _Writer(schema, references, hard, most_sets).write()
-        return _Writer(schema, references, hard, _MOST_SETS[-1]).write()
+                return _Writer(schema, references, foreign, most_sets).write()
+        return _Writer(schema, references, foreign, _MOST_SETS[-1]).write()
     except RecursionError:
-        raise GrammarError(f"The schema at {path} is too deep to be resolved.") from None
+        raise GrammarError(f"The schema at {path} is nested too deeply to be resolved.") from None
 
 
 @dataclass(slots=True)
 class _Definition:
-    """What is written for a conjunction."""
+    """The sets of values that satisfy a conjunction."""
 
     shapes: list[tuple[str, Any]] = field(default_factory=list)
-    """Sets of values by kind, each of which plain keywords hold"""
+    """Pairs of a kind and a set; native keywords can express each set"""
     lost: dict[str, str] = field(default_factory=dict)
-    """Kinds of which sets were left out, and why"""
+    """Kinds with sets that no grammar can enforce, and the keyword to blame"""
     is_possible: bool = False
+    """Whether some finite value satisfies the conjunction"""
 
 
 class _Writer:
-    """Writes a document anew."""
+    """The translation of one document."""
 
     def __init__(
         self,
         schema: Mapping[str, Json],
         references: References,
-        hard: set[int],
+        foreign: set[int],
         most_sets: int,
     ) -> None:
         draft = str(schema.get("$schema", ""))
@@ -76,7 +77,7 @@ class _Writer:
         self._forms = NormalForms(
             self._literals, any(f"draft-0{n}" in draft for n in (3, 4, 6, 7)), most_sets
         )
-        self._hard = hard
+        self._foreign = foreign
         self._root = self._literals.holds(schema)
         self._definitions: dict[Conjunction, _Definition] = {}
         self._names: dict[Conjunction, str] = {}
@@ -85,13 +86,13 @@ class _Writer:
         self._parts = 0
 
     def write(self) -> Json:
-        """The plain schema."""
+        """Return the lowered document."""
         self._define_all()
         self._find_possible()
         root = self._definitions.get(self._root)
         if self._root == NEVER or (root is not None and not root.is_possible):
             reasons = [r for one in self._definitions.values() for r in one.lost.values()]
-            why = f": {reasons[0]} can't be held" if reasons else ""
+            why = f": {reasons[0]} can't be enforced" if reasons else ""
             raise GrammarError(f"No text satisfies the grammar{why}.")
         written = dict(self._content(self._root))
         while self._pending:
@@ -99,12 +100,12 @@ class _Writer:
             self._written[self._names[conjunction]] = self._content(conjunction)
         return {**written, "$defs": self._written}
 
-    def _plain(self, conjunction: Conjunction) -> Mapping[str, Json] | None:
-        """The schema that can be copied for a conjunction."""
+    def _native(self, conjunction: Conjunction) -> Mapping[str, Json] | None:
+        """Return the native schema that a conjunction consists of, or None."""
         if len(conjunction) != 1 or min(conjunction) & 1:
             return None
         schema = self._literals.schema(min(conjunction))
-        return None if id(schema) in self._hard else schema
+        return None if id(schema) in self._foreign else schema
 
     def _define_all(self) -> None:
         pending = [self._root]
@@ -118,7 +119,7 @@ class _Writer:
                 raise TooManyCombinationsError(
                     f"The schema has too many combinations at {where}; simplify it."
                 )
-            if self._plain(conjunction) is not None:
+            if self._native(conjunction) is not None:
                 definition.is_possible = True
                 continue
             form = self._forms.of(conjunction)
@@ -135,13 +136,13 @@ class _Writer:
         if obstacle:
             definition.lost[kind] = obstacle
             return
-        choices = list(one.choices()) if isinstance(one, ArraySet | ObjectSet) else [one]
-        if not choices:
-            definition.lost[kind] = "What its members must be"
-        definition.shapes += [(kind, choice) for choice in choices]
+        alternatives = list(one.alternatives()) if isinstance(one, ArraySet | ObjectSet) else [one]
+        if not alternatives:
+            definition.lost[kind] = "The schema of its members"
+        definition.shapes += [(kind, alternative) for alternative in alternatives]
 
     def _find_possible(self) -> None:
-        """Which conjunctions some finite value satisfies."""
+        """Set `is_possible` of all definitions, as a least fixed point."""
         changes = True
         while changes:
             changes = False
@@ -160,7 +161,7 @@ class _Writer:
         return self._definitions[conjunction].is_possible
 
     def _refer(self, conjunction: Conjunction) -> dict[str, Json] | bool:
-        """A schema that stands for a conjunction."""
+        """Return a schema for a conjunction: in place if it is short, a reference otherwise."""
         if conjunction == ALWAYS:
             return {}
         if not self._is_possible(conjunction):
@@ -176,9 +177,9 @@ class _Writer:
         return {"$ref": f"#/$defs/{name}"}
 
     def _content(self, conjunction: Conjunction) -> dict[str, Json]:
-        plain = self._plain(conjunction)
-        if plain is not None:
-            copy: dict[str, Json] = self._copy(plain)
+        native = self._native(conjunction)
+        if native is not None:
+            copy: dict[str, Json] = self._copy(native)
             return copy
         definition = self._definitions[conjunction]
         by_kind: dict[str, list[Any]] = {}
@@ -195,12 +196,12 @@ class _Writer:
         return alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
 
     def _refuse_lost(self, conjunction: Conjunction, kinds: Collection[str]) -> None:
-        """Raise GrammarError where the client's own schema has no values of a kind any more."""
+        """Raise GrammarError where one of the client's schemas lost all values of a kind."""
         definition = self._definitions.get(conjunction)
         if definition and len(conjunction) == 1 and not min(conjunction) & 1:
             for kind in definition.lost.keys() - kinds:
                 where = self._literals.path_of(conjunction)
-                raise GrammarError(f"{definition.lost[kind]} can't be held at {where}.")
+                raise GrammarError(f"{definition.lost[kind]} can't be enforced at {where}.")
 
     def _schemas(self, kind: str, shape: Any) -> Iterator[dict[str, Json]]:
         if shape in EVERYTHING[kind]:
@@ -246,7 +247,7 @@ class _Writer:
         return schema
 
     def _by_pattern(self, patterns: Sequence[tuple[str, Conjunction]]) -> dict[str, Json]:
-        """Values by pattern; patterns of one value are one."""
+        """Return values by pattern, with all patterns of one value joined."""
         by_value: dict[Conjunction, list[str]] = {}
         for pattern, value in patterns:
             by_value.setdefault(value, []).append(pattern)
@@ -256,14 +257,14 @@ class _Writer:
         }
 
     def _copy(self, schema: Any) -> Any:
-        """A plain schema, its references led to where their targets are written."""
+        """Return a copy of a native schema with references to the written definitions."""
         if isinstance(schema, bool):
             return schema
         if "$ref" in schema:
-            return self._refer_plain(self._references.target(schema))
+            return self._refer_native(self._references.target(schema))
         copy: dict[str, Any] = {}
         for keyword, value in schema.items():
-            if keyword in REMARKS:
+            if keyword in NON_ASSERTIONS:
                 continue
             if keyword in ("properties", "patternProperties"):
                 copy[keyword] = {name: self._copy(one) for name, one in value.items()}
@@ -277,7 +278,7 @@ class _Writer:
                 copy[keyword] = value
         return copy
 
-    def _refer_plain(self, schema: Json) -> Json:
+    def _refer_native(self, schema: Json) -> Json:
         conjunction = self._literals.holds(schema)
         if conjunction not in (ALWAYS, NEVER):
             self._definitions.setdefault(conjunction, _Definition(is_possible=True))
@@ -285,7 +286,7 @@ class _Writer:
 
 
 def _children(shape: Any) -> Iterator[tuple[Conjunction, bool]]:
-    """What the members of a shape must be, and whether there must be one."""
+    """Yield what members of a set must satisfy, and whether such a member must exist."""
     if isinstance(shape, ArraySet | ObjectSet):
         for needed in shape.needed():
             yield needed, True

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from services.grammar.matching.prototype import compile_prototype
-from services.grammar.schemas.strings import held_exactly
+from services.grammar.schemas.string_keywords import lower_strings
 from services.grammar.specification import locate, translate
 from tests.unit.grammar.drawing import BYTES, Drawing
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
@@ -81,7 +81,7 @@ def test_keys_that_are_called_like_keywords_stay() -> None:
         "default": {"pattern": r"\b"},
         "x-note": {"pattern": r"\b"},
     }
-    assert held_exactly(schema) == schema
+    assert lower_strings(schema) == schema
 
 
 def test_the_schema_that_is_given_stays_as_it_is() -> None:
@@ -91,7 +91,7 @@ def test_the_schema_that_is_given_stays_as_it_is() -> None:
         "patternProperties": {"^a": {"format": "int32"}},
     }
     before = deepcopy(schema)
-    held = held_exactly(schema)
+    held = lower_strings(schema)
     assert schema == before
     assert held != before
 

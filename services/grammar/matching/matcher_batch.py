@@ -1,4 +1,4 @@
-"""The matchers of one engine, and what one step of it does to them."""
+"""The matchers of one Masks stream."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +10,7 @@ from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.mask_slots import MaskSlots
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import reason_of
+from services.grammar.matching.token_index import ids_of
 from services.grammar.matching.vocabulary import Vocabulary
 from services.grammar.metrics import MASKS
 from tokenwire.errors import ServiceError, invalid
@@ -18,17 +19,17 @@ from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["MatcherBatch"]
 
-_FEW = 16  # at most so many allowed ids are sent as a list
-_WIDEST = 1 << 24  # ids
-_MOST_SLOTS = 1 << 16
-_LONGEST_PATH = 64
+_FEW = 16  # ids; up to this number, a mask is sent as a list
+_MAX_WIDTH = 1 << 24  # ids
+_MAX_SLOTS = 1 << 16
+_MAX_PATH = 64
 _ALLOWED, _UNCONSTRAINED, _HELD, _BITMASK = (
     MASKS.labels(form) for form in ("allowed", "unconstrained", "held", "bitmask")
 )
 
 
 class MatcherBatch:
-    """All matchers of one Masks stream."""
+    """All matchers of one engine, which each step advances together."""
 
     def __init__(
         self,
@@ -37,13 +38,13 @@ class MatcherBatch:
         executor: LLExecutor,
     ) -> None:
         width = configuration.vocabulary_size
-        if not 1 <= width <= _WIDEST:
+        if not 1 <= width <= _MAX_WIDTH:
             raise invalid(
                 "configuration.vocabulary_size",
-                f"The first message must carry a vocabulary_size of 1 to {_WIDEST}, not {width}.",
+                f"The first message must have a vocabulary_size of 1 to {_MAX_WIDTH}, not {width}.",
             )
-        if configuration.mask_slots > _MOST_SLOTS:
-            raise invalid("configuration.mask_slots", f"mask_slots must be at most {_MOST_SLOTS}.")
+        if configuration.mask_slots > _MAX_SLOTS:
+            raise invalid("configuration.mask_slots", f"mask_slots must be at most {_MAX_SLOTS}.")
         self._width = width
         self._known = min(width, vocabulary.size)
         self._every_id = (1 << width) - 1
@@ -59,22 +60,22 @@ class MatcherBatch:
         commands: Sequence[grammar_pb2.MatcherCommand],
         grammars: Mapping[str, CompiledGrammar],
     ) -> list[grammar_pb2.MatcherState]:
-        """Carry out the commands; the states of the matchers that they touched.
+        """Execute the commands, and return the states of the matchers that they touched.
 
-        `grammars` holds those that the commands name, by id, as far as they are known.
+        `grammars`: the cached grammars that the commands name, by id.
         """
         touched: dict[int, ServiceError | None] = {}  # in order of first touch
         for command in commands:
-            self._carry_out(command, grammars, touched)
+            self._execute(command, grammars, touched)
         paths = {c.matcher: c.path.ids for c in commands if c.HasField("path")}
         forced: dict[int, list[int]] = {}
-        lanes: dict[int, list[Matcher]] = {}  # each matcher, and where guesses lead from there
+        lanes: dict[int, list[Matcher]] = {}  # each matcher, then its states along the path
         for number, error in touched.items():
             if error is None:
                 matcher = self._matchers[number]
                 forced[number] = matcher.take_forced(self._known)
-                ahead = _behind(forced[number], paths.get(number, ()))
-                lanes[number] = [matcher, *matcher.walk(ahead, self._known)]
+                guesses = _after(forced[number], paths.get(number, ()))
+                lanes[number] = [matcher, *matcher.walk(guesses, self._known)]
         masks = iter(self._filler.fill([matcher for lane in lanes.values() for matcher in lane]))
         return [
             self._failed(number, error)
@@ -85,7 +86,7 @@ class MatcherBatch:
             for number, error in touched.items()
         ]
 
-    def _carry_out(
+    def _execute(
         self,
         command: grammar_pb2.MatcherCommand,
         grammars: Mapping[str, CompiledGrammar],
@@ -97,7 +98,7 @@ class MatcherBatch:
             touched.pop(number, None)
             return
         if touched.get(number) is not None:
-            return  # broken by an earlier command of this step
+            return  # an earlier command of this step broke it
         affected = number
         try:
             match command.WhichOneof("command"):
@@ -107,8 +108,8 @@ class MatcherBatch:
                     self._get(number).accept(command.accept.ids, self._known)
                 case "path":
                     self._get(number)
-                    if len(command.path.ids) > _LONGEST_PATH:
-                        message = f"A path holds at most {_LONGEST_PATH} ids."
+                    if len(command.path.ids) > _MAX_PATH:
+                        message = f"A path has at most {_MAX_PATH} ids."
                         raise invalid("commands.path.ids", message)
                 case "rollback":
                     self._get(number).rollback(command.rollback.count)
@@ -118,7 +119,9 @@ class MatcherBatch:
                     affected = command.fork.into
                     self._add(affected, source.fork())
                 case _:
-                    raise invalid("commands.command", "A command must be one of the known ones.")
+                    raise invalid(
+                        "commands.command", "A command must be one of those in MatcherCommand."
+                    )
             touched.setdefault(affected, None)
         except RefusedTokenError as refused:
             touched[affected] = invalid("commands", str(refused), reason="TOKEN_REFUSED")
@@ -138,11 +141,11 @@ class MatcherBatch:
             raise ServiceError(
                 grpc.StatusCode.NOT_FOUND,
                 "GRAMMAR_NOT_FOUND",
-                "The grammar is not held (any more): compile it again.",
+                "The grammar is not cached; compile it again.",
                 field="commands.open.grammar_id",
             )
         matcher = Matcher(
-            compiled.prototype.deep_copy(), tuple(command.eos_token_ids), compiled.steering
+            compiled.prototype.deep_copy(), tuple(command.eos_token_ids), compiled.uniqueness
         )
         self._add(number, matcher)
         matcher.accept(command.generated, self._known)
@@ -188,9 +191,9 @@ class MatcherBatch:
         return state
 
     def _put_mask(self, state: grammar_pb2.MatcherState, mask: int) -> None:
-        """In the shortest form."""
+        """Set the mask of a state in its shortest form."""
         if mask.bit_count() <= _FEW:
-            state.allowed.CopyFrom(types_pb2.TokenIds(ids=_ids(mask)))
+            state.allowed.CopyFrom(types_pb2.TokenIds(ids=ids_of(mask)))
             _ALLOWED.inc()
         elif mask == self._every_id:
             state.unconstrained = True
@@ -208,19 +211,9 @@ class MatcherBatch:
             _BITMASK.inc()
 
 
-def _behind(forced: Sequence[int], path: Sequence[int]) -> Sequence[int]:
-    """What a path holds behind ids that are forced; nothing if it leads elsewhere."""
+def _after(forced: Sequence[int], path: Sequence[int]) -> Sequence[int]:
+    """Return the rest of a path after the forced ids; empty if the path differs from them."""
     return path[len(forced) :] if list(path[: len(forced)]) == forced else ()
-
-
-def _ids(mask: int) -> list[int]:
-    """The positions of the ones; quick where they are few."""
-    ids: list[int] = []
-    while mask:
-        lowest = mask & -mask
-        ids.append(lowest.bit_length() - 1)
-        mask ^= lowest
-    return ids
 
 
 def _exhausted(reason: str) -> ServiceError:

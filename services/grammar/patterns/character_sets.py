@@ -1,4 +1,4 @@
-"""Sets of characters, as ranges of code points."""
+"""Sets of characters as ranges of code points."""
 
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -19,13 +19,13 @@ __all__ = [
 ]
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""First and last code point of each range; the ranges ascend and do not touch."""
+"""First and last code point of each range; ascending, neither overlapping nor adjacent"""
 
 _LAST = 0x10FFFF
-# What the compiler can write in a JSON string without "\u": of the control characters \b, \t, \n,
-# \f and \r alone. Halves of surrogate pairs are no characters of their own.
 SPELLABLE: Ranges = ((8, 10), (12, 13), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, _LAST))
-# The sets below are ECMA-262's: \d, \w, \s, and what "." leaves out.
+"""The characters that llguidance can write in a JSON string without \\u. Of the control characters,
+only \\b, \\t, \\n, \\f and \\r are among them."""
+# ECMA-262's \d, \w, \s, and the characters that "." does not match
 DIGITS: Ranges = ((0x30, 0x39),)
 WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 SPACES: Ranges = (
@@ -38,7 +38,7 @@ _PLAIN = frozenset(" _@:;,=<>!%~`'\"")  # ASCII that means itself in a regular e
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The ranges in order, with those joined that overlap or touch."""
+    """Return the union of ranges that may overlap."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if joined and first <= joined[-1][1] + 1:
@@ -49,7 +49,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """All other code points."""
+    """Return all other code points."""
     others: list[tuple[int, int]] = []
     following = 0
     for first, last in ranges:
@@ -62,17 +62,17 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
-    """The code points that are in both."""
+    """Return the code points in both sets."""
     return complement(union((*complement(one), *complement(other))))
 
 
 def is_spellable(text: str) -> bool:
-    """Whether the compiler can write the text in a JSON string."""
+    """Return whether all characters of a text are in SPELLABLE."""
     return all(_contains(SPELLABLE, ord(character)) for character in set(text))
 
 
 def as_literal(code: int) -> str:
-    """A character in the compiler's regular expressions, outside a class."""
+    """Return a character as llguidance's regular expressions write it outside a class."""
     character = chr(code)
     is_plain = character in _PLAIN or (
         character.isalnum() if code < 0x80 else character.isprintable()
@@ -81,7 +81,7 @@ def as_literal(code: int) -> str:
 
 
 def as_class(ranges: Ranges) -> str:
-    """The ranges as they stand within the brackets of a class."""
+    """Return the content of the brackets of a character class."""
     return "".join(
         _bound(first) if first == last else f"{_bound(first)}-{_bound(last)}"
         for first, last in ranges
