@@ -12,7 +12,7 @@ from services.grammar.matching.vocabulary import Vocabulary
 
 __all__ = ["MaskFiller"]
 
-_SLOW = 0.01  # seconds; a slower step makes the next ones measured
+_SLOW = 0.01  # seconds; after a slower step, the next ones are measured
 _MEASURED_STEPS = 256
 
 

@@ -50,12 +50,12 @@ class Matcher:
 
     @property
     def terminated(self) -> bool:
-        """Whether only the end may follow. Valid once the mask has been computed."""
+        """True if only the end may follow. Valid once the mask has been computed."""
         return self._ended > 0 or bool(self.inner.is_stopped())
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether the masks took more CPU time than other matchers of the batch can wait for."""
+        """True if the masks took more CPU time than other matchers of the batch can wait for."""
         return self._cost.seconds > _ALLOWANCE + _ALLOWANCE_PER_MASK * self._cost.masks
 
     def charge(self, seconds: float) -> None:
@@ -65,7 +65,7 @@ class Matcher:
 
     @property
     def may_end(self) -> bool:
-        """Whether an end id is allowed next."""
+        """True if an end id is allowed next."""
         return self.terminated or bool(self.inner.is_accepting())
 
     def accept(self, ids: Sequence[int], vocabulary_size: int) -> None:

@@ -55,7 +55,7 @@ class _Container:
     """Prefixes of items or of quoted keys that only used ones complete"""
     key: bytes = b""
     within_unique: bool = False
-    """Whether the container or one around it is a unique array"""
+    """True if the container or one around it is a unique array"""
 
 
 class UniquenessState:

@@ -58,7 +58,7 @@ class _Definition:
     lost: dict[str, str] = field(default_factory=dict)
     """Kinds with sets that no grammar can enforce, and the keyword to blame"""
     is_possible: bool = False
-    """Whether some finite value satisfies the conjunction"""
+    """True if some finite value satisfies the conjunction"""
 
 
 class _Writer:

@@ -1,4 +1,4 @@
-"""No object repeats a key and no unique item comes twice, and none of it leads to a dead end."""
+"""No object repeats a key, no unique array repeats an item, and no text leads to a dead end."""
 
 import json
 import random
@@ -87,7 +87,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("vocabulary", [BY_BYTE, WHOLE], ids=["bytes", "tokens"])
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_whatever_ends_repeats_nothing_and_everything_can_end(
+def test_complete_texts_repeat_nothing_and_every_text_can_end(
     name: str, vocabulary: Vocabulary
 ) -> None:
     schema = SCHEMAS[name]
@@ -117,7 +117,7 @@ def test_json_mode_repeats_no_key() -> None:
         assert not accepts(spec, text)
 
 
-def test_equal_values_are_repetitions_however_they_are_spelt() -> None:
+def test_equal_values_of_different_text_are_repetitions() -> None:
     spec = GrammarSpec(json_schema='{"type":"array","uniqueItems":true}')
     for text in ('[1,"1",true,10,0.1,[1],{"a":1}]', '[{"a":1,"b":2},{"a":2,"b":1}]', "[1,12,1.5]"):
         assert accepts(spec, text)
@@ -131,7 +131,7 @@ def test_equal_values_are_repetitions_however_they_are_spelt() -> None:
         assert not accepts(spec, text)
 
 
-def test_a_token_that_holds_several_keys_is_looked_into() -> None:
+def test_a_token_with_a_repeated_key_is_forbidden() -> None:
     start = fresh(GrammarSpec(json_object=JsonObject()), WHOLE)
     tokens = WHOLE.tokenizer
     start.accept(tokens.tokenize_str('{"":1,"a":2,'), WHOLE.size)
@@ -143,7 +143,7 @@ def test_a_token_that_holds_several_keys_is_looked_into() -> None:
 
 @settings(max_examples=12)
 @given(st.integers(0, 1000), st.sampled_from(sorted(SCHEMAS)), st.data())
-def test_rollback_fork_and_resumption_lead_to_the_same_place(
+def test_rollback_fork_and_resumption_lead_to_the_same_state(
     seed: int, name: str, data: st.DataObject
 ) -> None:
     start = fresh(GrammarSpec(json_schema=json.dumps(SCHEMAS[name])), WHOLE)
@@ -161,13 +161,13 @@ def test_rollback_fork_and_resumption_lead_to_the_same_place(
         assert mask_of(walked[-1], WHOLE) == mask_of(fork, WHOLE)
 
 
-def test_what_is_resumed_may_not_repeat_a_key() -> None:
+def test_a_resumed_sequence_may_not_repeat_a_key() -> None:
     matcher = fresh(GrammarSpec(json_object=JsonObject()), BY_BYTE)
     with pytest.raises(RefusedTokenError, match="Token 9, id 34, repeats a key"):
         matcher.accept(list(b'{"a":1,"a":1}'), 256)
 
 
-def test_closed_schemas_are_not_followed() -> None:
+def test_schemas_that_allow_no_repetition_have_no_positions() -> None:
     closed = {"type": "object", "properties": {"a": {"type": "string"}},
               "additionalProperties": False}  # fmt: skip
     assert positions(GrammarSpec(json_schema=json.dumps(closed))) is None

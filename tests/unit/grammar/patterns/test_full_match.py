@@ -1,4 +1,4 @@
-"""What comes out of a pattern matches it as ECMA-262 says, whatever is escaped in JSON."""
+"""Generated strings match their pattern as ECMA-262 defines it, also where JSON escapes them."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
 from services.grammar import GrammarError
-from services.grammar.patterns.full_match import rewrite
+from services.grammar.patterns.full_match import full_match_expressions
 from tests.unit.grammar.drawing import TOKENIZERS, Drawing
 
 ALPHABET = 'aB1_"\\\n\t,-]^ \u2028é😀'
@@ -29,12 +29,12 @@ SINGLES: list[Pair] = [
     ("(?i:b)", "[bB]"), ("(?s:.)", r"[\s\S]"),
     ("(?<year>1)", "1"), ("]", "]"), ("{", "{"),
 ]  # fmt: skip
-NARROW: list[Pair] = [  # alike for the characters of ALPHABET
+NARROW: list[Pair] = [  # equivalent for the characters of ALPHABET
     (r"\p{L}", "[aBé]"), (r"[^\P{Lu}]", "B"), (r"[\p{Nd}_]", "[1_]"),
     (r"\P{Script=Latin}", "[^aBé]"), (r"(?i:[^\Wb])", "[0-9AC-Zac-z_]"),
     (r"(?i:\W)", "[^0-9A-Za-z_]"),
 ]  # fmt: skip
-EDGES: list[Pair] = [("^", r"\A"), ("$", r"\Z")]
+ANCHORS: list[Pair] = [("^", r"\A"), ("$", r"\Z")]
 
 
 def joined(pairs: list[Pair], separator: str) -> Pair:
@@ -47,7 +47,7 @@ def repeated(pair: Pair, quantifier: str) -> Pair:
 
 
 def patterns(singles: list[Pair]) -> st.SearchStrategy[Pair]:
-    """Edges in the midst of a pattern too, but for what is repeated."""
+    """Patterns with anchors anywhere but in repetitions."""
     plain = st.recursive(
         st.sampled_from(singles),
         lambda inner: st.one_of(
@@ -60,7 +60,7 @@ def patterns(singles: list[Pair]) -> st.SearchStrategy[Pair]:
         max_leaves=6,
     )
     return st.recursive(
-        st.one_of(plain, st.sampled_from(EDGES)),
+        st.one_of(plain, st.sampled_from(ANCHORS)),
         lambda inner: st.one_of(
             st.lists(inner, max_size=4).map(lambda pairs: joined(pairs, "")),
             st.lists(inner, min_size=1, max_size=3).map(lambda pairs: joined(pairs, "|")),
@@ -136,13 +136,13 @@ def test_drawn_keys_match_their_pattern(tokenizer: LLTokenizer) -> None:
     [
         (r"a\b", r"\b, a word boundary, is not supported (character 2)"),
         (r"\Ba", r"\B, a word boundary, is not supported (character 1)"),
-        ("(?i)a", "those of a group alone, (?i:…) and (?s:…) (character 1)"),
-        ("(?m:^a$)", "those of a group alone"),
-        ("a(?!b)", "lookarounds are not supported, but for (?=…) behind ^ (character 2)"),
-        ("(?<=a)b", "lookarounds are not supported"),
-        ("a(?=b)", "(?=…) is supported at the start of a pattern alone, behind ^ (character 2)"),
-        (r"(a)\1", "references back to a group are not supported (character 4)"),
-        (r"(?<n>a)\k<n>", "references back to a group are not supported"),
+        ("(?i)a", "those of a group, (?i:…) and (?s:…) (character 1)"),
+        ("(?m:^a$)", "those of a group"),
+        ("a(?!b)", "the only supported lookaround is (?=…) after ^ (character 2)"),
+        ("(?<=a)b", "the only supported lookaround is"),
+        ("a(?=b)", "(?=…) is supported only at the start of a pattern, after ^ (character 2)"),
+        (r"(a)\1", "back references are not supported (character 4)"),
+        (r"(?<n>a)\k<n>", "back references are not supported"),
         (r"\Aa\Z", r"ECMA-262 has no \A; use ^ and $ (character 1)"),
         (r"\a", r"ECMA-262 has no \a"),
         (r"\p{Greek}", r"ECMA-262 has no property \p{Greek}"),
@@ -150,8 +150,8 @@ def test_drawn_keys_match_their_pattern(tokenizer: LLTokenizer) -> None:
         (r"(?i:\p{Lu})", r"\p{Lu} where case is ignored is not supported"),
         ("(?P<n>a)", "ECMA-262 has no such group (character 1)"),
         ("a++", '"+" follows another quantifier (character 3)'),
-        ("(^a|b)*", "^ or $ within what is repeated is not supported"),
-        ("^*", "nothing is there to repeat"),
+        ("(^a|b)*", "^ or $ inside a repetition is not supported"),
+        ("^*", "there is nothing to repeat"),
         ("a{2,1}", "the numbers of the quantifier are out of order (character 2)"),
         ("a{9999999}", "more than 1,000,000 repetitions are not supported"),
         ("(a", "a group is not closed (character 1)"),
@@ -164,19 +164,19 @@ def test_drawn_keys_match_their_pattern(tokenizer: LLTokenizer) -> None:
         ("(" * 200 + ")" * 200, "groups are nested deeper than 100 levels"),
     ],
 )
-def test_what_can_not_be_held_is_refused_by_its_name(pattern: str, reason: str) -> None:
+def test_an_unsupported_construct_is_refused_by_name(pattern: str, reason: str) -> None:
     with pytest.raises(GrammarError) as caught:
-        rewrite(pattern)
+        full_match_expressions(pattern)
     assert reason in str(caught.value)
 
 
-def test_edges_that_multiply_what_is_around_them_are_bounded() -> None:
-    assert rewrite("(^|,)a($|,)" * 40)
+def test_anchors_that_multiply_alternatives_are_bounded() -> None:
+    assert full_match_expressions("(^|,)a($|,)" * 40)
     with pytest.raises(GrammarError, match="too complex"):
-        rewrite("(?:(?:a?|^)(?:b?|$)){1}" * 2_000)
+        full_match_expressions("(?:(?:a?|^)(?:b?|$)){1}" * 2_000)
 
 
-def test_nothing_that_can_be_written_is_no_expression() -> None:
-    assert rewrite(r"^\x01$") is None
-    assert rewrite(r"^a\x7f?\x0b{0,3}$") == ["^(?:a)$"]
-    assert rewrite(r"[^\s\S]") is None
+def test_a_pattern_of_unsupported_characters_has_no_expression() -> None:
+    assert full_match_expressions(r"^\x01$") is None
+    assert full_match_expressions(r"^a\x7f?\x0b{0,3}$") == ["^(?:a)$"]
+    assert full_match_expressions(r"[^\s\S]") is None

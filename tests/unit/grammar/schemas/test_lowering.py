@@ -1,4 +1,4 @@
-"""A schema of any logic admits the values that it should, and no other."""
+"""A lowered schema allows exactly the values of the original."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.token_index import TokenIndex
 from services.grammar.matching.uniqueness import UniquenessState
 from services.grammar.matching.vocabulary import Vocabulary
-from services.grammar.schemas.lowering import rewrite
+from services.grammar.schemas.lowering import lower
 from services.grammar.specification import check, positions, translate
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
@@ -118,7 +118,7 @@ def accepts(matcher: Matcher, value: object) -> bool:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_what_is_valid_can_be_generated_and_nothing_else(name: str) -> None:
+def test_exactly_the_valid_values_are_accepted(name: str) -> None:
     schema = SCHEMAS[name]
     kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     if name == "tuples":
@@ -129,20 +129,20 @@ def test_what_is_valid_can_be_generated_and_nothing_else(name: str) -> None:
     assert wrong == []
 
 
-def test_a_plain_schema_stays_as_it_is() -> None:
+def test_a_native_schema_is_returned_unchanged() -> None:
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "b": {"$ref": "#"}},
         "required": ["a"],
     }
-    assert rewrite(schema) is schema
+    assert lower(schema) is schema
 
 
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
         ({"properties": {"a": {"type": "string", "not": {"format": "date"}}}},
-         r'"not" over the format "date" can\'t be held at \$\.properties\.a'),
+         r'"not" over the format "date" can\'t be enforced at \$\.properties\.a'),
         ({"type": "array", "not": {"uniqueItems": True}}, '"not" over "uniqueItems"'),
         ({"items": {"propertyNames": {"format": "date"}}}, r"\$\.items\.propertyNames"),
         ({"anyOf": [{"not": {"$ref": "#"}}]}, "refers to itself without end"),
@@ -153,14 +153,14 @@ def test_a_plain_schema_stays_as_it_is() -> None:
         ({"not": {}}, "No text satisfies"),
     ],
 )  # fmt: skip
-def test_what_no_grammar_holds_is_refused_by_keyword_and_path(
+def test_an_unenforceable_schema_is_refused_with_keyword_and_path(
     schema: Mapping[str, Any], message: str
 ) -> None:
     with pytest.raises(GrammarError, match=message):
-        rewrite(json.loads(json.dumps(schema)))
+        lower(json.loads(json.dumps(schema)))
 
 
-def test_alternatives_do_not_multiply_without_end() -> None:
+def test_the_size_of_the_lowered_schema_is_bounded() -> None:
     parts = [{"oneOf": [{"required": [f"{i}{j}"]} for j in range(8)]} for i in range(12)]
-    plain = rewrite({"type": "object", "allOf": parts})
-    assert len(json.dumps(plain)) < 1_000_000
+    lowered = lower({"type": "object", "allOf": parts})
+    assert len(json.dumps(lowered)) < 1_000_000

@@ -1,11 +1,11 @@
-"""A schema that can't be enforced in full is refused, with the place; never enforced in part."""
+"""A schema that can't be enforced in full is refused with the place, never enforced in part."""
 
 import json
 
 import pytest
 
+from services.common.json_values import Json
 from services.grammar import GrammarError
-from services.grammar.schemas import json_schema
 from services.grammar.schemas.validation import check, locate, parse
 
 UNSUPPORTED = [
@@ -22,7 +22,7 @@ def test_unsupported_keyword_is_named_with_its_path(keyword: str) -> None:
     assert f'"{keyword}" at $.properties.a.items[0].anyOf[0]' in str(caught.value)
 
 
-def test_names_of_properties_and_data_are_no_keywords() -> None:
+def test_property_names_and_data_are_not_taken_for_keywords() -> None:
     check(
         {
             "properties": {
@@ -38,7 +38,7 @@ def test_names_of_properties_and_data_are_no_keywords() -> None:
     )
 
 
-def test_the_compilers_options_are_not_the_clients() -> None:
+def test_llguidance_options_are_refused() -> None:
     with pytest.raises(GrammarError, match=r'"x-guidance" at \$\.\$defs\.a'):
         check({"$defs": {"a": {"x-guidance": {"lenient": True}}}})
 
@@ -49,10 +49,10 @@ def test_the_compilers_options_are_not_the_clients() -> None:
         ({"type": ["string", "strin"]}, r'"strin" at \$\.type'),
         ({"properties": {"a": {"$ref": "#/$defs/b"}}}, r'"#/\$defs/b" at \$\.properties\.a\.\$ref'),
         ({"anyOf": [{}, 3]}, r"\$\.anyOf\[1\] must be an object or a boolean"),
-        (False, "false, which nothing can satisfy"),
+        (False, "false, which no value satisfies"),
     ],
 )
-def test_other_faults_come_with_their_path(schema: object, message: str) -> None:
+def test_other_faults_are_reported_with_their_path(schema: object, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         check(parse(json.dumps(schema)))
 
@@ -68,8 +68,8 @@ TUPLE = {"type": "array", "prefixItems": [{"type": "integer"}]}
 
 
 @pytest.mark.parametrize("draft", OLDER)
-def test_a_keyword_that_the_draft_does_not_have_is_refused(draft: str) -> None:
-    """The compiler would leave it out without a word."""
+def test_a_keyword_of_a_later_draft_is_refused(draft: str) -> None:
+    """llguidance would silently ignore it."""
     schema = {"$schema": draft, "properties": {"a": TUPLE}}
     with pytest.raises(GrammarError, match=r'"prefixItems" at \$\.properties\.a; leave "\$schema"'):
         check(schema)
@@ -90,13 +90,13 @@ def test_a_keyword_that_the_draft_does_not_have_is_refused(draft: str) -> None:
         {"$schema": DRAFT_04, "$ref": "#/x/0", "x": [{"$ref": "#/y"}], "y": {"const": 1}},
     ],
 )
-def test_neither_nesting_nor_references_hide_it(schema: json_schema.Json) -> None:
+def test_a_keyword_of_a_later_draft_is_found_behind_nesting_and_references(schema: Json) -> None:
     with pytest.raises(GrammarError, match="leave"):
         check(schema)
 
 
-def test_drafts_keep_what_they_have() -> None:
-    """A tuple of draft-07 is `items`, which means the same there as everywhere here."""
+def test_keywords_of_the_named_draft_are_accepted() -> None:
+    """In draft-07, an array under `items` means a tuple, as it does without "$schema"."""
     pair = {"type": "array", "items": [{"type": "integer"}], "additionalItems": False}
     names = {"properties": {"const": {"enum": [{"prefixItems": 1}]}}, "examples": [{"const": 1}]}
     for draft in OLDER:
@@ -105,18 +105,18 @@ def test_drafts_keep_what_they_have() -> None:
     check({"properties": {"$schema": {"const": DRAFT_04}, "a": TUPLE}})
 
 
-def test_what_is_referred_to_is_checked_wherever_it_is() -> None:
+def test_targets_of_references_are_checked_anywhere_in_the_document() -> None:
     schema = {"$ref": "#/components/a/1", "components": {"a": [{}, {"items": {"extends": {}}}]}}
     with pytest.raises(GrammarError, match=r'"extends" at \$\.components\.a\[1\]\.items'):
         check(schema)
 
 
-def test_references_in_circles_come_to_an_end() -> None:
+def test_cyclic_references_terminate() -> None:
     check({"items": {"$ref": "#/x/y"}, "x": {"y": {"items": {"$ref": "#/x/y"}, "$ref": "#/x/z"},
                                              "z": {"items": {"$ref": "#/items"}}}})  # fmt: skip
 
 
-def test_syntax_errors_come_with_line_and_column() -> None:
+def test_syntax_errors_are_reported_with_line_and_column() -> None:
     with pytest.raises(GrammarError, match="line 2, column 2"):
         parse('{"type":\n nope}')
     with pytest.raises(GrammarError, match="NaN"):
@@ -128,46 +128,51 @@ def test_syntax_errors_come_with_line_and_column() -> None:
     [
         ('\n{"title":\n "é", "minimum": 1e999} ', r"a number out of range \(line 3, column 18\)"),
         ('{"const": ' + "9" * 400 + "}", r"a number out of range \(line 1, column 11\)"),
-        ('{"a\\"1e999": 1e99,\n"const": "x\\uD83D!"}', r"surrogate pair \(line 2, column 10\)"),
+        (
+            '{"a\\"1e999": 1e99,\n"const": "x\\uD83D!"}',
+            r"unpaired surrogate \(line 2, column 10\)",
+        ),
     ],
 )
-def test_what_the_compiler_can_not_read_comes_with_line_and_column(text: str, message: str) -> None:
+def test_scalars_that_llguidance_refuses_are_reported_with_their_place(
+    text: str, message: str
+) -> None:
     with pytest.raises(GrammarError, match=message):
         parse(text)
 
 
-def test_numbers_and_pairs_that_can_be_read_are_taken() -> None:
+def test_extreme_numbers_and_surrogate_pairs_are_accepted() -> None:
     parse(r'{"const": [1e308, -1.5E-400, "\uD83D\uDE00 1e999", true, false, null]}')
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"items":' * 200 + "{}" + "}" * 200])
-def test_bottomless_nesting_is_refused(text: str) -> None:
+def test_deep_nesting_is_refused(text: str) -> None:
     with pytest.raises(GrammarError, match="nested deeper"):
         check(parse(text))
 
 
-def test_a_reason_without_a_place_gets_one() -> None:
+def test_reasons_of_llguidance_get_a_path() -> None:
     schema = {"properties": {"a": {"oneOf": [{}]}, "b": {"pattern": "(a"}}}
     assert "$.properties.a.oneOf" in locate(schema, "oneOf constraints are not supported")
     assert "$.properties.b.pattern" in locate(schema, "Unsatisfiable schema: Regex is empty: x")
     assert locate(schema, "schema too large") == "schema too large"
 
 
-def test_a_number_of_thousands_of_digits_is_no_defect_of_the_server() -> None:
+def test_a_number_of_thousands_of_digits_is_refused() -> None:
     with pytest.raises(GrammarError, match="too many digits"):
         parse('{"const":' + "9" * 5000 + "}")
 
 
 @pytest.mark.parametrize("keyword", ["not", "if", "contains", "propertyNames", "then", "else"])
-def test_schemas_of_logic_are_looked_into(keyword: str) -> None:
+def test_subschemas_of_logical_keywords_are_checked(keyword: str) -> None:
     with pytest.raises(GrammarError, match=rf'"extends" at \$\.items\.{keyword}'):
         check({"items": {keyword: {"extends": {}}}})
     with pytest.raises(GrammarError, match=r'"extends" at \$\.dependencies\.a'):
         check({"dependencies": {"a": {"extends": {}}, "b": ["a"]}})
 
 
-def test_repetitions_are_refused_where_they_are_not_seen() -> None:
-    """Beside other text, as in a chat with tools, nothing follows the keys and items."""
+def test_keywords_that_need_duplicate_detection_are_refused_beside_other_text() -> None:
+    """A chat with tools mixes JSON and text; duplicate detection needs JSON alone."""
     for schema, message in (
         ({"items": {"minProperties": 2}}, r"minProperties at \$\.items can't be enforced beyond 1"),
         ({"items": {"uniqueItems": True}}, r'"uniqueItems" at \$\.items'),
@@ -177,7 +182,7 @@ def test_repetitions_are_refused_where_they_are_not_seen() -> None:
             check(parse(json.dumps(schema)), is_whole=False)
 
 
-def test_fewest_properties_are_taken_where_no_other_key_may_come() -> None:
+def test_min_properties_is_accepted_in_closed_objects() -> None:
     closed = {"additionalProperties": False, "minProperties": 2}
     schema = {"properties": {"a": {}, "b": {}, "c": {}}} | closed
     check(parse(json.dumps(schema)), is_whole=False)
