@@ -24,9 +24,9 @@ from services.grammar.schemas.string_sets import StringSet
 
 __all__ = ["lower"]
 
-_MOST_SETS = 128, 12, 3  # per kind of values in a form; tried in turn until the result fits
-_MOST_DEFINITIONS = 3000
-_MOST_PARTS = 30_000  # members and items of all definitions
+_MAX_SETS = 128, 12, 3  # per kind of values in a form; tried in turn until the result fits
+_MAX_DEFINITIONS = 3000
+_MAX_PARTS = 30_000  # members and items of all definitions
 
 
 def lower(schema: Json, path: str = "$") -> Json:
@@ -41,10 +41,10 @@ def lower(schema: Json, path: str = "$") -> Json:
     if not foreign:
         return schema
     try:
-        for most_sets in _MOST_SETS[:-1]:
+        for max_sets in _MAX_SETS[:-1]:
             with contextlib.suppress(TooManyCombinationsError):
-                return _Writer(schema, references, foreign, most_sets).write()
-        return _Writer(schema, references, foreign, _MOST_SETS[-1]).write()
+                return _Writer(schema, references, foreign, max_sets).write()
+        return _Writer(schema, references, foreign, _MAX_SETS[-1]).write()
     except RecursionError:
         raise GrammarError(f"The schema at {path} is nested too deeply to be resolved.") from None
 
@@ -53,11 +53,11 @@ def lower(schema: Json, path: str = "$") -> Json:
 class _Definition:
     """The sets of values that satisfy a conjunction."""
 
-    shapes: list[tuple[str, Any]] = field(default_factory=list)
+    sets: list[tuple[str, Any]] = field(default_factory=list)
     """Pairs of a kind and a set; native keywords can express each set"""
-    lost: dict[str, str] = field(default_factory=dict)
+    unenforceable: dict[str, str] = field(default_factory=dict)
     """Kinds with sets that no grammar can enforce, and the keyword to blame"""
-    is_possible: bool = False
+    is_satisfiable: bool = False
     """True if some finite value satisfies the conjunction"""
 
 
@@ -69,13 +69,13 @@ class _Writer:
         schema: Mapping[str, Json],
         references: References,
         foreign: set[int],
-        most_sets: int,
+        max_sets: int,
     ) -> None:
         draft = str(schema.get("$schema", ""))
         self._references = references
         self._literals = Literals(references)
         self._forms = NormalForms(
-            self._literals, any(f"draft-0{n}" in draft for n in (3, 4, 6, 7)), most_sets
+            self._literals, any(f"draft-0{n}" in draft for n in (3, 4, 6, 7)), max_sets
         )
         self._foreign = foreign
         self._root = self._literals.holds(schema)
@@ -88,10 +88,10 @@ class _Writer:
     def write(self) -> Json:
         """Return the lowered document."""
         self._define_all()
-        self._find_possible()
+        self._find_satisfiable()
         root = self._definitions.get(self._root)
-        if self._root == NEVER or (root is not None and not root.is_possible):
-            reasons = [r for one in self._definitions.values() for r in one.lost.values()]
+        if self._root == NEVER or (root is not None and not root.is_satisfiable):
+            reasons = [r for one in self._definitions.values() for r in one.unenforceable.values()]
             why = f": {reasons[0]} can't be enforced" if reasons else ""
             raise GrammarError(f"No text satisfies the grammar{why}.")
         written = dict(self._content(self._root))
@@ -114,61 +114,61 @@ class _Writer:
             if conjunction in self._definitions or conjunction in (ALWAYS, NEVER):
                 continue
             definition = self._definitions[conjunction] = _Definition()
-            if len(self._definitions) > _MOST_DEFINITIONS or self._parts > _MOST_PARTS:
+            if len(self._definitions) > _MAX_DEFINITIONS or self._parts > _MAX_PARTS:
                 where = self._literals.path_of(conjunction)
                 raise TooManyCombinationsError(
                     f"The schema has too many combinations at {where}; simplify it."
                 )
             if self._native(conjunction) is not None:
-                definition.is_possible = True
+                definition.is_satisfiable = True
                 continue
             form = self._forms.of(conjunction)
             for kind in KINDS:
                 for one in form[kind]:
                     self._add(definition, kind, one)
-            for _, shape in definition.shapes:
-                children = [child for child, _ in _children(shape)]
+            for _, value_set in definition.sets:
+                children = [child for child, _ in _children(value_set)]
                 self._parts += 1 + len(children)
                 pending += children
 
     def _add(self, definition: _Definition, kind: str, one: Any) -> None:
         obstacle = None if isinstance(one, frozenset | ObjectSet) else one.obstacle()
         if obstacle:
-            definition.lost[kind] = obstacle
+            definition.unenforceable[kind] = obstacle
             return
         alternatives = list(one.alternatives()) if isinstance(one, ArraySet | ObjectSet) else [one]
         if not alternatives:
-            definition.lost[kind] = "The schema of its members"
-        definition.shapes += [(kind, alternative) for alternative in alternatives]
+            definition.unenforceable[kind] = "The schema of its members"
+        definition.sets += [(kind, alternative) for alternative in alternatives]
 
-    def _find_possible(self) -> None:
-        """Set `is_possible` of all definitions, as a least fixed point."""
+    def _find_satisfiable(self) -> None:
+        """Set `is_satisfiable` of all definitions, as a least fixed point."""
         changes = True
         while changes:
             changes = False
             for definition in self._definitions.values():
-                if not definition.is_possible and any(
-                    self._can_be(shape) for _, shape in definition.shapes
+                if not definition.is_satisfiable and any(
+                    self._is_nonempty(value_set) for _, value_set in definition.sets
                 ):
-                    definition.is_possible = changes = True
+                    definition.is_satisfiable = changes = True
 
-    def _can_be(self, shape: Any) -> bool:
-        return all(self._is_possible(child) for child, needed in _children(shape) if needed)
+    def _is_nonempty(self, value_set: Any) -> bool:
+        return all(self._is_satisfiable(child) for child, needed in _children(value_set) if needed)
 
-    def _is_possible(self, conjunction: Conjunction) -> bool:
+    def _is_satisfiable(self, conjunction: Conjunction) -> bool:
         if conjunction in (ALWAYS, NEVER):
             return conjunction == ALWAYS
-        return self._definitions[conjunction].is_possible
+        return self._definitions[conjunction].is_satisfiable
 
     def _refer(self, conjunction: Conjunction) -> dict[str, Json] | bool:
-        """Return a schema for a conjunction: in place if it is short, a reference otherwise."""
+        """Return a schema for a conjunction, by reference if it has arrays or objects."""
         if conjunction == ALWAYS:
             return {}
-        if not self._is_possible(conjunction):
-            self._refuse_lost(conjunction, ())
+        if not self._is_satisfiable(conjunction):
+            self._refuse_unenforceable(conjunction, ())
             return False
-        shapes = self._definitions[conjunction].shapes
-        if shapes and all(kind not in ("array", "object") for kind, _ in shapes):
+        sets = self._definitions[conjunction].sets
+        if sets and all(kind not in ("array", "object") for kind, _ in sets):
             return self._content(conjunction)
         name = self._names.get(conjunction)
         if name is None:
@@ -183,67 +183,69 @@ class _Writer:
             return copy
         definition = self._definitions[conjunction]
         by_kind: dict[str, list[Any]] = {}
-        for kind, shape in definition.shapes:
-            if self._can_be(shape):
-                by_kind.setdefault(kind, []).append(shape)
-        self._refuse_lost(conjunction, by_kind)
+        for kind, value_set in definition.sets:
+            if self._is_nonempty(value_set):
+                by_kind.setdefault(kind, []).append(value_set)
+        self._refuse_unenforceable(conjunction, by_kind)
         if by_kind == EVERYTHING:
             return {}
         alternatives: list[dict[str, Json]] = []
-        for kind, shapes in by_kind.items():
-            for shape in shapes:
-                alternatives += self._schemas(kind, shape)
+        for kind, sets in by_kind.items():
+            for value_set in sets:
+                alternatives += self._schemas(kind, value_set)
         return alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
 
-    def _refuse_lost(self, conjunction: Conjunction, kinds: Collection[str]) -> None:
+    def _refuse_unenforceable(self, conjunction: Conjunction, kinds: Collection[str]) -> None:
         """Raise GrammarError where one of the client's schemas lost all values of a kind."""
         definition = self._definitions.get(conjunction)
         if definition and len(conjunction) == 1 and not min(conjunction) & 1:
-            for kind in definition.lost.keys() - kinds:
+            for kind in definition.unenforceable.keys() - kinds:
                 where = self._literals.path_of(conjunction)
-                raise GrammarError(f"{definition.lost[kind]} can't be enforced at {where}.")
+                raise GrammarError(
+                    f"{definition.unenforceable[kind]} can't be enforced at {where}."
+                )
 
-    def _schemas(self, kind: str, shape: Any) -> Iterator[dict[str, Json]]:
-        if shape in EVERYTHING[kind]:
+    def _schemas(self, kind: str, value_set: Any) -> Iterator[dict[str, Json]]:
+        if value_set in EVERYTHING[kind]:
             yield {"type": kind}
-        elif isinstance(shape, NumberSet | StringSet):
-            yield from shape.schemas()
-        elif isinstance(shape, ArraySet):
-            yield self._array(shape)
-        elif isinstance(shape, ObjectSet):
-            yield self._object(shape)
+        elif isinstance(value_set, NumberSet | StringSet):
+            yield from value_set.schemas()
+        elif isinstance(value_set, ArraySet):
+            yield self._array(value_set)
+        elif isinstance(value_set, ObjectSet):
+            yield self._object(value_set)
         else:
-            yield {"enum": sorted(shape)}
+            yield {"enum": sorted(value_set)}
 
-    def _array(self, shape: ArraySet) -> dict[str, Json]:
+    def _array(self, value_set: ArraySet) -> dict[str, Json]:
         schema: dict[str, Json] = {"type": "array"}
-        if shape.prefix:
-            schema["prefixItems"] = [self._refer(item) for item in shape.prefix]
-        if shape.rest != ALWAYS:
-            schema["items"] = self._refer(shape.rest)
-        if shape.low:
-            schema["minItems"] = shape.low
-        if shape.high is not None:
-            schema["maxItems"] = shape.high
-        if shape.unique and (shape.high is None or shape.high > 1):
+        if value_set.prefix:
+            schema["prefixItems"] = [self._refer(item) for item in value_set.prefix]
+        if value_set.rest != ALWAYS:
+            schema["items"] = self._refer(value_set.rest)
+        if value_set.low:
+            schema["minItems"] = value_set.low
+        if value_set.high is not None:
+            schema["maxItems"] = value_set.high
+        if value_set.unique and (value_set.high is None or value_set.high > 1):
             schema[UNIQUE] = True
         return schema
 
-    def _object(self, shape: ObjectSet) -> dict[str, Json]:
+    def _object(self, value_set: ObjectSet) -> dict[str, Json]:
         schema: dict[str, Json] = {"type": "object"}
-        if shape.named:
-            schema["properties"] = {name: self._refer(value) for name, value in shape.named}
-        if shape.patterns:
-            schema["patternProperties"] = self._by_pattern(shape.patterns)
-        if shape.rest != ALWAYS:
-            schema["additionalProperties"] = self._refer(shape.rest)
-        if shape.required:
-            known = [name for name, _ in shape.named if name in shape.required]
-            schema["required"] = [*known, *sorted(shape.required.difference(known))]
-        if shape.low:
-            schema["minProperties"] = shape.low
-        if shape.high is not None:
-            schema["maxProperties"] = shape.high
+        if value_set.named:
+            schema["properties"] = {name: self._refer(value) for name, value in value_set.named}
+        if value_set.patterns:
+            schema["patternProperties"] = self._by_pattern(value_set.patterns)
+        if value_set.rest != ALWAYS:
+            schema["additionalProperties"] = self._refer(value_set.rest)
+        if value_set.required:
+            known = [name for name, _ in value_set.named if name in value_set.required]
+            schema["required"] = [*known, *sorted(value_set.required.difference(known))]
+        if value_set.low:
+            schema["minProperties"] = value_set.low
+        if value_set.high is not None:
+            schema["maxProperties"] = value_set.high
         return schema
 
     def _by_pattern(self, patterns: Sequence[tuple[str, Conjunction]]) -> dict[str, Json]:
@@ -281,17 +283,17 @@ class _Writer:
     def _refer_native(self, schema: Json) -> Json:
         conjunction = self._literals.holds(schema)
         if conjunction not in (ALWAYS, NEVER):
-            self._definitions.setdefault(conjunction, _Definition(is_possible=True))
+            self._definitions.setdefault(conjunction, _Definition(is_satisfiable=True))
         return self._refer(conjunction)
 
 
-def _children(shape: Any) -> Iterator[tuple[Conjunction, bool]]:
+def _children(value_set: Any) -> Iterator[tuple[Conjunction, bool]]:
     """Yield what members of a set must satisfy, and whether such a member must exist."""
-    if isinstance(shape, ArraySet | ObjectSet):
-        for needed in shape.needed():
+    if isinstance(value_set, ArraySet | ObjectSet):
+        for needed in value_set.needed():
             yield needed, True
-        others = shape.prefix if isinstance(shape, ArraySet) else [
-            value for _, value in (*shape.named, *shape.patterns)
+        others = value_set.prefix if isinstance(value_set, ArraySet) else [
+            value for _, value in (*value_set.named, *value_set.patterns)
         ]  # fmt: skip
-        for value in (*others, shape.rest):
+        for value in (*others, value_set.rest):
             yield value, False

@@ -53,14 +53,14 @@ class _CycleError(Exception):
 class NormalForms:
     """The normal forms of the conjunctions of schemas in a document, computed on demand."""
 
-    def __init__(self, literals: Literals, ignores_siblings: bool, most_sets: int) -> None:
+    def __init__(self, literals: Literals, ignores_siblings: bool, max_sets: int) -> None:
         """`ignores_siblings`: the document's draft ignores keywords beside "$ref".
 
-        `most_sets` bounds the sets of one kind in a form. Further sets are dropped, which narrows
+        `max_sets` bounds the sets of one kind in a form. Further sets are dropped, which narrows
         the form and is safe: negation applies to schemas, never to forms.
         """
         self._literals = literals
-        self._most_sets = most_sets
+        self._max_sets = max_sets
         self._ignores_siblings = ignores_siblings
         self._known: dict[Conjunction, NormalForm] = {}
         self._unsatisfiable: dict[tuple[Conjunction, int], bool] = {}
@@ -138,10 +138,7 @@ class NormalForms:
                         f"The schema at {path} has too many combinations of its alternatives; "
                         "simplify it."
                     )
-                if (
-                    len(found) < self._most_sets
-                    and (common := self._common(one, other)) is not None
-                ):
+                if len(found) < self._max_sets and (common := self._common(one, other)) is not None:
                     found[common] = None
         return list(found)
 

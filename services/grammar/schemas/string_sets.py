@@ -82,8 +82,8 @@ class StringSet:
                 not_patterns=gone,
                 not_formats=self.not_formats,
             )
-            return normalized if kept and normalized._is_possible() else None
-        return self if self._is_possible() else None
+            return normalized if kept and normalized._is_satisfiable() else None
+        return self if self._is_satisfiable() else None
 
     def _may_hold(self, value: str) -> bool:
         return (
@@ -94,13 +94,13 @@ class StringSet:
             and not any(matches(pattern, value) for pattern in self.not_patterns)
         )
 
-    def _is_possible(self) -> bool:
+    def _is_satisfiable(self) -> bool:
         constraints = len(self.patterns) + len(self.formats)
         if not constraints or (constraints == 1 and self.values is None and not self.low
                                and self.high is None):  # fmt: skip
             return True
         # ignoring the excluded strings makes the set larger, never smaller
-        return _is_possible(json.dumps(replace(self, not_values=frozenset())._schema()))
+        return _is_satisfiable(json.dumps(replace(self, not_values=frozenset())._schema()))
 
     def pattern(self) -> str | None:
         """Return one expression for the whole set, or None if it takes more."""
@@ -172,7 +172,7 @@ def are_disjoint(first: str, second: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_possible(schema: str) -> bool:
+def _is_satisfiable(schema: str) -> bool:
     """Return False only if llguidance proves that the schema is unsatisfiable."""
     return "nsatisfiable" not in str(
         LLMatcher.validate_grammar(f'{{"grammars":[{{"json_schema":{schema}}}]}}')
