@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from services.grammar import GrammarError
 
-__all__ = ["to_lark"]
+__all__ = ["lark_literal", "to_lark"]
 
 _MAX_DEPTH = 100  # nested parentheses
 _TOKEN = re.compile(
@@ -247,7 +247,7 @@ class _Writer:
     def _write(self, node: _Node) -> str:
         match node:
             case _Text():
-                return _quoted(node.text) if self._is_token else _spelled(node.text)
+                return lark_literal(node.text) if self._is_token else _spelled(node.text)
             case _Class():
                 return node.regex
             case _Reference():
@@ -307,12 +307,13 @@ def _references(node: _Node) -> Iterator[_Reference]:
             yield from _references(node.item)
 
 
-def _quoted(text: str) -> str:
+def lark_literal(text: str) -> str:
+    """Return a literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _spelled(text: str) -> str:
-    return f"({' '.join(map(_quoted, text))})" if text else '""'
+    return f"({' '.join(map(lark_literal, text))})" if text else '""'
 
 
 def _line_and_column(text: str, place: int) -> str:

@@ -25,7 +25,7 @@ makes the output narrower and never invalid.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from llguidance import LLMatcher
@@ -112,7 +112,7 @@ def translate(spec: GrammarSpec) -> str:
     if kind == "regex":
         return str(LLMatcher.grammar_from_regex(spec.regex))
     if kind == "choice":
-        return _grammar("lark_grammar", _lark_of_choices(list(spec.choice.choices)))
+        return _grammar("lark_grammar", _lark_of_choices(spec.choice.choices))
     if kind == "lark":
         return _grammar("lark_grammar", spec.lark)
     if kind == "gbnf":
@@ -157,10 +157,9 @@ def _grammar(field: str, value: object) -> str:
     return json.dumps({"grammars": [{field: value}]})
 
 
-def _lark_of_choices(choices: list[str]) -> str:
+def _lark_of_choices(choices: Iterable[str]) -> str:
     # one terminal: the compiler builds a single automaton for any number of choices
-    literals = (json.dumps(text, ensure_ascii=False) for text in choices)
-    return "start: CHOICE\nCHOICE: " + " | ".join(literals).replace("\x7f", "\\u007f")
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(gbnf.lark_literal, choices))
 
 
 def _lowered(schema: Json, path: str = "$") -> Mapping[str, Json]:

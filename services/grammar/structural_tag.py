@@ -9,6 +9,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 from services.common.contract import MAX_STRUCTURES
 from services.common.json_values import Json
 from services.grammar import GrammarError
+from services.grammar.gbnf import lark_literal
 from services.grammar.schemas import validation
 from tokenwire.pb.types.v1.types_pb2 import StructuralTag, TaggedStructure
 
@@ -70,12 +71,13 @@ def parts_of(
         schema = compilable(json.loads(_schema(structure)), f"structures[{index}].schema")
         parts.append({"name": part, "json_schema": schema})
         rest = structure.begin.removeprefix(trigger)
-        body = f"{_literal(rest)} @{part} {_literal(structure.end)}"
+        end = structure.end
+        body = f"{rest and lark_literal(rest)} @{part} {end and lark_literal(end)}"
         bodies.setdefault(trigger, []).append(body)
     rules = ["TEXT: /(?s:.*)/"]
     tagged: list[str] = []
     for index, (trigger, alternatives) in enumerate(bodies.items()):
-        rules.append(f"open_{index}[lazy]: TEXT {_literal(trigger)}")
+        rules.append(f"open_{index}[lazy]: TEXT {lark_literal(trigger)}")
         tagged.append(f"open_{index} ({' | '.join(alternatives)})")
     start = f"start: ({' | '.join(tagged)})* TEXT"
     parts[0]["lark_grammar"] = "\n".join([start, *rules])
@@ -89,7 +91,3 @@ def _trigger_of(structure: TaggedStructure, triggers: Sequence[str]) -> str | No
 
 def _schema(structure: TaggedStructure) -> str:
     return structure.schema or _ANY_JSON
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""
