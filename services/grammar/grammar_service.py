@@ -53,7 +53,7 @@ class GrammarServicer(GrammarServiceServicer):
         service's successor, and could open no new ones here.
         """
         self._draining = True
-        self._note_load()
+        self._update_load()
         await self._idle.wait()
 
     async def Compile(
@@ -66,7 +66,7 @@ class GrammarServicer(GrammarServiceServicer):
         spec = request.grammar
         kind = self._admit(spec)
         try:
-            compiled, outcome = await self._compiled(spec)
+            compiled, outcome = await self._find_or_compile(spec)
         except GrammarError as error:
             COMPILES.labels(kind, "refused").inc()
             raise invalid(f"grammar.{kind}", str(error), reason="INVALID_GRAMMAR") from None
@@ -93,7 +93,7 @@ class GrammarServicer(GrammarServiceServicer):
                     batch = MatcherBatch(request.configuration, self._vocabulary, self._executor)
                     self._batches.add(batch)
                 began = time.perf_counter()
-                grammars = self._named(request.commands)
+                grammars = self._grammars_to_open(request.commands)
                 if is_quick and not grammars:
                     states = batch.step(request.commands, grammars)
                 else:  # a newly opened matcher may have many tokens to accept
@@ -101,12 +101,12 @@ class GrammarServicer(GrammarServiceServicer):
                 seconds = time.perf_counter() - began
                 is_quick = seconds < _QUICK
                 STEP_SECONDS.observe(seconds)
-                self._note_load()
+                self._update_load()
                 yield grammar_pb2.MasksResponse(step=request.step, states=states)
         finally:
             if batch is not None:
                 self._batches.discard(batch)
-                self._note_load()
+                self._update_load()
 
     def _admit(self, spec: GrammarSpec) -> Kind:
         try:
@@ -122,11 +122,11 @@ class GrammarServicer(GrammarServiceServicer):
             )
         return kind
 
-    async def _compiled(self, spec: GrammarSpec) -> tuple[CompiledGrammar, str]:
+    async def _find_or_compile(self, spec: GrammarSpec) -> tuple[CompiledGrammar, str]:
         """Return a grammar, and "cached" or "compiled". Concurrent calls compile it only once."""
         grammar_id = specification.identity(spec)
-        if held := self._cache.get(grammar_id):
-            return held, "cached"
+        if cached := self._cache.get(grammar_id):
+            return cached, "cached"
         task = self._compiling.get(grammar_id)
         if task is None:
             task = asyncio.ensure_future(self._compile(grammar_id, spec))
@@ -139,7 +139,7 @@ class GrammarServicer(GrammarServiceServicer):
         del self._compiling[grammar_id]
         if not task.cancelled():
             task.exception()  # mark it as retrieved: all callers may have been cancelled
-        self._note_load()
+        self._update_load()
 
     async def _compile(self, grammar_id: str, spec: GrammarSpec) -> CompiledGrammar:
         with COMPILE_SECONDS.time():
@@ -155,13 +155,15 @@ class GrammarServicer(GrammarServiceServicer):
         uniqueness = None if positions is None else UniquenessState(positions, self._index)
         return CompiledGrammar(grammar_id, prototype, size, uniqueness)
 
-    def _named(self, commands: Iterable[grammar_pb2.MatcherCommand]) -> dict[str, CompiledGrammar]:
+    def _grammars_to_open(
+        self, commands: Iterable[grammar_pb2.MatcherCommand]
+    ) -> dict[str, CompiledGrammar]:
         """Return the cached grammars that commands open, by id."""
         named = {c.open.grammar_id for c in commands if c.HasField("open")}
         found = ((grammar_id, self._cache.get(grammar_id)) for grammar_id in named)
         return {grammar_id: grammar for grammar_id, grammar in found if grammar is not None}
 
-    def _note_load(self) -> None:
+    def _update_load(self) -> None:
         matchers = sum(len(batch) for batch in self._batches)
         MATCHERS.set(matchers)
         if self._draining and not self._compiling:

@@ -48,11 +48,11 @@ class GrammarCache:
     def get(self, grammar_id: str) -> CompiledGrammar | None:
         """Return a grammar and count this as a use; None if it is not cached."""
         self._drop_expired()
-        held = self._held.get(grammar_id)
-        if held is None:
+        entry = self._held.get(grammar_id)
+        if entry is None:
             return None
-        self.put(held[0])
-        return held[0]
+        self.put(entry[0])
+        return entry[0]
 
     def put(self, grammar: CompiledGrammar) -> None:
         """Add or replace a grammar."""

@@ -61,16 +61,8 @@ class _Container:
 class UniquenessState:
     """The state after a text. It is immutable: each token leads to a new state."""
 
-    __slots__ = (
-        "_container",
-        "_index",
-        "_is_escaped",
-        "_key",
-        "_mode",
-        "_positions",
-        "_text",
-        "previous",
-    )  # fmt: skip
+    __slots__ = ("_container", "_index", "_is_escaped", "_key", "_mode", "_positions", "_text",
+                 "previous")  # fmt: skip
 
     def __init__(self, positions: JsonPositions, index: TokenIndex) -> None:
         self._positions = positions

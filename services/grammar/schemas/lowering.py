@@ -37,14 +37,14 @@ def lower(schema: Json, path: str = "$") -> Json:
     if not isinstance(schema, Mapping):
         return {} if schema is True else schema
     references = References(schema, path)
-    foreign = non_native(schema, references)
-    if not foreign:
+    non_native_ids = non_native(schema, references)
+    if not non_native_ids:
         return schema
     try:
         for max_sets in _MAX_SETS[:-1]:
             with contextlib.suppress(TooManyCombinationsError):
-                return _Writer(schema, references, foreign, max_sets).write()
-        return _Writer(schema, references, foreign, _MAX_SETS[-1]).write()
+                return _Writer(schema, references, non_native_ids, max_sets).write()
+        return _Writer(schema, references, non_native_ids, _MAX_SETS[-1]).write()
     except RecursionError:
         raise GrammarError(f"The schema at {path} is nested too deeply to be resolved.") from None
 
@@ -68,7 +68,7 @@ class _Writer:
         self,
         schema: Mapping[str, Json],
         references: References,
-        foreign: set[int],
+        non_native_ids: set[int],
         max_sets: int,
     ) -> None:
         draft = str(schema.get("$schema", ""))
@@ -77,7 +77,7 @@ class _Writer:
         self._forms = NormalForms(
             self._literals, any(f"draft-0{n}" in draft for n in (3, 4, 6, 7)), max_sets
         )
-        self._foreign = foreign
+        self._non_native = non_native_ids
         self._root = self._literals.holds(schema)
         self._definitions: dict[Conjunction, _Definition] = {}
         self._names: dict[Conjunction, str] = {}
@@ -105,7 +105,7 @@ class _Writer:
         if len(conjunction) != 1 or min(conjunction) & 1:
             return None
         schema = self._literals.schema(min(conjunction))
-        return None if id(schema) in self._foreign else schema
+        return None if id(schema) in self._non_native else schema
 
     def _define_all(self) -> None:
         pending = [self._root]
