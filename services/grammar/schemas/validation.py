@@ -42,7 +42,7 @@ def parse(text: str) -> Json:
     numbers out of range and unpaired surrogates.
     """
     try:
-        value = parse_json(text)
+        value: Json = parse_json(text)
         _check_scalars(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
