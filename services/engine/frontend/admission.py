@@ -9,6 +9,15 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
+from services.common.contract import (
+    DEFAULT_MAX_TOKENS,
+    DRY_ALLOWED_LENGTH,
+    DRY_BASE,
+    MAX_BAD_IDS,
+    MAX_BAD_SPELLINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_K,
+)
 from services.engine.messages import (
     DrySettings,
     LogitBias,
@@ -29,18 +38,13 @@ from tokenwire.pb.types.v1.types_pb2 import (
 )
 
 __all__ = [
-    "MAX_SEQUENCES",
     "Admission",
     "CheckedRequest",
     "default_sampling",
     "resolved_sampling",
 ]
 
-MAX_SEQUENCES = 128
-"""prompts x n of one request, however many may wait and run"""
-_MAX_STOP_TOKENS = 128 + 16  # those of a client, and what infill adds
-_MAX_BAD_WORDS = 1_024
-_MAX_BAD_IDS = 16_384  # of all bad words: the step loop arranges them
+_MAX_STOP_TOKENS = MAX_STOP_TOKEN_IDS + 16  # those of a client, and what infill adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ class Admission:
             raise invalid(f"{field}[{index}]", message)
 
     def _stopping(self, params: StoppingParams) -> StoppingSettings:
-        max_tokens = params.max_tokens if params.HasField("max_tokens") else 16
+        max_tokens = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
         if params.min_tokens > max_tokens:
             raise invalid(
                 "stopping.min_tokens",
@@ -145,7 +149,7 @@ class Admission:
     def _sampling(self, params: SamplingParams) -> SamplingSettings:
         temperature = _number(params, "temperature", 1.0, lambda v: 0 <= v <= 2, "between 0 and 2")
         top_p = _number(params, "top_p", 1.0, lambda v: 0 <= v <= 1, "between 0 and 1")
-        top_k = int(_number(params, "top_k", 0, lambda v: v <= 128, "at most 128"))
+        top_k = int(_number(params, "top_k", 0, lambda v: v <= MAX_TOP_K, f"at most {MAX_TOP_K}"))
         min_p = _number(params, "min_p", 0.0, lambda v: 0 <= v <= 1, "between 0 and 1")
         if params.HasField("mirostat"):
             clashes = {
@@ -196,8 +200,8 @@ class Admission:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         words, field = params.bad_token_ids, "sampling.bad_token_ids"
-        if len(words) > _MAX_BAD_WORDS or sum(len(word.ids) for word in words) > _MAX_BAD_IDS:
-            message = f"At most {_MAX_BAD_WORDS:,} bad words of {_MAX_BAD_IDS:,} ids in all."
+        if len(words) > MAX_BAD_SPELLINGS or sum(len(word.ids) for word in words) > MAX_BAD_IDS:
+            message = f"At most {MAX_BAD_SPELLINGS:,} bad words of {MAX_BAD_IDS:,} ids in all."
             raise invalid(field, message)
         for i, word in enumerate(words):
             if not word.ids:
@@ -229,7 +233,7 @@ class Admission:
             message = f"multiplier must be a finite number, at least 0, not {multiplier:g}."
             raise invalid(f"{prefix}.multiplier", message)
         base = _number(
-            params, "base", 1.75, lambda v: 1 <= v < math.inf, "finite, at least 1", prefix
+            params, "base", DRY_BASE, lambda v: 1 <= v < math.inf, "finite, at least 1", prefix
         )
         if len(params.breaker_ids) > self.model.vocabulary_size:
             message = f"At most {self.model.vocabulary_size} ids: the vocabulary has no more."
@@ -237,7 +241,8 @@ class Admission:
         self._check_ids(params.breaker_ids, f"{prefix}.breaker_ids")
         if multiplier == 0:
             return None
-        allowed_length = params.allowed_length if params.HasField("allowed_length") else 2
+        has_length = params.HasField("allowed_length")
+        allowed_length = params.allowed_length if has_length else DRY_ALLOWED_LENGTH
         return DrySettings(multiplier, base, allowed_length, frozenset(params.breaker_ids))
 
     def _width(self, field: str, request: GenerateRequest) -> int | None:

@@ -15,11 +15,11 @@ from typing import Any
 
 import grpc
 
+from services.common.contract import MAX_SEQUENCES
 from services.common.errors import internal_error
-from services.common.logging import names_of
+from services.common.logging import request_fields
 from services.engine.frontend import metrics
 from services.engine.frontend.admission import (
-    MAX_SEQUENCES,
     Admission,
     CheckedRequest,
     resolved_sampling,
@@ -368,7 +368,7 @@ class Frontend:
                 self._forget(item.handle, _outcome(item.reason))
                 code = grpc.StatusCode[item.code]
                 if code is grpc.StatusCode.INTERNAL:
-                    names = names_of(live.caller.request_id, live.caller.traceparent)
+                    names = request_fields(live.caller.request_id, live.caller.traceparent)
                     _LOG.error(item.message, extra=names)
                 live.sink.on_error(
                     ServiceError(
