@@ -23,9 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.common.interceptor import RpcInterceptor
 from services.engine.frontend.mask_stream import GrammarClient, MaskState, MaskStream
+from services.grammar import GrammarError
 from services.grammar.application import GrammarApplication, GrammarSettings
 from services.grammar.compiling.compiler import Compiler
-from services.grammar.error import GrammarError
 from tokenwire.channel import MESSAGE_LIMITS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.grammar.v1 import grammar_pb2

@@ -7,20 +7,19 @@ from services.engine.scheduling.step_cost import StepCost
 
 __all__ = ["Allowance", "Crowd", "PromptBudget"]
 
-_CROWD_SECONDS = 0.8
-"""Longest step that several prompts share. In one step all of them would wait for the last one; in
-many short steps they would finish far apart, and later decode in small batches"""
+_CROWD_SECONDS = 0.9
+"""Longest step that several prompts share. A single step would make all of them wait for the last;
+many short steps would complete them far apart, and small batches would decode later"""
 _LEAST_CROWD_TOKENS = 256
-"""Fewest tokens of such a step: smaller ones would read the weights too often"""
+"""Fewest tokens of such a step: smaller steps would read the weights too often"""
 _STREAMS_PER_PROMPT = 3
-"""Short prompts go first while there are at most so many streams for each of them"""
+"""Short prompts go first while there are at most this many streams for each of them"""
 _SHORT_STEPS = 16
-"""A prompt is short if it takes at most as long as so many steps that only decode"""
-_CROWD, _SHORT_CROWD = 4, 24
-"""Where prompts and streams share a step, each prompt but the first counts for as many streams: the
-first number where prompts are long, the second where they are short"""
-_BRIEF_STEPS = 4
-"""The second number holds up to prompts that take so many mixed steps, and falls from there on"""
+"""A prompt is short if it takes at most as long as this many steps that only decode"""
+_SHORT_CROWD, _LONG_CROWD = 24, 4
+"""Streams that each prompt beyond the first few outweighs in a step that also decodes"""
+_FEW_LONG = 8
+"""Long prompts that do not slow the streams down beyond the factor"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,11 @@ class PromptBudget:
             return Allowance(0)
         if streams == 0:
             return self._step_of(crowd)
-        budget = self._cost.prompt_tokens(decode_tokens, self._factor)
-        if budget is None:  # the cost of decoding has to be measured first
-            return Allowance(0)
+        if self._cost.prompt_tokens(decode_tokens, self._factor) is None:
+            return Allowance(0)  # a step without prompts measures the cost of decoding first
         if self._goes_first(crowd, streams, decode_tokens):
             return self._step_of(crowd)
-        return Allowance(self._beside(streams, decode_tokens, budget, crowd))
+        return Allowance(self._beside(streams, decode_tokens, crowd))
 
     def _step_of(self, crowd: Crowd) -> Allowance:
         """The next of the equal steps that a crowd is computed in."""
@@ -78,19 +76,22 @@ class PromptBudget:
         return Allowance(tokens, min(tokens // 4, self._most - tokens))
 
     def _goes_first(self, crowd: Crowd, streams: int, decode_tokens: int) -> bool:
-        """Whether few streams wait for many short prompts: all then decode together the sooner."""
-        if crowd.count == 1 or streams > _STREAMS_PER_PROMPT * crowd.count:
-            return False
-        mean = crowd.tokens / crowd.count
-        return self._cost.prompt_seconds(mean) <= _SHORT_STEPS * self._cost.decode_seconds(
-            decode_tokens
+        """Return whether few streams wait for many short prompts, to decode all together sooner."""
+        return 1 < crowd.count >= streams / _STREAMS_PER_PROMPT and self._is_short(
+            crowd, decode_tokens
         )
 
-    def _beside(self, streams: int, decode_tokens: int, budget: int, crowd: Crowd) -> int:
-        """Tokens that slow the streams down by the factor, or by more the more prompts wait."""
-        steps = crowd.tokens / crowd.count / max(budget, 1)
-        weight = min(max(_SHORT_CROWD * _BRIEF_STEPS / max(steps, 1e-9), _CROWD), _SHORT_CROWD)
-        factor = self._factor * max(1.0, weight * (crowd.count - 1) / streams)
+    def _is_short(self, crowd: Crowd, decode_tokens: int) -> bool:
+        mean = self._cost.prompt_seconds(crowd.tokens / crowd.count)
+        return mean <= _SHORT_STEPS * self._cost.decode_seconds(decode_tokens)
+
+    def _beside(self, streams: int, decode_tokens: int, crowd: Crowd) -> int:
+        """Return the tokens that slow the streams down by the factor, or by more for a crowd."""
+        if self._is_short(crowd, decode_tokens):
+            weight = _SHORT_CROWD * (crowd.count - 1)
+        else:
+            weight = _LONG_CROWD * max(0, crowd.count - _FEW_LONG)
+        factor = self._factor * max(1.0, weight / streams)
         budget = self._cost.prompt_tokens(decode_tokens, factor) or 0
         # Round down to full tiles, but leave prompts at least one: they go on however many decode.
         rows = (decode_tokens + budget) // self._rows * self._rows

@@ -235,6 +235,19 @@ def test_paused_stream_is_cut_in_time_though_it_holds_no_place() -> None:
     assert machine.refused == [paused]
 
 
+def test_few_long_prompts_slow_streams_down_by_the_factor_alone() -> None:
+    machine = Machine()
+    machine.decode(5)
+    began = machine.now
+    machine.step()
+    alone = machine.now - began
+    prompts = [machine.add(2_000, 1) for _ in range(5)]
+    while not machine.firsts.keys() & set(prompts):
+        began = machine.now
+        machine.step()
+        assert machine.now - began <= 1.7 * alone
+
+
 def test_crowd_gets_its_first_tokens_one_after_the_other() -> None:
     """Not all at the end of one step that computes them all."""
     machine = Machine()

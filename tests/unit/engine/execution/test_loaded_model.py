@@ -4,8 +4,7 @@ from pathlib import Path
 
 from services.engine.execution.loaded_model import load
 from services.engine.settings import EngineSettings
-
-from .checkpoints import Driver, random_tokens
+from tests.unit.engine.checkpoints import Driver, random_tokens
 
 
 def test_the_largest_step_writes_into_memory_that_was_taken_at_the_start(
