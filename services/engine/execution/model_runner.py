@@ -17,13 +17,13 @@ from services.engine.model.decoder import Decoder
 from services.engine.scheduling.scheduler import StepPlan
 from services.engine.scheduling.sequence import Sequence
 
-__all__ = ["SCORED_ROWS", "Drawn", "ModelRunner", "StepRoom", "most_logits"]
+__all__ = ["SCORED_ROWS", "Drawn", "ModelRunner", "StepRoom", "max_logit_rows"]
 
 SCORED_ROWS = 256
 """Prompt rows whose logits exist at once"""
 
 
-def most_logits(max_running: int) -> int:
+def max_logit_rows(max_running: int) -> int:
     """Rows whose logits a step needs memory for: those of streams, or of a prompt's pieces."""
     return max(max_running, SCORED_ROWS)
 

@@ -58,7 +58,7 @@ class SchedulerLimits:
     """A product of fewer rows takes as long as one of so many: steps are filled up to a multiple"""
     speculate: bool = False
     """Whether tokens are guessed"""
-    most_logits: int = 256
+    max_logit_rows: int = 256
     """Rows of a step whose logits there is memory for"""
 
 
@@ -199,7 +199,7 @@ class Scheduler:
         most = self._draft_room()
         for sequence in self.running if most else ():
             is_new = sequence.guesses[0] != sequence.position and sequence.mask is None
-            if sequence.request.command.constrained and is_new and sequence.uncomputed == 1:
+            if sequence.request.command.checked.constrained and is_new and sequence.uncomputed == 1:
                 guesses = self._guess(sequence, most)
                 sequence.guesses = sequence.position, guesses
                 if guesses:
@@ -438,7 +438,7 @@ class Scheduler:
 
     def _forced_room(self) -> int:
         """Forced tokens that each stream may have computed at once, beside its newest one."""
-        return min(_MOST_FORCED, self.limits.most_logits // len(self.running) - 1)
+        return min(_MOST_FORCED, self.limits.max_logit_rows // len(self.running) - 1)
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         """Guesses for what follows the newest token, with blocks for them; none without."""
@@ -446,7 +446,7 @@ class Scheduler:
             return []
         if sequence.forced:
             draft = list(sequence.forced[: min(self._forced_room(), _room(sequence))])
-        elif sequence.request.command.constrained:
+        elif sequence.request.command.checked.constrained:
             position, guesses = sequence.guesses
             draft = list(guesses[:most]) if position == sequence.position else []
         else:

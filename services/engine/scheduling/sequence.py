@@ -69,8 +69,8 @@ class Sequence:
     ) -> None:
         self.request = request
         self.index = index
-        self.prompt_index = index // request.command.n
-        self.choice = index % request.command.n
+        self.prompt_index = index // request.command.checked.n
+        self.choice = index % request.command.checked.n
         self.prompt_length = len(prompt.ids)
         self.max_tokens = max_tokens
         self.state = SequenceState.WAITING
@@ -83,7 +83,7 @@ class Sequence:
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at first; None = never scheduled"""
         # one choice speaks for its prompt
-        scores = request.command.prompt_logprobs is not None and self.choice == 0
+        scores = request.command.checked.prompt_logprobs is not None and self.choice == 0
         self.scored = 1 if scores else self.prompt_length
         """Prompt tokens before this one need no score (any more)"""
         self.credit = request.command.credit
@@ -106,7 +106,7 @@ class Sequence:
         """The block that another sequence is about to compute for it"""
         self.draft_width = DraftWidth()
         self.precedents = Precedents()
-        command, sampling = request.command, request.command.sampling
+        command, sampling = request.command, request.command.checked.sampling
         self.penalties = Penalties(sampling, self.prompt_length) if sampling.penalises else None
         self.mirostat: Mirostat | None = None
         if sampling.mirostat is not None:
@@ -117,16 +117,16 @@ class Sequence:
             and sampling.logit_bias is None
             and not sampling.penalises
             and not sampling.limits_ids
-            and command.stopping.min_tokens == 0
-            and not command.constrained
+            and command.checked.stopping.min_tokens == 0
+            and not command.checked.constrained
         )
         """Whether it takes the most likely token, whichever that is"""
-        self.needs_no_logits = self.is_plainly_greedy and command.logprobs is None
+        self.needs_no_logits = self.is_plainly_greedy and command.checked.logprobs is None
         """Whether nothing but that token is of interest"""
         self.runs_ahead = (
             self.is_guessable
-            and not command.constrained
-            and command.logprobs is None
+            and not command.checked.constrained
+            and command.checked.logprobs is None
             and max_tokens > 0
         )
         """Whether a token can be drawn while the one before is not here yet: nothing that the host
@@ -186,7 +186,7 @@ class Sequence:
 
     def may_draw_at(self, position: int) -> bool:
         """The same for a position that it may have come to by then."""
-        if not self.has_credit or not self.request.command.constrained:
+        if not self.has_credit or not self.request.command.checked.constrained:
             return self.has_credit
         return self.mask is not None and position <= self.mask.last
 
@@ -220,7 +220,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """Add a generated token: logits and mask that were held for its place are spent."""
         self.held_logits = None
-        if self.mask is not None and not self.mask.outlives(self.position, token):
+        if self.mask is not None and not self.mask.holds_after(self.position, token):
             self.mask = None
         if self.length == len(self._tokens):
             grown = np.empty(self.length + max(64, self.length // 4), dtype=np.int32)
@@ -276,7 +276,7 @@ class Request:
     bad_words: BadWords | None = field(init=False)
 
     def __post_init__(self) -> None:
-        words = self.command.sampling.bad_words
+        words = self.command.checked.sampling.bad_words
         self.bad_words = BadWords(words) if words else None
 
     @property
