@@ -12,7 +12,7 @@ from services.tokenizer.completion.choice import Choice
 from services.tokenizer.completion.columns import Columns, Score
 from services.tokenizer.completion.echo import Echo, make_echo
 from services.tokenizer.completion.plan import ChoicePlan
-from services.tokenizer.completion.prompt import EncodedPrompt
+from services.tokenizer.completion.prompt_encoding import EncodedPrompt
 from services.tokenizer.completion.stops import compile_stops
 from services.tokenizer.text.detokenizer import Detokenizer, TokenTable, token_table
 from tests.unit.tokenizer.checkpoints import byte_level

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.tokenizer.completion.plan import plan_complete
-from services.tokenizer.limits import Limits
+from services.tokenizer.completion.plan import plan_completion
+from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
 from tests.unit.tokenizer.checkpoints import byte_level, write_checkpoint
@@ -28,10 +28,10 @@ def breaker_ids(
         dry_sequence_breakers=breakers,
         no_dry_sequence_breakers=none,
     )
-    limits = Limits(
+    limits = ModelLimits(
         "m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 20, 128, 16, True
     )
-    plan = plan_complete(request, vocabulary, None, limits)
+    plan = plan_completion(request, vocabulary, None, limits)
     return list(plan.engine_request.sampling.dry.breaker_ids)
 
 
@@ -86,9 +86,9 @@ def test_a_middle_ends_where_the_model_turns_to_another_file(
         suffix=suffix,
         stopping=types.StoppingParams(stop_token_ids=[7], ignore_eos=ignore_eos),
     )
-    limits = Limits(
+    limits = ModelLimits(
         "m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 20, 128, 16, True
     )
     infill = InfillTemplate("x", InfillOrder.PREFIX_SUFFIX_MIDDLE, 1, 2, 3, None, (5, 9))
-    plan = plan_complete(request, vocabulary, infill, limits)
+    plan = plan_completion(request, vocabulary, infill, limits)
     assert list(plan.engine_request.stopping.stop_token_ids) == stop_ids

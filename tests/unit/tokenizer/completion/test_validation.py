@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from services.tokenizer.completion.validation import check_complete
-from services.tokenizer.limits import Limits
+from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
@@ -22,9 +22,9 @@ _TEXT = completion.Prompt(text="a")
 _TOOL = completion.Tool(name="f")
 
 
-def _limits(*, all_capabilities: bool) -> Limits:
+def _limits(*, all_capabilities: bool) -> ModelLimits:
     capabilities = engine_pb2.Capability.values() if all_capabilities else _BASIC
-    return Limits(
+    return ModelLimits(
         "m", "fp_0", 64, 100, frozenset({2}), frozenset(capabilities), 5, 20, 128, 16, True
     )
 

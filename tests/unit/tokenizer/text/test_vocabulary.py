@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.settings import StartupError
-from services.tokenizer.completion.prompt import split_by_tokens
+from services.tokenizer.completion.prompt_encoding import split_by_tokens
 from services.tokenizer.text.vocabulary import Vocabulary
 from tests.unit.tokenizer.checkpoints import byte_level, write_checkpoint
 

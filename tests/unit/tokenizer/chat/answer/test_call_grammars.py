@@ -13,11 +13,11 @@ from llguidance import LLMatcher, LLTokenizer
 from services.grammar import specification
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.message_parser import SegmentKind
-from services.tokenizer.chat.constraint import Constraint, constrain
-from services.tokenizer.chat.prompt import ChatTemplates
+from services.tokenizer.chat.answer_grammar import Constraint, constrain
+from services.tokenizer.chat.chat_templates import ChatTemplates
 from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.text.vocabulary import Vocabulary
-from services.tokenizer.tools import arguments_schemas
+from services.tokenizer.tool_schemas import arguments_schemas
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion

@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.tokenizer.chat.template.marking import Marker
+from services.tokenizer.chat.template.marker import Marker
 
 _CONTROL = ("<|im_end|>", "<|im_start|>", "[INST]", "<a>", "<ab>")
 _MARKER = Marker(_CONTROL)

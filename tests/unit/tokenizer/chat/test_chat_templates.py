@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.message_parser import SegmentKind
-from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
+from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates
 from services.tokenizer.text.vocabulary import Vocabulary
-from services.tokenizer.tools import arguments_schemas
+from services.tokenizer.tool_schemas import arguments_schemas
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion

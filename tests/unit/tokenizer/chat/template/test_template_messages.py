@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from services.common.json_values import Json
-from services.tokenizer.chat.template.conversation import (
+from services.tokenizer.chat.template.template_messages import (
     TemplateFacts,
     check_messages,
     template_messages,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.tokenizer.completion.prompt import (
+from services.tokenizer.completion.prompt_encoding import (
     EncodedPrompt,
     PromptPolicy,
     encode_prompt,

@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.tokenizer.tools import call_grammar, check_tools
+from services.tokenizer.tool_schemas import check_tools, tool_call_grammar
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 
@@ -29,7 +29,7 @@ def _choice(choice: str) -> completion.ToolChoice:
 
 
 def _accepts(call: object, tools: list[completion.Tool], choice: str = "required") -> bool:
-    grammar = call_grammar(tools, _choice(choice))
+    grammar = tool_call_grammar(tools, _choice(choice))
     assert grammar is not None
     validator = jsonschema.Draft202012Validator(json.loads(grammar.json_schema))
     return bool(validator.is_valid(call))
@@ -40,7 +40,7 @@ def _accepts(call: object, tools: list[completion.Tool], choice: str = "required
 def test_a_call_is_forced_by_the_choice_or_by_a_strict_tool(choice: str, strict: bool) -> None:
     tools = [_tool("f", strict=strict), _tool("g")]
     forced = choice in ("required", "f") or (strict and choice != "none")
-    assert (call_grammar(tools, _choice(choice)) is not None) == forced
+    assert (tool_call_grammar(tools, _choice(choice)) is not None) == forced
 
 
 def test_a_call_names_a_tool_and_holds_its_arguments() -> None:

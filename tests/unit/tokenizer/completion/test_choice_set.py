@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from services.tokenizer.completion.best_of import rank
+from services.tokenizer.completion.choice_set import rank
 
 
 @pytest.mark.parametrize(
