@@ -1,4 +1,4 @@
-"""best_of answers the candidates that are likeliest per token."""
+"""best_of selects the candidates with the highest mean logprob."""
 
 import math
 
@@ -11,14 +11,14 @@ from services.tokenizer.completion.choice_set import rank
     ("candidates", "expected"),
     [
         ([[-3.0], [-1.0], [-2.0]], [1, 2, 0]),
-        ([[-1.0, -1.0, -1.0], [-2.0]], [0, 1]),  # by the mean: the sum would prefer the shorter
-        ([[-1.0], [-0.5, -1.5], [-1.0]], [0, 1, 2]),  # of equals, the first
-        ([[], [-50.0], []], [1, 0, 2]),  # no tokens: last
+        ([[-1.0, -1.0, -1.0], [-2.0]], [0, 1]),  # the sum would prefer the shorter one
+        ([[-1.0], [-0.5, -1.5], [-1.0]], [0, 1, 2]),  # the first of equals
+        ([[], [-50.0], []], [1, 0, 2]),  # candidates without tokens are last
         ([[-math.inf, -1.0], [], [-9.0]], [2, 0, 1]),
-        ([[-0.1] * 10, [-0.1]], [0, 1]),  # summed exactly, or rounding would decide
+        ([[-0.1] * 10, [-0.1]], [0, 1]),  # an inexact sum would let rounding decide
     ],
 )
-def test_the_likeliest_per_token_is_first(
+def test_candidate_with_highest_mean_logprob_is_first(
     candidates: list[list[float]], expected: list[int]
 ) -> None:
     assert rank(candidates) == expected

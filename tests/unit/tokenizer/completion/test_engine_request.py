@@ -1,16 +1,16 @@
-"""How often a completion goes on after the engine was lost."""
+"""Losses of the engine: a request that makes progress continues, any other ends."""
 
-from services.tokenizer.completion.completion import Losses
-
-
-def test_completion_that_gets_tokens_survives_any_number_of_losses() -> None:
-    losses = Losses()
-    assert all(losses.count(brought) for brought in range(1, 50))
+from services.tokenizer.completion.engine_request import EngineLosses
 
 
-def test_completion_that_gets_nothing_ends_at_the_fourth_loss() -> None:
-    """It may be what kills the engine, and would kill it for everybody, again and again."""
-    losses = Losses()
+def test_request_with_progress_survives_any_number_of_losses() -> None:
+    losses = EngineLosses()
+    assert all(losses.count(progress) for progress in range(1, 50))
+
+
+def test_request_without_progress_ends_at_the_fourth_loss() -> None:
+    """It may be what kills the engine, and would kill it for all other requests again."""
+    losses = EngineLosses()
     assert [losses.count(0) for _ in range(4)] == [True, True, True, False]
-    losses = Losses()
+    losses = EngineLosses()
     assert [losses.count(7) for _ in range(4)] == [True, True, True, False]
