@@ -41,12 +41,9 @@ __all__ = ["CompletionServicer", "ProcessorFactory"]
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Stream = CompletionStream[Any]
-_FULL_BYTES = 4 * 1024 * 1024
-"""Size at which a message of a Session takes no more output."""
-_CHECK_EVERY = 8
-"""Streams between two looks at the size: their usual output stays far below the limit."""
-_NO_DEADLINE_SECONDS = 1e8
-"""gRPC reports a deadline centuries ahead for a call that has none."""
+_FULL_BYTES = 4 * 1024 * 1024  # size at which a message of a Session takes no more output
+_CHECK_EVERY = 8  # streams between two looks at the size, which their output rarely reaches
+_NO_DEADLINE_SECONDS = 1e8  # a call without a deadline reports one centuries ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +55,9 @@ class ProcessorFactory:
     templates: ChatTemplates
 
     def complete(self, request: completion_pb2.CompleteRequest) -> CompleteProcessor:
-        """Return the processor of a completion."""
         return CompleteProcessor(request, self.vocabulary, self.infill)
 
     def chat(self, request: completion_pb2.ChatRequest) -> ChatProcessor:
-        """Return the processor of a chat."""
         return ChatProcessor(request, self.vocabulary, self.templates)
 
 
@@ -340,10 +335,7 @@ def _context_of_start(context: completion_pb2.RequestContext, user: str) -> Call
 
 
 def _deadline(seconds: float | None) -> float | None:
-    """Return the event loop's time in `seconds`; None without a deadline.
-
-    NaN stays NaN, with which the request is refused later.
-    """
+    """Return the loop's time in `seconds`, None for none; NaN stays, and the request is refused."""
     if seconds is None or seconds > _NO_DEADLINE_SECONDS:
         return None
     return asyncio.get_running_loop().time() + seconds

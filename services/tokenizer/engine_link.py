@@ -88,10 +88,7 @@ class EngineLink:
         return self._limits.context_length if self._limits else self._vocabulary.context_length
 
     async def start(self) -> None:
-        """Wait until the engine serves, and follow its health from then on.
-
-        Raises StartupError if the engine serves another checkpoint.
-        """
+        """Wait until the engine serves. Raises StartupError if it serves another checkpoint."""
         serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watching = asyncio.ensure_future(self._watch(serves))
         await serves

@@ -44,10 +44,7 @@ class SendQueue(Generic[S]):
         self._wake.set()
 
     async def wait(self) -> bool:
-        """Wait until there is something to send. Returns whether that is a heartbeat only.
-
-        The call says that the previous message has been sent.
-        """
+        """Wait for output, after the previous message was sent; return true for a heartbeat."""
         self._sent_at = self._loop.time()
         self._sending_since = None
         await self._wake.wait()

@@ -26,8 +26,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 _MAX_BATCH = 2_048
 _MAX_IDS = 256 * 1024  # of a message
-_INLINE_SIZE = 4_096
-"""Characters or ids; larger inputs are processed in a thread, so that the event loop stays free."""
+_INLINE_SIZE = 4_096  # characters or ids; larger inputs are processed in a thread
 _ORDERS = {
     InfillOrder.PREFIX_SUFFIX_MIDDLE: tokenizer_pb2.INFILL_ORDER_PREFIX_SUFFIX_MIDDLE,
     InfillOrder.SUFFIX_PREFIX: tokenizer_pb2.INFILL_ORDER_SUFFIX_PREFIX,

@@ -127,10 +127,7 @@ def template_tools(tools: Sequence[completion_pb2.Tool]) -> list[Json]:
 
 
 def arguments_schema(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, which are always an object.
-
-    field: path of the tool. Raises INVALID_ARGUMENT for parameters that are no such schema.
-    """
+    """Return the schema of a tool's arguments, always an object's. Raises INVALID_ARGUMENT."""
     field = f"{field}.parameters_json"
     try:
         schema = parse_strictly(tool.parameters_json or _NO_ARGUMENTS)
@@ -152,10 +149,7 @@ def arguments_schemas(tools: Sequence[completion_pb2.Tool]) -> dict[str, dict[st
 
 
 def rebase_references(schema: Any, base: str, depth: int = 0) -> Any:
-    """Return the schema with references that hold at `base` of another schema.
-
-    Raises RecursionError for more than 100 levels.
-    """
+    """Return the schema with references that hold at `base`. Raises RecursionError if too deep."""
     if depth > _MAX_DEPTH:
         raise RecursionError
     if isinstance(schema, list):

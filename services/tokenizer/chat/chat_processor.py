@@ -44,7 +44,6 @@ class ChatProcessor:
         """Answers by index of the choice; empty until `plan`."""
 
     def check(self, limits: ModelLimits) -> None:
-        """Validate the request, unless it is large. Raises the error of its first wrong field."""
         if not is_large(self._request):
             self._check(limits)
 
@@ -126,16 +125,12 @@ class ChatProcessor:
         self._messages[output.index].write(output, add)
 
     def response_in(self, event: completion_pb2.SessionEvent) -> completion_pb2.ChatResponse:
-        """Return the chat's response in an event."""
         return event.chat
 
     def _message(
         self, state: ReasoningState, tools: Parameters, hidden: Container[int] | None
     ) -> ChatMessage:
-        """Return the writer of one answer.
-
-        hidden: special tokens that the content leaves out; None if no tokens are scored.
-        """
+        """Return the writer of an answer; `hidden` are ids without text, None if unscored."""
         request, templates = self._request, self._templates
         return ChatMessage(
             templates.parser(state, tools, is_forced=forces_calls(request.tool_choice)),
@@ -174,10 +169,7 @@ class ChatProcessor:
         )
 
     def _completion(self, max_tokens: int) -> completion_pb2.CompleteRequest:
-        """Return the request as a completion, without its prompt.
-
-        max_tokens: the default of this request.
-        """
+        """Return the request as a completion without a prompt, with `max_tokens` for a default."""
         request = self._request
         completion = completion_pb2.CompleteRequest(
             model=request.model,

@@ -34,8 +34,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 __all__ = ["ChatPrompt", "ChatTemplates", "RenderedChat"]
 
 _LOG = logging.getLogger("chat")
-_INLINE_SIZE = 4_096
-"""Bytes or characters; larger inputs are processed in a thread."""
+_INLINE_SIZE = 4_096  # bytes or characters; larger inputs are processed in a thread
 _MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation, like the limit of rendered text
 _ARGUMENTS = "template_arguments_json"
 _MAX_ARGUMENTS = 64 * 1024  # characters of JSON
@@ -58,7 +57,7 @@ class ChatPrompt:
     """None: true unless the last message is continued."""
     continue_last_message: bool
     reasoning_effort: str = ""
-    """"" for the template's default."""
+    """Empty for the template's default."""
 
     @property
     def size(self) -> int:
@@ -68,10 +67,7 @@ class ChatPrompt:
         return messages + tools + len(self.arguments_json)
 
     def variables(self) -> dict[str, Json]:
-        """Return the request's variables of the template.
-
-        Raises INVALID_ARGUMENT for invalid JSON, and for two different efforts.
-        """
+        """Return the template's variables. Raises INVALID_ARGUMENT for bad JSON or two efforts."""
         variables = read_arguments(self.arguments_json, _ARGUMENTS)
         effort = self.reasoning_effort
         if effort:
@@ -211,10 +207,7 @@ class ChatTemplates:
         return await asyncio.to_thread(encode) if len(text) > _INLINE_SIZE else encode()
 
     def reasoning_state(self, prompt: str, *, behind: str | None = None) -> ReasoningState:
-        """Return the state of reasoning at the end of a prompt.
-
-        behind: end of the text before the last message, if that message is continued.
-        """
+        """Return the state at the end of a prompt; a continued message is `behind` this text."""
         form = self.answers.reasoning
         if form is None:
             return ReasoningState.NONE
@@ -230,10 +223,7 @@ class ChatTemplates:
     def parser(
         self, state: ReasoningState, tools: Parameters, *, is_forced: bool = False
     ) -> MessageParser:
-        """Return the parser of an answer.
-
-        tools: the tools whose calls are recognized. is_forced: whether a grammar forces calls.
-        """
+        """Return the parser of an answer; `is_forced`: a grammar forces calls of `tools`."""
         reasoning = None if state is ReasoningState.NONE else self.answers.reasoning
         if reasoning is None and not tools:
             return PlainText()
@@ -271,10 +261,7 @@ class ChatTemplates:
 
 
 def _is_control(mark: str, vocabulary: Vocabulary) -> bool:
-    """Return whether llguidance treats the mark as a token that no text can spell.
-
-    Such a token is an added one that is special or looks special.
-    """
+    """Return whether llguidance treats the mark as a token, which is or looks special."""
     looks_special = mark.startswith("<") and mark.endswith(">")
     return mark in vocabulary.control_tokens and (
         looks_special or mark in vocabulary.special_tokens.values()

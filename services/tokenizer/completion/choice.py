@@ -219,10 +219,7 @@ class Choice:
             self._release(self._decoded - (self._matcher.held if self._matcher is not None else 0))
 
     def _flush(self) -> bool:
-        """Decode the bytes that the detokenizer holds back.
-
-        Returns whether they complete a stop string.
-        """
+        """Decode the held bytes. Returns whether they complete a stop string."""
         rest = self._rest()
         unsettled = self._held[len(self._held) - self._unsettled :]
         self._unsettled = 0

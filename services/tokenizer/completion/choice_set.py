@@ -95,10 +95,6 @@ class ChoiceSet:
 
 
 def rank(candidates: Sequence[Sequence[float]]) -> list[int]:
-    """Return the indices of candidates, best first, from the logprobs of each one's tokens.
-
-    The mean decides, so that length does not; the first of equals wins. A candidate without tokens
-    comes last.
-    """
+    """Return the indices of candidates by their mean logprob: best first, empty ones last."""
     means = [fsum(logprobs) / len(logprobs) if logprobs else -inf for logprobs in candidates]
     return sorted(range(len(means)), key=lambda index: (-means[index], index))

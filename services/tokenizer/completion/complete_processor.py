@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from services.tokenizer.completion.choice import ChoiceOutput
-from services.tokenizer.completion.plan import CompletionPlan
+from services.tokenizer.completion.plan import CompletionPlan, plan_completion
 from services.tokenizer.completion.validation import check_complete
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.infill import InfillTemplate
@@ -15,8 +15,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["CompleteProcessor", "RequestProcessor", "Response", "is_large"]
 
-_INLINE_CHARACTERS = 4_096
-"""Texts above this length are encoded in a thread, so that the event loop stays free."""
+_INLINE_CHARACTERS = 4_096  # longer texts are encoded in a thread: the event loop must stay free
 _LARGE_BYTES = 16_384
 
 Response = TypeVar("Response", completion_pb2.CompleteResponse, completion_pb2.ChatResponse)
@@ -26,13 +25,10 @@ class RequestProcessor(Protocol[Response]):
     """One request, with everything that depends on its rpc."""
 
     def check(self, limits: ModelLimits) -> None:
-        """Validate the request. Raises the ServiceError of its first wrong field.
-
-        Returns quickly: a request that `is_large` is validated by `plan`.
-        """
+        """Validate the request, unless it `is_large`. Raises the error of its first wrong field."""
 
     def plan(self, limits: ModelLimits) -> CompletionPlan | Coroutine[None, None, CompletionPlan]:
-        """Return the plan of a request that passed `check`, or a coroutine if that takes long."""
+        """Return the plan, or a coroutine if that takes long; validate a large request first."""
 
     def write_choice(self, output: ChoiceOutput, add: Callable[[], Response]) -> None:
         """Write output of one choice, as responses from `add`."""
@@ -59,7 +55,6 @@ class CompleteProcessor:
     infill: InfillTemplate | None
 
     def check(self, limits: ModelLimits) -> None:
-        """Validate the request, unless it is large. Raises as `check_complete`."""
         if not is_large(self.request):
             check_complete(self.request, limits, self.infill)
 
@@ -72,3 +67,39 @@ class CompleteProcessor:
         if length > _INLINE_CHARACTERS:
             return asyncio.to_thread(self._plan, limits)
         return self._plan(limits)
+
+    @staticmethod
+    def write_choice(
+        output: ChoiceOutput, add: Callable[[], completion_pb2.CompleteResponse]
+    ) -> None:
+        """Write output of one choice: its echo, its new tokens, the suffix, its end."""
+        if output.echo is not None:
+            delta = add().delta
+            delta.index = output.index
+            delta.text = output.echo.text
+            delta.is_prompt = True
+            output.echo.columns.write(delta)
+        if output.has_tokens:
+            delta = add().delta
+            delta.index = output.index
+            delta.text = output.text
+            delta.position = output.position
+            if output.columns.ids:
+                output.columns.write(delta)
+        if output.suffix:
+            delta = add().delta
+            delta.index = output.index
+            delta.text = output.suffix
+            delta.position = output.position + len(output.columns.ids)
+        if output.outcome is not None:
+            output.outcome.write(output.index, add().finished)
+
+    def response_in(self, event: completion_pb2.SessionEvent) -> completion_pb2.CompleteResponse:
+        return event.complete
+
+    def _check_and_plan(self, limits: ModelLimits) -> CompletionPlan:
+        check_complete(self.request, limits, self.infill)
+        return self._plan(limits)
+
+    def _plan(self, limits: ModelLimits) -> CompletionPlan:
+        return plan_completion(self.request, self.vocabulary, self.infill, limits)

@@ -93,10 +93,7 @@ class CompletionOutput:
         add: Callable[[], Response],
         is_full: Callable[[], bool],
     ) -> bool:
-        """Write what is ready, as responses from `add`. Returns whether output is left.
-
-        Output is left if the responses are full after a large one.
-        """
+        """Write what is ready, as responses from `add`. Returns whether output is left."""
         if self._admission is not None and not self.is_admission_written:
             self._write_admission(add().accepted, self._admission)
         for run in self._prompt_scores.take_runs():

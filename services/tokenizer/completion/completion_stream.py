@@ -128,10 +128,7 @@ class CompletionStream(Generic[Response]):
             self._end("cancelled")
 
     def write(self, add: Callable[[], Response], is_full: Callable[[], bool] = _never_full) -> None:
-        """Write what is ready, as responses from `add`.
-
-        If the responses are full after a large one, the rest goes into the send queue again.
-        """
+        """Write what is ready, as responses from `add`; mark the stream again if output is left."""
         if self._output is not None and self._output.write(self.processor, add, is_full):
             self._send_queue.mark(self)
 

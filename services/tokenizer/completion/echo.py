@@ -21,10 +21,7 @@ class Echo:
 
 
 def make_echo(prompt: EncodedPrompt, scores: Sequence[Score] | None) -> Echo:
-    """Return the echo of a prompt.
-
-    scores: one per token, the first without values; None if the client gets none.
-    """
+    """Return the echo of a prompt; `scores` are one per token, empty for the first, or None."""
     ended = None
     if prompt.ended_texts != prompt.texts:
         ended = _echo(prompt, prompt.ended_texts, scores)

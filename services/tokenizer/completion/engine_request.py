@@ -15,14 +15,10 @@ from tokenwire.session import EngineSession, Listener
 
 __all__ = ["CallContext", "EngineLosses", "EngineRequest"]
 
-_MARGIN_SECONDS = 0.1
-"""Seconds by which the engine's deadline precedes the caller's."""
-_WINDOW = 1_024
-"""Tokens per choice that the engine may be ahead of the reader of a call."""
-_MAX_CREDIT = 2**32 - 1
-"""Tokens that one message can grant; more than any choice can have."""
-_MAX_FRUITLESS_LOSSES = 3
-"""Losses of the engine in a row without progress: the request may be what kills it."""
+_MARGIN_SECONDS = 0.1  # by which the engine's deadline precedes the caller's
+_WINDOW = 1_024  # tokens per choice that the engine may be ahead of the reader of a call
+_MAX_CREDIT = 2**32 - 1  # tokens that one message can grant; no choice can have more
+_MAX_FRUITLESS_LOSSES = 3  # of the engine in a row: the request may be what kills it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +48,7 @@ class EngineLosses:
         self._progress = 0
 
     def count(self, progress: int) -> bool:
-        """Count a loss. Returns whether the request may be submitted again.
-
-        progress: tokens and scores that the request received so far.
-        """
+        """Count a loss after `progress` tokens and scores. Returns whether a retry is allowed."""
         if progress > self._progress:
             self._fruitless = 0
         self._progress = progress

@@ -72,10 +72,7 @@ class PromptPolicy:
 
     @property
     def longest_truncated(self) -> int:
-        """Length that truncation cuts to.
-
-        It leaves room for max_tokens, or half the context if max_tokens exceeds the context.
-        """
+        """Length that leaves room for max_tokens, or half the context if they exceed it."""
         return _with_room(self.context_length, self.max_tokens)
 
 
@@ -122,11 +119,7 @@ def encode_prompt(
 
 
 def split_by_tokens(text: str, encoding: TextEncoding) -> list[str]:
-    """Return the part of the text that each token adds.
-
-    A character that several tokens spell belongs to the last of them. A token that the tokenizer
-    added has "".
-    """
+    """Return the text that each token adds; the last token that spells a character adds it."""
     places = [place for place, added in enumerate(encoding.is_added) if not added]
     texts = [""] * len(encoding.ids)
     begin = 0

@@ -10,8 +10,7 @@ from functools import lru_cache
 
 __all__ = ["StopAutomaton", "StopMatcher", "StopStringMatch", "compile_stops"]
 
-_MAX_CACHED_LENGTH = 256
-"""Characters of all strings of a cached automaton, which has a state of 400 bytes for each."""
+_MAX_CACHED_LENGTH = 256  # characters of all strings; each takes a state of some 400 bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates (Jinja) by name, found as transformers does.
-
-    Files override the tokenizer's configuration `config`. Raises StartupError.
-    """
+    """Return the chat templates (Jinja) by name. As in transformers, files override `config`."""
     templates: dict[str, str] = {}
     configured = config.get("chat_template")
     if isinstance(configured, str):

@@ -64,10 +64,7 @@ class Detokenizer:
         *,
         begins_text: bool = True,
     ) -> None:
-        """Start behind the ids of `prompt`.
-
-        If the prompt adds no text, the ids begin the text, unless `begins_text` is false.
-        """
+        """Continue `prompt`; if that adds no text, the ids begin one, given `begins_text`."""
         self._table = table
         self._texts = table.texts
         self._pending = b""

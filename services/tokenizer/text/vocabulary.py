@@ -122,10 +122,7 @@ class Vocabulary:
         return self.chat_templates.get(DEFAULT_TEMPLATE, "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text, in which special tokens are parsed.
-
-        add_special_tokens: whether to add the tokenizer's own, such as a BOS.
-        """
+        """Return the ids of a text with special tokens parsed, and the tokenizer's own added."""
         ids: list[int] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )[0].ids
@@ -191,10 +188,7 @@ class Vocabulary:
         return text[max((line.start() for line in lines), default=first) :]
 
     def _reach(self, text: str, count: int, begins: Iterable[int]) -> int:
-        """Return the characters of consecutive chunks that hold at least `count` tokens.
-
-        begins: places of the chunks.
-        """
+        """Return the characters of chunks from these places that hold at least `count` tokens."""
         reach = min(len(text), count * self.bytes_per_token)
         if reach <= count * _SPARSE + _CHUNK:
             return reach
@@ -213,10 +207,7 @@ class Vocabulary:
         return [self._names.get(token, "") for token in ids]
 
     def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
-        """Return the ids of a text in parts, each with whether a user wrote it.
-
-        Control tokens are parsed in the other parts.
-        """
+        """Return the ids of a text in parts; control tokens are parsed in the parts of no user."""
         ids: list[int] = []
         for text, is_users in parts:
             if is_users:
@@ -228,10 +219,7 @@ class Vocabulary:
         return ids
 
     def spellings(self, word: str) -> list[list[int]]:
-        """Return the ids of a word inside a text, without and with a space in front of it.
-
-        Control tokens are parsed. Equal and empty spellings are left out.
-        """
+        """Return the distinct ids of a word inside a text, without and with a space before it."""
         word = word.lstrip() or word
         encode = self._encode_inside if self._adds_space else self._encode_bare
         spelled = {tuple(encode(form)): None for form in (word, f" {word}")}
@@ -254,10 +242,7 @@ class Vocabulary:
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, flush: bool = True
     ) -> list[str]:
-        """Return the text that each id adds.
-
-        flush: whether the id that begins an unfinished character at the end adds U+FFFD.
-        """
+        """Return the text that each id adds; `flush` makes an unfinished end U+FFFD."""
         detokenizer = Detokenizer(self.table if skip_special_tokens else self.full_table)
         texts: list[str] = []
         began, is_held = 0, False
@@ -308,10 +293,7 @@ class Vocabulary:
         return ids[len(marker) :]
 
     def _configure_added_tokens(self, config: Mapping[str, Any]) -> None:
-        """Let an explicit add_bos_token or add_eos_token override tokenizer.json.
-
-        transformers does the same.
-        """
+        """Let add_bos_token and add_eos_token override tokenizer.json, as transformers does."""
         wants = {name: config.get(f"add_{name}_token") for name in ("bos", "eos")}
         if wants == {"bos": None, "eos": None}:
             return
@@ -332,11 +314,7 @@ class Vocabulary:
     def _control_tokens(
         self, added: Iterable[Any], answer_marks: Collection[str]
     ) -> frozenset[str]:
-        """Return the added tokens that steer the model.
-
-        They are special, or mark infill, calls or reasoning in any family, or are written by a chat
-        template.
-        """
+        """Return the added tokens that are special, frame parts of a prompt, or are in templates."""
         known = infill_control_tokens().union(answer_marks)
         templates = "\0".join(self.chat_templates.values())
         return frozenset(

@@ -55,10 +55,7 @@ def read_tagged_json_call(reader: TextReader, tools: Parameters) -> Reading:
 
 
 def read_json_calls(reader: TextReader, tools: Parameters) -> Reading:
-    """Read calls of Llama 3: {"name": …, "parameters": {…}}, separated by ";".
-
-    They may follow <|python_tag|>.
-    """
+    """Read calls of Llama 3: {"name": …, "parameters": {…}}; …, behind <|python_tag|> or alone."""
     yield from reader.literal("<|python_tag|>")
     yield from reader.space()
     if not (yield from _call_object(reader, tools)):
@@ -219,10 +216,7 @@ def _settle_call(reader: TextReader, call: Mapping[str, Any], tools: Parameters)
 
 
 def _arguments(reader: TextReader) -> Reading:
-    """Read an object, and settle it as it arrives; return false if it breaks off.
-
-    A broken object is completed, unless the answer was cut.
-    """
+    """Settle an object as it arrives. If it breaks off, complete it unless cut; return false."""
     scanner = JsonScanner()
     reader.at = 0
     while True:
@@ -313,10 +307,7 @@ def _closing_bracket(reader: TextReader) -> Reading:
 
 
 def _python_arguments(text: str) -> str:
-    """Return JSON of the keyword arguments in `text`, which ends with their closing bracket.
-
-    Raises what `ast.literal_eval` and `_json` raise, and SyntaxError for other arguments.
-    """
+    """Return JSON of the keyword arguments in `text`, which ends with their closing bracket."""
     call = ast.parse(f"f({text}", mode="eval").body
     if not isinstance(call, ast.Call) or call.args or any(not word.arg for word in call.keywords):
         raise SyntaxError("arguments must have names")

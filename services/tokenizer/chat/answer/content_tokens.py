@@ -93,10 +93,7 @@ class ContentTokens:
             self._content.append((begin, self._settled))
 
     def write(self, delta: completion_pb2.ChatDelta) -> None:
-        """Put the tokens that are decided to be content into a delta.
-
-        A token without text goes along with the one that completes its character.
-        """
+        """Put tokens of the content into a delta, those without text along with their character."""
         silent: list[_Token] = []
         while self._held and self._held[0].end <= self._settled:
             token = self._held.popleft()

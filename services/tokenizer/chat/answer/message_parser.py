@@ -46,9 +46,7 @@ class PlainText:
     """Parser of a message that is all content."""
 
     def feed(self, text: str) -> Sequence[Segment]:
-        """Return the text as content."""
         return [Segment(SegmentKind.CONTENT, text, len(text))] if text else ()
 
     def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
-        """Return nothing: no text is held back."""
         return ()

@@ -37,13 +37,11 @@ class ResponseParser:
         next(self._run, None)
 
     def feed(self, text: str) -> Sequence[Segment]:
-        """Add text; return the segments that are certain now."""
         self._reader.text += text
         next(self._run, None)
         return self._reader.take()
 
     def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
-        """End the text; return the remaining segments."""
         self._reader.is_ended, self._reader.is_cut = True, is_cut
         self._reader.is_interrupted = is_cut or is_stopped
         next(self._run, None)
@@ -96,10 +94,7 @@ class ResponseParser:
         return False
 
     def _read_calls(self, calls: ToolFormat) -> Reading:
-        """Read calls from `at` on.
-
-        If the answer is interrupted inside a call or a mark, the unfinished part is left out.
-        """
+        """Read calls from `at` on; an interrupted answer leaves out an unfinished call or mark."""
         reader = self._reader
         reader.ran_out = False
         found = yield from calls.read(reader, self._tools)

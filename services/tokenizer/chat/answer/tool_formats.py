@@ -125,10 +125,7 @@ def answer_marks() -> frozenset[str]:
 
 
 def detect_tool_format(setting: str, templates: Collection[str]) -> ToolFormat:
-    """Return the format of that name.
-
-    For "auto", it is the first one whose signs a template contains, or bare JSON.
-    """
+    """Return the format of that name; for "auto", the first whose signs a template has, or JSON."""
     for form in TOOL_FORMATS:
         if form.name == setting or (
             setting == "auto"

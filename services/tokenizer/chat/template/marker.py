@@ -29,10 +29,7 @@ class MarkedText:
         return text.translate(dict.fromkeys(map(ord, self._marks))) if self._marks else text
 
     def parts(self, text: str) -> list[tuple[str, bool]]:
-        """Return the text in parts, each with whether it is a control token that a user wrote.
-
-        A mark that the template separated from its token still splits the text.
-        """
+        """Return the text split at marks, each part with whether it is a user's control token."""
         if self._pattern is None:
             return [(text, False)]
         # text between matches at even places, matches of the group at odd ones
