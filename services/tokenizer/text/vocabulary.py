@@ -266,7 +266,7 @@ class Vocabulary:
         """Return the ids of special tokens by role; the first configuration with a role wins."""
         found: dict[str, int] = {}
         for role in _SPECIAL_ROLES:
-            value = next((value for config in configs if (value := config.get(role))), None)
+            value = next(filter(None, (config.get(role) for config in configs)), None)
             content = value.get("content") if isinstance(value, dict) else value
             if content and (token := self.ids.get(content)) is not None:
                 found[role] = token
@@ -314,7 +314,7 @@ class Vocabulary:
     def _control_tokens(
         self, added: Iterable[Any], answer_marks: Collection[str]
     ) -> frozenset[str]:
-        """Return the added tokens that are special, frame parts of a prompt, or are in templates."""
+        """Return the added tokens that are special, frame parts of text, or are in templates."""
         known = infill_control_tokens().union(answer_marks)
         templates = "\0".join(self.chat_templates.values())
         return frozenset(

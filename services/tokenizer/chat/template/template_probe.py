@@ -11,7 +11,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["find_turn_end", "probe_template"]
 
-_WORD = "quetzal"  # as `_ANSWER`, in no template
+_WORD = "quetzal"  # no template contains it, nor `_ANSWER`
 _ANSWER = "axolotl"
 _TOOL = {
     "type": "function",
