@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
-from typing import NamedTuple
 
 import grpc
 
@@ -38,7 +37,8 @@ class Outcome:
             finished.match.CopyFrom(self.match)
 
 
-class ChoiceOutput(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ChoiceOutput:
     """Output of one choice since the last: an echo, then new tokens, then the end."""
 
     index: int

@@ -52,7 +52,7 @@ class CompletionStream(Generic[Response]):
         """`credit` and `is_windowed` are those of `EngineRequest`; `on_end` is called once."""
         self.error: ServiceError | None = None
         """The failure, which the client gets after the last `write`."""
-        self.processor = processor
+        self.processor: RequestProcessor[Response] = processor
         self._context = context
         self._link = link
         self._send_queue = send_queue

@@ -78,17 +78,7 @@ def check_complete(
     _check_suffix(request, limits, infill)
     _check_stopping(request, limits)
     _check_sampling(request, limits)
-    if request.HasField("logprobs"):
-        if request.logprobs > limits.max_logprobs:
-            raise invalid("logprobs", f"logprobs must be between 0 and {limits.max_logprobs}.")
-        require(limits, engine_pb2.CAPABILITY_LOGPROBS, "logprobs")
-        if request.echo:
-            require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "logprobs")
-    if request.HasField("prompt_logprobs"):
-        if request.prompt_logprobs > limits.max_logprobs:
-            most = limits.max_logprobs
-            raise invalid("prompt_logprobs", f"prompt_logprobs must be between 0 and {most}.")
-        require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "prompt_logprobs")
+    _check_logprobs(request, limits)
     _check_truncation(request, infill)
     _check_bad_words(request.bad_words, limits)
     if request.HasField("grammar"):
@@ -152,6 +142,20 @@ def _check_suffix(
         )
     if infill is None and not limits.appends_suffix:
         raise invalid("suffix", f"{limits.model} can't infill: leave out suffix.")
+
+
+def _check_logprobs(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
+    most = limits.max_logprobs
+    if request.HasField("logprobs"):
+        if request.logprobs > most:
+            raise invalid("logprobs", f"logprobs must be between 0 and {most}.")
+        require(limits, engine_pb2.CAPABILITY_LOGPROBS, "logprobs")
+        if request.echo:
+            require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "logprobs")
+    if request.HasField("prompt_logprobs"):
+        if request.prompt_logprobs > most:
+            raise invalid("prompt_logprobs", f"prompt_logprobs must be between 0 and {most}.")
+        require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "prompt_logprobs")
 
 
 def _check_truncation(
