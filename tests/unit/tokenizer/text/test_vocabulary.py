@@ -89,7 +89,7 @@ def test_ids_above_the_embedding_size_are_refused(tmp_path: Path) -> None:
 def test_texts_of_tokens_join_to_the_prompt(
     steered: Vocabulary, byte_fallback_vocabulary: Vocabulary, text: str
 ) -> None:
-    """That holds for characters of several tokens, added spaces and an added BOS."""
+    """The prompt may have characters of several tokens, added spaces and an added BOS."""
     for vocabulary in (steered, byte_fallback_vocabulary):
         encoding = vocabulary.encode_with_offsets(text)
         texts = split_by_tokens(text, encoding)
