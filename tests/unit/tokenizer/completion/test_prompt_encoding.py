@@ -1,4 +1,4 @@
-"""Prompts that are too long: refused before any work, or cut to what the whole would leave."""
+"""Long prompts: refused before they are encoded, or cut as if encoded whole."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.tokenizer.completion.prompt import (
+from services.tokenizer.completion.prompt_encoding import (
     EncodedPrompt,
     PromptPolicy,
     encode_prompt,
@@ -32,7 +32,7 @@ _POLICY = PromptPolicy(
 )
 _INFILL = InfillTemplate("x", InfillOrder.PREFIX_SUFFIX_MIDDLE, 1, 2, 3, None, ())
 _PIECES = ["def f(a):\n", "    return a\n", "\n", " ", "x", "é", "字\n", "😀", "<s>", "1234\n\n"]
-# longer than what is read of them, with lines that begin with a letter now and then
+# longer than the part that is encoded, with some lines that begin with a letter
 _LONG = st.tuples(
     st.lists(st.sampled_from(_PIECES), max_size=99).map(lambda pieces: "".join(pieces) + "\nb"),
     st.integers(6_000, 9_000),
@@ -50,10 +50,10 @@ def _encode(vocabulary: Vocabulary, text: str, policy: PromptPolicy) -> EncodedP
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_text_that_can_not_fit_is_refused_unread(
+def test_text_that_can_not_fit_is_refused_before_encoding(
     embedded: Vocabulary, echo: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever sends megabytes would cost all others seconds, and the process its memory."""
+    """Megabytes from one client would block the others for seconds, and fill the memory."""
     longest = max(embedded.table.texts, key=lambda text: len(text or "")) or ""
     policy = replace(_POLICY, echo=echo)
     fits = _encode(embedded, longest * policy.longest, policy)
@@ -75,7 +75,7 @@ def test_a_text_that_can_not_fit_is_refused_unread(
     assert encoded == []
 
 
-def test_a_text_that_is_too_long_by_little_is_told_its_length(embedded: Vocabulary) -> None:
+def test_error_of_a_slightly_long_text_has_its_exact_length(embedded: Vocabulary) -> None:
     with pytest.raises(ServiceError, match="The prompt has 9 tokens; the context length is 8"):
         _encode(embedded, "123456789", _POLICY)
     prompt = completion.Prompt(token_ids=types.TokenIds(ids=range(9)))
@@ -88,14 +88,14 @@ def test_a_text_that_is_too_long_by_little_is_told_its_length(embedded: Vocabula
 
 @given(_LONG, st.integers(0, 9), st.booleans())
 @settings(max_examples=20)
-def test_a_cut_prompt_keeps_the_end_of_the_whole(
+def test_cut_prompt_equals_the_end_of_the_whole(
     embedded: Vocabulary,
     byte_fallback_vocabulary: Vocabulary,
     text: str,
     max_tokens: int,
     echo: bool,
 ) -> None:
-    """Though only the end of its text is read: the ids that count are the same, and their texts."""
+    """Ids and texts are the same, though only the end of the text is encoded."""
     policy = replace(_POLICY, max_tokens=max_tokens, truncate=True, echo=echo)
     for vocabulary in (embedded, byte_fallback_vocabulary):
         read = vocabulary.end(text, policy.longest + 1)
@@ -113,7 +113,7 @@ def test_a_cut_prompt_keeps_the_end_of_the_whole(
 
 @given(_LONG, _LONG, st.sampled_from(["prefix", "suffix", "both"]))
 @settings(max_examples=20)
-def test_a_cut_infill_prompt_keeps_what_is_next_to_the_gap(
+def test_cut_infill_prompt_keeps_the_ids_next_to_the_gap(
     embedded: Vocabulary, before: str, after: str, long: str
 ) -> None:
     if long == "prefix":
@@ -135,15 +135,15 @@ def test_a_cut_infill_prompt_keeps_what_is_next_to_the_gap(
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    """Its longest token stands for much more text than the others, as in most real ones."""
+    """Return a vocabulary whose longest token stands for much more text than the others."""
     tokenizer = byte_level(plain=("=" * 1_000,))
     return Vocabulary(write_checkpoint(tmp_path_factory.mktemp("sparse"), tokenizer))
 
 
-def test_one_long_token_lets_no_long_text_be_read(
+def test_long_text_is_not_encoded_because_of_one_long_token(
     sparse: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its bytes it might fit; no more of it is read than tells that it doesn't."""
+    """By its bytes the text may fit; encoding stops when it has too many tokens."""
     policy = replace(_POLICY, context_length=5_000)
     ruler = "=" * 1_000
     fits = f"{ruler}\nab" * 1_600  # 1.6 MB in three tokens a line
@@ -167,8 +167,8 @@ def test_one_long_token_lets_no_long_text_be_read(
 
 @given(_LONG)
 @settings(max_examples=20)
-def test_a_text_that_fits_is_taken_however_long_it_looks(sparse: Vocabulary, text: str) -> None:
-    """At exactly its length in tokens, the suspicion proves unfounded."""
+def test_long_text_with_few_tokens_is_accepted(sparse: Vocabulary, text: str) -> None:
+    """The lower bound never exceeds the text's number of tokens."""
     text = ("=" * 1_000 + "\n") * 200 + text
     length = len(sparse.encode(text))
     assert sparse.least_tokens(text, length) <= length
@@ -176,7 +176,7 @@ def test_a_text_that_fits_is_taken_however_long_it_looks(sparse: Vocabulary, tex
         assert sparse.least_tokens(text, enough) <= length
 
 
-def test_a_text_without_lines_is_cut_nevertheless(embedded: Vocabulary) -> None:
+def test_text_without_lines_is_cut(embedded: Vocabulary) -> None:
     text = "x" * 200_000
     policy = replace(_POLICY, truncate=True)
     assert len(embedded.end(text, policy.longest)) < len(text) / 4

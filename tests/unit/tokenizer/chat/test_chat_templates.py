@@ -1,4 +1,4 @@
-"""Conversations become the prompts that transformers makes of them, whatever the template wants."""
+"""Chat templates: prompts equal those of transformers for every form of template."""
 
 import asyncio
 import json
@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.message_parser import SegmentKind
-from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
+from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates
 from services.tokenizer.text.vocabulary import Vocabulary
-from services.tokenizer.tools import arguments_schemas
+from services.tokenizer.tool_schemas import arguments_schemas
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
@@ -70,14 +70,14 @@ async def _refusal(templates: ChatTemplates, prompt: ChatPrompt) -> ServiceError
         await templates.render(prompt)
     except ServiceError as error:
         return error
-    raise AssertionError("it was taken")
+    raise AssertionError("the prompt was accepted")
 
 
 @asynccontextmanager
 async def _started(
     directory: Path, template: str | list[dict[str, str]]
 ) -> AsyncIterator[ChatTemplates]:
-    """The templates of a checkpoint with this one or these."""
+    """Start the templates of a checkpoint with this template, or these."""
     templates = ChatTemplates(chat_vocabulary(directory, template), "m")
     templates.start()
     yield templates
@@ -97,7 +97,7 @@ class _Family:
 async def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[_Family]:
-    """Each in turn."""
+    """Return the templates of each family in turn."""
     directory = tmp_path_factory.mktemp(request.param)
     async with _started(directory, TEMPLATES[request.param]) as templates:
         yield _Family(request.param, directory, templates)
@@ -114,7 +114,7 @@ async def family(
         ("", {"reasoning_effort": "x"}, "x/-"),
     ],
 )
-async def test_the_template_knows_how_much_to_reason(
+async def test_template_gets_the_reasoning_effort(
     tmp_path: Path, effort: str, arguments: object, text: str
 ) -> None:
     variables = ("reasoning_effort", "enable_thinking")
@@ -129,7 +129,7 @@ async def test_the_template_knows_how_much_to_reason(
     ("effort", "arguments"),
     [("much", None), ("low", {"reasoning_effort": "high"})],
 )
-async def test_an_effort_that_can_not_be_is_refused(
+async def test_invalid_reasoning_effort_is_refused(
     tmp_path: Path, effort: str, arguments: object
 ) -> None:
     async with _started(tmp_path, "a") as templates:
@@ -137,8 +137,8 @@ async def test_an_effort_that_can_not_be_is_refused(
         assert (await _refusal(templates, prompt)).field == "reasoning_effort"
 
 
-async def test_ids_are_those_of_transformers(family: _Family) -> None:
-    """With calls and their answers where the family has them."""
+async def test_ids_equal_those_of_transformers(family: _Family) -> None:
+    """The conversation has a call and its answer if the family supports them."""
     form, templates = family.form, family.templates
     reference = PreTrainedTokenizerFast(
         tokenizer_file=str(family.directory / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
@@ -174,8 +174,8 @@ async def test_ids_are_those_of_transformers(family: _Family) -> None:
         assert rendered.text == reference.decode(expected)
 
 
-async def test_calls_that_a_template_writes_are_read_back(family: _Family) -> None:
-    """The detected format is the family's own, and nothing of the calls is left as content."""
+async def test_calls_that_a_template_writes_are_parsed(family: _Family) -> None:
+    """The format is detected, and no part of the calls is left as content."""
     form, templates = family.form, family.templates
     if form in ("json", "thinking"):
         assert templates.answers.calls.name == "json"
@@ -212,8 +212,8 @@ async def test_calls_that_a_template_writes_are_read_back(family: _Family) -> No
     assert found == [value for _, value in calls]
 
 
-async def test_a_call_that_broke_off_is_written_by_every_template(family: _Family) -> None:
-    """As the text it is where the template writes texts, else as what is left of the object."""
+async def test_every_template_writes_a_broken_call(family: _Family) -> None:
+    """It is written as its text, or as the rest of the object if the template needs one."""
     broken = '{"city": "São Tomé", "days": 3, "x": "'
     call = completion.ToolCall(id="abcdef012", name="get_weather", arguments_json=broken)
     conversation = [
@@ -235,15 +235,15 @@ async def test_a_call_that_broke_off_is_written_by_every_template(family: _Famil
     assert expected.get(family.form, "") in rendered.text
 
 
-async def test_a_template_gets_contents_as_it_wants_them(tmp_path: Path) -> None:
-    """As a list of parts, where a string would come out letter by letter or not at all."""
+async def test_template_gets_contents_as_parts_if_it_needs_them(tmp_path: Path) -> None:
+    """A string would be written letter by letter, or not at all."""
     async with _started(tmp_path, TEMPLATES["parts"]) as templates:
         rendered = await templates.render(_prompt(_says("user", "Hello")))
         assert rendered.text == "<|im_start|>user\nHello<|im_end|>\n"
 
 
-async def test_ends_of_turns_end_answers(tmp_path: Path) -> None:
-    """Though the checkpoint's configuration names another end."""
+async def test_end_of_a_turn_is_detected(tmp_path: Path) -> None:
+    """It ends answers, even if the checkpoint's configuration names another end."""
     async with _started(tmp_path, TEMPLATES["hermes"]) as templates:
         rendered = await templates.render(_prompt(_says("user", "Hello")))
         [end] = templates.turn_end_ids
@@ -259,7 +259,7 @@ async def test_ends_of_turns_end_answers(tmp_path: Path) -> None:
         ({"enable_thinking": False}, ReasoningState.NONE),
     ],
 )
-async def test_the_prompt_says_how_reasoning_stands(
+async def test_state_of_reasoning_follows_from_the_prompt(
     arguments: dict[str, bool], state: ReasoningState, tmp_path: Path
 ) -> None:
     async with _started(tmp_path, TEMPLATES["thinking"]) as templates:
@@ -276,8 +276,8 @@ async def test_the_prompt_says_how_reasoning_stands(
         assert "<think>\nHm.\n</think>\n\na<|im_end|>" in told.text
 
 
-async def test_one_of_several_templates_is_chosen(tmp_path: Path) -> None:
-    """By its name, from wherever the checkpoint keeps it."""
+async def test_one_of_several_templates_is_selected_by_name(tmp_path: Path) -> None:
+    """The checkpoint may keep it in its configuration or in a file."""
     folder = tmp_path / "additional_chat_templates"
     folder.mkdir()
     (folder / "third.jinja").write_text("3{{ messages[0].content }}")
@@ -296,7 +296,7 @@ async def test_one_of_several_templates_is_chosen(tmp_path: Path) -> None:
         assert error.field == "template"
 
 
-async def test_a_checkpoint_without_a_template_says_so(tmp_path: Path) -> None:
+async def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     templates = ChatTemplates(chat_vocabulary(tmp_path, ""), "m")
     templates.start()
     assert not templates.is_available
@@ -309,8 +309,8 @@ async def test_a_checkpoint_without_a_template_says_so(tmp_path: Path) -> None:
     await templates.stop()
 
 
-async def test_what_a_template_says_against_a_conversation_is_told(tmp_path: Path) -> None:
-    """Its own words, or what is wrong with it."""
+async def test_error_of_a_template_reaches_the_client(tmp_path: Path) -> None:
+    """The message is the template's own, or describes its failure."""
     sources = {
         "{{ raise_exception('Speak, ' + messages[0].role) }}": "Speak, user",
         "{% if %}": "Expected an expression",
@@ -329,10 +329,10 @@ async def test_what_a_template_says_against_a_conversation_is_told(tmp_path: Pat
             assert message in error.message
 
 
-async def test_a_template_that_does_not_end_fails_alone(
+async def test_endless_template_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process is ended, and the next conversation finds another."""
+    """Its process is ended, and the next conversation gets a new one."""
     monkeypatch.setattr("services.tokenizer.chat.template.renderer._SECONDS", 0.5)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     loops_if = "{% if messages[0].content == 'loop' %}" + loop + "{% endif %}"
@@ -344,10 +344,10 @@ async def test_a_template_that_does_not_end_fails_alone(
         assert (await behind).text == "b"
 
 
-async def test_a_busy_machine_fails_no_template(
+async def test_busy_machine_fails_no_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is CPU time: a process that waits for its turn on a processor uses none."""
+    """The limit is CPU time, which a process without a processor does not use."""
     loop = asyncio.get_running_loop()
     now = loop.time
     async with _started(tmp_path, "{{ messages[0].content }}") as templates:
@@ -356,32 +356,32 @@ async def test_a_busy_machine_fails_no_template(
         assert process is not None
         process.send_signal(signal.SIGSTOP)
         rendering = asyncio.ensure_future(templates.render(_prompt(_says("user", "b"))))
-        for _ in range(9):  # until it has been sent
+        for _ in range(9):  # until the job was sent
             await asyncio.sleep(0)
         monkeypatch.setattr(loop, "time", lambda: now() + 3600)
-        await asyncio.sleep(0.01)  # one turn of the loop, in which every timer of it is due
+        await asyncio.sleep(0.01)  # one turn of the loop, in which all its timers are due
         process.send_signal(signal.SIGCONT)
         assert (await rendering).text == "b"
         monkeypatch.undo()
 
 
-async def test_the_log_says_what_ended_the_process_that_renders(
+async def test_log_has_the_signal_that_ended_the_render_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when memory runs out: who looks for the reason finds it."""
+    """An operator finds the reason, such as the kernel's lack of memory."""
     async with _started(tmp_path, "{{ messages[0].content }}") as templates:
         await templates.render(_prompt(_says("user", "a")))
         process = templates._renderer._process
         assert process is not None
         process.kill()
-        # whether it is missed before or in this
+        # the end is noticed before this conversation or during it
         await asyncio.gather(templates.render(_prompt(_says("user", "b"))), return_exceptions=True)
         assert (await templates.render(_prompt(_says("user", "c")))).text == "c"
     [line] = caplog.messages
     assert line == "the process that renders chat templates ended with signal SIGKILL"
 
 
-async def test_who_goes_away_leaves_no_answer_for_the_next(tmp_path: Path) -> None:
+async def test_client_that_leaves_shifts_no_answer_to_the_next(tmp_path: Path) -> None:
     async with _started(tmp_path, "{{ messages[0].content }}") as templates:
         await templates.render(_prompt(_says("user", "a")))
         gone = [
@@ -395,8 +395,8 @@ async def test_who_goes_away_leaves_no_answer_for_the_next(tmp_path: Path) -> No
         assert [(await task).text for task in gone[1::2]] == ["1", "3", "5", "7"]
 
 
-async def test_whatever_makes_a_conversation_long_counts(tmp_path: Path) -> None:
-    """Else work on it would hold up everybody's tokens."""
+async def test_every_part_of_a_conversation_counts_in_its_size(tmp_path: Path) -> None:
+    """A large part that did not count would block the event loop."""
     long = "x" * 5_000
     call = completion.ToolCall(id="a", name="f", arguments_json=json.dumps({"a": long}))
     for prompt in (
@@ -411,7 +411,7 @@ async def test_whatever_makes_a_conversation_long_counts(tmp_path: Path) -> None
     assert _prompt(_says("user", "a")).size < 50
 
 
-async def test_more_than_can_be_worked_on_is_refused_by_its_field(tmp_path: Path) -> None:
+async def test_part_that_is_too_large_is_refused_by_its_field(tmp_path: Path) -> None:
     call = completion.ToolCall(id="a", name="f", arguments_json='{"a": "' + "x" * 2**20 + '"}')
     async with _started(tmp_path, TEMPLATES["hermes"]) as templates:
         most = {"a": "x" * (64 * 1024 - len('{"a": ""}'))}
@@ -429,8 +429,8 @@ async def test_more_than_can_be_worked_on_is_refused_by_its_field(tmp_path: Path
             assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
-async def test_a_text_is_shown_before_it_is_encoded(tmp_path: Path) -> None:
-    """Its control tokens unmarked, so that what is too long is refused at little cost."""
+async def test_text_is_checked_before_it_is_encoded(tmp_path: Path) -> None:
+    """A text that is too long is refused at little cost. The checked text has no marks."""
     shown: list[str] = []
     async with _started(tmp_path, TEMPLATES["hermes"]) as templates:
         rendered = await templates.render(_prompt(_says("user", "<|im_end|>")), shown.append)
@@ -438,8 +438,8 @@ async def test_a_text_is_shown_before_it_is_encoded(tmp_path: Path) -> None:
     assert rendered.text.count("<|im_end|>") == 2
 
 
-async def test_rendering_loads_no_torch() -> None:
-    """It would cost 300 MB of memory and seconds at every start."""
+async def test_render_process_loads_no_torch() -> None:
+    """torch would cost 300 MB of memory, and seconds at every start."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
@@ -449,8 +449,8 @@ async def test_rendering_loads_no_torch() -> None:
     assert await process.wait() == 0
 
 
-def test_marks_of_calls_stay_in_the_text(tmp_path: Path) -> None:
-    """A decoder leaves special tokens out; without them, a call looks like content."""
+def test_marks_of_calls_stay_in_the_decoded_text(tmp_path: Path) -> None:
+    """Without these special tokens, a call would look like content."""
     vocabulary: Vocabulary = chat_vocabulary(tmp_path, TEMPLATES["mistral"])
     table = vocabulary.table_with(["[TOOL_CALLS]", "[ARGS]"])
     assert table.texts[vocabulary.ids["[TOOL_CALLS]"]] == "[TOOL_CALLS]"

@@ -1,9 +1,9 @@
-"""No text of a user becomes a control token, and a text without any is left as it is."""
+"""Marks of control tokens: a user's text never becomes one, and other text stays unchanged."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.tokenizer.chat.template.marking import Marker
+from services.tokenizer.chat.template.marker import Marker
 
 _CONTROL = ("<|im_end|>", "<|im_start|>", "[INST]", "<a>", "<ab>")
 _MARKER = Marker(_CONTROL)
@@ -13,10 +13,10 @@ _TEXTS = st.lists(
 
 
 @given(_TEXTS, _TEXTS, st.sampled_from(["", "|>", "end|>", "T]", "b>", "<", "<|im_"]))
-def test_a_template_joins_no_control_token_of_what_users_wrote(
+def test_template_can_not_join_a_control_token_from_user_text(
     first: str, second: str, between: str
 ) -> None:
-    """Control tokens are left only where the template itself writes all of one."""
+    """Only the template itself can write a control token."""
     marked, reader = _MARKER.mark([first, {second: second}])
     assert isinstance(marked, list)
     assert isinstance(marked[1], dict)
@@ -33,8 +33,8 @@ def test_a_template_joins_no_control_token_of_what_users_wrote(
 @given(st.text())
 @example("<| im_end|>")
 @example("<|im_end|")
-def test_text_without_control_tokens_is_not_touched(text: str) -> None:
-    """Its ids are those of transformers then; a beginning at its end could become a whole one."""
+def test_text_without_control_tokens_is_unchanged(text: str) -> None:
+    """Its ids then equal those of transformers. A text may still end with half a token."""
     token = "<|im_end|>"
     marked, reader = Marker((token,)).mark([text])
     begins = any(text.endswith(token[:size]) for size in range(1, len(token)))
@@ -43,7 +43,7 @@ def test_text_without_control_tokens_is_not_touched(text: str) -> None:
         assert reader.parts(text) == [(text, False)]
 
 
-def test_marks_that_a_template_tears_off_still_part_the_text() -> None:
+def test_marks_that_a_template_separates_still_split_the_text() -> None:
     marked, reader = _MARKER.mark("a<ab>b")
     assert isinstance(marked, str)
     head, tail = marked.split("<ab>")

@@ -1,11 +1,11 @@
-"""What no template is shown: conversations too large, and JSON that templates can't write."""
+"""Messages of a conversation: wrong fields are refused, and templates get the form they need."""
 
 from collections.abc import Sequence
 
 import pytest
 
 from services.common.json_values import Json
-from services.tokenizer.chat.template.conversation import (
+from services.tokenizer.chat.template.template_messages import (
     TemplateFacts,
     check_messages,
     template_messages,
@@ -54,7 +54,7 @@ def _assistant(**fields: object) -> completion.Message:
         ),
     ],
 )
-def test_the_first_wrong_part_of_a_conversation_is_named(
+def test_error_names_the_first_wrong_field_of_a_conversation(
     field: str, messages: Sequence[completion.Message]
 ) -> None:
     with pytest.raises(ServiceError) as caught:
@@ -62,8 +62,8 @@ def test_the_first_wrong_part_of_a_conversation_is_named(
     assert caught.value.field == field
 
 
-def test_an_answer_without_content_goes_into_the_next_turn() -> None:
-    """As clients send it back: cut before its call had a name, or all reasoning."""
+def test_answer_without_content_is_accepted_in_the_next_turn() -> None:
+    """Clients send back an answer that was cut before its call's name, or that is all reasoning."""
     messages = [_USER, _assistant(), _assistant(reasoning="hm"), _USER]
     check_messages(messages, "m", continues_last=False)
     _, empty, reasoned, _ = template_messages(messages, TemplateFacts())
@@ -73,7 +73,7 @@ def test_an_answer_without_content_goes_into_the_next_turn() -> None:
         check_messages([_USER, _assistant()], "m", continues_last=True)
 
 
-def test_messages_are_written_as_the_template_wants_them() -> None:
+def test_messages_have_the_form_that_the_template_expects() -> None:
     messages = [
         completion.Message(role=completion.ROLE_DEVELOPER, parts=[_TEXT, _TEXT]),
         _assistant(tool_calls=[_CALL], reasoning="hm"),
@@ -119,10 +119,10 @@ def test_messages_are_written_as_the_template_wants_them() -> None:
         ("Paris", {"text": "Paris"}, "Paris"),
     ],
 )
-def test_arguments_that_broke_off_are_given_as_the_template_takes_them(
+def test_broken_arguments_have_the_form_that_the_template_expects(
     text: str, as_object: Json, as_text: str
 ) -> None:
-    """Else one call that max_tokens cut ends its conversation for good."""
+    """One call that max_tokens cut would end its conversation."""
     call = completion.ToolCall(id="c", name="f", arguments_json=text)
     messages = [_assistant(tool_calls=[call])]
     check_messages(messages, "m", continues_last=False)

@@ -1,7 +1,6 @@
-"""A chat: what is asked of the engine, and the message that comes of it."""
+"""Processor of a Chat request: a completion of the prompt that its conversation makes."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import replace
 
@@ -9,27 +8,28 @@ from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.call_readers import Parameters
 from services.tokenizer.chat.answer.content_tokens import ContentTokens
 from services.tokenizer.chat.answer.message import ChatMessage
-from services.tokenizer.chat.constraint import constrain, forces_calls
-from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates, RenderedChat
-from services.tokenizer.completion.completion import Completion
-from services.tokenizer.completion.plan import CompletePlan, context_length, is_large, plan_complete
-from services.tokenizer.completion.prompt import kept_tokens, overlong
+from services.tokenizer.chat.answer_grammar import build_answer_grammar, forces_calls
+from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates, RenderedChat
+from services.tokenizer.completion.choice import ChoiceOutput
+from services.tokenizer.completion.complete_processor import is_large
+from services.tokenizer.completion.plan import CompletionPlan, context_length, plan_completion
+from services.tokenizer.completion.prompt_encoding import kept_tokens, prompt_too_long
 from services.tokenizer.completion.validation import check_complete, check_model, require
-from services.tokenizer.limits import Limits
+from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
-from services.tokenizer.tools import arguments_schemas, check_tools
+from services.tokenizer.tool_schemas import arguments_schemas, check_tools
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["ChatWork"]
+__all__ = ["ChatProcessor"]
 
-_ANY_PROMPT = completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[0]))
+_PLACEHOLDER_PROMPT = completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[0]))
 
 
-class ChatWork:
-    """One request: a completion of the prompt that its conversation makes."""
+class ChatProcessor:
+    """Processor of one Chat request."""
 
     def __init__(
         self,
@@ -41,62 +41,63 @@ class ChatWork:
         self._vocabulary = vocabulary
         self._templates = templates
         self._messages: list[ChatMessage] = []
-        """The answers, by index of the choice"""
+        """Answers by index of the choice; empty until `plan`."""
 
-    def check(self, limits: Limits) -> None:
-        """Raises the ServiceError of the first field that is wrong."""
+    def check(self, limits: ModelLimits) -> None:
         if not is_large(self._request):
             self._check(limits)
 
-    async def plan(self, limits: Limits) -> CompletePlan:
-        """How it will be served. Raises INVALID_ARGUMENT for a conversation that the template
-        refuses, OUT_OF_RANGE for one that is too long, and what `check` left."""
+    async def plan(self, limits: ModelLimits) -> CompletionPlan:
+        """Return the plan.
+
+        Raises INVALID_ARGUMENT for a conversation that the template refuses, OUT_OF_RANGE for one
+        that is too long, and the errors of `check` if the request is large.
+        """
         if not is_large(self._request):
             return self._plan(limits, await self._render(limits))
         await asyncio.to_thread(self._check, limits)
         return await asyncio.to_thread(self._plan, limits, await self._render(limits))
 
-    def _check(self, limits: Limits) -> None:
+    def _check(self, limits: ModelLimits) -> None:
         request = self._request
         check_model(request.model, limits.model)
         self._templates.check(self._prompt())
         check_tools(request.tools, request.tool_choice)
-        check_complete(self._completion(limits.context_length), _of_chat(limits), None)
+        check_complete(self._completion(limits.context_length), _chat_limits(limits), None)
 
-    async def _render(self, limits: Limits) -> RenderedChat:
+    async def _render(self, limits: ModelLimits) -> RenderedChat:
         context = context_length(self._request.stopping, limits)
-
-        if self._keeps(context) is not None:
+        if self._kept_tokens(context) is not None:
             return await self._templates.render(self._prompt())
 
         def check_length(text: str) -> None:
             least = self._vocabulary.least_tokens(text, context - 1)
-            if least >= context:  # there is output always
-                raise overlong("messages", f"at least {least:,}", context, max_tokens=1)
+            if least >= context:  # a chat always needs room for output
+                raise prompt_too_long("messages", f"at least {least:,}", context, max_tokens=1)
 
         return await self._templates.render(self._prompt(), check_length)
 
-    def _plan(self, limits: Limits, rendered: RenderedChat) -> CompletePlan:
+    def _plan(self, limits: ModelLimits, rendered: RenderedChat) -> CompletionPlan:
         request, templates = self._request, self._templates
         if not rendered.ids:
-            raise invalid("messages", "The chat template makes no prompt of these messages.")
+            raise invalid("messages", "The chat template renders these messages to nothing.")
         stopping = request.stopping
         context = context_length(stopping, limits)
-        keep = self._keeps(context)
+        keep = self._kept_tokens(context)
         ids = rendered.ids if keep is None else rendered.ids[-keep:]
         completion = self._completion(max(1, context - len(ids)))
         completion.prompts[0].token_ids.ids[:] = ids
         if not stopping.ignore_eos:
-            ends = templates.turn_end_ids.difference(limits.eos_ids)
-            completion.stopping.stop_token_ids.extend(ends)
+            turn_ends = templates.turn_end_ids.difference(limits.eos_ids)
+            completion.stopping.stop_token_ids.extend(turn_ends)
         behind = _text_before(request) if request.continue_last_message else None
         state = templates.reasoning_state(rendered.text, behind=behind)
-        constraint = constrain(request, templates.answers, state)
-        if constraint is not None:
-            require(limits, engine_pb2.CAPABILITY_GRAMMAR, constraint.field)
-            completion.grammar.CopyFrom(constraint.grammar)
+        grammar = build_answer_grammar(request, templates.answers, state)
+        if grammar is not None:
+            require(limits, engine_pb2.CAPABILITY_GRAMMAR, grammar.field)
+            completion.grammar.CopyFrom(grammar.spec)
         try:
-            plan = plan_complete(completion, self._vocabulary, None, limits)
+            plan = plan_completion(completion, self._vocabulary, None, limits)
         except ServiceError as error:
             if error.field.startswith("prompts"):
                 error.field = "messages"
@@ -108,39 +109,28 @@ class ChatWork:
             self._message(state, tools, hidden)
             for _ in range(request.n if request.HasField("n") else 1)
         ]
-        if constraint is not None:
-            plan = replace(plan, blame=constraint.blame, ignored=constraint.ignored)
-        return replace(plan, table=table, begins_text=not request.continue_last_message)
+        if grammar is not None:
+            plan = replace(plan, remap_error=grammar.remap_error, ignored=grammar.ignored)
+        return replace(
+            plan,
+            table=table,
+            begins_text=not request.continue_last_message,
+            writes_one_large=True,
+        )
 
-    def write(self, completion: Completion, add: Callable[[], completion_pb2.ChatResponse]) -> None:
-        """Write what the completion has ready; all of it, unless that is large."""
-        parts: deque[completion_pb2.CompleteResponse] = deque()
+    def write_choice(
+        self, output: ChoiceOutput, add: Callable[[], completion_pb2.ChatResponse]
+    ) -> None:
+        """Write output of one choice as parts of its message."""
+        self._messages[output.index].write(output, add)
 
-        def collect() -> completion_pb2.CompleteResponse:
-            parts.append(completion_pb2.CompleteResponse())
-            return parts[-1]
-
-        completion.write(collect, lambda: True)
-        while parts:
-            part = parts.popleft()
-            kind = part.WhichOneof("event")
-            if kind == "delta":
-                ends = parts and parts[0].HasField("finished")
-                finished = parts.popleft().finished if ends else None
-                self._messages[part.delta.index].write(part.delta, finished, add)
-            elif kind == "finished":
-                self._messages[part.finished.index].write(None, part.finished, add)
-            elif kind == "prompt_logprobs":
-                add().prompt_logprobs.CopyFrom(part.prompt_logprobs)
-            elif kind == "accepted":
-                add().accepted.CopyFrom(part.accepted)
-            elif kind == "completed":
-                add().completed.CopyFrom(part.completed)
+    def response_in(self, event: completion_pb2.SessionEvent) -> completion_pb2.ChatResponse:
+        return event.chat
 
     def _message(
         self, state: ReasoningState, tools: Parameters, hidden: Container[int] | None
     ) -> ChatMessage:
-        """hidden: special tokens that the content leaves out; None where no tokens are scored."""
+        """Return the writer of an answer; `hidden` are ids without text, None if unscored."""
         request, templates = self._request, self._templates
         return ChatMessage(
             templates.parser(state, tools, is_forced=forces_calls(request.tool_choice)),
@@ -151,8 +141,8 @@ class ChatWork:
             echo=_last_answer(request) if request.echo else "",
         )
 
-    def _keeps(self, context: int) -> int | None:
-        """How many tokens of the prompt truncate_prompt_tokens keeps; None = all."""
+    def _kept_tokens(self, context: int) -> int | None:
+        """Return the number of prompt tokens that truncate_prompt_tokens keeps; None for all."""
         request = self._request
         if not request.HasField("truncate_prompt_tokens"):
             return None
@@ -161,7 +151,7 @@ class ChatWork:
 
     @property
     def _hides_tools(self) -> bool:
-        """Without them in its prompt, the model calls none."""
+        """Whether the prompt leaves tools out, so that the model calls none."""
         return self._request.tool_choice.mode == completion_pb2.TOOL_MODE_NONE
 
     def _prompt(self) -> ChatPrompt:
@@ -179,11 +169,11 @@ class ChatWork:
         )
 
     def _completion(self, max_tokens: int) -> completion_pb2.CompleteRequest:
-        """The request but for its prompt; `max_tokens` where it names none."""
+        """Return the request as a completion without a prompt, with `max_tokens` for a default."""
         request = self._request
         completion = completion_pb2.CompleteRequest(
             model=request.model,
-            prompts=[_ANY_PROMPT],
+            prompts=[_PLACEHOLDER_PROMPT],
             sampling=request.sampling,
             stopping=request.stopping,
             stop=request.stop,
@@ -206,18 +196,18 @@ class ChatWork:
         return completion
 
 
-def _of_chat(limits: Limits) -> Limits:
+def _chat_limits(limits: ModelLimits) -> ModelLimits:
     return replace(limits, max_logprobs=limits.max_chat_logprobs)
 
 
 def _last_answer(request: completion_pb2.ChatRequest) -> str:
-    """The content of the last message, where it is the assistant's; empty otherwise."""
+    """Return the content of the last message if it is the assistant's, else ""."""
     last = request.messages[-1]
     is_answer = last.role == completion_pb2.ROLE_ASSISTANT
     return "\n".join(part.text for part in last.parts) if is_answer else ""
 
 
 def _text_before(request: completion_pb2.ChatRequest) -> str:
-    """How the text of the last message but one ends, as templates write it; empty for none."""
+    """Return the last text part of the second-last message, trimmed as templates do, or ""."""
     parts = [part.text for message in request.messages[-2:-1] for part in message.parts]
     return parts[-1].strip() if parts else ""

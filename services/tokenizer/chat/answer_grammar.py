@@ -1,4 +1,4 @@
-"""What constrains the answer of a chat: its calls, its content, or nothing."""
+"""Grammar of a chat's answer: reasoning, tool calls, constrained content."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,38 +6,38 @@ from dataclasses import dataclass
 from services.common.annotations import unenforced_in
 from services.tokenizer.chat.answer.call_grammars import MessageGrammar, ReasoningState
 from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
-from services.tokenizer.tools import PlacedTool, unenforced_in_tools
+from services.tokenizer.tool_schemas import IndexedTool, unenforced_in_tools
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["AnswerFormat", "Constraint", "constrain", "forces_calls"]
+__all__ = ["AnswerFormat", "AnswerGrammar", "build_answer_grammar", "forces_calls"]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the model writes its answers."""
+    """Form in which a model writes tool calls and reasoning."""
 
     calls: ToolFormat
     reasoning: ReasoningFormat | None
     token_ids: Mapping[str, int]
-    """The marks of both that are tokens which no text can spell, for the grammar service."""
+    """Ids of the marks of both that are control tokens, which no text can spell."""
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
-    """A grammar, and what of the request it was made of."""
+class AnswerGrammar:
+    """A grammar, and the fields of the request that it was built from."""
 
-    grammar: types_pb2.GrammarSpec
+    spec: types_pb2.GrammarSpec
     places: Mapping[str, str]
     """Fields of the request, by places in the grammar."""
     field: str
-    """The field to blame where no place is known."""
+    """The field for errors whose place is unknown."""
     ignored: Sequence[str]
-    """Paths of what the request's schemas say without effect"""
+    """Paths of schema keywords that are not enforced."""
 
-    def blame(self, error: ServiceError) -> None:
-        """Make what the grammar service refused speak of the request."""
+    def remap_error(self, error: ServiceError) -> None:
+        """Make an error of the grammar service name the request's field."""
         error.field = self.field
         for place, field in self.places.items():
             if place + "." in error.message or place + " " in error.message:
@@ -46,21 +46,22 @@ class Constraint:
 
 
 def forces_calls(choice: completion_pb2.ToolChoice) -> bool:
-    """Whether an answer is nothing but calls, behind its reasoning."""
+    """Return whether an answer must consist of calls, after its reasoning."""
     return choice.WhichOneof("choice") == "name" or (
         choice.mode == completion_pb2.TOOL_MODE_REQUIRED
     )
 
 
-def constrain(
+def build_answer_grammar(
     request: completion_pb2.ChatRequest, form: AnswerFormat, state: ReasoningState
-) -> Constraint | None:
-    """None where the grammar of the request, if any, is all there is. The request was checked.
+) -> AnswerGrammar | None:
+    """Return the grammar of the answer; None if the request's own grammar, if any, is enough.
 
-    Calls are constrained where the choice forces one, and where a tool is strict.
+    The request is valid. Calls are constrained if the choice forces one, or a tool is strict.
+    Raises INVALID_ARGUMENT for tools and grammars that the model's form can't express.
     """
     choice = request.tool_choice
-    tools: list[PlacedTool] = list(enumerate(request.tools))
+    tools: list[IndexedTool] = list(enumerate(request.tools))
     if choice.WhichOneof("choice") == "name":
         tools = [(index, tool) for index, tool in tools if tool.name == choice.name]
     elif choice.mode == completion_pb2.TOOL_MODE_NONE:
@@ -84,7 +85,7 @@ def constrain(
     elif not form.calls.opens:
         raise invalid(
             "grammar",
-            "This model's calls have no mark of their own, which would tell them from constrained "
+            "This model writes tool calls without a mark, so they can't be told from constrained "
             "content: leave out the grammar or the tools.",
         )
     else:
@@ -97,4 +98,4 @@ def constrain(
         *(unenforced_in(request.grammar, "grammar") if has_content else ()),
         *unenforced_in_tools(tools),
     ]
-    return Constraint(grammar.finish(message), grammar.places, field, ignored)
+    return AnswerGrammar(grammar.finish(message), grammar.places, field, ignored)

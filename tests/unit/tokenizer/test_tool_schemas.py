@@ -1,4 +1,4 @@
-"""Which requests must call a tool, and the schema that makes them do it."""
+"""Tools: requests that force a call, the schema of the call, invalid tools."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.tokenizer.tools import call_grammar, check_tools
+from services.tokenizer.tool_schemas import check_tools, tool_call_grammar
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 
@@ -29,7 +29,7 @@ def _choice(choice: str) -> completion.ToolChoice:
 
 
 def _accepts(call: object, tools: list[completion.Tool], choice: str = "required") -> bool:
-    grammar = call_grammar(tools, _choice(choice))
+    grammar = tool_call_grammar(tools, _choice(choice))
     assert grammar is not None
     validator = jsonschema.Draft202012Validator(json.loads(grammar.json_schema))
     return bool(validator.is_valid(call))
@@ -37,13 +37,13 @@ def _accepts(call: object, tools: list[completion.Tool], choice: str = "required
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("choice", ["", "none", "auto", "required", "f"])
-def test_a_call_is_forced_by_the_choice_or_by_a_strict_tool(choice: str, strict: bool) -> None:
+def test_call_is_forced_by_the_choice_or_by_a_strict_tool(choice: str, strict: bool) -> None:
     tools = [_tool("f", strict=strict), _tool("g")]
     forced = choice in ("required", "f") or (strict and choice != "none")
-    assert (call_grammar(tools, _choice(choice)) is not None) == forced
+    assert (tool_call_grammar(tools, _choice(choice)) is not None) == forced
 
 
-def test_a_call_names_a_tool_and_holds_its_arguments() -> None:
+def test_schema_requires_a_tool_name_and_its_arguments() -> None:
     count = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     tools = [_tool("f", count), _tool("g")]
     assert _accepts({"name": "f", "arguments": {"n": 3}}, tools)
@@ -58,10 +58,10 @@ def test_a_call_names_a_tool_and_holds_its_arguments() -> None:
     ]
     for wrong in wrongs:
         assert not _accepts(wrong, tools)
-    assert not _accepts({"name": "g", "arguments": {}}, tools, "f")  # another one was named
+    assert not _accepts({"name": "g", "arguments": {}}, tools, "f")  # the choice names another tool
 
 
-def test_references_hold_where_the_schema_is_put() -> None:
+def test_references_hold_inside_the_schema_of_the_call() -> None:
     tree = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "https://example.com/tree",
@@ -84,7 +84,7 @@ def test_references_hold_where_the_schema_is_put() -> None:
     assert not accepts({"color": "green"})
     assert not accepts({"left": {"left": {"color": "green"}}})
     assert not accepts({"const": "green"})
-    assert not accepts("red")  # arguments are an object, though the schema has no type
+    assert not accepts("red")  # arguments are an object, even if the schema has no type
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_references_hold_where_the_schema_is_put() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_tool_is_refused(tools: list[completion.Tool], field: str) -> None:
+def test_invalid_tool_is_refused_by_its_field(tools: list[completion.Tool], field: str) -> None:
     with pytest.raises(ServiceError) as caught:
         check_tools(tools, completion.ToolChoice())
     assert caught.value.field == field

@@ -1,6 +1,7 @@
-"""How much text one token stands for at most: tells that a text is too long before it is encoded.
+"""Upper bound of the text that one token stands for.
 
-Read from a tokenizer.json, whose parts are those of Hugging Face's `tokenizers`.
+With it, a text that is too long is refused before it is encoded. The bound is derived from a
+tokenizer.json, whose parts are those of Hugging Face's `tokenizers`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,12 +11,12 @@ from tokenizers import pre_tokenizers
 
 __all__ = ["bytes_per_token"]
 
-_CHARACTER = 4  # bytes that one has at most, in UTF-8
-_LOOSE = 8
-_SHRINKING: Mapping[str, int] = {  # by how much a normalizer makes a text shorter, at most
+_MAX_CHARACTER_BYTES = 4  # of UTF-8
+_UNBOUNDED_FACTOR = 8
+_SHRINKING: Mapping[str, int] = {  # factor by which a normalizer shortens a text, at most
     "ByteLevel": 1, "Lowercase": 3, "NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Prepend": 1,
 }  # fmt: skip
-_KEEPING = frozenset({  # pre-tokenizers that drop nothing, unless they are told to
+_KEEPING = frozenset({  # pre-tokenizers that drop nothing, except as configured
     "ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts",
 })  # fmt: skip
 _ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
@@ -23,12 +24,12 @@ _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def bytes_per_token(definition: Mapping[str, Any], normalize: Callable[[str], str]) -> int:
-    """Bytes of a text, in UTF-8, that a token of it stands for at most.
+    """Return the bytes of UTF-8 that a token stands for at most.
 
-    It stands for the text of its own vocabulary entry, times what normalizers shrink. Whitespace
-    beside tokens that strip it, characters that are dropped and runs of unknown ones have no bound:
-    where there may be any, a token is taken for `_LOOSE` times as much, which only a text that
-    consists of little else exceeds.
+    A token stands for the text of its vocabulary entry, times the factor by which normalizers
+    shorten. There is no bound if whitespace is stripped, characters are dropped, or a run of
+    unknown characters becomes one token. Then the result is `_UNBOUNDED_FACTOR` times as large;
+    only a text that consists of little else exceeds it.
     """
     model = definition["model"]
     vocabulary = model["vocab"]
@@ -37,12 +38,12 @@ def bytes_per_token(definition: Mapping[str, Any], normalize: Callable[[str], st
     normalizers = list(_steps(definition.get("normalizer")))
     splitters = list(_steps(definition.get("pre_tokenizer")))
     is_byte_level = any(step["type"] == "ByteLevel" for step in (*normalizers, *splitters))
-    # on the byte level, each character of an entry is a byte
+    # in a byte-level vocabulary, each character of an entry is a byte
     lengths = [len(name) if is_byte_level else len(name.encode()) for name in names]
-    # added tokens are found in the text itself, or in what normalizers make of it
+    # added tokens are found in the text itself, or in the normalized text
     spelled = [token["content"] for token in added]
     lengths += [len(text.encode()) for text in (*spelled, *map(normalize, spelled))]
-    most = max(lengths, default=_CHARACTER)
+    most = max(lengths, default=_MAX_CHARACTER_BYTES)
     is_bounded = (
         _spells_everything(model, frozenset(names), is_byte_level)
         and all(map(_keeps_all, splitters))
@@ -52,11 +53,11 @@ def bytes_per_token(definition: Mapping[str, Any], normalize: Callable[[str], st
         shrinking = _shrinking(step)
         is_bounded = is_bounded and shrinking > 0
         most *= max(1, shrinking)
-    return most if is_bounded else most * _LOOSE
+    return most if is_bounded else most * _UNBOUNDED_FACTOR
 
 
 def _steps(part: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
-    """The parts of a sequence, however deep, or the one that there is."""
+    """Yield the steps of nested sequences, or the single step."""
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -70,10 +71,10 @@ def _steps(part: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
 def _spells_everything(
     model: Mapping[str, Any], names: frozenset[str], is_byte_level: bool
 ) -> bool:
-    """Whether no run of characters is dropped, or becomes one unknown token."""
+    """Return whether no run of characters is dropped or becomes one unknown token."""
     is_bpe = "merges" in model
     if not is_bpe and model.get("type") != "Unigram":
-        return False  # whole words become unknown
+        return False  # whole words become unknown tokens
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False
     if is_byte_level:
@@ -88,7 +89,7 @@ def _keeps_all(step: Mapping[str, Any]) -> bool:
 
 
 def _shrinking(step: Mapping[str, Any]) -> int:
-    """By how much the normalizer makes a text shorter, at most; 0 = without bound."""
+    """Return the factor by which a normalizer shortens a text, at most; 0 without bound."""
     if step["type"] == "Replace":
         pattern, content = step["pattern"].get("String", ""), step["content"]
         if not pattern or not content:

@@ -1,4 +1,4 @@
-"""What goes to the render process and comes back: frames, each a length and then JSON."""
+"""Messages to and from the render process: frames, each a length and then JSON."""
 
 import signal
 import struct
@@ -9,25 +9,25 @@ import msgspec
 __all__ = ["FRAME", "READY", "TIMED_OUT", "RenderJob", "Rendering", "Templates"]
 
 FRAME = struct.Struct("<I")
-READY = b"ready"  # the first frame that comes back
-TIMED_OUT = signal.SIGPROF  # ends the process when a conversation used up its CPU time
+READY = b"ready"  # the first answer
+TIMED_OUT = signal.SIGPROF  # ends the process if a conversation exceeds its CPU time
 
 
 class Templates(msgspec.Struct, frozen=True):
-    """What the process is told first."""
+    """The first frame: templates and limits."""
 
     sources: dict[str, str]
-    """By name."""
+    """Jinja sources by name."""
     variables: dict[str, str]
-    """That all templates know ("bos_token")."""
+    """Variables of all templates, such as "bos_token"."""
     max_length: int
-    """Of what is rendered, in characters."""
+    """Characters of a rendered conversation."""
     seconds: float
-    """CPU time that a conversation may take: a busy machine must not change the verdict."""
+    """CPU time per conversation: wall time would depend on the load of the machine."""
 
 
 class RenderJob(msgspec.Struct, frozen=True):
-    """One conversation."""
+    """One conversation to render."""
 
     template: str
     messages: Any
@@ -35,14 +35,14 @@ class RenderJob(msgspec.Struct, frozen=True):
     tools: Any = None
     """A list of tools as OpenAI's API writes them, as JSON; None for none."""
     variables: dict[str, Any] = {}
-    """Further ones, of the request."""
+    """Variables of the request."""
     add_generation_prompt: bool = True
     continue_last_message: bool = False
 
 
 class Rendering(msgspec.Struct, frozen=True):
-    """What became of a job."""
+    """Result of a job."""
 
     text: str = ""
     error: str = ""
-    """What the template, or the renderer, says against the conversation; "" = nothing."""
+    """Error of the template or of the limits; "" without one."""

@@ -1,9 +1,9 @@
-"""Control tokens that users write, marked on their way through a chat template.
+"""Marks around control tokens that users write, for the way through a chat template.
 
-What a template makes of a conversation is one text, in which its own control tokens and those that
-a user wrote look alike. So the latter are wrapped in two private-use characters before, as
-transformers' `sanitize_control_tokens` does, and encoded as mere text afterwards. A conversation
-without any is rendered as it is.
+A rendered conversation is one text, in which a template's own control tokens and a user's look
+alike. So the user's are wrapped in two private-use characters before, as transformers'
+`sanitize_control_tokens` does, and encoded as plain text afterwards. A conversation without any is
+rendered unchanged.
 """
 
 import re
@@ -13,40 +13,38 @@ from services.common.json_values import Json
 
 __all__ = ["MarkedText", "Marker"]
 
-_FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD  # a plane for private use
+_FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD  # private use plane
 
 
 class MarkedText:
-    """Reads what a template made of marked strings."""
+    """Reader of the text that a template rendered from marked strings."""
 
     def __init__(self, marks: str, tokens: str) -> None:
-        """`marks` are the two that were used, "" for none; `tokens` is a pattern of all control
-        tokens."""
+        """`marks` are the two marks, or ""; `tokens` is a pattern of all control tokens."""
         self._marks = marks
         self._pattern = re.compile(f"{marks[0]}({tokens}){marks[1]}|[{marks}]") if marks else None
 
     def plain(self, text: str) -> str:
-        """The text without marks."""
+        """Return the text without marks."""
         return text.translate(dict.fromkeys(map(ord, self._marks))) if self._marks else text
 
     def parts(self, text: str) -> list[tuple[str, bool]]:
-        """The text in parts, each with whether it is a control token that a user wrote. A mark that
-        the template tore from its token still parts the text."""
+        """Return the text split at marks, each part with whether it is a user's control token."""
         if self._pattern is None:
             return [(text, False)]
-        # the text between matches at even places, what the group matched at odd ones
+        # text between matches at even places, matches of the group at odd ones
         pieces = self._pattern.split(text)
         return [(piece, place % 2 == 1) for place, piece in enumerate(pieces) if piece]
 
 
 class Marker:
-    """The control tokens of one vocabulary."""
+    """Finder of the control tokens of one vocabulary."""
 
     def __init__(self, control_tokens: Collection[str]) -> None:
         longest_first = sorted(control_tokens, key=len, reverse=True)
         self._tokens = "|".join(map(re.escape, longest_first)) or "(?!)"
         first = "".join(re.escape(character) for character in {token[0] for token in longest_first})
-        # most places are none of these characters: the many alternatives are not tried there
+        # a lookahead spares most places the trial of many alternatives
         self._pattern = re.compile(f"(?=[{first}])(?:{self._tokens})" if first else "(?!)")
         self._beginnings = frozenset(
             token[:size] for token in control_tokens for size in range(1, len(token))
@@ -54,8 +52,7 @@ class Marker:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def mark(self, value: Json) -> tuple[Json, MarkedText]:
-        """The value with its control tokens marked, keys too, and the reader of what a template
-        makes of it."""
+        """Return the value with marks around control tokens, and the reader of its rendering."""
         if not any(map(self._needs_mark, _strings(value))):
             return value, MarkedText("", self._tokens)
         used = frozenset().union(*_strings(value))
@@ -72,7 +69,7 @@ class Marker:
         return self._pattern.search(text) is not None or self._begins_token(text)
 
     def _begins_token(self, text: str) -> bool:
-        """Whether the text ends in the beginning of a control token, whose rest could follow."""
+        """Return whether the text ends with the beginning of a control token."""
         sizes = range(1, min(self._longest, len(text)) + 1)
         return any(text[-size:] in self._beginnings for size in sizes)
 

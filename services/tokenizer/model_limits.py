@@ -1,16 +1,16 @@
-"""What requests may ask for: the engine's model and limits, and this service's own."""
+"""Limits and capabilities of the served model."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from tokenwire.pb.engine.v1 import engine_pb2
 
-__all__ = ["Limits"]
+__all__ = ["ModelLimits"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """All that validation and planning need to know. Lengths are in tokens."""
+class ModelLimits:
+    """The engine's model and limits, lowered to this service's settings. Lengths are in tokens."""
 
     model: str
     system_fingerprint: str
@@ -23,4 +23,4 @@ class Limits:
     max_sequences: int
     max_stop_strings: int
     appends_suffix: bool
-    """Whether a suffix is appended on models without infill; it is refused otherwise."""
+    """Whether a suffix is appended, rather than refused, if the model can't infill."""

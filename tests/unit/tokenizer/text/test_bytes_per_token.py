@@ -1,4 +1,4 @@
-"""A text that fits is never taken for one that is too long, whatever tokenizers do to texts."""
+"""Lower bound of a text's tokens: it never exceeds the true number, with any tokenizer."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tokenizers import (
 from services.tokenizer.text.vocabulary import Vocabulary
 from tests.unit.tokenizer.checkpoints import byte_fallback, byte_level, write_checkpoint
 
-# characters that normal forms shorten, text of long tokens, and what tokenizers treat apart
+# characters that normal forms shorten, texts of long tokens, special cases of tokenizers
 _PARTS = ["a", " ", "\n", "▁", "é", "e\u0301", "\u212a", "\u1100\u1161\u11a8", "\U0001d400", "😀"]
 _PARTS += ["\u0390", "<s>", "</s>", "K", "def", " return", "(:)", "字", "\u0308", "<b c>"]
 _TEXTS = st.lists(st.one_of(st.sampled_from(_PARTS), st.text(max_size=3)), max_size=30)
@@ -61,15 +61,15 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @given(_TEXTS)
-def test_a_text_has_no_fewer_tokens_than_is_said(kind: Vocabulary, parts: list[str]) -> None:
+def test_text_has_at_least_the_bound_in_tokens(kind: Vocabulary, parts: list[str]) -> None:
     text = "".join(parts)
     assert kind.least_tokens(text, 2**31) <= len(kind.encode(text, add_special_tokens=False))
     assert kind.least_tokens(text, 2**31) <= len(kind.encode_plain(text))
     assert kind.least_tokens(text, 2**31) <= len(kind.encode_parts([("a", False), (text, True)]))
 
 
-def test_the_longest_token_alone_counts_for_one(embedded_model: Path) -> None:
-    """The bound is as tight as it can be: else long texts would be worked on after all."""
+def test_text_of_the_longest_token_counts_as_one_token(embedded_model: Path) -> None:
+    """The bound is tight, so that texts that are too long are refused before encoding."""
     vocabulary = Vocabulary(embedded_model)
     longest = max(vocabulary.full_table.pieces, key=len)
     assert vocabulary.bytes_per_token == len(longest)
@@ -96,8 +96,8 @@ def _dropping(kind: str) -> Tokenizer:
     return tokenizer
 
 
-def test_where_text_may_vanish_a_token_is_taken_for_much_more(tmp_path: Path) -> None:
-    """No bound holds there: blanks that a token strips are text without tokens."""
+def test_bound_is_much_larger_if_the_tokenizer_may_drop_text(tmp_path: Path) -> None:
+    """No bound holds then: blanks that a token strips are text without tokens."""
     plain = Vocabulary(write_checkpoint(tmp_path / "plain", byte_level())).bytes_per_token
     for kind in ("stripping token", "normalizer", "pattern", "pre-tokenizer", "unknown"):
         vocabulary = Vocabulary(write_checkpoint(tmp_path / kind, _dropping(kind)))

@@ -1,4 +1,4 @@
-"""Prompts: from text or ids to the ids that the engine sees, and to the text that echo returns."""
+"""Encoding of prompts: text or ids in, the engine's ids and the echoed texts out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,29 +17,28 @@ __all__ = [
     "PromptPolicy",
     "encode_prompt",
     "kept_tokens",
-    "overlong",
+    "prompt_too_long",
     "split_by_tokens",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt as the engine sees it."""
+    """A prompt as the engine gets it."""
 
     ids: Sequence[int]
     texts: Sequence[str]
-    """What each id adds to the echoed text. Empty without echo."""
+    """Text that each id adds to the echo; empty without echo."""
     ended_texts: Sequence[str]
-    """The same where nothing is generated: a character that the ids leave unfinished is U+FFFD,
-    added by the id that began it."""
+    """The same if nothing is generated: the id that begins an unfinished character adds U+FFFD."""
     table: TokenTable
-    """How the echo decodes ids."""
+    """Texts of the echoed ids."""
     is_infill: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPolicy:
-    """What becomes of prompts, and of those that leave no room. Lengths are in tokens."""
+    """Treatment of prompts, and of prompts that are too long. Lengths are in tokens."""
 
     context_length: int
     max_tokens: int
@@ -49,46 +48,45 @@ class PromptPolicy:
     infill: InfillTemplate | None
     suffix: str | None
     keep: int | None = None
-    """The end of each prompt that is kept: None = all of it. At most `longest`."""
+    """Tokens at the end of each prompt to keep, at most `longest`; None for all."""
 
     @property
     def cuts(self) -> bool:
-        """Whether a prompt that is too long is cut instead of refused."""
+        """Whether a prompt that is too long is cut, instead of refused."""
         return self.truncate or self.keep is not None
 
     @property
     def most(self) -> int:
-        """The longest prompt that stays as it is."""
+        """Length of the longest prompt that is not cut."""
         return self.longest if self.keep is None else self.keep
 
     @property
     def cut_to(self) -> int:
-        """What a longer prompt is cut to."""
+        """Length that a longer prompt is cut to."""
         return self.longest_truncated if self.keep is None else self.keep
 
     @property
     def longest(self) -> int:
-        """The longest prompt that leaves room for one token, where one is wanted."""
+        """Length of the longest prompt that leaves room for a token, if one is requested."""
         return self.context_length - min(1, self.max_tokens)
 
     @property
     def longest_truncated(self) -> int:
-        """What a prompt is cut to: room for max_tokens is left, or half the context for a
-        max_tokens that fits none."""
+        """Length that leaves room for max_tokens, or half the context if they exceed it."""
         return _with_room(self.context_length, self.max_tokens)
 
 
 def kept_tokens(asked: int, context_length: int, max_tokens: int) -> int:
-    """How many tokens of a prompt truncate_prompt_tokens keeps; -1 leaves room for max_tokens.
+    """Return the number of tokens that truncate_prompt_tokens keeps; -1 leaves max_tokens free.
 
-    Raises OUT_OF_RANGE where so many leave no room for output.
+    Raises OUT_OF_RANGE if so many tokens leave no room for output.
     """
     longest = context_length - min(1, max_tokens)
     if asked > longest:
         raise _too_long(
             "truncate_prompt_tokens",
-            f"truncate_prompt_tokens must be at most {longest:,}, for which the context length of "
-            f"{context_length:,} has room, got {asked:,}. Use -1 to keep what fits.",
+            f"truncate_prompt_tokens must be at most {longest:,} with a context length of "
+            f"{context_length:,}, got {asked:,}. Use -1 to keep what fits.",
         )
     return _with_room(context_length, max_tokens) if asked == -1 else asked
 
@@ -96,9 +94,9 @@ def kept_tokens(asked: int, context_length: int, max_tokens: int) -> int:
 def encode_prompt(
     vocabulary: Vocabulary, prompt: completion_pb2.Prompt, field: str, policy: PromptPolicy
 ) -> EncodedPrompt:
-    """Raises INVALID_ARGUMENT for a prompt without ids, OUT_OF_RANGE for one that is too long.
+    """Encode the prompt at the path `field` of the request.
 
-    field: the path of the prompt.
+    Raises INVALID_ARGUMENT for a prompt without ids, OUT_OF_RANGE for one that is too long.
     """
     is_text = prompt.WhichOneof("prompt") == "text"
     field += ".text" if is_text else ".token_ids.ids"
@@ -121,8 +119,7 @@ def encode_prompt(
 
 
 def split_by_tokens(text: str, encoding: TextEncoding) -> list[str]:
-    """The text, cut into what each token adds: a character that several tokens spell belongs to
-    the last of them, a token that the tokenizer added has ""."""
+    """Return the text that each token adds; the last token that spells a character adds it."""
     places = [place for place, added in enumerate(encoding.is_added) if not added]
     texts = [""] * len(encoding.ids)
     begin = 0
@@ -135,8 +132,8 @@ def split_by_tokens(text: str, encoding: TextEncoding) -> list[str]:
     return texts
 
 
-def overlong(field: str, count: str, context_length: int, max_tokens: int) -> ServiceError:
-    """OUT_OF_RANGE for a prompt of `count` tokens; lengths are in tokens."""
+def prompt_too_long(field: str, count: str, context_length: int, max_tokens: int) -> ServiceError:
+    """Return the OUT_OF_RANGE error for a prompt of `count` tokens. Lengths are in tokens."""
     return _too_long(
         field,
         f"The prompt has {count} tokens; the context length is {context_length:,}"
@@ -148,7 +145,7 @@ def _of_ids(vocabulary: Vocabulary, ids: Sequence[int], policy: PromptPolicy) ->
     table = vocabulary.full_table
     texts = vocabulary.decode(ids, skip_special_tokens=False) if policy.echo else []
     ended = texts
-    if policy.echo and table.texts[ids[-1]] is None:  # it may end within a character
+    if policy.echo and table.texts[ids[-1]] is None:  # it may end inside a character
         texts = vocabulary.decode(ids, skip_special_tokens=False, flush=False)
     return EncodedPrompt(ids, texts, ended, table, is_infill=False)
 
@@ -157,7 +154,7 @@ def _encode_text(
     vocabulary: Vocabulary, text: str, field: str, policy: PromptPolicy
 ) -> EncodedPrompt:
     if _surely_exceeds(vocabulary.least_tokens(text, policy.most), field, policy):
-        text = vocabulary.end(text, policy.most + 1)  # too many still: they are cut below
+        text = vocabulary.end(text, policy.most + 1)  # one token too many, so that it is cut below
     texts: list[str] = []
     if policy.echo:
         encoding = vocabulary.encode_with_offsets(text)
@@ -166,7 +163,7 @@ def _encode_text(
         ids = vocabulary.encode(text)
     if not ids:
         if vocabulary.bos_id is None:
-            message = "The prompt has no tokens, and the model has no BOS to stand for it."
+            message = "The prompt has no tokens, and the model has no BOS token to use instead."
             raise invalid(field, message)
         ids, texts = [vocabulary.bos_id], [text] if policy.echo else []
     head = 1 if vocabulary.adds_bos else 0
@@ -188,7 +185,7 @@ def _encode_infill(
     least_before = max(vocabulary.least_tokens(text, most), len(ids_before))
     least_after = vocabulary.least_tokens(suffix, most)
     if _surely_exceeds(least_before + template.control_count + least_after, field, policy):
-        # one token more than there is room for: it is still seen that there are too many
+        # keep one token too many, so that the prompt is cut below
         if least_before > most:
             text = vocabulary.end(text, most + 1)
         if least_after > most:
@@ -205,21 +202,21 @@ def _encode_infill(
 
 
 def _surely_exceeds(least: int, field: str, policy: PromptPolicy) -> bool:
-    """Whether a prompt of at least so many tokens is to be cut: told before it is encoded."""
+    """Return whether a prompt of at least `least` tokens must be cut, before it is encoded."""
     if least <= policy.most:
         return False
     if policy.cuts:
         return True
-    raise overlong(field, f"at least {least:,}", policy.context_length, policy.max_tokens)
+    raise prompt_too_long(field, f"at least {least:,}", policy.context_length, policy.max_tokens)
 
 
 def _check_length(length: int, field: str, policy: PromptPolicy) -> int:
-    """How many ids must be cut from the prompt."""
+    """Return the number of ids to cut from a prompt of `length` ids."""
     if length <= policy.most:
         return 0
     if policy.cuts:
         return length - policy.cut_to
-    raise overlong(field, f"{length:,}", policy.context_length, policy.max_tokens)
+    raise prompt_too_long(field, f"{length:,}", policy.context_length, policy.max_tokens)
 
 
 def _with_room(context_length: int, max_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Conversations: what is wrong with one, and how its messages look to a chat template."""
+"""Messages of a conversation: validation, and the form that a chat template takes."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["TemplateFacts", "check_messages", "template_messages"]
 
-_SHORT_ID = 9  # characters of a call's id, in templates that insist (Mistral)
+_SHORT_ID = 9  # characters of a call's id in Mistral's templates
 _ROLES: Mapping["completion_pb2.Role.ValueType", str] = {
     completion_pb2.ROLE_SYSTEM: "system",
     completion_pb2.ROLE_DEVELOPER: "developer",
@@ -24,30 +24,30 @@ _ROLES: Mapping["completion_pb2.Role.ValueType", str] = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What a template expects of messages, where templates differ."""
+    """Expectations that differ between templates."""
 
     knows_developer: bool = False
-    """Else a developer speaks as system."""
+    """Whether there is a role for developers, who are "system" otherwise."""
     takes_parts: bool = False
-    """A content is a list of parts rather than a string."""
+    """Whether a content is a list of parts instead of a string."""
     empty_content: str | None = None
-    """The content of a message that only calls tools; that of other empty ones is ""."""
+    """Content of a message that only calls tools; that of other empty messages is ""."""
     arguments_are_text: bool = False
-    """Those of calls are JSON text rather than objects."""
+    """Whether arguments of calls are JSON text instead of objects."""
     keeps_broken_arguments: bool = False
-    """Text in place of an object is written as it is."""
+    """Whether arguments that are no object are written as their text."""
     short_ids: bool = False
-    """The id of a call has nine letters and digits."""
+    """Whether the id of a call must have nine letters and digits."""
 
 
 def check_messages(
     messages: Sequence[completion_pb2.Message], model: str, *, continues_last: bool
 ) -> None:
-    """Raises INVALID_ARGUMENT for the first thing that is wrong."""
+    """Raise INVALID_ARGUMENT for the first wrong field."""
     if not messages:
-        raise invalid("messages", "At least one message is needed.")
+        raise invalid("messages", "A conversation must have at least one message.")
     if len(messages) > MAX_MESSAGES:
-        raise invalid("messages", f"At most {MAX_MESSAGES:,} messages are taken.")
+        raise invalid("messages", f"A conversation must have at most {MAX_MESSAGES:,} messages.")
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]", model)
     last = messages[-1]
@@ -55,14 +55,15 @@ def check_messages(
         last.role != completion_pb2.ROLE_ASSISTANT or last.tool_calls or not last.parts
     ):
         raise invalid(
-            "continue_last_message", "Only a message of the assistant with content is continued."
+            "continue_last_message",
+            "The last message must be the assistant's, with content and without tool calls.",
         )
 
 
 def template_messages(
     messages: Sequence[completion_pb2.Message], facts: TemplateFacts
 ) -> list[Json]:
-    """The messages as transformers' templates take them. They were checked."""
+    """Return valid messages in the form of transformers' templates."""
     callers: dict[str, str] = {}  # names of tools by the ids of their calls
     written: list[Json] = []
     for message in messages:
@@ -75,11 +76,11 @@ def template_messages(
 def _check_message(message: completion_pb2.Message, field: str, model: str) -> None:
     role = _ROLES.get(message.role)
     if role is None:
-        raise invalid(f"{field}.role", f"A role is one of {', '.join(_ROLES.values())}.")
+        raise invalid(f"{field}.role", f"A role must be one of {', '.join(_ROLES.values())}.")
     if not message.parts and role != "assistant":
-        raise invalid(f"{field}.parts", "A message needs content.")
+        raise invalid(f"{field}.parts", "A message must have content.")
     if len(message.parts) > MAX_MESSAGE_PARTS:
-        raise invalid(f"{field}.parts", f"A message has at most {MAX_MESSAGE_PARTS:,} parts.")
+        raise invalid(f"{field}.parts", f"A message must have at most {MAX_MESSAGE_PARTS:,} parts.")
     for index, part in enumerate(message.parts):
         kind = part.WhichOneof("part")
         if kind is None:
@@ -87,28 +88,29 @@ def _check_message(message: completion_pb2.Message, field: str, model: str) -> N
         if kind == "image_url":
             raise invalid(
                 f"{field}.parts[{index}].image_url",
-                f"{model} is a text-only model: it takes no images.",
+                f"{model} is a text-only model: leave out images.",
             )
     if message.tool_calls and role != "assistant":
-        raise invalid(f"{field}.tool_calls", "Only the assistant calls tools.")
+        raise invalid(f"{field}.tool_calls", "Only the assistant can call tools.")
     if len(message.tool_calls) > MAX_TOOL_CALLS:
-        raise invalid(f"{field}.tool_calls", f"A message has at most {MAX_TOOL_CALLS} calls.")
+        raise invalid(f"{field}.tool_calls", f"A message must have at most {MAX_TOOL_CALLS} calls.")
     for index, call in enumerate(message.tool_calls):
         place = f"{field}.tool_calls[{index}]"
         if not call.id:
-            raise invalid(f"{place}.id", "A call needs its id.")
+            raise invalid(f"{place}.id", "A call must have an id.")
         if not call.name:
-            raise invalid(f"{place}.name", "A call needs the name of its tool.")
+            raise invalid(f"{place}.name", "A call must have the name of its tool.")
         if len(call.arguments_json) > MAX_ARGUMENTS:
             raise invalid(
-                f"{place}.arguments_json", f"Arguments have at most {MAX_ARGUMENTS:,} characters."
+                f"{place}.arguments_json",
+                f"Arguments must have at most {MAX_ARGUMENTS:,} characters.",
             )
     if message.reasoning and role != "assistant":
-        raise invalid(f"{field}.reasoning", "Only the assistant reasons.")
+        raise invalid(f"{field}.reasoning", "Only the assistant can have reasoning.")
     if role == "tool" and not message.tool_call_id:
-        raise invalid(f"{field}.tool_call_id", "A tool's answer needs the id of its call.")
+        raise invalid(f"{field}.tool_call_id", "A tool's answer must have the id of its call.")
     if role != "tool" and message.tool_call_id:
-        raise invalid(f"{field}.tool_call_id", "Only a tool answers a call.")
+        raise invalid(f"{field}.tool_call_id", "Only a tool can answer a call.")
 
 
 def _written(
@@ -147,8 +149,7 @@ def _content(message: completion_pb2.Message, facts: TemplateFacts) -> Json:
 
 
 def _arguments(call: completion_pb2.ToolCall, facts: TemplateFacts) -> Json:
-    """An object or its text, as the template wants it. Text that is no object stays as it is,
-    unless the template needs an object."""
+    """Return the arguments in the template's form; text that is no object stays if it may."""
     text = call.arguments_json
     if facts.arguments_are_text:
         return text or "{}"
@@ -159,7 +160,7 @@ def _arguments(call: completion_pb2.ToolCall, facts: TemplateFacts) -> Json:
 
 
 def _call_id(call_id: str, facts: TemplateFacts) -> str:
-    """The id, or what is left of it where the template allows only so much."""
+    """Return the id, cut and padded if the template needs short ids."""
     if not facts.short_ids:
         return call_id
     return re.sub(r"[^A-Za-z0-9]", "", call_id)[-_SHORT_ID:].rjust(_SHORT_ID, "0")
