@@ -21,7 +21,7 @@ import torch
 from benchmarks.prompts import Prompts
 from benchmarks.scenarios import ClosedLoop, Workload
 from services.engine.batch.step_batch import StepBatch
-from services.engine.execution.model_runner import ModelRunner, StepRoom
+from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.kernels.library import Kernel, OperationCall
 from services.engine.loop import step_loop
 from services.engine.loop.requests import LoopLimits
@@ -42,7 +42,7 @@ from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.loader import load_model, resolve_dtype
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.operators.recording import Recording
-from services.engine.sampling import sample
+from services.engine.sampling.sampler import sample
 from services.engine.scheduling.block_pool import BlockPool, hash_block
 from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
@@ -98,7 +98,7 @@ class Engine:
             speculate=speculate,
         )
         self._pool = BlockPool(num_blocks)
-        room = StepRoom(
+        room = StepCapacity(
             settings.max_step_tokens + settings.max_running,
             settings.max_running,
             -(-decoder.spec.context_length // self._block_size),

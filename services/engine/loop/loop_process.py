@@ -17,7 +17,7 @@ from typing import NoReturn
 from services.common import logging as service_logging
 from services.common.settings import StartupError
 from services.engine.execution.loaded_model import LoadedModel, load
-from services.engine.execution.model_runner import ModelRunner, StepRoom, most_logits
+from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
 from services.engine.framing import Unpacker, pack
 from services.engine.loop.requests import LoopLimits
 from services.engine.loop.step_loop import StepLoop
@@ -84,7 +84,7 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
             block_size=cache.block_size,
             rows_at_once=decoder.rows_at_once,
             speculate=settings.speculate == "ngram",
-            most_logits=most_logits(settings.max_running),
+            max_logit_rows=max_logit_rows(settings.max_running),
         ),
         BlockPool(model.num_blocks),
     )
@@ -115,7 +115,7 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
     return loop, description, model.team
 
 
-def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepRoom | None:
+def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
     """What decode steps hold at most, where they run as CUDA graphs.
 
     Of several ranks none does: a graph would leave out what the host tells the others.
@@ -124,7 +124,8 @@ def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepRoom | None
     if decoder.device.type != "cuda" or not decoder.is_capturable or not model.team.rank.is_alone:
         return None
     blocks = -(-decoder.spec.context_length // decoder.block_size)
-    return StepRoom(settings.max_step_tokens + settings.max_running, settings.max_running, blocks)
+    tokens = settings.max_step_tokens + settings.max_running
+    return StepCapacity(tokens, settings.max_running, blocks)
 
 
 class _MessageSocket:

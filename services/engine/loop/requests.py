@@ -124,7 +124,7 @@ class Requests:
                 self._starve(sequence, self._clock())
         mu: float | None = None
         if sequence.mirostat is not None:
-            sequence.mirostat.keep()
+            sequence.mirostat.commit()
             mu = sequence.mirostat.mu
         self.report(Token(request.command.handle, sequence.index, position, token, score, mu))
         self._end_if_done(sequence, token)

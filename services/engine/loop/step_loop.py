@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.engine.execution.model_runner import SCORED_ROWS, Drawn, ModelRunner
+from services.engine.execution.model_runner import SCORED_ROWS, DeviceTokens, ModelRunner
 from services.engine.loop.requests import LoopLimits, Requests
 from services.engine.messages import (
     Command,
@@ -23,16 +23,11 @@ from services.engine.messages import (
     ScoredPrompt,
     StepOutput,
 )
-from services.engine.sampling import (
-    NOTHING_ALLOWED,
-    Ahead,
-    Row,
-    argmax,
-    narrowed,
-    only_numbers,
-    sample,
-    score,
-)
+from services.engine.sampling.bad_words import intersect_masks
+from services.engine.sampling.pending_tokens import PendingTokens
+from services.engine.sampling.row import NOTHING_ALLOWED, Row
+from services.engine.sampling.sampler import argmax, reject_nan, sample
+from services.engine.sampling.score import score
 from services.engine.scheduling.scheduler import Scheduler, StepPlan
 from services.engine.scheduling.sequence import Sequence, SequenceState
 
@@ -85,15 +80,16 @@ class _Flight:
 
     plan: StepPlan
     draws: list[_Draw]
-    tokens: Ahead
+    tokens: PendingTokens
     began: float
 
     @property
-    def drawn(self) -> Drawn | None:
+    def drawn(self) -> DeviceTokens | None:
         """The newest tokens of its sequences, where the next step finds them."""
         if not self.draws:
             return None
-        return Drawn(self.tokens.taken, {draw.sequence: i for i, draw in enumerate(self.draws)})
+        indices = {draw.sequence: i for i, draw in enumerate(self.draws)}
+        return DeviceTokens(self.tokens.on_device, indices)
 
 
 class StepLoop:
@@ -283,7 +279,7 @@ class StepLoop:
             logits, rows = torch.empty((0, 1), device=self._runner.device), []
         elif not all(draw.sequence.is_plainly_greedy for draw in draws):
             rows = [self._row(draw) for draw in draws]
-        tokens = Ahead(logits, rows)
+        tokens = PendingTokens(logits, rows)
         for draw in draws:
             draw.sequence.in_flight += 1
         return _Flight(plan, draws, tokens, began)
@@ -475,7 +471,7 @@ class StepLoop:
             rows = [self._row(draw) for draw in draws]
             tokens = sample(logits, rows)
         scores = self._scores(draws, logits, tokens)
-        tokens = only_numbers(logits, tokens)
+        tokens = reject_nan(logits, tokens)
         for i, row in enumerate(rows):
             if row.allows_nothing:
                 tokens[i] = NOTHING_ALLOWED
@@ -515,16 +511,16 @@ class StepLoop:
             eos = () if stopping.ignore_eos else self._limits.eos_token_ids
             banned = (*eos, *stopping.stop_token_ids)
         if sequence.penalties is not None:
-            sequence.penalties.follow(sequence.tokens)
+            sequence.penalties.update(sequence.tokens)
         sampling = sequence.request.command.sampling
         mask = sequence.mask.allows_at(draw.position) if sequence.mask is not None else None
         forbidden: Items[int] = ()
         if sampling.limits_ids:
             words = sequence.request.bad_words
             if words is not None:
-                forbidden = words.completing(sequence.tokens[sequence.prompt_length :])
+                forbidden = words.forbidden_after(sequence.tokens[sequence.prompt_length :])
             if mask is not None or sampling.allowed is not None:
-                mask, forbidden = narrowed(mask, sampling.allowed, forbidden), ()
+                mask, forbidden = intersect_masks(mask, sampling.allowed, forbidden), ()
         return Row(
             sampling,
             sequence.index,

@@ -1,4 +1,4 @@
-"""What the model itself thinks of tokens."""
+"""Log-probabilities, ranks and top candidates of tokens under the model's own logits."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ __all__ = ["score"]
 
 
 def score(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:
-    """Score one id per row, and report the `width` most likely ids, or all where there are fewer.
+    """Score one id per row, with the row's `width` most likely ids, or the whole vocabulary.
 
-    logits: float32 [rows, vocabulary]. Logprobs are the log-softmax of these logits. On a CPU, one
-    of our kernels does it.
+    logits: float32 [rows, vocabulary]. Logprobs are the log-softmax of these logits. On a CPU a
+    native kernel computes them.
     """
     width = min(width, logits.shape[1])
     if native is not None and logits.device.type == "cpu":

@@ -58,7 +58,7 @@ class SchedulerLimits:
     """A product of fewer rows takes as long as one of so many: steps are filled up to a multiple"""
     speculate: bool = False
     """Whether tokens are guessed"""
-    most_logits: int = 256
+    max_logit_rows: int = 256
     """Rows of a step whose logits there is memory for"""
 
 
@@ -438,7 +438,7 @@ class Scheduler:
 
     def _forced_room(self) -> int:
         """Forced tokens that each stream may have computed at once, beside its newest one."""
-        return min(_MOST_FORCED, self.limits.most_logits // len(self.running) - 1)
+        return min(_MOST_FORCED, self.limits.max_logit_rows // len(self.running) - 1)
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         """Guesses for what follows the newest token, with blocks for them; none without."""

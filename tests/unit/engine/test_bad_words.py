@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from services.engine.messages import Finished, Refused, SamplingSettings, Token
 from services.engine.model.decoder import Decoder
-from services.engine.sampling import BadWords, Row, narrowed, sample
+from services.engine.sampling.bad_words import BadWords, intersect_masks
+from services.engine.sampling.row import Row
+from services.engine.sampling.sampler import sample
 from tests.unit.engine.test_constrained import generate
 from tests.unit.engine.tiny import (
     EOS,
@@ -43,7 +45,7 @@ def test_a_word_is_completed_where_its_beginning_was_just_generated(
         if len(word) <= len(generated) + 1 and [*generated, word[-1]][-len(word) :] == word
     }
     found = BadWords(words)
-    assert {*found.completing(np.array(generated, dtype=np.int32))} == expected
+    assert {*found.forbidden_after(np.array(generated, dtype=np.int32))} == expected
     assert found.looks_back == any(len(word) > 1 for word in words)
 
 
@@ -57,7 +59,7 @@ def test_a_narrowed_mask_holds_what_all_allow(
 ) -> None:
     mask = None if grammar is None else mask_of(grammar).rstrip(b"\0")
     expected = allowed.difference(forbidden) & (allowed if grammar is None else grammar)
-    assert narrowed(mask, mask_of(allowed), forbidden) == mask_of(expected).rstrip(b"\0")
+    assert intersect_masks(mask, mask_of(allowed), forbidden) == mask_of(expected).rstrip(b"\0")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -166,7 +168,7 @@ def test_a_grammar_is_followed_within_the_limits_or_the_request_fails(
     assert not any(has_run(tokens, word) for word in words)
     if isinstance(at_once[-1], Refused):
         place = len(tokens)
-        forbidden = BadWords(words).completing(np.array(tokens, dtype=np.int32))
+        forbidden = BadWords(words).forbidden_after(np.array(tokens, dtype=np.int32))
         assert not (grammar[place] & limit).difference(forbidden)
         assert at_once[-1].code == "INVALID_ARGUMENT"
         assert at_once[-1].field == "sampling.allowed_token_ids"

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.messages import MirostatSettings, SamplingSettings
-from services.engine.sampling import Mirostat, Row, sample
+from services.engine.sampling.mirostat import Mirostat
+from services.engine.sampling.row import Row
+from services.engine.sampling.sampler import sample
 from tests.unit.engine.reference import probabilities
 
 

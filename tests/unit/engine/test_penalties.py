@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.messages import DrySettings, LogitBias, SamplingSettings
-from services.engine.sampling import Penalties, Row, sample
-from services.engine.sampling.adjust import adjust
+from services.engine.sampling.adjustments import adjust
 from services.engine.sampling.dry import Repetitions
+from services.engine.sampling.penalties import Penalties
+from services.engine.sampling.row import Row
+from services.engine.sampling.sampler import sample
 from tests.unit.engine.reference import SoFar, adjusted, dry_penalties
 
 VOCABULARY = 24
@@ -53,7 +55,7 @@ def make_row(sampling: SamplingSettings, so_far: SoFar, position: int = 0) -> Ro
         penalties = Penalties(sampling, len(so_far.prompt))
         tokens = np.array([*so_far.prompt, *so_far.generated], dtype=np.int32)
         for length in range(len(so_far.prompt), len(tokens) + 1):
-            penalties.follow(tokens[:length])
+            penalties.update(tokens[:length])
     mask = None if so_far.allowed is None else make_mask(list(so_far.allowed))
     return Row(sampling, 0, position, tuple(so_far.banned), mask, penalties)
 
@@ -112,7 +114,7 @@ def test_dry_follows_a_sequence_from_any_beginning(
     ids = np.array(tokens, dtype=np.int32)
     repetitions = Repetitions(dry)
     for length in range(min(begin, len(tokens)), len(tokens) + 1):
-        repetitions.follow(ids[:length])
+        repetitions.update(ids[:length])
     losses: dict[int, float] = {}
     for token, loss in zip(*repetitions.penalties(ids), strict=True):
         losses[int(token)] = max(losses.get(int(token), 0.0), float(loss))
@@ -123,7 +125,7 @@ def test_dry_by_hand() -> None:
     """After 1 2 3 … 1 2, a 3 would go on with a repetition of two tokens."""
     repetitions = Repetitions(DrySettings(1.0, 2.0, 2, frozenset()))
     tokens = np.array([1, 2, 3, 9, 1, 2], dtype=np.int32)
-    repetitions.follow(tokens)
+    repetitions.update(tokens)
     assert [column.tolist() for column in repetitions.penalties(tokens)] == [[3], [1.0]]
 
 

@@ -1,7 +1,6 @@
 """A wrong sampler still produces text; only its statistics give it away."""
 
 import math
-import sys
 from array import array
 from collections.abc import Iterator
 
@@ -14,7 +13,13 @@ from torch import Tensor
 
 from services.engine.kernels.library import InstructionSet, limit_instruction_set, native
 from services.engine.messages import DrySettings, LogitBias, MirostatSettings, SamplingSettings
-from services.engine.sampling import Mirostat, Penalties, Row, sample, score, uniform
+from services.engine.sampling import sampler
+from services.engine.sampling import score as score_module
+from services.engine.sampling.mirostat import Mirostat
+from services.engine.sampling.penalties import Penalties
+from services.engine.sampling.row import Row, uniform
+from services.engine.sampling.sampler import sample
+from services.engine.sampling.score import score
 from tests.unit.engine.reference import SoFar, adjusted, probabilities
 
 
@@ -30,8 +35,8 @@ def how(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def without_kernels(patch: pytest.MonkeyPatch) -> None:
-    for module in ("draw", "score"):
-        patch.setattr(sys.modules[f"services.engine.sampling.{module}"], "native", None)
+    for module in (sampler, score_module):
+        patch.setattr(module, "native", None)
 
 
 def make_row(
@@ -91,7 +96,7 @@ def test_drawn_frequencies_follow_the_definition(sampling: SamplingSettings) -> 
     penalties = None
     if sampling.penalises:
         penalties = Penalties(sampling, len(so_far.prompt))
-        penalties.follow(np.array([*so_far.prompt, *so_far.generated], dtype=np.int32))
+        penalties.update(np.array([*so_far.prompt, *so_far.generated], dtype=np.int32))
     if sampling.mirostat is not None:
         mu = Mirostat(sampling.mirostat).mu
     rows = [

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.engine.execution.model_runner import Drawn, ModelRunner
+from services.engine.execution.model_runner import DeviceTokens, ModelRunner
 from services.engine.loop.requests import LoopLimits, Requests
 from services.engine.messages import AddRequest, MirostatSettings, Output, Refused, SamplingSettings
 from services.engine.model.decoder import Decoder
@@ -30,7 +30,7 @@ class FaultyRunner(ModelRunner):
     error: Exception = RuntimeError("The tensor has a bad shape.")
     raises_once = False
 
-    def forward(self, plan: StepPlan, drawn: Drawn | None = None) -> Tensor:
+    def forward(self, plan: StepPlan, drawn: DeviceTokens | None = None) -> Tensor:
         sequences = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
         if any(POISON in sequence.tokens[: sequence.prompt_length] for sequence in sequences):
             raise self.error

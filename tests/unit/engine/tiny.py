@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 from safetensors.torch import save_file
 
-from services.engine.execution.model_runner import ModelRunner, StepRoom
+from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.loop.requests import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
@@ -113,7 +113,7 @@ def make_loop(
         runner(
             decoder,
             decoder.allocate_cache(blocks + 1, block),
-            StepRoom(step_tokens + running, running, CONTEXT // block) if padded else None,
+            StepCapacity(step_tokens + running, running, CONTEXT // block) if padded else None,
         ),
         LoopLimits(frozenset({EOS}), waiting),
         lambda: next(clock),

@@ -448,7 +448,7 @@ def test_scoring_a_prompt_takes_no_credit(decoder: Decoder) -> None:
 
 def test_forced_tokens_take_no_more_rows_than_there_is_memory_for() -> None:
     """They are scored in the step that computes them, each in a row of its own."""
-    limits = SchedulerLimits(8, 256, 2.0, BLOCK, 32, most_logits=16)
+    limits = SchedulerLimits(8, 256, 2.0, BLOCK, 32, max_logit_rows=16)
     scheduler = Scheduler(limits, BlockPool(256))
     command = make_request(1, [[5]], n=8, max_tokens=40, logprobs=0, constrained=True)
     request = Request(command)
