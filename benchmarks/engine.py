@@ -253,7 +253,7 @@ class Engine:
         for index, block in enumerate(blocks):
             start = index * self._block_size
             name = hash_block(name, ids[start : start + self._block_size])
-            self._pool.name(block, name)
+            self._pool.cache(block, name)
         self._pool.release(blocks)
 
 

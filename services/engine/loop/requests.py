@@ -29,7 +29,8 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Prompt, Request, Sequence, SequenceState
+from services.engine.scheduling.sequence import Request, Sequence, SequenceState
+from services.engine.scheduling.token_ids import Prompt
 
 __all__ = ["LoopLimits", "Requests"]
 
@@ -207,7 +208,6 @@ class Requests:
                 prompts[prompt],
                 resumed.get(index),
                 max_tokens[prompt],
-                size,
             )
             request.sequences.append(sequence)
         self._requests[command.handle] = request

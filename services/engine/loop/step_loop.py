@@ -28,8 +28,9 @@ from services.engine.sampling.pending_tokens import PendingTokens
 from services.engine.sampling.row import NOTHING_ALLOWED, Row
 from services.engine.sampling.sampler import argmax, reject_nan, sample
 from services.engine.sampling.score import score
-from services.engine.scheduling.scheduler import Scheduler, StepPlan
+from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Sequence, SequenceState
+from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["StepLoop"]
 
@@ -51,7 +52,7 @@ class _Draw(NamedTuple):
     @property
     def runs_ahead(self) -> bool:
         """Whether it can be drawn before the token in front of it is here."""
-        return self.sequence.runs_ahead and self.sequence.may_draw
+        return self.sequence.request.runs_ahead and self.sequence.may_draw
 
     @property
     def is_next(self) -> bool:
@@ -62,16 +63,24 @@ class _Draw(NamedTuple):
         return self.guess is None or int(sequence.tokens[-1]) == self.guess
 
 
-class _Late(NamedTuple):
-    """The rows of one sequence that could not be drawn from when they were computed."""
+class _HeldRows(NamedTuple):
+    """Rows of one sequence, kept until its mask or credit allows the draws.
+
+    The sequence's `holds_logits` turns False when they are used, or the sequence has moved on.
+    """
 
     draws: Items[_Draw]
     logits: Tensor
-    """float32 [draws, vocabulary]; the sequence's `held_logits` for as long as they are of use"""
+    """float32 [draws, vocabulary]"""
 
     @property
     def sequence(self) -> Sequence:
         return self.draws[0].sequence
+
+    @property
+    def allowed(self) -> Items[_Draw]:
+        """The first draws, which mask and credit allow."""
+        return [d for d in self.draws if d.sequence.may_draw_at(d.position)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +132,7 @@ class StepLoop:
         self._limits = limits
         self._clock = clock
         self._requests = Requests(scheduler, limits, clock)
-        self._late: list[_Late] = []
-        """What keeps its logits until a mask comes, or credit"""
+        self._held: dict[Sequence, _HeldRows] = {}
         self._overlaps = overlaps and not scheduler.limits.speculate
         self._isolates = isolates
         self._flight: _Flight | None = None
@@ -165,7 +173,7 @@ class StepLoop:
                 self._run_apart(plan, error)
         elif self._landing is not None:
             self._settle(self._landing, [])
-        self._draw_late()
+        self._draw_held()
         self._tell_guesses()
         return self.take_output()
 
@@ -244,7 +252,7 @@ class StepLoop:
         _LOG.error("request %d failed", request.command.handle, exc_info=error)
         self._runner.wait()
         if sequence.state is SequenceState.RUNNING:
-            self._scheduler.void(sequence, start)
+            self._scheduler.invalidate(sequence, start)
         self._requests.break_off(request, error)
 
     def take_output(self) -> StepOutput:
@@ -277,7 +285,7 @@ class StepLoop:
         rows = None
         if logits is None:  # only parts of prompts
             logits, rows = torch.empty((0, 1), device=self._runner.device), []
-        elif not all(draw.sequence.is_plainly_greedy for draw in draws):
+        elif not all(draw.sequence.request.is_plainly_greedy for draw in draws):
             rows = [self._row(draw) for draw in draws]
         tokens = PendingTokens(logits, rows)
         for draw in draws:
@@ -317,7 +325,7 @@ class StepLoop:
         """Report the scores of the prompt tokens whose predecessors were computed."""
         end_row = len(plan.decodes)
         for chunk in plan.chunks:
-            end_row += chunk.kept
+            end_row += chunk.num_outputs
             sequence = chunk.sequence
             end = min(chunk.end + 1, sequence.prompt_length)
             width = sequence.request.command.prompt_logprobs
@@ -349,7 +357,7 @@ class StepLoop:
                 draws.append(_Draw(sequence, row, sequence.position + sequence.in_flight))
         last_row = len(plan.decodes) - 1
         for chunk in plan.chunks:
-            last_row += chunk.kept
+            last_row += chunk.num_outputs
             sequence = chunk.sequence
             unfinished = chunk.end - len(chunk.draft) < sequence.length
             if unfinished or sequence.state is SequenceState.FINISHED:
@@ -376,14 +384,14 @@ class StepLoop:
         if not rows:
             return None, None
         may_search = self._runner.finds_most_likely and not self._overlaps
-        if may_search and all(draw.sequence.needs_no_logits for draw in draws):
+        if may_search and all(draw.sequence.request.needs_no_logits for draw in draws):
             return None, self._runner.most_likely(hidden, rows)
         return self._runner.logits(hidden, rows), None
 
     def _draw(self, draws: Items[_Draw], logits: Tensor) -> None:
         """Draw for those that may; the others keep their logits until they may."""
         ready: list[int] = []
-        late: dict[Sequence, list[int]] = {}
+        held: dict[Sequence, list[int]] = {}
         for row, draw in enumerate(draws):
             sequence = draw.sequence
             if sequence.state is SequenceState.FINISHED or draw.position < sequence.position:
@@ -391,73 +399,74 @@ class StepLoop:
             if sequence.may_draw_at(draw.position):
                 ready.append(row)
             elif draw.guess is None:
-                late[sequence] = [row]
-            elif sequence in late:
-                late[sequence].append(row)
-        if late:
-            self._hold(draws, logits, list(late.values()))
+                held[sequence] = [row]
+            elif sequence in held:
+                held[sequence].append(row)
+        if held:
+            self._hold(draws, logits, held)
         if ready:
             some = logits if len(ready) == len(draws) else logits[ready]
             self._advance([draws[row] for row in ready], some)
 
-    def _hold(self, draws: Items[_Draw], logits: Tensor, late: Items[list[int]]) -> None:
+    def _hold(
+        self, draws: Items[_Draw], logits: Tensor, held: Mapping[Sequence, list[int]]
+    ) -> None:
         """Keep a copy of some sequences' rows."""
-        kept = logits[[row for mine in late for row in mine]]
-        for mine in late:
-            held, kept = kept[: len(mine)], kept[len(mine) :]
-            self._late.append(_Late([draws[row] for row in mine], held))
-            draws[mine[0]].sequence.held_logits = held
+        kept = logits[[row for rows in held.values() for row in rows]]
+        for sequence, rows in held.items():
+            self._held[sequence] = _HeldRows([draws[row] for row in rows], kept[: len(rows)])
+            kept = kept[len(rows) :]
+            sequence.holds_logits = True
 
     def _accept_guesses(self, plan: StepPlan) -> None:
         """Count what was computed for guesses that turned out right."""
         for chunk in plan.chunks:
-            if chunk.draft and chunk.sequence.held_logits is None:
+            if chunk.draft and not chunk.sequence.holds_logits:
                 self._scheduler.accept(chunk.sequence, chunk.draft)
 
-    def _draw_late(self) -> None:
+    def _draw_held(self) -> None:
         """Draw for sequences that may, now that their logits were computed in an earlier step."""
-        # those preempted, ended or moved on in the meantime have lost their logits
-        late = [each for each in self._late if each.sequence.held_logits is each.logits]
-        self._late = [each for each in late if not each.sequence.may_draw]
-        ready = [each for each in late if each.sequence.may_draw]
+        held = [rows for sequence, rows in self._held.items() if sequence.holds_logits]
+        self._held = {rows.sequence: rows for rows in held if not rows.sequence.may_draw}
+        ready = [rows for rows in held if rows.sequence.may_draw]
         draws: list[_Draw] = []
         logits: list[Tensor] = []
-        for each in ready:
-            allowed = [d for d in each.draws if each.sequence.may_draw_at(d.position)]
+        for rows in ready:
+            allowed = rows.allowed
             draws += allowed
-            logits.append(each.logits[: len(allowed)])
+            logits.append(rows.logits[: len(allowed)])
         if ready:
             try:
                 self._advance(draws, torch.cat(logits))
             except Exception as error:
                 if not self._isolates:
                     raise
-                self._draw_late_apart(ready, error)
-        for each in ready:
-            guesses = [draw.guess for draw in each.draws if draw.guess is not None]
-            if guesses:
-                self._scheduler.accept(each.sequence, guesses)
+                self._draw_held_apart(ready, error)
+        for rows in ready:
+            draft = [draw.guess for draw in rows.draws if draw.guess is not None]
+            if draft:
+                self._scheduler.accept(rows.sequence, draft)
 
-    def _draw_late_apart(self, ready: Items[_Late], error: Exception) -> None:
+    def _draw_held_apart(self, ready: Items[_HeldRows], error: Exception) -> None:
         """Repeat a draw that raised, a sequence at a time; fail those that raise again."""
         _LOG.error("a draw failed and is repeated sequence by sequence", exc_info=error)
-        for each in ready:
-            if each.sequence.held_logits is not each.logits:
+        for rows in ready:
+            sequence = rows.sequence
+            if not sequence.holds_logits:
                 continue  # it had drawn before the others failed
-            if each.sequence.mirostat is not None:
-                each.sequence.mirostat.roll_back()
-            allowed = [d for d in each.draws if each.sequence.may_draw_at(d.position)]
+            if sequence.mirostat is not None:
+                sequence.mirostat.roll_back()
+            allowed = rows.allowed
             try:
-                self._advance(allowed, each.logits[: len(allowed)])
+                self._advance(allowed, rows.logits[: len(allowed)])
             except Exception as failure:
-                self._fail(each.sequence, each.sequence.num_computed, failure)
+                self._fail(sequence, sequence.num_computed, failure)
 
     def _tell_guesses(self) -> None:
         """Report guesses of constrained sequences: the next step needs the masks along them."""
-        for sequence in self._scheduler.guess_ahead():
-            _, guesses = sequence.guesses
+        for sequence, draft in self._scheduler.report_drafts():
             handle = sequence.request.command.handle
-            self._requests.report(Guessed(handle, sequence.index, list(guesses)))
+            self._requests.report(Guessed(handle, sequence.index, list(draft)))
 
     def _advance(self, draws: Items[_Draw], logits: Tensor) -> None:
         """Draw tokens, report them, and end the sequences that they end.
@@ -465,7 +474,7 @@ class StepLoop:
         logits: float32 [draws, vocabulary].
         """
         rows: list[Row] = []
-        if all(draw.sequence.is_plainly_greedy for draw in draws):
+        if all(draw.sequence.request.is_plainly_greedy for draw in draws):
             tokens = argmax(logits)
         else:
             rows = [self._row(draw) for draw in draws]
@@ -492,7 +501,7 @@ class StepLoop:
             else:
                 self._requests.append(draw.sequence, token, scores.get(i))
         for draw in draws:
-            draw.sequence.leave_guesses()
+            draw.sequence.drop_draft_masks()
 
     def _scores(self, draws: Items[_Draw], logits: Tensor, tokens: Items[int]) -> dict[int, Score]:
         """What was drawn, scored where that was asked for; by row."""

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.scheduling.speculation import DraftWidth, Precedents
+from services.engine.scheduling.speculation import DraftLength, NgramIndex
 
 
 def array(*tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
@@ -12,7 +12,7 @@ def array(*tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
 
 
 def propose(tokens: "np.ndarray[tuple[int], np.dtype[np.int32]]", width: int) -> list[int]:
-    return Precedents().propose(tokens, width)
+    return NgramIndex().propose(tokens, width)
 
 
 def test_what_followed_before_is_guessed() -> None:
@@ -42,13 +42,13 @@ def test_guesses_are_what_followed_an_earlier_run(tokens: list[int], width: int,
     places = [i + 2 for i in range(len(tokens) - 2) if tokens[i : i + 2] == run]
     rounds = [(tokens[place:] * width)[:width] for place in places]
     assert guess in rounds if len(run) == 2 and places else guess == []
-    grown = Precedents()
+    grown = NgramIndex()
     grown.propose(array(*tokens[:cut]), width)
     assert grown.propose(array(*tokens), width) == guess
 
 
 def test_width_grows_with_success_and_rests_after_failure() -> None:
-    width = DraftWidth()
+    width = DraftLength()
     first = width.next()
     width.learn(first, first)
     assert width.next() > first

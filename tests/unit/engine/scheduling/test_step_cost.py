@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
-from services.engine.scheduling.sequence import Prompt, Request
+from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.sequence import Request
 from services.engine.scheduling.sequence import Sequence as TokenSequence
+from services.engine.scheduling.step_plan import StepPlan
+from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import make_request
 
 FACTOR = 2.0
@@ -31,7 +33,7 @@ class Machine:
         self.handles += 1
         ids = [self.handles] * prompt
         request = Request(make_request(self.handles, [ids], max_tokens=output))
-        sequence = TokenSequence(request, 0, Prompt(ids, b"", 32), None, output, 32)
+        sequence = TokenSequence(request, 0, Prompt(ids, b"", 32), None, output)
         self.scheduler.add(sequence)
         return sequence
 
