@@ -1,4 +1,4 @@
-"""A grammar decides what may follow, never when: forced, guessed or late, outputs are the same."""
+"""Constrained output is the same with forced tokens, draft tokens and late masks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +32,7 @@ from tests.unit.engine.tiny import (
     load_tiny,
     make_loop,
     make_request,
+    mask_of,
 )
 
 ALLOWED = st.lists(
@@ -42,9 +43,9 @@ ALLOWED = st.lists(
     min_size=1,
     max_size=24,
 )
-"""What each position of an output may hold; the output ends after them"""
+"""Allowed ids by position; the grammar ends after them"""
 REPEATED = st.one_of(ALLOWED, ALLOWED.map(lambda allowed: 6 * allowed[:4]))
-"""The same, with much to guess right"""
+"""The same with repetition, so that draft tokens are accepted"""
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +55,23 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @dataclass
 class Grammar:
-    """Answers as the grammar service would, after a while."""
+    """Stand-in for the grammar service, whose masks come some steps late."""
 
     allowed: Sequence[set[int]]
     jumps: bool
     lateness: Iterator[int]
     known: dict[int, int] = field(default_factory=dict)
-    """By sequence, the position that was last asked about"""
+    """Last position with a mask, by sequence"""
     due: list[tuple[int, Mask]] = field(default_factory=list)
+    """Masks, and the steps until they come"""
 
     def open(self, request: AddRequest) -> None:
         resumed = {resume.sequence: len(resume.generated) for resume in request.resume}
         for sequence in range(len(request.prompts) * request.n):
             self._answer(sequence, resumed.get(sequence, 0), ())
 
-    def hear(self, outputs: Sequence[Output]) -> None:
-        """What one step brought: all of it comes before the answers."""
+    def take(self, outputs: Sequence[Output]) -> None:
+        """Take in all outputs of one step, then answer."""
         mine = [o for o in outputs if isinstance(o, Token) and o.handle == 1 and o.id != EOS]
         guessed = {o.sequence: o.ids for o in outputs if isinstance(o, Guessed)}
         for sequence, position in {token.sequence: token.position + 1 for token in mine}.items():
@@ -77,7 +79,7 @@ class Grammar:
                 self._answer(sequence, position, guessed.get(sequence, ()))
 
     def masks(self) -> list[Command]:
-        """Those whose time has come."""
+        """Return the masks that are due now."""
         ready = [mask for wait, mask in self.due if wait == 0]
         self.due = [(wait - 1, mask) for wait, mask in self.due if wait > 0]
         return [SetMasks(ready)] if ready else []
@@ -94,15 +96,12 @@ class Grammar:
         for at, guess in enumerate(path, start=end):
             if at + 1 >= len(self.allowed) or guess not in self.allowed[at]:
                 break
-            ahead.append((guess, self._bits(at + 1)))
-        mask = Mask(1, sequence, position, forced, self._bits(end), is_over, ahead)
+            ahead.append((guess, self._mask_at(at + 1)))
+        mask = Mask(1, sequence, position, forced, self._mask_at(end), is_over, ahead)
         self.due.append((next(self.lateness), mask))
 
-    def _bits(self, position: int) -> bytes:
-        bits = bytearray(VOCABULARY // 8)
-        for token in self.allowed[position] if position < len(self.allowed) else {EOS}:
-            bits[token // 8] |= 1 << token % 8
-        return bytes(bits)
+    def _mask_at(self, position: int) -> bytes:
+        return mask_of(self.allowed[position] if position < len(self.allowed) else {EOS})
 
 
 def generate(
@@ -116,7 +115,7 @@ def generate(
     neighbours: int = 0,
     speculate: bool = False,
 ) -> list[Output]:
-    """What the request (handle 1) brings, beside some that are free."""
+    """Return the outputs of the request (handle 1), which runs beside unconstrained ones."""
     loop = make_loop(decoder, blocks=blocks, step_tokens=32, speculate=speculate)
     grammar = Grammar(allowed, jumps, _cycle(lateness))
     free = [make_request(2 + i, [[7 + i, 9]], max_tokens=20) for i in range(neighbours)]
@@ -131,7 +130,7 @@ def generate(
 
     def take(step: StepOutput) -> None:
         outputs.extend(o for o in step.outputs if o.handle == 1)  # type: ignore[union-attr]
-        grammar.hear(step.outputs)
+        grammar.take(step.outputs)
 
     for turn in range(2000):
         take(loop.step(receive))
@@ -140,7 +139,7 @@ def generate(
             commands.append(GrantCredit(1, 2))
         if loop.is_idle:
             return outputs
-    raise AssertionError("the loop never came to rest")
+    raise AssertionError("the loop never became idle")
 
 
 def _cycle(numbers: Sequence[int]) -> Iterator[int]:
@@ -148,12 +147,12 @@ def _cycle(numbers: Sequence[int]) -> Iterator[int]:
         yield from numbers
 
 
-Told: TypeAlias = dict[int, list[tuple[object, ...]]]
+Seen: TypeAlias = dict[int, list[tuple[object, ...]]]
 
 
-def told(outputs: Sequence[Output]) -> tuple[Told, list[float]]:
-    """What a client sees of each choice: tokens and the end, and the numbers that come along."""
-    seen: Told = {}
+def seen_by_client(outputs: Sequence[Output]) -> tuple[Seen, list[float]]:
+    """Return each choice's tokens and end, and all logprobs and mirostat states."""
+    seen: Seen = {}
     numbers: dict[tuple[int, int], list[float]] = {}
     for output in outputs:
         if isinstance(output, Token):
@@ -202,7 +201,7 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
     neighbours=st.integers(0, 2),
 )
 @settings(SAME_EXAMPLES, max_examples=12)
-def test_what_is_forced_guessed_or_late_is_not_to_be_seen(
+def test_forced_and_draft_tokens_and_late_masks_do_not_change_output(
     decoder: Decoder,
     kind: str,
     allowed: list[set[int]],
@@ -224,24 +223,25 @@ def test_what_is_forced_guessed_or_late_is_not_to_be_seen(
         neighbours=neighbours,
         speculate=speculate,
     )
-    (seen, numbers), (expected, their_numbers) = told(at_once), told(one_by_one)
+    seen, numbers = seen_by_client(at_once)
+    expected, expected_numbers = seen_by_client(one_by_one)
     assert seen == expected
-    assert numbers == pytest.approx(their_numbers, abs=1e-3)
+    assert numbers == pytest.approx(expected_numbers, abs=1e-3)
     done = next(o for o in at_once if isinstance(o, RequestDone))
     assert done.completion_tokens == sum(isinstance(o, Token) for o in one_by_one)
 
 
 @given(allowed=ALLOWED, data=st.data())
 @settings(SAME_EXAMPLES, max_examples=25)
-def test_a_sequence_goes_on_elsewhere_in_the_middle_of_what_is_forced(
+def test_sequence_resumes_within_forced_tokens(
     decoder: Decoder, allowed: list[set[int]], data: st.DataObject
 ) -> None:
     request = KINDS["seeded"](max_tokens=24, ignore_eos=False, constrained=True)
-    whole = told(generate(decoder, request, allowed))[0][0]
+    whole = seen_by_client(generate(decoder, request, allowed))[0][0]
     at = data.draw(st.integers(0, len(allowed) - 1))
     generated = [int(token) for _, token, *_ in whole[:at]]  # type: ignore[call-overload]
     rest = generate(decoder, replace(request, resume=[Resume(0, generated)]), allowed)
-    assert told(rest)[0][0] == whole[at:]
+    assert seen_by_client(rest)[0][0] == whole[at:]
 
 
 def num_steps(
@@ -253,7 +253,7 @@ def num_steps(
     speculate: bool,
     lateness: int = 0,
 ) -> int:
-    """Forward passes that the request takes, alone."""
+    """Return the steps that the request takes alone."""
     steps = 0
     loop = make_loop(decoder, speculate=speculate)
     grammar = Grammar(allowed, jumps, _cycle([lateness]))
@@ -262,21 +262,19 @@ def num_steps(
     while not (steps and loop.is_idle):
         done = loop.step(lambda: [commands.pop() for _ in commands[:1]] + grammar.masks())
         steps += loop.progressed
-        grammar.hear(done.outputs)
+        grammar.take(done.outputs)
     return steps
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_forced_tokens_take_no_step_each(decoder: Decoder, logprobs: int | None) -> None:
+def test_forced_tokens_share_steps(decoder: Decoder, logprobs: int | None) -> None:
     allowed: list[set[int]] = [{1, 2}, *({3 + i} for i in range(12)), {1, 2}]
     request = make_request(1, [[5]], max_tokens=24, logprobs=logprobs, constrained=True)
     assert num_steps(decoder, request, allowed, jumps=True, speculate=False) < len(allowed) / 2
 
 
 @pytest.mark.parametrize("lateness", [0, 3])
-def test_what_is_guessed_right_under_a_grammar_takes_no_step_each(
-    decoder: Decoder, lateness: int
-) -> None:
+def test_accepted_draft_tokens_under_a_grammar_share_steps(decoder: Decoder, lateness: int) -> None:
     allowed: list[set[int]] = [{3}, {4}, {5}, {6}] * 6
     request = make_request(1, [[3, 4, 5, 6]], max_tokens=24, constrained=True)
     steps = {

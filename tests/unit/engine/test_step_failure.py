@@ -1,4 +1,4 @@
-"""A step that raises costs the requests their answers that it raised over, and nobody else."""
+"""A step that raises fails only the requests that caused it."""
 
 from collections.abc import Sequence as Items
 
@@ -21,13 +21,13 @@ from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import BLOCK, load_tiny, make_loop, make_request, run, tokens_of
 
 POISON = 7
-"""A step over a sequence whose prompt holds this id raises"""
+"""Token id: a step over a sequence with this id in its prompt raises"""
 PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=24)
 MIROSTAT = SamplingSettings(1.0, 1.0, -1, 0.0, 1, mirostat=MirostatSettings(4.0, 0.1))
 
 
 class FaultyRunner(ModelRunner):
-    """Raises over steps that hold a poisoned sequence, and whenever `raises_once` was set."""
+    """A runner that raises over poisoned sequences, and once after `raises_once` is set."""
 
     error: Exception = RuntimeError("The tensor has a bad shape.")
     raises_once = False
@@ -39,7 +39,7 @@ class FaultyRunner(ModelRunner):
         hidden = super().forward(plan, drawn)
         if self.raises_once:
             self.raises_once = False
-            raise self.error  # keys and values are written, but nobody was told
+            raise self.error  # keys and values are written, but the loop gets no result
         return hidden
 
 
@@ -62,7 +62,7 @@ def refusals(outputs: Items[Output]) -> dict[int, str]:
 def test_step_that_raises_fails_one_request_and_the_others_keep_their_output(
     decoder: Decoder, overlaps: bool, prompts: list[list[int]], step_tokens: int, place: int
 ) -> None:
-    """The poisoned prompt begins as another one does: what it leaves must not be found again."""
+    """The poisoned prompt shares a prefix with another one: its blocks must not be cached."""
     good = [
         make_request(i, [prompt], max_tokens=6, temperature=i % 2, n=1 + i % 2)
         for i, prompt in enumerate(prompts)
@@ -81,9 +81,7 @@ def test_step_that_raises_fails_one_request_and_the_others_keep_their_output(
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("at", [0, 2, 5])
-def test_step_that_raises_once_costs_nobody_anything(
-    decoder: Decoder, overlaps: bool, at: int
-) -> None:
+def test_step_that_raises_once_fails_no_request(decoder: Decoder, overlaps: bool, at: int) -> None:
     requests = [
         make_request(1, [[1, 2, 3]], max_tokens=8),
         make_request(2, [[3, 2, 1, 3]], max_tokens=8, n=2, temperature=1.0),
@@ -106,7 +104,7 @@ def test_step_that_raises_once_costs_nobody_anything(
     assert tokens_of(outputs) == undisturbed
 
 
-def test_out_of_memory_is_told_as_such(decoder: Decoder) -> None:
+def test_out_of_memory_is_reported_as_resource_exhausted(decoder: Decoder) -> None:
     for error in (
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory."),
@@ -128,7 +126,7 @@ def test_command_that_raises_fails_its_request_alone(decoder: Decoder) -> None:
     assert len(tokens_of(outputs)[2, 0]) == 3
 
 
-def test_choices_of_a_prompt_share_its_ids_and_the_names_of_its_blocks() -> None:
+def test_choices_of_a_prompt_share_its_ids_and_block_hashes() -> None:
     """128 copies and hashes of a prompt of 128,000 tokens would stop all streams for seconds."""
     limits = SchedulerLimits(64, 64, 2.0, BLOCK, 32)
     scheduler = Scheduler(limits, BlockPool(64))
@@ -141,17 +139,17 @@ def test_choices_of_a_prompt_share_its_ids_and_the_names_of_its_blocks() -> None
         assert first.reusable_hashes()[0] is other.reusable_hashes()[0]
 
 
-def test_block_names_depend_on_tokens_alone() -> None:
-    """Not on where the prompt ends and what was generated begins: a resumed sequence finds them."""
+def test_block_hashes_do_not_depend_on_where_the_prompt_ends() -> None:
+    """A resumed sequence finds the blocks of its prompt and of its generated tokens."""
     ids = list(range(1, 14))
-    names = []
+    hashes = []
     for length in range(1, 14):
         request = Request(make_request(1, [ids[:length]], salt=b"salt"))
         prompt = Prompt(ids[:length], b"salt", BLOCK)
         sequence = Sequence(request, 0, prompt, None, 20)
         for token in ids[length:]:
             sequence.append(token)
-        names.append([sequence.block_hash(i) for i in range(len(ids) // BLOCK)])
+        hashes.append([sequence.block_hash(i) for i in range(len(ids) // BLOCK)])
         assert sequence.tokens.tolist() == ids
-        assert sequence.reusable_hashes() == names[0]
-    assert all(each == names[0] for each in names)
+        assert sequence.reusable_hashes() == hashes[0]
+    assert all(each == hashes[0] for each in hashes)

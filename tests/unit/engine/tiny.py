@@ -32,13 +32,12 @@ CONTEXT = 96
 EOS = 0
 BLOCK = 4
 SAME_EXAMPLES = settings(derandomize=True)
-"""For tests that compare drawn tokens of two paths, whose logprobs differ by up to 1e-5. Where the
-noise of an example lies as near to the border between two tokens, rounding decides: of examples by
-chance, one in some hundred thousand draws would fail."""
+"""Fixed examples, for tests that compare the drawn tokens of two paths. Their logprobs differ by up
+to 1e-5, so with random examples rounding would decide about one in 100,000 draws."""
 
 
 def make_checkpoint(directory: Path) -> Path:
-    """A Llama of 2 layers whose greedy output varies with its input."""
+    """Write a random Llama of 2 layers, whose greedy output varies with its input."""
     hidden, inner, heads, kv_heads, dim = 32, 48, 4, 2, 8
     generator = torch.Generator().manual_seed(5)
 
@@ -102,9 +101,9 @@ def make_loop(
     block: int = BLOCK,
     runner: type[ModelRunner] = ModelRunner,
 ) -> StepLoop:
-    """A loop whose clock goes on by `ticks`, over and over, each time it is read.
+    """Return a loop whose clock advances by the next of `ticks`, cyclically, at each reading.
 
-    padded: run decode steps with as many rows as a GPU would.
+    padded: run decode steps with as many rows as on a GPU.
     """
     limits = SchedulerLimits(running, step_tokens, 2.0, block, 32, speculate)
     clock = accumulate(cycle(ticks))
@@ -161,7 +160,7 @@ def make_request(
 
 
 def mask_of(ids: Collection[int]) -> bytes:
-    """A mask of the whole vocabulary with these bits set."""
+    """Return the mask of the whole vocabulary that allows these ids."""
     bits = bytearray(-(-VOCABULARY // 8))
     for token in ids:
         bits[token // 8] |= 1 << token % 8
@@ -169,7 +168,7 @@ def mask_of(ids: Collection[int]) -> bytes:
 
 
 def run(loop: StepLoop, commands: Sequence[Command], *, most_steps: int = 3000) -> list[Output]:
-    """Give all commands at once and step until nothing is left; no block may be lost on the way."""
+    """Apply all commands at once, and step until the loop is idle; check the blocks each time."""
     outputs: list[Output] = []
     pending = list(commands)
     for _ in range(most_steps):
@@ -178,11 +177,11 @@ def run(loop: StepLoop, commands: Sequence[Command], *, most_steps: int = 3000) 
         loop.check()
         if loop.is_idle:
             return outputs
-    raise AssertionError("the loop never came to rest")
+    raise AssertionError("the loop never became idle")
 
 
 def tokens_of(outputs: Sequence[Output]) -> dict[tuple[int, int], list[int]]:
-    """Generated ids by (handle, sequence)."""
+    """Return the generated ids by (handle, sequence)."""
     tokens: dict[tuple[int, int], list[int]] = {}
     for output in outputs:
         if isinstance(output, Token):
