@@ -4,7 +4,6 @@ from pathlib import Path
 
 from services.engine.execution.loaded_model import load
 from services.engine.settings import EngineSettings
-
 from tests.unit.engine.checkpoints import Driver, random_tokens
 
 
