@@ -29,7 +29,7 @@ _BLOCK = 1 << 19
 """Logits that a CPU processes at a time: they fit its caches, and their temporaries reuse memory"""
 _LOG2_E = math.log2(math.e)
 """Factor from exp to exp2: masks leave -inf, and exp is 100 times slower where it underflows"""
-_COLDEST = 1e-30
+_LOWEST_TEMPERATURE = 1e-30
 """Lowest temperature: it already draws only the larger of any two logits that differ"""
 
 _Draw = Callable[[Tensor, Sequence[Row]], Tensor]
@@ -50,8 +50,8 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     """
     drawn = [0] * len(rows)
     draw_of = _draw_of if native is None or logits.device.type != "cpu" else _draw_of_on_cpu
-    for draw, indices, some, theirs in _groups(logits, rows, draw_of):
-        for i, token in zip(indices, _ids(draw(some, theirs)), strict=True):
+    for draw, indices, part, part_rows in _groups(logits, rows, draw_of):
+        for i, token in zip(indices, _ids(draw(part, part_rows)), strict=True):
             drawn[i] = token
     return drawn
 
@@ -80,15 +80,15 @@ def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> tuple[Tensor, Tens
     device = logits.device
     drawn = torch.empty(len(rows), dtype=torch.int64, device=device)
     is_settled: Tensor | None = None
-    for draw, indices, some, theirs in _groups(logits, rows, _draw_of):
+    for draw, indices, part, part_rows in _groups(logits, rows, _draw_of):
         index = to_device(torch.tensor(indices), device)
         if draw is _draw_restricted:
             if is_settled is None:
                 is_settled = torch.ones(len(rows), dtype=torch.bool, device=device)
-            ids, settled, _ = _draw_candidates(some, theirs)
+            ids, settled, _ = _draw_candidates(part, part_rows)
             is_settled.index_copy_(0, index, settled)
         else:
-            ids = draw(some, theirs)
+            ids = draw(part, part_rows)
         drawn.index_copy_(0, index, ids)
     return drawn, is_settled
 
@@ -104,22 +104,22 @@ def _groups(
     for (draw, adjusted), members in groups.items():
         for start in range(0, len(members), size):
             indices = members[start : start + size]
-            some, theirs = _of_rows(logits, indices, adjusted), [rows[i] for i in indices]
+            part, part_rows = _select(logits, indices, adjusted), [rows[i] for i in indices]
             if adjusted:
-                adjust(some, theirs)
-            yield draw, indices, some, theirs
+                adjust(part, part_rows)
+            yield draw, indices, part, part_rows
 
 
-def _of_rows(logits: Tensor, indices: Sequence[int], to_be_changed: bool) -> Tensor:
+def _select(logits: Tensor, indices: Sequence[int], is_modified: bool) -> Tensor:
     """Select rows, in rising order; a copy where they are modified or not contiguous."""
     first, last = indices[0], indices[-1]
     if last - first + 1 > len(indices):
         return logits[to_device(torch.tensor(indices), logits.device)]
-    some = logits[first : last + 1]
-    if not to_be_changed:
-        return some
+    part = logits[first : last + 1]
+    if not is_modified:
+        return part
     # numpy copies in this thread; torch's threads would wait for cores that others use
-    return torch.from_numpy(some.numpy().copy()) if logits.device.type == "cpu" else some.clone()
+    return torch.from_numpy(part.numpy().copy()) if logits.device.type == "cpu" else part.clone()
 
 
 def _draw_of(row: Row) -> _Draw:
@@ -187,10 +187,10 @@ def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     drawn, is_settled, normaliser = _draw_candidates(logits, rows)
     unsettled = (~is_settled).nonzero().squeeze(1).tolist()
     if unsettled:
-        some, theirs = logits[unsettled], [rows[i] for i in unsettled]
-        ids = _falling(some)
-        values = some.gather(1, ids).double() / _temperatures(theirs, logits.device)
-        index, _ = _pick_restricted(values, normaliser[unsettled], theirs, False)
+        part, part_rows = logits[unsettled], [rows[i] for i in unsettled]
+        ids = _sort_falling(part)
+        values = part.gather(1, ids).double() / _temperatures(part_rows, logits.device)
+        index, _ = _pick_restricted(values, normaliser[unsettled], part_rows, False)
         drawn[unsettled] = ids.gather(1, index).squeeze(1)
     return drawn
 
@@ -215,7 +215,7 @@ def _draw_candidates(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tenso
     return ids.gather(1, index).squeeze(1), is_settled, normaliser
 
 
-def _falling(logits: Tensor) -> Tensor:
+def _sort_falling(logits: Tensor) -> Tensor:
     """Sort ids by falling logit, then by id: int64 [rows, vocabulary]."""
     if logits.device.type != "cpu":
         return logits.sort(dim=-1, descending=True, stable=True).indices
@@ -291,7 +291,7 @@ def _pick(weights: Tensor, noises: Tensor) -> Tensor:
 def _weights(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Return exp((logit - largest) / temperature): float32 [rows, vocabulary]."""
     # a denormal temperature may count as 0, and 0 / 0 is NaN
-    scales = _LOG2_E / _temperatures(rows, logits.device).clamp_(min=_COLDEST)
+    scales = _LOG2_E / _temperatures(rows, logits.device).clamp_(min=_LOWEST_TEMPERATURE)
     return (logits - logits.amax(dim=-1, keepdim=True)).mul_(scales.float()).exp2_()
 
 

@@ -31,7 +31,7 @@ def score(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:
     top = logits.topk(width, dim=-1)
     top_ids, top_logprobs = top.indices.tolist(), (top.values - normaliser).tolist()
     columns = zip(logprobs, ranks, top_ids, top_logprobs, strict=True)
-    return [Score(p, rank + 1, some, theirs) for p, rank, some, theirs in columns]
+    return [Score(p, rank + 1, best, best_logprobs) for p, rank, best, best_logprobs in columns]
 
 
 def _score_by_kernel(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:
@@ -46,4 +46,4 @@ def _score_by_kernel(logits: Tensor, ids: Sequence[int], width: int) -> list[Sco
         call.top_logprobs = top_logprobs.ctypes.data + i * width * top_logprobs.itemsize
     native.score_tokens(calls, len(ids), logits.shape[1], width)
     columns = zip(calls, top_ids.tolist(), top_logprobs.tolist(), strict=True)
-    return [Score(call.logprob, call.rank, some, theirs) for call, some, theirs in columns]
+    return [Score(call.logprob, call.rank, best, logprobs) for call, best, logprobs in columns]

@@ -31,16 +31,12 @@ class BlockPool:
     """Reference counts and cached hashes of all KV blocks."""
 
     def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self._holders = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         # blocks without a holder in the order of reuse; uncached ones come first
         self._free: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of all blocks."""
-        return len(self._holders)
 
     @property
     def num_free(self) -> int:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from services.engine.kernels.library import InstructionSet, limit_instruction_set, native
 from services.engine.messages import DrySettings, LogitBias, MirostatSettings, SamplingSettings
-from services.engine.sampling import sampler
-from services.engine.sampling import score as score_module
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.penalties import Penalties
 from services.engine.sampling.row import Row, uniform
@@ -35,8 +33,8 @@ def how(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def without_kernels(patch: pytest.MonkeyPatch) -> None:
-    for module in (sampler, score_module):
-        patch.setattr(module, "native", None)
+    for module in ("sampler", "score"):
+        patch.setattr(f"services.engine.sampling.{module}.native", None)
 
 
 def make_row(
