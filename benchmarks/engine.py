@@ -44,7 +44,8 @@ from services.engine.model.operators.interface import Gate, Operators, Projectio
 from services.engine.model.operators.recording import Recording
 from services.engine.sampling.sampler import sample
 from services.engine.scheduling.block_pool import BlockPool, hash_block
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.settings import EngineSettings
 
 __all__ = ["Engine", "Stopwatch"]

@@ -73,7 +73,7 @@ class Staging:
         self._on_device: Tensor | None = None
 
     def reserve(self, tokens: int, sequences: int, blocks: int) -> None:
-        """Make room for steps of up to so many tokens, sequences, and blocks per sequence."""
+        """Reserve memory for steps of up to this size. blocks: of one sequence."""
         for host in self._hosts:
             host.grow(tokens, sequences, blocks)
 

@@ -26,7 +26,8 @@ from services.engine.model.checkpoint.errors import CheckpointError
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.ranks.team import Team
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.settings import EngineSettings
 
 __all__ = ["run"]

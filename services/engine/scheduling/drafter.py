@@ -5,6 +5,7 @@ from collections.abc import Sequence as Items
 from itertools import takewhile
 
 from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.step_plan import SchedulerLimits
 
 __all__ = ["Drafter"]
 
@@ -17,41 +18,31 @@ _MAX_FORCED = 16
 class Drafter:
     """Draft tokens of the running sequences: proposed by n-grams, or forced by a grammar."""
 
-    def __init__(
-        self,
-        running: Items[Sequence],
-        *,
-        speculates: bool,
-        rows_at_once: int,
-        max_logit_rows: int,
-    ) -> None:
-        """running: the scheduler's running sequences. speculates: propose tokens; forced ones are
-        drafted in any case."""
+    def __init__(self, running: Items[Sequence], limits: SchedulerLimits) -> None:
+        """running: the scheduler's running sequences."""
         self._running = running
-        self._speculates = speculates
-        self._rows_at_once = rows_at_once
-        self._max_logit_rows = max_logit_rows
+        self._limits = limits
 
     @property
     def width(self) -> int:
-        """Tokens that may be proposed per stream, as many as hardly lengthen the step.
+        """Tokens to propose per stream, so few that the step takes hardly longer.
 
-        A step over half of the rows that products compute at once takes little longer than over
-        one: 5 % with AMX. A single stream proposes as many as were accepted of late.
+        A step over half of the rows of a tile takes little longer than over one row: 5 % with AMX.
+        A single stream may propose more: its draft length adapts to recent acceptance.
         """
-        if not self._speculates:
+        if not self._limits.speculate:
             return 0
         streams = sum(sequence.uncomputed == 1 for sequence in self._running)
         if streams == 1:
             return _MAX_ALONE
-        return max(self._rows_at_once // 2 - streams, 0) // max(streams, 1)
+        return max(self._limits.rows_at_once // 2 - streams, 0) // max(streams, 1)
 
     def draft(self, sequence: Sequence, width: int) -> list[int]:
         """Return the draft tokens that follow a sequence's newest token."""
         if sequence.in_flight or not sequence.request.draws_independently:
             return []
         if sequence.forced:
-            most = min(_MAX_FORCED, self._max_logit_rows // len(self._running) - 1)
+            most = min(_MAX_FORCED, self._limits.max_logit_rows // len(self._running) - 1)
             return list(sequence.forced[: min(most, sequence.room)])
         if not width:
             return []

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from services.engine.scheduling.block_pool import BlockPool
 from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.step_plan import SchedulerLimits
 
 __all__ = ["Preemption"]
 
@@ -21,11 +22,11 @@ _GUARANTEED_SHARE = 8
 class Preemption:
     """Choice of victims among the running sequences."""
 
-    def __init__(self, running: Items[Sequence], pool: BlockPool, max_running: int) -> None:
+    def __init__(self, running: Items[Sequence], pool: BlockPool, limits: SchedulerLimits) -> None:
         """running: the scheduler's running sequences, in order of scheduling."""
         self._running = running
         self._pool = pool
-        self._max_running = max_running
+        self._guaranteed = max(1, limits.max_running // _GUARANTEED_SHARE)
 
     def victim_for_growth(self) -> Sequence:
         """Return the sequence that frees blocks for a running one: a paused one, or the last."""
@@ -77,8 +78,7 @@ class Preemption:
         """
         tenant = newcomer.tenant
         held = Counter(s.tenant.name for s in peers)
-        guaranteed = max(1, self._max_running // _GUARANTEED_SHARE)
-        if tenant.running < guaranteed:
+        if tenant.running < self._guaranteed:
             del held[tenant.name]
             yield from _from_largest(held, peers, tenant.running + 1, lambda s: s.tenant.name)
         if newcomer.request.running == 0:

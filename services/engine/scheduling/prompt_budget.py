@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from services.engine.scheduling.step_cost import StepCost
+from services.engine.scheduling.step_plan import SchedulerLimits
 
 __all__ = ["Allowance", "Backlog", "PromptBudget"]
 
@@ -43,16 +44,11 @@ class Allowance:
 class PromptBudget:
     """Policy for the number of prompt tokens in a step."""
 
-    def __init__(
-        self, cost: StepCost, max_step_tokens: int, mixed_step_factor: float, rows_at_once: int
-    ) -> None:
-        """max_step_tokens: prompt tokens of any step. mixed_step_factor: allowed time of a step
-        with decodes and prompts, as a multiple of its time without prompts. rows_at_once: rows of
-        a full tile; a product of fewer rows takes as long."""
+    def __init__(self, cost: StepCost, limits: SchedulerLimits) -> None:
         self._cost = cost
-        self._most = max_step_tokens
-        self._factor = mixed_step_factor
-        self._rows = rows_at_once
+        self._most = limits.max_step_tokens
+        self._factor = limits.mixed_step_factor
+        self._rows = limits.rows_at_once
 
     def allow(self, streams: int, decode_tokens: int, backlog: Backlog) -> Allowance:
         """Return the prompt tokens of a step in which `streams` decode `decode_tokens` tokens."""

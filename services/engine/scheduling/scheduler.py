@@ -1,14 +1,13 @@
 """Scheduler: chooses what each step computes. Pure policy, without tensors, clock or I/O.
 
-A step is one flat batch. Decoding sequences come first; chunks of prompts follow, as many as do not
-slow the streams down too much. When blocks or places run out, sequences are preempted and later
-computed again: paused ones, those of lower priority, or those whose owner holds most.
+A step is one flat batch. Decoding sequences come first. Chunks of prompts follow, limited so that
+they hardly delay the streams. When blocks or places run out, sequences are preempted and computed
+again later: paused ones, ones of lower priority, or ones whose owner holds most.
 """
 
 from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
@@ -18,11 +17,11 @@ from services.engine.scheduling.preemption import Preemption
 from services.engine.scheduling.prompt_budget import Allowance, Backlog, PromptBudget
 from services.engine.scheduling.sequence import Sequence, SequenceState
 from services.engine.scheduling.step_cost import StepCost
-from services.engine.scheduling.step_plan import Chunk, StepPlan
+from services.engine.scheduling.step_plan import Chunk, SchedulerLimits, StepPlan
 from services.engine.scheduling.tenants import GENERATED_WEIGHT, Tenants
 from services.engine.scheduling.waiting_queue import PrefillCandidates, PromptOrder, WaitingQueue
 
-__all__ = ["Scheduler", "SchedulerLimits"]
+__all__ = ["Scheduler"]
 
 _MUCH_LONGER = 4
 """A prompt this many times as long as the mean of the others leaves them half of each step"""
@@ -31,25 +30,6 @@ _NEWCOMERS = 4
 _SECONDS_PER_CHOICE = 0.25
 """Queueing delay of each choice after the one before it: requests of few choices pass the later
 choices of large requests"""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Limits of a step."""
-
-    max_running: int
-    """Sequences that hold blocks at once"""
-    max_step_tokens: int
-    """Prompt tokens of a step"""
-    mixed_step_factor: float
-    """Time of a step with decodes and prompts, as a multiple of its time without prompts"""
-    block_size: int
-    rows_at_once: int
-    """Rows of a full tile: a product of fewer takes as long, so steps are filled to a multiple"""
-    speculate: bool = False
-    """Whether draft tokens are proposed"""
-    max_logit_rows: int = 256
-    """Rows of logits that a step has memory for"""
 
 
 class Scheduler:
@@ -67,16 +47,9 @@ class Scheduler:
         self.preemptions = 0
         """Preemptions since the start"""
         self._cost = StepCost(limits.rows_at_once)
-        self._budget = PromptBudget(
-            self._cost, limits.max_step_tokens, limits.mixed_step_factor, limits.rows_at_once
-        )
-        self._preemption = Preemption(self.running, pool, limits.max_running)
-        self._drafter = Drafter(
-            self.running,
-            speculates=limits.speculate,
-            rows_at_once=limits.rows_at_once,
-            max_logit_rows=limits.max_logit_rows,
-        )
+        self._budget = PromptBudget(self._cost, limits)
+        self._preemption = Preemption(self.running, pool, limits)
+        self._drafter = Drafter(self.running, limits)
 
     def add(self, sequence: Sequence) -> int:
         """Queue a sequence. Return how many of its tokens the prefix cache holds now."""

@@ -1,11 +1,30 @@
-"""Plan of one step: the sequences that decode and the chunks of tokens to compute."""
+"""Plan of one step, and the limits that it keeps."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from services.engine.scheduling.sequence import Sequence
 
-__all__ = ["Chunk", "StepPlan"]
+__all__ = ["Chunk", "SchedulerLimits", "StepPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Limits of a step."""
+
+    max_running: int
+    """Sequences that hold blocks at once"""
+    max_step_tokens: int
+    """Prompt tokens of a step"""
+    mixed_step_factor: float
+    """Time of a step with decodes and prompts, as a multiple of its time without prompts"""
+    block_size: int
+    rows_at_once: int
+    """Rows of a full tile: a product of fewer takes as long, so steps are filled to a multiple"""
+    speculate: bool = False
+    """Whether draft tokens are proposed"""
+    max_logit_rows: int = 256
+    """Rows of logits that a step has memory for"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import pytest
 from services.engine.loop.requests import LoopLimits, Requests
 from services.engine.messages import GrantCredit, Refused
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Sequence
-from services.engine.scheduling.step_plan import StepPlan
+from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from tests.unit.engine.tiny import make_request
 
 CONTEXT = 1 << 20

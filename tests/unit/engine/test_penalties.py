@@ -129,7 +129,7 @@ def test_dry_penalises_the_token_that_extends_a_repetition() -> None:
     assert [column.tolist() for column in repetitions.penalties(tokens)] == [[3], [1.0]]
 
 
-HOSTILE = [
+EXTREME = [
     make_settings(bias=dict.fromkeys(range(VOCABULARY), -100.0)),
     make_settings(bias={3: 100.0, VOCABULARY - 1: 100.0}),
     make_settings(repetition=TINY),
@@ -141,7 +141,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("sampling", HOSTILE, ids=str)
+@pytest.mark.parametrize("sampling", EXTREME, ids=str)
 @pytest.mark.parametrize("allowed", [None, {5}, {0, 1, 7}], ids=str)
 @pytest.mark.parametrize("banned", [(), (5,), tuple(range(VOCABULARY))], ids=len)
 def test_extreme_values_draw_allowed_ids_and_leave_other_rows_alone(

@@ -14,9 +14,9 @@ from services.engine.loop.requests import LoopLimits, Requests
 from services.engine.messages import AddRequest, MirostatSettings, Output, Refused, SamplingSettings
 from services.engine.model.decoder import Decoder
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence
-from services.engine.scheduling.step_plan import StepPlan
+from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import BLOCK, load_tiny, make_loop, make_request, run, tokens_of
 

@@ -25,7 +25,8 @@ from services.engine.messages import (
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step_plan import SchedulerLimits
 
 VOCABULARY = 48
 CONTEXT = 96

@@ -33,8 +33,9 @@ from services.engine.messages import (
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine import checkpoints
 from tests.unit.engine.tiny import (

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request
 from services.engine.scheduling.sequence import Sequence as TokenSequence
-from services.engine.scheduling.step_plan import StepPlan
+from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import make_request
 
