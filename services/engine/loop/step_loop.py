@@ -63,24 +63,16 @@ class _Draw(NamedTuple):
         return self.guess is None or int(sequence.tokens[-1]) == self.guess
 
 
-class _HeldRows(NamedTuple):
-    """Rows of one sequence, kept until its mask or credit allows the draws.
-
-    The sequence's `holds_logits` turns False when they are used, or the sequence has moved on.
-    """
+class _HeldLogits(NamedTuple):
+    """The rows of one sequence that could not be drawn from when they were computed."""
 
     draws: Items[_Draw]
     logits: Tensor
-    """float32 [draws, vocabulary]"""
+    """float32 [draws, vocabulary]; the sequence's `held_logits` for as long as they are of use"""
 
     @property
     def sequence(self) -> Sequence:
         return self.draws[0].sequence
-
-    @property
-    def allowed(self) -> Items[_Draw]:
-        """The first draws, which mask and credit allow."""
-        return [d for d in self.draws if d.sequence.may_draw_at(d.position)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +124,8 @@ class StepLoop:
         self._limits = limits
         self._clock = clock
         self._requests = Requests(scheduler, limits, clock)
-        self._held: dict[Sequence, _HeldRows] = {}
+        self._held: list[_HeldLogits] = []
+        """What keeps its logits until a mask comes, or credit"""
         self._overlaps = overlaps and not scheduler.limits.speculate
         self._isolates = isolates
         self._flight: _Flight | None = None
@@ -391,7 +384,7 @@ class StepLoop:
     def _draw(self, draws: Items[_Draw], logits: Tensor) -> None:
         """Draw for those that may; the others keep their logits until they may."""
         ready: list[int] = []
-        held: dict[Sequence, list[int]] = {}
+        late: dict[Sequence, list[int]] = {}
         for row, draw in enumerate(draws):
             sequence = draw.sequence
             if sequence.state is SequenceState.FINISHED or draw.position < sequence.position:
@@ -399,42 +392,41 @@ class StepLoop:
             if sequence.may_draw_at(draw.position):
                 ready.append(row)
             elif draw.guess is None:
-                held[sequence] = [row]
-            elif sequence in held:
-                held[sequence].append(row)
-        if held:
-            self._hold(draws, logits, held)
+                late[sequence] = [row]
+            elif sequence in late:
+                late[sequence].append(row)
+        if late:
+            self._hold(draws, logits, list(late.values()))
         if ready:
             some = logits if len(ready) == len(draws) else logits[ready]
             self._advance([draws[row] for row in ready], some)
 
-    def _hold(
-        self, draws: Items[_Draw], logits: Tensor, held: Mapping[Sequence, list[int]]
-    ) -> None:
+    def _hold(self, draws: Items[_Draw], logits: Tensor, late: Items[list[int]]) -> None:
         """Keep a copy of some sequences' rows."""
-        kept = logits[[row for rows in held.values() for row in rows]]
-        for sequence, rows in held.items():
-            self._held[sequence] = _HeldRows([draws[row] for row in rows], kept[: len(rows)])
-            kept = kept[len(rows) :]
-            sequence.holds_logits = True
+        kept = logits[[row for mine in late for row in mine]]
+        for mine in late:
+            held, kept = kept[: len(mine)], kept[len(mine) :]
+            self._held.append(_HeldLogits([draws[row] for row in mine], held))
+            draws[mine[0]].sequence.held_logits = held
 
     def _accept_guesses(self, plan: StepPlan) -> None:
         """Count what was computed for guesses that turned out right."""
         for chunk in plan.chunks:
-            if chunk.draft and not chunk.sequence.holds_logits:
+            if chunk.draft and chunk.sequence.held_logits is None:
                 self._scheduler.accept(chunk.sequence, chunk.draft)
 
     def _draw_held(self) -> None:
         """Draw for sequences that may, now that their logits were computed in an earlier step."""
-        held = [rows for sequence, rows in self._held.items() if sequence.holds_logits]
-        self._held = {rows.sequence: rows for rows in held if not rows.sequence.may_draw}
-        ready = [rows for rows in held if rows.sequence.may_draw]
+        # those preempted, ended or moved on in the meantime have lost their logits
+        late = [each for each in self._held if each.sequence.held_logits is each.logits]
+        self._held = [each for each in late if not each.sequence.may_draw]
+        ready = [each for each in late if each.sequence.may_draw]
         draws: list[_Draw] = []
         logits: list[Tensor] = []
-        for rows in ready:
-            allowed = rows.allowed
+        for each in ready:
+            allowed = [d for d in each.draws if each.sequence.may_draw_at(d.position)]
             draws += allowed
-            logits.append(rows.logits[: len(allowed)])
+            logits.append(each.logits[: len(allowed)])
         if ready:
             try:
                 self._advance(draws, torch.cat(logits))
@@ -442,25 +434,24 @@ class StepLoop:
                 if not self._isolates:
                     raise
                 self._draw_held_apart(ready, error)
-        for rows in ready:
-            draft = [draw.guess for draw in rows.draws if draw.guess is not None]
-            if draft:
-                self._scheduler.accept(rows.sequence, draft)
+        for each in ready:
+            guesses = [draw.guess for draw in each.draws if draw.guess is not None]
+            if guesses:
+                self._scheduler.accept(each.sequence, guesses)
 
-    def _draw_held_apart(self, ready: Items[_HeldRows], error: Exception) -> None:
+    def _draw_held_apart(self, ready: Items[_HeldLogits], error: Exception) -> None:
         """Repeat a draw that raised, a sequence at a time; fail those that raise again."""
         _LOG.error("a draw failed and is repeated sequence by sequence", exc_info=error)
-        for rows in ready:
-            sequence = rows.sequence
-            if not sequence.holds_logits:
+        for each in ready:
+            if each.sequence.held_logits is not each.logits:
                 continue  # it had drawn before the others failed
-            if sequence.mirostat is not None:
-                sequence.mirostat.roll_back()
-            allowed = rows.allowed
+            if each.sequence.mirostat is not None:
+                each.sequence.mirostat.roll_back()
+            allowed = [d for d in each.draws if each.sequence.may_draw_at(d.position)]
             try:
-                self._advance(allowed, rows.logits[: len(allowed)])
+                self._advance(allowed, each.logits[: len(allowed)])
             except Exception as failure:
-                self._fail(sequence, sequence.num_computed, failure)
+                self._fail(each.sequence, each.sequence.num_computed, failure)
 
     def _tell_guesses(self) -> None:
         """Report guesses of constrained sequences: the next step needs the masks along them."""

@@ -72,7 +72,7 @@ class Scheduler:
             self._leave_place(sequence)
         self.tenants.leave(sequence.tenant)
         sequence.blocks = []
-        sequence.holds_logits = False
+        sequence.held_logits = None
         sequence.state = SequenceState.FINISHED
 
     @property
@@ -297,7 +297,7 @@ class Scheduler:
         self._leave_place(sequence)
         sequence.blocks = []
         sequence.num_computed = 0
-        sequence.holds_logits = False
+        sequence.held_logits = None
         sequence.state = SequenceState.WAITING
         self.preemptions += 1
         self.add(sequence)

@@ -81,8 +81,8 @@ class Sequence:
         """Time when credit ran out, in time.monotonic()"""
         self.mask: Mask | None = None
         """The newest mask of a constrained sequence; None while it is awaited"""
-        self.holds_logits = False
-        """Whether the step loop keeps logits for this position, because no draw was allowed yet"""
+        self.held_logits: object = None
+        """The step loop's logits for this position, kept until a draw is allowed; None = none"""
 
         self.speculation = Speculation()
         self.penalties = Penalties(sampling, self.prompt_length) if sampling.penalises else None
@@ -175,7 +175,7 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """Append a generated token. Logits and mask of its position are used up."""
-        self.holds_logits = False
+        self.held_logits = None
         if self.mask is not None and not self.mask.outlives(self.position, token):
             self.mask = None
         self._ids.append(token)
