@@ -68,7 +68,7 @@ class Drafter:
         drawn = sequence.tokens[sequence.num_computed : -1].tolist()
         pairs = zip(draft, drawn, strict=False)
         accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        sequence.speculation.length.learn(len(draft), accepted)
+        sequence.speculation.learn(len(draft), accepted)
         return accepted
 
 

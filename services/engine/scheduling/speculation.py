@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DraftLength", "NgramIndex", "Speculation"]
+__all__ = ["NgramIndex", "Speculation"]
 
 _LONGEST, _SHORTEST = 4, 2
 """Tokens of an n-gram; the longest that occurred before decides"""
@@ -52,20 +52,24 @@ class NgramIndex:
         return []
 
 
-class DraftLength:
-    """Number of draft tokens for one sequence: grows with acceptance, pauses after rejections."""
+class Speculation:
+    """Draft state of one sequence: its draft grows with acceptance and pauses after rejections."""
 
     def __init__(self) -> None:
+        self.reported: tuple[int, Items[int]] = (-1, ())
+        """Draft whose masks were requested: its position and tokens"""
+        self._index = NgramIndex()
         self._length = _FIRST_LENGTH
         self._failures = 0
         self._pause = 0
 
-    def next(self) -> int:
-        """Return the draft tokens for this step."""
+    def propose(self, tokens: npt.NDArray[np.int32], most: int) -> list[int]:
+        """Return at most `most` draft tokens. tokens: int32 [length], the sequence so far."""
         if self._pause:
             self._pause -= 1
-            return 0
-        return self._length
+            return []
+        count = min(self._length, most)
+        return self._index.propose(tokens, count) if count else []
 
     def learn(self, proposed: int, accepted: int) -> None:
         """Adapt to the outcome of a draft."""
@@ -76,18 +80,3 @@ class DraftLength:
         self._failures = 0 if accepted else self._failures + 1
         if self._failures > _PATIENCE:
             self._failures, self._pause = 0, _PAUSE_STEPS
-
-
-class Speculation:
-    """Draft state of one sequence."""
-
-    def __init__(self) -> None:
-        self.length = DraftLength()
-        self._index = NgramIndex()
-        self.reported: tuple[int, Items[int]] = (-1, ())
-        """Draft whose masks were requested: its position and tokens"""
-
-    def propose(self, tokens: npt.NDArray[np.int32], most: int) -> list[int]:
-        """Return at most `most` draft tokens. tokens: int32 [length], the sequence so far."""
-        count = min(self.length.next(), most)
-        return self._index.propose(tokens, count) if count else []

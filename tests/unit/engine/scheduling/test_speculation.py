@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.scheduling.speculation import DraftLength, NgramIndex
+from services.engine.scheduling.speculation import NgramIndex, Speculation
 
 
 def array(*tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
@@ -48,11 +48,11 @@ def test_draft_follows_an_earlier_occurrence(tokens: list[int], width: int, cut:
 
 
 def test_draft_grows_with_acceptance_and_pauses_after_rejections() -> None:
-    length = DraftLength()
-    first = length.next()
-    length.learn(first, first)
-    assert length.next() > first
+    speculation, tokens = Speculation(), array(4, 4, 4, 4)
+    first = len(speculation.propose(tokens, 99))
+    speculation.learn(first, first)
+    assert len(speculation.propose(tokens, 99)) > first
     for _ in range(5):
-        length.learn(length.next(), 0)
-    assert length.next() == 0
-    assert any(length.next() for _ in range(50))
+        speculation.learn(len(speculation.propose(tokens, 99)), 0)
+    assert speculation.propose(tokens, 99) == []
+    assert any(speculation.propose(tokens, 99) for _ in range(50))
