@@ -1,6 +1,6 @@
 """The engine's step loop in this process, without gRPC: as fast as a stack of services can get.
 
-Imports torch, which reads OpenMP's settings when it is imported: call `set_thread_waiting` before.
+Call `limit_thread_spinning` before importing this module: torch reads OpenMP's settings on import.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.kernels.library import Kernel, OperationCall
 from services.engine.loop import step_loop
-from services.engine.loop.requests import LoopLimits
+from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
     AddRequest,
     CancelRequest,
+    CheckedRequest,
     FlushCache,
     Output,
     Refused,
@@ -228,8 +229,7 @@ class Engine:
         prompt_logprobs: int | None = None,
     ) -> int:
         self._handles += 1
-        request = AddRequest(
-            handle=self._handles,
+        checked = CheckedRequest(
             prompts=[prompt],
             n=1,
             sampling=SamplingSettings(temperature, top_p=1.0, top_k=0, min_p=0.0, seed=0),
@@ -238,12 +238,9 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
             resume=(),
             constrained=False,
-            credit=None,
-            cache_salt=_SALT,
-            priority=0,
-            arrival=time.monotonic(),
         )
-        self._loop.apply([request])
+        arrival = time.monotonic()
+        self._loop.apply([AddRequest(self._handles, checked, None, _SALT, 0, arrival)])
         return self._handles
 
     def _remember(self, prompt: Sequence[int]) -> None:

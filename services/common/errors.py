@@ -7,12 +7,18 @@ import grpc
 
 from tokenwire.errors import DETAILS_KEY, ServiceError
 
-__all__ = ["abort", "cut_stalled", "internal_error"]
+__all__ = ["abort", "cut_stalled", "draining_error", "internal_error"]
 
 
 def internal_error() -> ServiceError:
     """A defect of ours, told without its details."""
     return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log.")
+
+
+def draining_error() -> ServiceError:
+    """Return the error of a request that comes while the service shuts down."""
+    message = "The service is shutting down and takes no new requests; try again."
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", message, retry_seconds=1)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:

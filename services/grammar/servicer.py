@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from llguidance import LLExecutor
 
+from services.common.errors import draining_error
 from services.grammar import specification
 from services.grammar.compiling.compiler import Compiler
 from services.grammar.error import GrammarError
@@ -62,9 +63,7 @@ class GrammarServicer(GrammarServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> grammar_pb2.CompileResponse:
         if self._draining:
-            raise ServiceError(
-                grpc.StatusCode.UNAVAILABLE, "DRAINING", "The server stops.", retry_seconds=1
-            )
+            raise draining_error()
         spec = request.grammar
         kind = self._admit(spec)
         try:

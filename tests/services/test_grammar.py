@@ -246,7 +246,7 @@ async def test_masks_along_a_path_are_those_that_come_when_it_is_taken(
     lengths = set[int]()
     for at in range(len(ids)):
         asking.stream.open(at, grammar_id, ids[:at])
-        asking.stream.ask_ahead(at, [*ids[at : at + 6], 1, *ids[at + 6 : at + 9]])
+        asking.stream.ask_draft_masks(at, [*ids[at : at + 6], 1, *ids[at + 6 : at + 9]])
         [state] = await asking.states.get()
         begin = at + len(state.forced) + 1
         assert len(state.ahead) <= max(at + 6 - begin + 1, 0)  # nothing behind what does not fit
@@ -318,11 +318,11 @@ async def test_a_broken_matcher_leaves_its_neighbours_alone(
     decoder.stream.accept(4, fits)
     decoder.stream.open(5, "no such grammar", [])
     decoder.stream.open(6, grammar_id, [])
-    decoder.stream.ask_ahead(6, fits * 65)
-    decoder.stream.ask_ahead(4, [*misfit, decoder.width])
+    decoder.stream.ask_draft_masks(6, fits * 65)
+    decoder.stream.ask_draft_masks(4, [*misfit, decoder.width])
     states = await decoder.states.get()
     assert [state.matcher for state in states] == [1, 2, 3, 4, 5, 6]
-    assert states[3].ahead == ()
+    assert states[3].draft_masks == ()
     assert states[5].error is not None
     assert "at most 64" in states[5].error.message
     assert decoder.allowed(states[0]) == decoder.allowed(states[3]) != []

@@ -1,4 +1,4 @@
-"""One rank's loaded model: weights, buffers, KV cache and team."""
+"""One rank's loaded model: weights, buffers and KV cache."""
 
 import logging
 import time
@@ -15,8 +15,8 @@ from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, resolve_dtype
+from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
-from services.engine.ranks.team import Team
 from services.engine.settings import EngineSettings
 
 __all__ = ["LoadedModel", "load"]
@@ -30,7 +30,7 @@ class LoadedModel:
 
     decoder: Decoder
     cache: KVCache
-    team: Team
+    ranks: RankGroup
     num_blocks: int
     """KV blocks that the scheduler may allocate"""
     fingerprint: str
@@ -51,7 +51,7 @@ def load(settings: EngineSettings) -> LoadedModel:
     if threads := rank.threads(settings.threads):
         torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
-    team = Team.join(rank, device)
+    ranks = RankGroup.join(rank, device)
     dtype = resolve_dtype(settings.dtype)
     decoder = load_model(
         settings.model,
@@ -59,11 +59,11 @@ def load(settings: EngineSettings) -> LoadedModel:
         progress=rank.leads,
         device=device,
         weights=settings.weights,
-        team=team,
+        ranks=ranks,
     )
-    _reserve(settings, decoder, team)
+    _reserve(settings, decoder, ranks)
     fingerprint = weights_fingerprint(settings.model, settings.weights)
-    team.agree(
+    ranks.require_agreement(
         {
             "weights": fingerprint,
             "--dtype": str(dtype),
@@ -72,19 +72,19 @@ def load(settings: EngineSettings) -> LoadedModel:
         }
     )
     per_block = KVCache.bytes_per_block(decoder.spec, decoder.block_size, decoder.dtype)
-    num_blocks = _choose_num_blocks(settings, decoder, team, per_block)
+    num_blocks = _choose_num_blocks(settings, decoder, ranks, per_block)
     return LoadedModel(
         decoder,
         _allocate_cache(decoder, num_blocks, per_block),
-        team,
+        ranks,
         num_blocks,
         fingerprint,
-        kv_bytes=team.total(num_blocks * per_block),
-        weight_bytes=team.total(decoder.weight_bytes),
+        kv_bytes=ranks.total(num_blocks * per_block),
+        weight_bytes=ranks.total(decoder.weight_bytes),
     )
 
 
-def _reserve(settings: EngineSettings, decoder: Decoder, team: Team) -> None:
+def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> None:
     """Allocate the buffers of the largest step, or raise StartupError."""
     tokens = settings.max_step_tokens + settings.max_running
     rows = max_logit_rows(settings.max_running)
@@ -93,31 +93,31 @@ def _reserve(settings: EngineSettings, decoder: Decoder, team: Team) -> None:
         f"A step of --max-step-tokens {settings.max_step_tokens} and "
         f"--max-running {settings.max_running}",
         decoder.device,
-        _sharers(decoder, team),
+        _sharers(decoder, ranks),
     )
     decoder.reserve(tokens, rows)
 
 
 def _choose_num_blocks(
-    settings: EngineSettings, decoder: Decoder, team: Team, per_block: int
+    settings: EngineSettings, decoder: Decoder, ranks: RankGroup, per_block: int
 ) -> int:
     """Return the number of blocks of `per_block` bytes that every rank has memory for."""
     least = -(-decoder.spec.context_length // decoder.block_size)
-    return team.least(
+    return ranks.minimum(
         choose_num_blocks(
             settings.kv_memory,
             per_block,
             least * settings.max_running,
             least,
             decoder.device,
-            _sharers(decoder, team),
+            _sharers(decoder, ranks),
         )
     )
 
 
-def _sharers(decoder: Decoder, team: Team) -> int:
+def _sharers(decoder: Decoder, ranks: RankGroup) -> int:
     """Return how many ranks share this rank's memory."""
-    return team.rank.local_count if decoder.device.type == "cpu" else 1
+    return ranks.rank.local_count if decoder.device.type == "cpu" else 1
 
 
 def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCache:

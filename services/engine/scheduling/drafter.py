@@ -46,7 +46,7 @@ class Drafter:
             return list(sequence.forced[: min(most, sequence.room)])
         if not width:
             return []
-        if sequence.request.command.constrained:
+        if sequence.request.command.checked.constrained:
             position, draft = sequence.speculation.reported
             return list(draft[:width]) if position == sequence.position else []
         return _propose(sequence, width)
@@ -57,7 +57,7 @@ class Drafter:
         for sequence in self._running if width else ():
             is_new = sequence.speculation.reported[0] != sequence.position
             is_due = is_new and sequence.mask is None and sequence.uncomputed == 1
-            if sequence.request.command.constrained and is_due:
+            if sequence.request.command.checked.constrained and is_due:
                 draft = _propose(sequence, width)
                 sequence.speculation.reported = sequence.position, draft
                 if draft:

@@ -52,7 +52,8 @@ class Sequence:
         resume: Resume | None,
         max_tokens: int,
     ) -> None:
-        command, sampling = request.command, request.command.sampling
+        command, checked = request.command, request.command.checked
+        sampling = checked.sampling
         self.request = request
         self.index = index
         """Index among the request's sequences, n per prompt"""
@@ -72,7 +73,7 @@ class Sequence:
         """Tokens that a running step has drawn and that have not reached the host"""
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first start; None = never started"""
-        is_scored = command.prompt_logprobs is not None and index % command.n == 0
+        is_scored = checked.prompt_logprobs is not None and index % checked.n == 0
         self.scored = 1 if is_scored else self.prompt_length
         """Index of the first prompt token to score; only the first choice of a prompt scores it"""
 
@@ -94,7 +95,7 @@ class Sequence:
     @property
     def prompt_index(self) -> int:
         """Index of the prompt in the request."""
-        return self.index // self.request.command.n
+        return self.index // self.request.command.checked.n
 
     @property
     def length(self) -> int:
@@ -145,7 +146,7 @@ class Sequence:
 
     def may_draw_at(self, position: int) -> bool:
         """Return whether credit and mask for the token at `position` are here."""
-        if not self.has_credit or not self.request.command.constrained:
+        if not self.has_credit or not self.request.command.checked.constrained:
             return self.has_credit
         return self.mask is not None and position <= self.mask.last
 
@@ -176,7 +177,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """Append a generated token. Logits and mask of its position are used up."""
         self.held_logits = None
-        if self.mask is not None and not self.mask.outlives(self.position, token):
+        if self.mask is not None and not self.mask.holds_after(self.position, token):
             self.mask = None
         self._ids.append(token)
 
@@ -228,7 +229,7 @@ class Request:
     """Whether the device may draw a token before the host has the previous one"""
 
     def __post_init__(self) -> None:
-        command, sampling = self.command, self.command.sampling
+        checked, sampling = self.command.checked, self.command.checked.sampling
         self.bad_words = BadWords(sampling.bad_words) if sampling.bad_words else None
         self.draws_independently = (
             not sampling.penalises
@@ -240,12 +241,12 @@ class Request:
             and sampling.logit_bias is None
             and not sampling.penalises
             and not sampling.limits_ids
-            and command.stopping.min_tokens == 0
-            and not command.constrained
+            and checked.stopping.min_tokens == 0
+            and not checked.constrained
         )
-        self.needs_no_logits = self.is_plainly_greedy and command.logprobs is None
+        self.needs_no_logits = self.is_plainly_greedy and checked.logprobs is None
         self.runs_ahead = (
-            self.draws_independently and not command.constrained and command.logprobs is None
+            self.draws_independently and not checked.constrained and checked.logprobs is None
         )
 
     @property

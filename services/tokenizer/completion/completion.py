@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.common.errors import internal_error
+from services.common.errors import draining_error, internal_error
 from services.common.logging import failure, names_of
 from services.tokenizer.completion.best_of import rank
 from services.tokenizer.completion.choice import Choice
@@ -176,12 +176,7 @@ class Completion:
         """Checks, plans and submits the request."""
         try:
             if draining:
-                raise ServiceError(
-                    grpc.StatusCode.UNAVAILABLE,
-                    "DRAINING",
-                    "The service is shutting down.",
-                    retry_seconds=1,
-                )
+                raise draining_error()
             if self._context.deadline is not None and math.isnan(self._context.deadline):
                 raise invalid("context.timeout_seconds", "The timeout must be a number.")
             if self._owner.link.is_known:

@@ -24,6 +24,7 @@ from tests.unit.engine.tiny import (
     mask_of,
     run,
     tokens_of,
+    with_sampling,
 )
 
 WORDS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), max_size=8)
@@ -111,7 +112,7 @@ def test_prompt_is_no_beginning_of_a_bad_word(decoder: Decoder) -> None:
     greedy = make_request(1, [[3, 1, 4]], max_tokens=1)
     [first] = tokens_of(run(make_loop(decoder), [greedy]))[1, 0]
     words = ((4, first),)
-    limited = replace(greedy, sampling=replace(greedy.sampling, bad_words=words))
+    limited = with_sampling(greedy, replace(greedy.checked.sampling, bad_words=words))
     assert tokens_of(run(make_loop(decoder), [limited]))[1, 0] == [first]
 
 

@@ -4,7 +4,7 @@ from statistics import median
 
 import pytest
 
-from services.engine.loop.requests import LoopLimits, Requests
+from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.messages import GrantCredit, Refused
 from services.engine.scheduling.block_pool import BlockPool
 from services.engine.scheduling.scheduler import Scheduler
@@ -22,7 +22,7 @@ class Machine:
         limits = SchedulerLimits(running, 4096, 1.7, block_size=16, rows_at_once=16)
         self.scheduler = Scheduler(limits, BlockPool(blocks))
         self.now = 1000.0
-        self.requests = Requests(
+        self.requests = RequestTable(
             self.scheduler, LoopLimits(frozenset(), waiting, 30.0), lambda: self.now
         )
         self.refused: list[int] = []

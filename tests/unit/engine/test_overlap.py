@@ -1,4 +1,4 @@
-"""Overlapping steps give the same output as steps in sequence."""
+"""Overlapping steps generate the same tokens as consecutive steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,7 +55,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examine so few candidates that many draws must be repeated over all tokens."""
+    """Draw among so few candidates that many draws must be repeated over all tokens."""
     monkeypatch.setattr(sampler, "_CANDIDATES", 3)
 
 
@@ -76,7 +76,7 @@ def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @pytest.mark.usefixtures("few_candidates")
-def test_overlap_does_not_change_output(
+def test_overlap_never_changes_output(
     decoder: Decoder,
     prompts: list[tuple[list[int], str, int, int]],
     blocks: int,
@@ -84,7 +84,7 @@ def test_overlap_does_not_change_output(
     logprobs: int | None,
     credit: int | None,
 ) -> None:
-    """Requests end by stop tokens; penalised ones can't run ahead; n choices share blocks."""
+    """Some requests meet a stop token, have penalties and can't run ahead, or share blocks."""
     requests = [
         make_request(
             handle,
@@ -126,7 +126,7 @@ def test_overlap_does_not_change_output(
 def run_with_credit(
     loop: StepLoop, requests: Sequence[AddRequest], credit: int, more: Sequence[GrantCredit]
 ) -> list[Output]:
-    """Let all requests use their credit up before they get more."""
+    """Let all requests use up their credit before they get more."""
     loop.apply(requests)
     outputs = list(loop.step(list).outputs)
     while loop.progressed:
@@ -138,7 +138,7 @@ def run_with_credit(
 
 @given(prompts=st.lists(PROMPTS, min_size=2, max_size=8), blocks=st.integers(14, 30))
 @settings(SAME_EXAMPLES, max_examples=30)
-def test_preemption_does_not_change_output_of_overlapping_steps(
+def test_preemption_never_changes_output(
     decoder: Decoder, prompts: list[list[int]], blocks: int
 ) -> None:
     requests = [
@@ -152,18 +152,20 @@ def test_preemption_does_not_change_output_of_overlapping_steps(
     assert plain == overlapped
 
 
-def test_step_is_launched_before_the_last_step_reports_its_tokens(
+def test_step_is_launched_before_the_tokens_of_the_previous_one_are_reported(
     decoder: Decoder,
 ) -> None:
     loop = make_loop(decoder, overlaps=True)
     loop.apply([make_request(1, [[1, 2, 3]], max_tokens=4)])
     reported = [len(tokens_of(loop.step(list).outputs).get((1, 0), [])) for _ in range(5)]
     assert reported == [0, 1, 1, 1, 1]
-    assert loop.take_output().load.steps == 4  # none wasted: the length is known
+    assert (
+        loop.take_output().load.steps == 4
+    )  # no row is wasted: the loop foresees the end by length
     assert loop.is_idle
 
 
-def test_stop_token_wastes_one_row(decoder: Decoder) -> None:
+def test_unforeseen_end_wastes_one_row(decoder: Decoder) -> None:
     prompt = [1, 2, 3]
     tokens = tokens_of(run(make_loop(decoder), [make_request(1, [prompt], max_tokens=20)]))[1, 0]
     stop = tokens[4]
@@ -179,8 +181,8 @@ def test_stop_token_wastes_one_row(decoder: Decoder) -> None:
         assert loop.progressed == was_in_flight
 
 
-def test_blocks_of_overlapping_steps_are_reused(decoder: Decoder) -> None:
-    """They hold the tokens of their hashes: the continuation is the same without the cache."""
+def test_blocks_of_overlapping_steps_are_cached_with_their_contents(decoder: Decoder) -> None:
+    """A continuation from the cache generates the same tokens as one without it."""
     prompt = [1, 2, 3, 4, 5]
     for overlaps in (False, True):
         loop = make_loop(decoder, overlaps=overlaps)
@@ -194,13 +196,13 @@ def test_blocks_of_overlapping_steps_are_reused(decoder: Decoder) -> None:
 
 
 @pytest.mark.usefixtures("few_candidates")
-def test_wrong_provisional_token_is_computed_again(decoder: Decoder) -> None:
+def test_wrong_assumed_token_is_computed_again_and_never_cached(decoder: Decoder) -> None:
     sampling = SamplingSettings(3.0, 0.95, 0, 0.0, 5)
     request = make_request(1, [[1, 2, 3]], max_tokens=40, sampling=sampling)
     plain, loop = make_loop(decoder), make_loop(decoder, overlaps=True)
     tokens = tokens_of(run(plain, [request]))
     assert tokens_of(run(loop, [request])) == tokens
-    assert loop.take_output().load.steps > plain.take_output().load.steps  # some tokens were wrong
+    assert loop.take_output().load.steps > plain.take_output().load.steps  # some were wrong
     longer = make_request(2, [[1, 2, 3, *tokens[1, 0], 7]], max_tokens=10)
     again = run(loop, [longer])
     assert [o.cached_tokens for o in again if isinstance(o, RequestDone)] == [40]
@@ -208,8 +210,8 @@ def test_wrong_provisional_token_is_computed_again(decoder: Decoder) -> None:
 
 
 @pytest.mark.usefixtures("few_candidates")
-def test_block_with_a_wrong_provisional_token_is_not_cached(decoder: Decoder) -> None:
-    """A cancel comes before a later step writes the right token's KV."""
+def test_block_with_a_wrong_assumed_token_is_not_cached(decoder: Decoder) -> None:
+    """The request is cancelled before a later step writes the right token."""
     sampling = SamplingSettings(3.0, 0.95, 0, 0.0, 5)
     whole = make_request(1, [[1, 2, 3]], max_tokens=40, sampling=sampling)
     tokens = tokens_of(run(make_loop(decoder), [whole]))[1, 0]
@@ -223,7 +225,7 @@ def test_block_with_a_wrong_provisional_token_is_not_cached(decoder: Decoder) ->
         assert tokens_of(run(loop, [CancelRequest(1), longer]))[2, 0] == expected
 
 
-def test_output_is_the_same_where_a_late_mask_stops_the_overlap(
+def test_wait_for_a_mask_suspends_overlap_and_changes_no_token(
     decoder: Decoder,
 ) -> None:
     allowed = bytes([0b11111110, *[255] * (VOCABULARY // 8 - 1)])
@@ -245,8 +247,8 @@ def test_output_is_the_same_where_a_late_mask_stops_the_overlap(
     assert EOS not in outcome(True)[2, 0]
 
 
-def test_padded_rows_do_not_change_output(decoder: Decoder) -> None:
-    """CUDA graphs need padding; a CPU runs the padded steps without graphs."""
+def test_padded_rows_change_no_token(decoder: Decoder) -> None:
+    """GPU graphs need padded rows; this test runs padded steps without graphs."""
     requests = [
         make_request(i, [[i + 1, 2, 3] * 4], max_tokens=6 + i, temperature=0.7, seed=i)
         for i in range(5)

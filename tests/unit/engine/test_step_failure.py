@@ -1,4 +1,4 @@
-"""A step that raises fails only the requests that caused it."""
+"""A step that raises fails only the requests that raise again on their own."""
 
 from collections.abc import Sequence as Items
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.engine.execution.model_runner import DeviceTokens, ModelRunner
-from services.engine.loop.requests import LoopLimits, Requests
+from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.messages import AddRequest, MirostatSettings, Output, Refused, SamplingSettings
 from services.engine.model.decoder import Decoder
 from services.engine.scheduling.block_pool import BlockPool
@@ -21,13 +21,13 @@ from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import BLOCK, load_tiny, make_loop, make_request, run, tokens_of
 
 POISON = 7
-"""Token id: a step over a sequence with this id in its prompt raises"""
+"""Id that makes every step raise that computes a prompt with it"""
 PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=24)
 MIROSTAT = SamplingSettings(1.0, 1.0, -1, 0.0, 1, mirostat=MirostatSettings(4.0, 0.1))
 
 
 class FaultyRunner(ModelRunner):
-    """A runner that raises over poisoned sequences, and once after `raises_once` is set."""
+    """Raises in steps with a poisoned sequence, and once after `raises_once` is set."""
 
     error: Exception = RuntimeError("The tensor has a bad shape.")
     raises_once = False
@@ -39,7 +39,7 @@ class FaultyRunner(ModelRunner):
         hidden = super().forward(plan, drawn)
         if self.raises_once:
             self.raises_once = False
-            raise self.error  # keys and values are written, but the loop gets no result
+            raise self.error  # keys and values are written, but no token is drawn
         return hidden
 
 
@@ -62,7 +62,7 @@ def refusals(outputs: Items[Output]) -> dict[int, str]:
 def test_step_that_raises_fails_one_request_and_the_others_keep_their_output(
     decoder: Decoder, overlaps: bool, prompts: list[list[int]], step_tokens: int, place: int
 ) -> None:
-    """The poisoned prompt shares a prefix with another one: its blocks must not be cached."""
+    """The poisoned prompt shares a prefix: the blocks of its failed step must not be reused."""
     good = [
         make_request(i, [prompt], max_tokens=6, temperature=i % 2, n=1 + i % 2)
         for i, prompt in enumerate(prompts)
@@ -81,7 +81,7 @@ def test_step_that_raises_fails_one_request_and_the_others_keep_their_output(
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("at", [0, 2, 5])
-def test_step_that_raises_once_fails_no_request(decoder: Decoder, overlaps: bool, at: int) -> None:
+def test_step_that_raises_once_changes_no_output(decoder: Decoder, overlaps: bool, at: int) -> None:
     requests = [
         make_request(1, [[1, 2, 3]], max_tokens=8),
         make_request(2, [[3, 2, 1, 3]], max_tokens=8, n=2, temperature=1.0),
@@ -104,7 +104,7 @@ def test_step_that_raises_once_fails_no_request(decoder: Decoder, overlaps: bool
     assert tokens_of(outputs) == undisturbed
 
 
-def test_out_of_memory_is_reported_as_resource_exhausted(decoder: Decoder) -> None:
+def test_out_of_memory_has_its_own_reason(decoder: Decoder) -> None:
     for error in (
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory."),
@@ -116,10 +116,10 @@ def test_out_of_memory_is_reported_as_resource_exhausted(decoder: Decoder) -> No
         assert tokens_of(run(loop, [make_request(2, [[1]], max_tokens=2)]))
 
 
-def test_command_that_raises_fails_its_request_alone(decoder: Decoder) -> None:
+def test_command_that_raises_fails_only_its_request(decoder: Decoder) -> None:
     loop = make_loop(decoder)
     bad = make_request(1, [[1, 2]])
-    object.__setattr__(bad, "prompts", [["no id"]])
+    object.__setattr__(bad.checked, "prompts", [["no id"]])
     outputs = run(loop, [bad, make_request(2, [[1, 2]], max_tokens=3)])
     loop.check()
     assert refusals(outputs) == {1: "STEP_FAILED"}
@@ -127,10 +127,10 @@ def test_command_that_raises_fails_its_request_alone(decoder: Decoder) -> None:
 
 
 def test_choices_of_a_prompt_share_its_ids_and_block_hashes() -> None:
-    """128 copies and hashes of a prompt of 128,000 tokens would stop all streams for seconds."""
+    """128 copies and hashes of a prompt of 128,000 tokens would stall all streams for seconds."""
     limits = SchedulerLimits(64, 64, 2.0, BLOCK, 32)
     scheduler = Scheduler(limits, BlockPool(64))
-    requests = Requests(scheduler, LoopLimits(frozenset(), 64), lambda: 0.0)
+    requests = RequestTable(scheduler, LoopLimits(frozenset(), 64), lambda: 0.0)
     requests.carry_out(make_request(1, [list(range(1, 12))], n=3))
     first, *others = scheduler.waiting
     for other in others:
@@ -139,17 +139,17 @@ def test_choices_of_a_prompt_share_its_ids_and_block_hashes() -> None:
         assert first.reusable_hashes()[0] is other.reusable_hashes()[0]
 
 
-def test_block_hashes_do_not_depend_on_where_the_prompt_ends() -> None:
-    """A resumed sequence finds the blocks of its prompt and of its generated tokens."""
+def test_block_hashes_depend_only_on_tokens() -> None:
+    """The length of the prompt does not matter, so that a resumed sequence finds its blocks."""
     ids = list(range(1, 14))
-    hashes = []
+    names = []
     for length in range(1, 14):
         request = Request(make_request(1, [ids[:length]], salt=b"salt"))
         prompt = Prompt(ids[:length], b"salt", BLOCK)
         sequence = Sequence(request, 0, prompt, None, 20)
         for token in ids[length:]:
             sequence.append(token)
-        hashes.append([sequence.block_hash(i) for i in range(len(ids) // BLOCK)])
+        names.append([sequence.block_hash(i) for i in range(len(ids) // BLOCK)])
         assert sequence.tokens.tolist() == ids
-        assert sequence.reusable_hashes() == hashes[0]
-    assert all(each == hashes[0] for each in hashes)
+        assert sequence.reusable_hashes() == names[0]
+    assert all(each == names[0] for each in names)
