@@ -11,7 +11,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from services.engine.frontend.frontend import matchers
+from services.engine.frontend import matchers
 from services.engine.frontend.matchers import Matchers
 from services.engine.messages import Mask, Token
 from tests.services.relay import relay

@@ -22,9 +22,8 @@ from services.engine.model.attention.native_backend import NativeAttention, Tile
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.loader import load_spec
-
-from .checkpoints import CONFIGS, keep_last, make_checkpoint
-from .tiles import to_rows
+from tests.unit.engine.checkpoints import CONFIGS, keep_last, make_checkpoint
+from tests.unit.engine.tiles import to_rows
 
 BLOCK = 32
 CONTEXTS = (1, 31, 32, 33, 100, 512, 513, 1300)  # of the sequences that decode

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from services.engine.frontend.frontend import outbox as outbox_module
+from services.engine.frontend import outbox as outbox_module
 from services.engine.frontend.outbox import Outbox
 from services.engine.messages import Token
 from tokenwire.pb.engine.v1.engine_pb2 import SequenceFinished, SessionEvent
