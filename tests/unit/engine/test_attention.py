@@ -163,7 +163,7 @@ class Case:
         if kept is not None:
             some = keep_last(lengths, kept)
             batch = dataclasses.replace(batch, output_rows=some).narrowed
-            queries[: len(some.rows)] = queries[some.rows]
+            queries[: len(some.indices)] = queries[some.indices]
             queries = queries[: len(some.rows)]
         rows = len(queries)
         out = torch.empty(-(-rows // TILE) * TILE, queries[0].numel(), dtype=keys.dtype)
