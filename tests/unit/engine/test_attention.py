@@ -164,7 +164,7 @@ class Case:
             some = keep_last(lengths, kept)
             batch = dataclasses.replace(batch, output_rows=some).narrowed
             queries[: len(some.indices)] = queries[some.indices]
-            queries = queries[: len(some.rows)]
+            queries = queries[: len(some.indices)]
         rows = len(queries)
         out = torch.empty(-(-rows // TILE) * TILE, queries[0].numel(), dtype=keys.dtype)
         backend.attend(0, queries, keys, values, batch, cache, out[:rows])
