@@ -1,6 +1,6 @@
-"""Prints what the named extras of pyproject.toml require, so that images cache it in a layer.
+"""Requirements of extras in pyproject.toml, printed so that images cache them in a layer.
 
-An extra's own extras are named beside it: `engine gpu`.
+Name the extras that an extra includes, too: `engine gpu`.
 """
 
 import sys
@@ -10,6 +10,6 @@ from pathlib import Path
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
 requirements = list(project["dependencies"])
 for extra in sys.argv[1:]:
-    named = project["optional-dependencies"][extra]
-    requirements += [each for each in named if not each.startswith(project["name"])]
+    packages = project["optional-dependencies"][extra]
+    requirements += [each for each in packages if not each.startswith(project["name"])]
 print("\n".join(requirements))

@@ -7,7 +7,7 @@ let it read what a server on loopback answers. The header still says that name.
 import ipaddress
 from collections.abc import Collection
 
-from tokenwire.serving.exposure import is_loopback
+from tokenwire.serving.addresses import is_loopback
 
 __all__ = ["AllowedHosts"]
 

@@ -21,7 +21,7 @@ from services.common.settings import ServerSettings, StartupError, parse
 from services.common.signals import stop_signal
 from services.common.telemetry import serve_metrics
 from tokenwire.channel import MESSAGE_LIMITS, QUIET
-from tokenwire.serving.ports import address, why_unusable
+from tokenwire.serving.addresses import METRICS_PORT_OFFSET, address, why_unusable
 
 __all__ = ["SERVER_OPTIONS", "Application", "main"]
 
@@ -111,7 +111,7 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     )  # fmt: skip
     port = _bind(server, settings)
     if settings.metrics_port >= 0:
-        serve_metrics(settings.host, settings.metrics_port or port + 1000)
+        serve_metrics(settings.host, settings.metrics_port or port + METRICS_PORT_OFFSET)
     await server.start()
     _LOG.info("listening on %s", address(settings.host, port), extra={"port": port})
     starting: asyncio.Future[Any] = asyncio.ensure_future(application.start())

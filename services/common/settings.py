@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+from tokenwire.serving.addresses import LAST_PORT, METRICS_PORT_OFFSET
+
 __all__ = [
     "INSTANT",
     "LAST_PORT",
@@ -30,7 +32,6 @@ __all__ = [
 S = TypeVar("S")
 Field: TypeAlias = "dataclasses.Field[Any]"
 
-LAST_PORT = 65535
 INSTANT = 0.001
 """Seconds: the least of what must be above 0"""
 
@@ -62,7 +63,10 @@ class ServerSettings:
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(0, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     metrics_port: int = setting(
-        0, "Port of /metrics; 0 = the gRPC port + 1000, -1 = none.", least=-1, most=LAST_PORT
+        0,
+        f"Port of /metrics; 0 = the gRPC port + {METRICS_PORT_OFFSET}, -1 = none.",
+        least=-1,
+        most=LAST_PORT,
     )
     grace: float = setting(30.0, "Seconds that running requests get after SIGTERM.")
     log_level: str = setting(

@@ -7,7 +7,7 @@ from prometheus_client import start_http_server
 
 from services.common.hosts import AllowedHosts
 from services.common.settings import LAST_PORT, StartupError
-from tokenwire.serving.ports import address, why_unusable
+from tokenwire.serving.addresses import address, why_unusable
 
 __all__ = ["INTER_TOKEN_BUCKETS", "LATENCY_BUCKETS", "serve_metrics"]
 

@@ -27,9 +27,9 @@ from services.http_shim.backends.served import ModelSource, OneBackend
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.protocol import protocol_of
 from services.http_shim.settings import HttpShimSettings, check
-from tokenwire.serving.catalog import CatalogError
-from tokenwire.serving.keys import KeyFileError
-from tokenwire.serving.ports import address, listen, why_unusable
+from tokenwire.serving.addresses import address, listen, why_unusable
+from tokenwire.serving.catalog_file import CatalogError
+from tokenwire.serving.key_file import KeyFileError
 
 _LOG = logging.getLogger("server")
 _UNSENT_BYTES = 64 * 1024

@@ -27,7 +27,7 @@ from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceServicer
 from tokenwire.pb.engine.v1 import engine_pb2
-from tokenwire.turns import Turns
+from tokenwire.time_slice import TimeSlice
 
 __all__ = ["CompletionServicer", "Works"]
 
@@ -215,20 +215,20 @@ class _ClientSession:
     async def read(self, messages: AsyncIterator[completion_pb2.SessionRequest]) -> None:
         """Carry out the client's commands until it ends its side."""
         async for message in messages:
-            turns = Turns()
+            time_slice = TimeSlice()
             for command in message.commands:
                 self._carry_out(command)
-                if turns.is_over:
-                    await turns.others()
+                if time_slice.is_over:
+                    await time_slice.renew()
 
     def write(self, response: completion_pb2.SessionResponse) -> None:
         """What is ready, as far as one message holds it and one turn of the event loop allows."""
-        turns = Turns()
+        time_slice = TimeSlice()
         for place, source in enumerate(self._outbox.take()):
             if isinstance(source, Completion) and source in self._handles:
                 self._write_completion(source, self._handles[source], response)
             if place % _CHECK_EVERY == _CHECK_EVERY - 1 and (
-                turns.is_over or response.ByteSize() > _FULL
+                time_slice.is_over or response.ByteSize() > _FULL
             ):
                 break
         if self._outbox.pending:
@@ -236,11 +236,11 @@ class _ClientSession:
 
     async def abandon(self) -> None:
         """The client is gone."""
-        turns = Turns()
+        time_slice = TimeSlice()
         for completion in list(self._handles):
             completion.abandon()
-            if turns.is_over:
-                await turns.others()
+            if time_slice.is_over:
+                await time_slice.renew()
 
     def _write_completion(
         self, completion: Completion, handle: int, response: completion_pb2.SessionResponse

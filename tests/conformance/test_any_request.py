@@ -28,7 +28,7 @@ from tokenwire.session import CompletionSession, completion_session
 
 Values: TypeAlias = st.SearchStrategy[Any]
 
-EXAMPLES = 200
+EXAMPLES = 80
 HANG_SECONDS = 60
 JSON = {"content-type": "application/json"}
 TIE = 1e-3  # nats between the two best, under which rounding may decide

@@ -25,7 +25,7 @@ from tokenwire.pb.engine.v1.engine_pb2 import (
     SessionRequest,
     SessionResponse,
 )
-from tokenwire.turns import Turns
+from tokenwire.time_slice import TimeSlice
 
 __all__ = ["Session"]
 
@@ -55,11 +55,11 @@ class Session:
         """Carry out commands until the client closes its side, and wait for the last request."""
         try:
             async for request in requests:
-                turns = Turns()
+                time_slice = TimeSlice()
                 for command in request.commands:
                     self._carry_out(command)
-                    if turns.is_over:
-                        await turns.others()
+                    if time_slice.is_over:
+                        await time_slice.renew()
         except (ServiceError, grpc.aio.AbortError) as error:  # AbortError: a stalled client was cut
             self._fail(error)
             return

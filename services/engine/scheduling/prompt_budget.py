@@ -8,19 +8,19 @@ from services.engine.scheduling.step_plan import SchedulerLimits
 
 __all__ = ["Allowance", "Backlog", "PromptBudget"]
 
-_SHARED_STEP_SECONDS = 0.8
-"""Longest step that several prompts share. In a longer one all would wait for the last prompt; in
-many short ones they would end far apart, and later decode in small batches"""
+_SHARED_STEP_SECONDS = 0.9
+"""Longest step that several prompts share. A longer one makes all of them wait for the last; many
+short ones complete them far apart, and small batches decode later"""
 _SHARED_STEP_MIN_TOKENS = 256
 """Fewest tokens of such a step: smaller steps read the weights too often"""
 _STREAMS_PER_PROMPT = 3
 """Short prompts precede streams if there are at most this many streams per prompt"""
 _SHORT_PROMPT_DECODE_STEPS = 16
 """A prompt is short if it takes at most as long as this many steps without prompts"""
-_LONG_PROMPT_WEIGHT, _SHORT_PROMPT_WEIGHT = 4, 24
-"""Streams that each prompt but the first outweighs in a mixed step, for long and short prompts"""
-_SHORT_PROMPT_MIXED_STEPS = 4
-"""Mixed steps per prompt up to which the short prompts' weight applies; it falls from there"""
+_SHORT_PROMPT_WEIGHT, _LONG_PROMPT_WEIGHT = 24, 4
+"""Streams that each prompt beyond the first few outweighs in a mixed step"""
+_FEW_LONG = 8
+"""Long prompts that do not slow the streams down beyond the factor"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,11 @@ class PromptBudget:
             return Allowance(0)
         if streams == 0:
             return self._allow_alone(backlog)
-        budget = self._cost.prompt_tokens(decode_tokens, self._factor)
-        if budget is None:  # the cost of decoding must be measured first
-            return Allowance(0)
+        if self._cost.prompt_tokens(decode_tokens, self._factor) is None:
+            return Allowance(0)  # a step without prompts measures the cost of decoding first
         if self._precedes_streams(backlog, streams, decode_tokens):
             return self._allow_alone(backlog)
-        return Allowance(self._mixed_step_tokens(streams, decode_tokens, budget, backlog))
+        return Allowance(self._mixed_step_tokens(streams, decode_tokens, backlog))
 
     def _allow_alone(self, backlog: Backlog) -> Allowance:
         """Split the backlog into equal steps, and allow the next one."""
@@ -73,28 +72,24 @@ class PromptBudget:
         return Allowance(tokens, min(tokens // 4, self._most - tokens))
 
     def _precedes_streams(self, backlog: Backlog, streams: int, decode_tokens: int) -> bool:
-        """Return whether a few streams should wait for many short prompts.
+        """Return whether a few streams wait for many short prompts, to decode together sooner."""
+        is_few = 1 < backlog.count >= streams / _STREAMS_PER_PROMPT
+        return is_few and self._is_short(backlog, decode_tokens)
 
-        All of them then decode together the sooner.
-        """
-        if backlog.count == 1 or streams > _STREAMS_PER_PROMPT * backlog.count:
-            return False
-        prompt_seconds = self._cost.prompt_seconds(backlog.tokens / backlog.count)
-        decode_seconds = self._cost.decode_seconds(decode_tokens)
-        return prompt_seconds <= _SHORT_PROMPT_DECODE_STEPS * decode_seconds
+    def _is_short(self, backlog: Backlog, decode_tokens: int) -> bool:
+        mean = self._cost.prompt_seconds(backlog.tokens / backlog.count)
+        return mean <= _SHORT_PROMPT_DECODE_STEPS * self._cost.decode_seconds(decode_tokens)
 
-    def _mixed_step_tokens(
-        self, streams: int, decode_tokens: int, budget: int, backlog: Backlog
-    ) -> int:
+    def _mixed_step_tokens(self, streams: int, decode_tokens: int, backlog: Backlog) -> int:
         """Return the prompt tokens of a mixed step.
 
-        The more prompts wait, the longer the step may delay running streams. budget: tokens of a
-        step that is longer by no more than the factor.
+        The step may take longer by the factor, or by more while many prompts wait.
         """
-        steps = max(backlog.tokens / backlog.count / max(budget, 1), 1e-9)
-        weight = _SHORT_PROMPT_WEIGHT * _SHORT_PROMPT_MIXED_STEPS / steps
-        weight = min(max(weight, _LONG_PROMPT_WEIGHT), _SHORT_PROMPT_WEIGHT)
-        factor = self._factor * max(1.0, weight * (backlog.count - 1) / streams)
+        if self._is_short(backlog, decode_tokens):
+            weight = _SHORT_PROMPT_WEIGHT * (backlog.count - 1)
+        else:
+            weight = _LONG_PROMPT_WEIGHT * max(0, backlog.count - _FEW_LONG)
+        factor = self._factor * max(1.0, weight / streams)
         budget = self._cost.prompt_tokens(decode_tokens, factor) or 0
         # Round down to full tiles, but leave prompts at least one: none waits forever.
         rows = (decode_tokens + budget) // self._rows * self._rows

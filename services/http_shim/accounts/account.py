@@ -13,7 +13,7 @@ import grpc
 
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.serving.keys import Tier
+from tokenwire.serving.key_file import Tier
 
 __all__ = [
     "Account",

@@ -90,7 +90,7 @@ class Submission:
         self._is_cancelled = True
         if self._again is not None:
             self._again.cancel()
-        self._backend.session.forget(self._handle)
+        self._backend.session.detach(self._handle)
         cancel = completion_pb2.Cancel()
         command = completion_pb2.SessionCommand(handle=self._handle, cancel=cancel)
         self._backend.session.send(command)

@@ -12,7 +12,7 @@ from services.http_shim.backends.served import Connection, ServedModel, model_no
 from services.http_shim.formats.cards import ModelCard, catalog_card
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.serving.catalog import CatalogError, CatalogModel, read_catalog
+from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog
 
 __all__ = ["Catalog"]
 

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.serving.catalog import CatalogModel
+from tokenwire.serving.catalog_file import CatalogModel
 
 __all__ = ["ModelCard", "ModelList", "catalog_card", "served_card"]
 

@@ -539,7 +539,7 @@ class Completion:
             self._task.cancel()
         if self._handle is not None:
             self._send(cancel=engine_pb2.SessionCancel())
-            self._owner.link.session.forget(self._handle)
+            self._owner.link.session.detach(self._handle)
             self._handle = None
 
     def _fail(self, error: ServiceError) -> None:

@@ -1,4 +1,4 @@
-"""Instruction sets that tests can limit the kernels to."""
+"""Kinds of machine that this one can stand for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,17 +16,17 @@ from services.engine.kernels.library import (
 __all__ = ["TILED", "limited_to", "needs_tiles"]
 
 TILED = (InstructionSet.AVX512_BF16, InstructionSet.AMX)
-"""Instruction sets whose kernels work on tiles"""
+"""Those that work on tiles"""
 
 needs_tiles = pytest.mark.skipif(
     instruction_set() not in TILED,
-    reason="this machine has no tile instructions, or the kernels were not built",
+    reason="this machine works on no tiles, or the kernels were not built",
 )
 
 
 @contextmanager
 def limited_to(instructions: InstructionSet) -> Iterator[Native]:
-    """Limit the kernels to an instruction set; skip the test where the machine lacks it."""
+    """The kernels, which use these instructions within; skips the test where they cannot."""
     if native is None:
         pytest.skip("the kernels were not built")
     with limit_instruction_set(instructions):

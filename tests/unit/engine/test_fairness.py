@@ -236,6 +236,19 @@ def test_paused_stream_without_a_place_is_cut_in_time() -> None:
     assert machine.refused == [paused]
 
 
+def test_few_long_prompts_slow_streams_down_by_the_factor_alone() -> None:
+    machine = Machine()
+    machine.decode(5)
+    began = machine.now
+    machine.step()
+    alone = machine.now - began
+    prompts = [machine.add(2_000, 1) for _ in range(5)]
+    while not machine.firsts.keys() & set(prompts):
+        began = machine.now
+        machine.step()
+        assert machine.now - began <= 1.7 * alone
+
+
 def test_prompts_that_arrive_together_get_first_tokens_one_by_one() -> None:
     """A single step for all prompts would delay every first token to its end."""
     machine = Machine()

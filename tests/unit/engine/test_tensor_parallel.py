@@ -19,9 +19,14 @@ from services.engine.model.shard import Shard
 from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
 from tests.stack import free_ports
-
-from .checkpoints import CONFIGS, Driver, make_checkpoint, make_packed_checkpoint, random_tokens
-from .machines import needs_tiles
+from tests.unit.engine.checkpoints import (
+    CONFIGS,
+    Driver,
+    make_checkpoint,
+    make_packed_checkpoint,
+    random_tokens,
+)
+from tests.unit.engine.machines import needs_tiles
 
 RANKS = 2
 TOKENS = 60

@@ -15,7 +15,7 @@ from services.http_shim.errors import http_status
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
-from tokenwire.serving.keys import Tier
+from tokenwire.serving.key_file import Tier
 
 
 def account(**limits: int) -> Account:

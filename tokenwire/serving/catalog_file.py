@@ -1,13 +1,13 @@
-"""The catalog: a TOML file that names the models of one server.
+"""Catalog: a TOML file that names the models of one server.
 
 [[models]]
 id = "small"
 aliases = ["tiny"]
-path = "models/small"            # `tokenwire serve` starts what serves this checkpoint
+path = "models/small"            # `tokenwire serve` starts the services of this checkpoint
 
 [[models]]
 id = "acme/large"
-target = "10.0.0.7:50051"        # a tokenizer service that runs already
+target = "10.0.0.7:50051"        # a running tokenizer service
 max_output_length = 4096
 
 [models.variants.int8]           # acme/large:int8
@@ -15,7 +15,7 @@ target = "10.0.0.8:50051"
 
 [[models]]
 id = "acme/soon"
-placeholder = true               # listed; nothing answers
+placeholder = true               # listed, but not served
 """
 
 import json
@@ -28,50 +28,53 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
+from tokenwire.serving.addresses import LAST_PORT
+
 __all__ = ["CatalogError", "CatalogModel", "read_catalog", "write_catalog"]
 
 _Id: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@+:-]*\Z", max_length=200)]
 _Variant: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z", max_length=100)]
 _Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 _Seconds: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
-_RESERVED = "default"  # in a request it stands for the only model
+_RESERVED = "default"
+"""Name of the only model in a request"""
 
 
 class CatalogError(Exception):
-    """The catalog can't be used. The message is one sentence."""
+    """Unusable catalog. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogModel:
-    """A model, or a variant of one: what can be asked for by name."""
+    """A model, or a variant of one, that requests can name."""
 
     id: str
-    """Canonical id; a variant has its model's"""
+    """Canonical id; a variant has its model's id"""
     variant: str = ""
     names: tuple[str, ...] = ()
-    """All that it answers to"""
+    """All names under which requests find it"""
     target: str | None = None
     """host:port of its tokenizer service"""
     path: Path | None = None
-    """Directory of a checkpoint for which services are to be started"""
+    """Directory of a checkpoint whose services `tokenwire serve` starts"""
     dtype: str = "auto"
     engine_args: str = ""
     max_output_length: int | None = None
-    """Tokens that a choice may have; None = as many as the backend allows"""
+    """Most tokens of a choice; None = the backend's limit"""
     context: int | None = None
-    """Tokens of prompt and output together; None = as many as the backend allows"""
+    """Tokens of prompt and output together; None = the backend's limit"""
     owned_by: str = "tokenwire"
     created: int = 0
-    """Unix seconds; 0 = ask the backend"""
+    """Unix seconds; 0 = as the backend reports"""
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether nothing answers."""
+        """True for a model that no service serves."""
         return self.target is None and self.path is None
 
     @property
     def full_name(self) -> str:
-        """The id, or id:variant, which answers bear."""
+        """Id, or id:variant."""
         return f"{self.id}:{self.variant}" if self.variant else self.id
 
 
@@ -98,7 +101,7 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 def read_catalog(path: Path) -> tuple[CatalogModel, ...]:
-    """The models in the order of the file, each followed by its variants. Raises CatalogError."""
+    """Read the models in the file's order, each before its variants. Raises CatalogError."""
     try:
         content = tomllib.loads(path.read_text("utf-8"))
         rows = msgspec.convert(content, _File).models
@@ -110,14 +113,14 @@ def read_catalog(path: Path) -> tuple[CatalogModel, ...]:
         raise CatalogError(f"The catalog {path} is nested too deeply.") from None
     except UnicodeDecodeError:
         raise CatalogError(f"The catalog {path} is not UTF-8.") from None
-    except ValueError as error:  # of TOML, of a type, or raised below
+    except ValueError as error:  # from TOML, from a type, or raised below
         why = " ".join(str(error).split()).rstrip(".")
         raise CatalogError(f"The catalog {path} is wrong: {why}.") from None
     return models
 
 
 def write_catalog(path: Path, models: Sequence[CatalogModel]) -> None:
-    """Writes models whose targets are all known, atomically."""
+    """Write models whose targets are all known, atomically."""
     temporary = path.with_name(path.name + ".new")
     temporary.write_text("\n".join(line for model in models for line in _lines(model)), "utf-8")
     temporary.replace(path)
@@ -128,7 +131,7 @@ def _models(row: _Row, folder: Path) -> Iterator[CatalogModel]:
         raise ValueError(f"model {row.id} needs one of target, path and placeholder = true")
     spellings = (row.id, *row.aliases)
     model = replace(
-        _deployed(CatalogModel(id=row.id, names=spellings), row, folder),
+        _apply(CatalogModel(id=row.id, names=spellings), row, folder),
         owned_by=row.owned_by,
         created=row.created,
     )
@@ -136,11 +139,11 @@ def _models(row: _Row, folder: Path) -> Iterator[CatalogModel]:
     for name, deployment in row.variants.items():
         names = tuple(f"{spelling}:{name}" for spelling in spellings)
         variant = replace(model, variant=name, names=names)
-        yield _deployed(variant, deployment, folder)
+        yield _apply(variant, deployment, folder)
 
 
-def _deployed(model: CatalogModel, deployment: _Deployment, folder: Path) -> CatalogModel:
-    """The model with what the deployment says; what it leaves out stays."""
+def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> CatalogModel:
+    """Return the model with the deployment's values; an absent value stays as it is."""
     if deployment.target is not None and deployment.path is not None:
         raise ValueError(f"model {model.full_name} has both target and path")
     if deployment.target is not None:
@@ -163,7 +166,7 @@ def _deployed(model: CatalogModel, deployment: _Deployment, folder: Path) -> Cat
 
 def _require_target(model: CatalogModel, target: str) -> None:
     host, _, port = target.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= LAST_PORT:
         raise ValueError(f"the target of model {model.full_name} must be host:port")
 
 
@@ -172,14 +175,14 @@ def _require_distinct(models: Sequence[CatalogModel]) -> None:
     for model in models:
         for name in model.names:
             if name == _RESERVED:
-                raise ValueError(f"{_RESERVED} can't name a model; it stands for the only one")
+                raise ValueError(f"{_RESERVED} can't name a model: it stands for the only model")
             if name in seen:
                 raise ValueError(f"the name {name} occurs twice")
             seen.add(name)
 
 
 def _lines(model: CatalogModel) -> Iterator[str]:
-    """TOML, of which JSON's strings, numbers and lists are a part."""
+    """Yield TOML lines; JSON strings, numbers and lists are valid TOML."""
     if model.variant:
         yield f"[models.variants.{json.dumps(model.variant)}]"
     else:

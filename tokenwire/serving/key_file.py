@@ -1,11 +1,11 @@
-"""API keys and their tiers: a JSON file that holds hashes only.
+"""API keys and their tiers, in a JSON file that holds hashes only.
 
     {"tiers": {"default": {}, "trial": {"max_tokens": 256, "requests_per_minute": 60,
                                         "tokens_per_minute": 20000, "concurrent_streams": 4}},
      "keys": [{"id": "q7Xk2mPd", "name": "alice", "tier": "trial", "hash": "…", …}]}
 
-A key is "tw-" and 32 random bytes. What guards it is SHA-256: a slow hash with salt is for
-passwords, which can be guessed; 256 random bits can't, at any speed.
+A key is "tw-" and 32 random bytes; the file holds its SHA-256. Passwords need a slow, salted hash
+because they can be guessed; 256 random bits can't be guessed at any speed.
 """
 
 import contextlib
@@ -37,33 +37,34 @@ __all__ = [
 
 _PREFIX = "tw-"
 _SECRET_BYTES = 32
-_ID_LENGTH = 8  # characters of the key that name it; 208 random bits remain
+_ID_LENGTH = 8
+"""Characters of a key that identify it; 208 random bits stay secret"""
 _NOBODY = hashlib.sha256(b"").hexdigest()
 _Limit: TypeAlias = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class KeyFileError(Exception):
-    """The keys file can't be used. The message is one sentence."""
+    """Unusable keys file. The message is one sentence."""
 
 
 class Tier(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the keys of a tier may do, each of them; None = no limit."""
+    """Limits of each key of a tier; None = no limit."""
 
     max_tokens: _Limit | None = None
-    """Tokens that a choice may have; more asked for is silently lowered"""
+    """Most tokens of a choice; a higher max_tokens is silently lowered"""
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
-    """Of prompts and output together"""
+    """Tokens of prompts and output together"""
     concurrent_streams: _Limit | None = None
-    """Completions under way at a time, streamed or not"""
+    """Most choices under way at a time, streamed or not"""
     models: tuple[str, ...] | None = None
-    """Canonical ids of the models that may be used"""
+    """Canonical ids of the permitted models"""
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
-    """Higher is served first"""
+    """Priority of the tier's requests; higher is served first"""
 
 
 class Key(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key, without what is secret of it."""
+    """Public part of a key."""
 
     id: Annotated[str, Meta(min_length=_ID_LENGTH, max_length=_ID_LENGTH)]
     hash: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -77,7 +78,7 @@ class Key(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class KeyFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """All of the file."""
+    """Content of the keys file."""
 
     tiers: dict[str, Tier]
     keys: tuple[Key, ...] = ()
@@ -87,19 +88,19 @@ _EMPTY = KeyFile({"default": Tier()})
 
 
 def key_id(secret: str) -> str:
-    """What names a key: part of it, and no secret."""
+    """Return the id of a key: a part of it that is not secret."""
     return secret.removeprefix(_PREFIX)[:_ID_LENGTH]
 
 
 def matches(secret: str, key: Key | None) -> bool:
-    """Whether the text is that key. It takes as long whatever the answer, and without a key too."""
+    """Return whether `secret` is that key, in constant time; without a key too."""
     digest = hashlib.sha256(secret.encode()).hexdigest()
     is_same = hmac.compare_digest(digest, _NOBODY if key is None else key.hash)
     return is_same and key is not None
 
 
 def read_keys(path: Path) -> KeyFile:
-    """The file. Raises KeyFileError."""
+    """Read and check the file. Raises KeyFileError."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=KeyFile)
         _require_consistent(file)
@@ -107,14 +108,14 @@ def read_keys(path: Path) -> KeyFile:
         raise KeyFileError(f"The keys file {path} can't be read: {error.strerror}.") from None
     except RecursionError:
         raise KeyFileError(f"The keys file {path} is nested too deeply.") from None
-    except ValueError as error:  # of JSON, of UTF-8, of a type, or raised below
+    except ValueError as error:  # from JSON, from UTF-8, from a type, or raised below
         why = " ".join(str(error).split()).rstrip(".")
         raise KeyFileError(f"The keys file {path} is wrong: {why}.") from None
     return file
 
 
 def add_key(path: Path, tier: str = "default", name: str = "") -> str:
-    """Makes a key and returns it; nothing else ever knows it. A missing file is made."""
+    """Make a key, store its hash and return it. Creates a missing file."""
     with _locked(path):
         file = read_keys(path) if path.exists() else _EMPTY
         if tier not in file.tiers:
@@ -128,14 +129,14 @@ def add_key(path: Path, tier: str = "default", name: str = "") -> str:
 
 
 def revoke_key(path: Path, identity: str) -> Key:
-    """Revokes the key of an id, for ever, and returns it."""
+    """Revoke the key of an id, permanently, and return it."""
     with _locked(path):
         file = read_keys(path)
         found = next((key for key in file.keys if key.id == identity), None)
         if found is None:
             raise KeyFileError(f"There is no key {identity} in {path}.")
         if found.revoked is not None:
-            raise KeyFileError(f"The key {identity} is revoked already.")
+            raise KeyFileError(f"The key {identity} is already revoked.")
         revoked = msgspec.structs.replace(found, revoked=int(time.time()))
         keys = tuple(revoked if key is found else key for key in file.keys)
         _write(path, KeyFile(file.tiers, keys))
@@ -143,7 +144,7 @@ def revoke_key(path: Path, identity: str) -> Key:
 
 
 def _new_secret(taken: Collection[str]) -> str:
-    """A key whose id is free and can't be taken for a flag."""
+    """Return a key whose id is free and doesn't look like a flag."""
     while True:
         secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
         identity = key_id(secret)
@@ -155,7 +156,7 @@ def _require_consistent(file: KeyFile) -> None:
     seen: set[str] = set()
     for key in file.keys:
         if key.tier not in file.tiers:
-            raise ValueError(f"the key {key.id} is of tier {key.tier}, which there is not")
+            raise ValueError(f"the key {key.id} has the tier {key.tier}, which does not exist")
         if key.id in seen:
             raise ValueError(f"the key {key.id} occurs twice")
         seen.add(key.id)
@@ -163,7 +164,7 @@ def _require_consistent(file: KeyFile) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keeps other commands from changing the file meanwhile."""
+    """Hold the lock that keeps other commands from changing the file."""
     try:
         folder = os.open(path.parent, os.O_RDONLY)
     except OSError as error:
@@ -176,7 +177,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, file: KeyFile) -> None:
-    """All or nothing, and for the owner's eyes only (mode 0600)."""
+    """Write the file atomically, readable by its owner only (mode 0600)."""
     text = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

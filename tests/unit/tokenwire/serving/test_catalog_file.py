@@ -1,4 +1,4 @@
-"""The catalog's file: what it may say, and what is said of one that can't be used."""
+"""Catalog file: valid content, and errors in one sentence."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenwire.serving.catalog import CatalogError, CatalogModel, read_catalog, write_catalog
+from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog, write_catalog
 
 FULL = """
 [[models]]
@@ -41,7 +41,7 @@ def catalog(tmp_path: Path) -> Path:
     return tmp_path / "catalog.toml"
 
 
-def test_every_name_leads_to_its_model(catalog: Path) -> None:
+def test_catalog_resolves_ids_aliases_and_variants(catalog: Path) -> None:
     catalog.write_text(FULL)
     large, int8, short, small, soon = read_catalog(catalog)
     assert large == CatalogModel(
@@ -61,8 +61,8 @@ def test_every_name_leads_to_its_model(catalog: Path) -> None:
     assert [model.is_placeholder for model in (large, small, soon)] == [False, False, True]
 
 
-def test_what_is_written_reads_the_same(catalog: Path) -> None:
-    """The supervisor hands the shim a catalog with the targets that it chose."""
+def test_written_catalog_reads_back_equal(catalog: Path) -> None:
+    """The supervisor writes the shim a catalog with the targets that it chose."""
     catalog.write_text(FULL.replace('path = "models/small"', 'target = "127.0.0.1:1"')
                        .replace('dtype = "float32"', "")
                        .replace('engine_args = "--kv-memory 1GiB"', ""))  # fmt: skip
@@ -73,7 +73,7 @@ def test_what_is_written_reads_the_same(catalog: Path) -> None:
 
 
 @given(owner=st.text(st.characters(codec="utf-8"), max_size=20))
-def test_any_owner_survives(tmp_path_factory: pytest.TempPathFactory, owner: str) -> None:
+def test_any_owner_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, owner: str) -> None:
     path = tmp_path_factory.getbasetemp() / "owner.toml"
     models = (CatalogModel(id="m", names=("m",), target="h:1", owned_by=owner),)
     write_catalog(path, models)
@@ -84,7 +84,7 @@ ONE = '[[models]]\nid = "m"\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "models"),
         ("models = []", "length"),
@@ -110,15 +110,15 @@ ONE = '[[models]]\nid = "m"\n'
         ("a = " + "9" * 10_000, "wrong"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(catalog: Path, text: str, said: str) -> None:
+def test_wrong_catalog_is_refused_in_one_sentence(catalog: Path, text: str, message: str) -> None:
     catalog.write_text(text)
     with pytest.raises(CatalogError) as caught:
         read_catalog(catalog)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_the_documented_one_is_right(catalog: Path) -> None:
+def test_documented_catalog_is_valid(catalog: Path) -> None:
     documented = Path(__file__).parents[4] / "docs/operations.md"
     catalog.write_text(documented.read_text().partition("```toml\n")[2].partition("```")[0])
     assert [model.full_name for model in read_catalog(catalog)] == [
@@ -129,7 +129,7 @@ def test_the_documented_one_is_right(catalog: Path) -> None:
     ]
 
 
-def test_files_that_can_not_be_read(tmp_path: Path) -> None:
+def test_unreadable_catalog_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.toml"):
         with pytest.raises(CatalogError, match="can't be read"):
             read_catalog(path)
@@ -159,10 +159,10 @@ _LINES = st.one_of(
 
 
 @given(lines=st.lists(_LINES, max_size=12))
-def test_no_text_is_worse_than_a_sentence(
+def test_any_text_is_a_catalog_or_one_sentence(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str]
 ) -> None:
-    """A typo must never end a server with a traceback."""
+    """A typo must not end a server with a traceback."""
     path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_bytes("\n".join(lines).encode("utf-8", "replace"))
     sentence = ""

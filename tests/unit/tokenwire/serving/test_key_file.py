@@ -1,4 +1,4 @@
-"""Keys and the file that holds them."""
+"""API keys, and the file that holds them."""
 
 import json
 import stat
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenwire.serving.keys import KeyFileError, add_key, key_id, matches, read_keys, revoke_key
+from tokenwire.serving.key_file import KeyFileError, add_key, key_id, matches, read_keys, revoke_key
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
 
 
-def test_a_key_is_known_by_its_hash_alone(path: Path) -> None:
+def test_file_holds_the_hash_of_a_key_and_not_the_key(path: Path) -> None:
     secret = add_key(path, name="alice")
     (key,) = read_keys(path).keys
     assert matches(secret, key)
@@ -30,16 +30,16 @@ def test_a_key_is_known_by_its_hash_alone(path: Path) -> None:
     assert len(secret) == len("tw-") + 43, "32 bytes"
 
 
-def test_the_file_is_for_its_owner_only(path: Path) -> None:
+def test_only_the_owner_can_read_the_file(path: Path) -> None:
     secret = add_key(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o644)
     revoke_key(path, key_id(secret))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing is left behind"
+    assert [each.name for each in path.parent.iterdir()] == [path.name], "no temporary file remains"
 
 
-def test_revoked_keys_stay_listed(path: Path) -> None:
+def test_revoked_key_stays_in_the_list(path: Path) -> None:
     secrets = [add_key(path) for _ in range(3)]
     revoke_key(path, key_id(secrets[1]))
     assert [key.revoked is None for key in read_keys(path).keys] == [True, False, True]
@@ -49,13 +49,13 @@ def test_revoked_keys_stay_listed(path: Path) -> None:
         revoke_key(path, "nobody00")
 
 
-def test_commands_at_the_same_time_lose_nothing(path: Path) -> None:
+def test_concurrent_commands_lose_no_key(path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         secrets = list(pool.map(lambda _: add_key(path), range(16)))
     assert {key.id for key in read_keys(path).keys} == {key_id(secret) for secret in secrets}
 
 
-def test_tiers_are_the_operators(path: Path) -> None:
+def test_key_gets_only_a_tier_that_the_operator_defined(path: Path) -> None:
     path.write_text('{"tiers": {"trial": {"max_tokens": 5, "models": ["m"]}}}')
     add_key(path, tier="trial")
     file = read_keys(path)
@@ -78,7 +78,7 @@ def test_tiers_are_the_operators(path: Path) -> None:
                                                   "created": 0}]}),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_sentence(path: Path, text: str) -> None:
+def test_wrong_file_is_refused_in_one_sentence(path: Path, text: str) -> None:
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(KeyFileError) as caught:
         read_keys(path)
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_one_sentence(path: Path, text: str) -> None:
 
 
 @given(content=st.binary(max_size=30))
-def test_no_file_is_worse_than_a_sentence(
+def test_any_bytes_are_refused_with_an_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.json"
@@ -100,7 +100,7 @@ def tokenwire(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_command_shows_a_key_once(path: Path) -> None:
+def test_command_shows_a_key_only_when_it_is_made(path: Path) -> None:
     file = ("--file", str(path))
     made = tokenwire("add", "--name", "alice", *file)
     assert made.returncode == 0
@@ -114,7 +114,7 @@ def test_the_command_shows_a_key_once(path: Path) -> None:
     assert "revoked" in tokenwire("list", *file).stdout
 
 
-def test_the_command_fails_with_a_sentence(path: Path) -> None:
+def test_command_fails_with_one_sentence(path: Path) -> None:
     file = ("--file", str(path))
     for arguments in (("list",), ("revoke", "12345678"), ("add", "--tier", "gold")):
         result = tokenwire(*arguments, *file)

@@ -1,4 +1,4 @@
-"""Chats: messages in, messages out; frozen dataclasses, and how they are read and written."""
+"""Messages and answers of a chat: frozen dataclasses, read from and written to protobuf."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,24 +25,24 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool."""
+    """One tool call of a message."""
 
     id: str
     name: str
     arguments: str
-    """JSON text, unless max_tokens cut it"""
+    """JSON text; incomplete where max_tokens cut it"""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation. An answer's can be put into the next request as it is."""
+    """One message of a conversation. The next request takes an answer's message unchanged."""
 
     role: Role
     content: str | None
-    """None: there is none, since calls or the reasoning speak alone"""
+    """Text; None where the message holds only tool calls or reasoning"""
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
-    """Which call a tool's message answers"""
+    """Id of the call that a tool message answers"""
     name: str = ""
     reasoning: str = ""
 
@@ -63,20 +63,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ContentToken:
-    """A token of a content and its natural-log probability, with the likeliest in its place."""
+    """A token of the content, its natural-log probability, and the most likely candidates."""
 
     id: int
     data: bytes
-    """What it adds to the content, which may end within a character"""
+    """Bytes that the token adds to the content; they may end inside a character"""
     logprob: float
     rank: int
     top: "tuple[tuple[int, bytes, float], ...]"
-    """(id, bytes, logprob), best first; empty where none were asked for"""
+    """(id, bytes, logprob) of each candidate, best first; empty unless requested"""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What a call gained; its first delta has id and name."""
+    """Part of a tool call; only the first delta of a call has id and name."""
 
     index: int
     id: str
@@ -86,21 +86,21 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatDelta:
-    """What a choice gained. The last delta of a choice has its finish_reason."""
+    """Part of a choice. The last delta of a choice has its finish_reason."""
 
     index: int
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: tuple[int, ...] = ()
-    """All that was generated, whatever it spells; text may come later than its ids"""
+    """All generated ids, also those of reasoning and calls; their text may come in a later delta"""
     position: int = 0
-    """Of the first of these ids, from the end of the prompt"""
+    """Position of the first of these ids, counted from the end of the prompt"""
     tokens: tuple[ContentToken, ...] = ()
-    """Of the content, with logprobs only"""
+    """Tokens of the content; only with logprobs"""
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
-    """The stop string or the id that ended the choice"""
+    """Stop string or token id that ended the choice"""
 
     @classmethod
     def read(cls, delta: completion_pb2.ChatDelta) -> "ChatDelta":
@@ -131,11 +131,11 @@ class ChatChoice:
 
     @classmethod
     def join(cls, deltas: Sequence[ChatDelta]) -> "ChatChoice":
-        """The whole of a choice's deltas."""
+        """Return the choice that the deltas make up."""
         last = deltas[-1]
         assert last.finish_reason is not None
         content = "".join(delta.content for delta in deltas) or None
-        calls = _joined(chain.from_iterable(delta.tool_calls for delta in deltas))
+        calls = _join_calls(chain.from_iterable(delta.tool_calls for delta in deltas))
         message = Message(
             role="assistant",
             content=content,
@@ -154,7 +154,7 @@ class ChatChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """The answer to a chat."""
+    """Answer to a chat."""
 
     model: str
     system_fingerprint: str
@@ -162,9 +162,9 @@ class ChatAnswer:
     choices: tuple[ChatChoice, ...]
     usage: Usage
     ignored: tuple[str, ...] = ()
-    """Paths of what schemas of the request say without effect"""
+    """Paths of schema parts in the request that have no effect"""
     prompt_scores: Scores | None = None
-    """With prompt_logprobs; entry i speaks of prompt token i + 1"""
+    """Scores of prompt tokens from token 1 on: entry i is token i + 1. Only with prompt_logprobs"""
 
     @property
     def message(self) -> Message:
@@ -173,7 +173,7 @@ class ChatAnswer:
 
     @property
     def text(self) -> str:
-        """Its content; "" where it has none."""
+        """The first choice's content; "" where it has none."""
         return self.message.content or ""
 
 
@@ -184,7 +184,7 @@ class _Call:
     arguments: list[str] = field(default_factory=list)
 
 
-def _joined(parts: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+def _join_calls(parts: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
     calls: dict[int, _Call] = {}
     for part in parts:
         call = calls.setdefault(part.index, _Call(part.id, part.name))
