@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.contract import MAX_CHAT_LOGPROBS
 from services.common.settings import StartupError
 from services.tokenizer.limits import Limits
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -25,7 +26,6 @@ _LOG = logging.getLogger("engine_link")
 _SERVICE = "tokenwire.engine.v1.EngineService"
 _RETRY_SECONDS = 0.5
 _CALL_SECONDS = 10.0
-_MAX_CHAT_LOGPROBS = 20  # as OpenAI's
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -173,7 +173,7 @@ class EngineLink:
             eos_ids=frozenset(model.eos_token_ids),
             capabilities=frozenset(model.capabilities),
             max_logprobs=min(self._settings.max_logprobs, model.max_logprobs),
-            max_chat_logprobs=min(_MAX_CHAT_LOGPROBS, model.max_logprobs),
+            max_chat_logprobs=min(MAX_CHAT_LOGPROBS, model.max_logprobs),
             max_sequences=model.max_sequences_per_request,
             max_stop_strings=self._settings.max_stop_strings,
             appends_suffix=self._settings.appends_suffix,

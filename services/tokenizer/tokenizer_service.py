@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from services.common.contract import MAX_DECODED_IDS
 from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
 from services.tokenizer.completion.validation import check_ids, check_model, check_text_size
 from services.tokenizer.engine_link import EngineLink
@@ -25,7 +26,6 @@ __all__ = ["TokenizerServicer"]
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 _BATCH = 2_048
-_MAX_IDS = 256 * 1024  # of a message
 _INLINE = 4_096  # characters or ids; more is worked on in a thread
 _ORDERS = {
     InfillOrder.PREFIX_SUFFIX_MIDDLE: tokenizer_pb2.INFILL_ORDER_PREFIX_SUFFIX_MIDDLE,
@@ -258,8 +258,8 @@ def _infill_tokens(template: InfillTemplate) -> tokenizer_pb2.InfillTokens:
 
 
 def _check_count(field: str, count: int) -> None:
-    if count > _MAX_IDS:
-        raise invalid(field, f"At most {_MAX_IDS:,} ids are taken at once.")
+    if count > MAX_DECODED_IDS:
+        raise invalid(field, f"At most {MAX_DECODED_IDS:,} ids are taken at once.")
 
 
 def _byte_offsets(texts: list[str]) -> list[int]:

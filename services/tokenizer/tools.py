@@ -3,10 +3,11 @@
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from services.common.annotations import unenforced
-from services.common.json_values import Json
+from services.common.contract import FUNCTION_NAME, MAX_TOOLS
+from services.common.json_values import Json, parse_json
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -26,8 +27,7 @@ __all__ = [
 PlacedTool: TypeAlias = tuple[int, completion_pb2.Tool]
 """A tool that may be called, and its place in the request."""
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_MAX_TOOLS = 128
+_NAME = re.compile(FUNCTION_NAME)
 _MAX_JSON = 1024 * 1024  # characters of all schemas: json.loads lets nobody else run
 _MAX_DEPTH = 100  # levels of a schema; the grammar service takes few more
 _NO_ARGUMENTS = '{"properties":{},"additionalProperties":false}'
@@ -38,8 +38,8 @@ _NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"}) 
 
 def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.ToolChoice) -> None:
     """Raises INVALID_ARGUMENT for what is no tool, and for a choice that names none of them."""
-    if len(tools) > _MAX_TOOLS:
-        raise invalid("tools", f"At most {_MAX_TOOLS} tools are taken.")
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"At most {MAX_TOOLS} tools are taken.")
     if sum(len(tool.parameters_json) for tool in tools) > _MAX_JSON:
         raise invalid(
             "tools", f"The parameters of all tools have at most {_MAX_JSON:,} characters."
@@ -136,7 +136,7 @@ def arguments_schema(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
     """The schema of the arguments, which are an object in any case; `field` is the tool's."""
     field = f"{field}.parameters_json"
     try:
-        schema = json.loads(tool.parameters_json or _NO_ARGUMENTS, parse_constant=_refuse_constant)
+        schema = parse_json(tool.parameters_json or _NO_ARGUMENTS)
         moved_schema(schema, "#")  # not too deep for that
         if "\\u" in tool.parameters_json:
             json.dumps(schema, ensure_ascii=False).encode()  # half a surrogate pair is no text
@@ -175,7 +175,3 @@ def moved_schema(schema: Any, place: str, depth: int = 0) -> Any:
         else:
             moved[key] = moved_schema(value, "#" if key in _LITERAL else place, depth + 1)
     return moved
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

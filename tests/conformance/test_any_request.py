@@ -18,7 +18,7 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.http_shim.formats.requests import ChatBody, CompletionBody
+from services.http_shim.formats.request_bodies import ChatBody, CompletionBody
 from tests.stack import Stack
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError

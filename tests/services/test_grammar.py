@@ -23,9 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.common.interceptor import RpcInterceptor
 from services.engine.frontend.mask_stream import GrammarClient, MaskState, MaskStream
+from services.grammar import GrammarError
 from services.grammar.application import GrammarApplication, GrammarSettings
 from services.grammar.compiling.compiler import Compiler
-from services.grammar.error import GrammarError
 from tokenwire.channel import MESSAGE_LIMITS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.grammar.v1 import grammar_pb2
@@ -249,12 +249,13 @@ async def test_masks_along_a_path_are_those_that_come_when_it_is_taken(
         asking.stream.ask_draft_masks(at, [*ids[at : at + 6], 1, *ids[at + 6 : at + 9]])
         [state] = await asking.states.get()
         begin = at + len(state.forced) + 1
-        assert len(state.ahead) <= max(at + 6 - begin + 1, 0)  # nothing behind what does not fit
-        for place, mask in enumerate(state.ahead, start=begin):
+        # no masks behind a draft token that the grammar refuses
+        assert len(state.draft_masks) <= max(at + 6 - begin + 1, 0)
+        for place, mask in enumerate(state.draft_masks, start=begin):
             # where ids are forced, the path has masks of one
             assert mask == masks.get(place, mask)
             assert mask is None or mask[ids[place] >> 3] >> (ids[place] & 7) & 1
-        lengths.add(len(state.ahead))
+        lengths.add(len(state.draft_masks))
         asking.stream.accept(at, ids[at + len(state.forced) :][:1])  # it has not moved
         assert (await asking.states.get())[0].error is None
     assert max(lengths) == 6

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+from tokenwire.serving.exit_status import exit_status
 from tokenwire.serving.stack_layout import ServeError, Service
 
 __all__ = ["ServiceProcess", "report"]
@@ -140,7 +141,7 @@ class ServiceProcess:
     async def failure(self, was_up: bool) -> ServeError:
         """Return the error that describes the exit of a process that has ended."""
         code = self.returncode or 0
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = exit_status(code)
         reason = await self.last_message()
         if code == -signal.SIGKILL:
             reason = "another process killed it, or the system ran out of memory."

@@ -8,6 +8,15 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.contract import (
+    DEFAULT_MAX_TOKENS,
+    DRY_ALLOWED_LENGTH,
+    DRY_BASE,
+    MAX_BAD_IDS,
+    MAX_BAD_SPELLINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_K,
+)
 from services.engine.messages import (
     CheckedRequest,
     DrySettings,
@@ -29,18 +38,10 @@ from tokenwire.pb.types.v1.types_pb2 import (
     TokenIds,
 )
 
-__all__ = [
-    "MAX_SEQUENCES",
-    "Admission",
-]
+__all__ = ["Admission"]
 
-MAX_SEQUENCES = 128
-"""Upper bound of prompts x n in one request, whatever the engine's capacity"""
-_MAX_STOP_TOKENS = 128 + 16
-"""128 that a client may name, and 16 that infill may add"""
-_MAX_BAD_WORDS = 1_024
-_MAX_BAD_IDS = 16_384
-"""Ids of all bad words together: the step loop indexes them"""
+_MAX_STOP_TOKENS = MAX_STOP_TOKEN_IDS + 16
+"""Ids that a client may name, and 16 that infill may add"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Admission:
         return f"Token ids must be below {self.model.vocabulary_size}, got {token}."
 
     def _stopping(self, params: StoppingParams) -> StoppingSettings:
-        max_tokens = params.max_tokens if params.HasField("max_tokens") else 16
+        max_tokens = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
         if params.min_tokens > max_tokens:
             raise invalid(
                 "stopping.min_tokens",
@@ -136,7 +137,7 @@ class Admission:
     def _sampling(self, params: SamplingParams) -> SamplingSettings:
         temperature = _number(params, "temperature", 1.0, lambda v: 0 <= v <= 2, "between 0 and 2")
         top_p = _number(params, "top_p", 1.0, lambda v: 0 <= v <= 1, "between 0 and 1")
-        top_k = int(_number(params, "top_k", 0, lambda v: v <= 128, "at most 128"))
+        top_k = int(_number(params, "top_k", 0, lambda v: v <= MAX_TOP_K, f"at most {MAX_TOP_K}"))
         min_p = _number(params, "min_p", 0.0, lambda v: 0 <= v <= 1, "between 0 and 1")
         if params.HasField("mirostat"):
             clashes = {
@@ -186,10 +187,10 @@ class Admission:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         words, field = params.bad_token_ids, "sampling.bad_token_ids"
-        if len(words) > _MAX_BAD_WORDS or sum(len(word.ids) for word in words) > _MAX_BAD_IDS:
+        if len(words) > MAX_BAD_SPELLINGS or sum(len(word.ids) for word in words) > MAX_BAD_IDS:
             message = (
-                f"bad_token_ids may have at most {_MAX_BAD_WORDS:,} bad words with "
-                f"{_MAX_BAD_IDS:,} ids in total."
+                f"bad_token_ids may have at most {MAX_BAD_SPELLINGS:,} bad words with "
+                f"{MAX_BAD_IDS:,} ids in total."
             )
             raise invalid(field, message)
         for i, word in enumerate(words):
@@ -221,7 +222,7 @@ class Admission:
             message = f"multiplier must be finite and at least 0, got {multiplier:g}."
             raise invalid(f"{prefix}.multiplier", message)
         base = _number(
-            params, "base", 1.75, lambda v: 1 <= v < math.inf, "finite and at least 1", prefix
+            params, "base", DRY_BASE, lambda v: 1 <= v < math.inf, "finite and at least 1", prefix
         )
         if len(params.breaker_ids) > self.model.vocabulary_size:
             size = self.model.vocabulary_size
@@ -230,7 +231,8 @@ class Admission:
         self._check_ids(params.breaker_ids, f"{prefix}.breaker_ids")
         if multiplier == 0:
             return None
-        allowed_length = params.allowed_length if params.HasField("allowed_length") else 2
+        has_length = params.HasField("allowed_length")
+        allowed_length = params.allowed_length if has_length else DRY_ALLOWED_LENGTH
         return DrySettings(multiplier, base, allowed_length, frozenset(params.breaker_ids))
 
     def _width(self, field: str, request: GenerateRequest) -> int | None:

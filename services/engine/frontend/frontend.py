@@ -15,10 +15,11 @@ from typing import Any
 
 import grpc
 
+from services.common.contract import MAX_SEQUENCES
 from services.common.errors import draining_error, internal_error
-from services.common.logging import names_of
+from services.common.logging import request_fields
 from services.engine.frontend import events, metrics
-from services.engine.frontend.admission import MAX_SEQUENCES, Admission
+from services.engine.frontend.admission import Admission
 from services.engine.frontend.compilations import Compilations, deadline_exceeded, queue_full
 from services.engine.frontend.loop_client import LoopClient
 from services.engine.frontend.matchers import Matchers
@@ -333,7 +334,7 @@ class Frontend:
         metrics.count_error(refused.reason)
         error = events.refusal(refused)
         if error.code is grpc.StatusCode.INTERNAL:
-            names = names_of(live.caller.request_id, live.caller.traceparent)
+            names = request_fields(live.caller.request_id, live.caller.traceparent)
             _LOG.error(refused.message, extra=names)
         live.sink.on_error(error)
 

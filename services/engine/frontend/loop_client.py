@@ -11,6 +11,7 @@ from services.common.settings import StartupError
 from services.engine.framing import Unpacker, pack
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription, StepOutput
 from services.engine.settings import EngineSettings
+from tokenwire.serving.exit_status import exit_status
 
 __all__ = ["LoopClient", "limit_thread_spinning"]
 
@@ -94,7 +95,7 @@ class LoopClient(asyncio.Protocol):
         if self._process is None:
             return "never started"
         self._process.join(1)
-        return f"exit code {self._process.exitcode}"
+        return exit_status(self._process.exitcode)
 
 
 def _run(settings: EngineSettings, link: socket.socket) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from services.common.contract import MAX_TEMPLATE_JSON, REASONING_EFFORTS
 from services.common.json_values import Json
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.call_readers import Parameters
@@ -37,8 +38,6 @@ _LOG = logging.getLogger("chat")
 _INLINE = 4_096  # bytes or characters; more is worked on in a thread
 _MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation; as much as a template may write
 _ARGUMENTS = "template_arguments_json"
-_MAX_ARGUMENTS = 64 * 1024  # characters of JSON
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _OWN_VARIABLES = frozenset({  # that requests can't set, or not in this way
     "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "messages",
     "return_assistant_tokens_mask", "tools",
@@ -157,13 +156,13 @@ class ChatTemplates:
             raise invalid(
                 "add_generation_prompt", "A message is either continued or begun, not both."
             )
-        if len(prompt.arguments_json) > _MAX_ARGUMENTS:
-            message = f"At most {_MAX_ARGUMENTS:,} characters of JSON are taken here."
+        if len(prompt.arguments_json) > MAX_TEMPLATE_JSON:
+            message = f"At most {MAX_TEMPLATE_JSON:,} characters of JSON are taken here."
             raise invalid(_ARGUMENTS, message)
-        if prompt.reasoning_effort and prompt.reasoning_effort not in _EFFORTS:
+        if prompt.reasoning_effort and prompt.reasoning_effort not in REASONING_EFFORTS:
             raise invalid(
                 "reasoning_effort",
-                f"reasoning_effort must be one of {', '.join(_EFFORTS)}, got "
+                f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}, got "
                 f"{prompt.reasoning_effort!r}.",
             )
         for key in prompt.variables():

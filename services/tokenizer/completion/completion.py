@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.common.errors import draining_error, internal_error
-from services.common.logging import failure, names_of
+from services.common.logging import failure, request_fields
 from services.tokenizer.completion.best_of import rank
 from services.tokenizer.completion.choice import Choice
 from services.tokenizer.completion.columns import Score, read_scores
@@ -57,7 +57,7 @@ class CallContext:
     @property
     def names(self) -> dict[str, str]:
         """What its lines in the log are found by."""
-        return names_of(self.request_id, self.traceparent)
+        return request_fields(self.request_id, self.traceparent)
 
 
 class Losses:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.annotations import unenforced_in
+from services.common.contract import DEFAULT_MAX_TOKENS, MAX_BAD_IDS, MAX_BAD_SPELLINGS
 from services.tokenizer.completion.prompt import (
     EncodedPrompt,
     PromptPolicy,
@@ -15,7 +16,7 @@ from services.tokenizer.completion.prompt import (
     kept_tokens,
 )
 from services.tokenizer.completion.stops import StopAutomaton, compile_stops
-from services.tokenizer.completion.validation import DEFAULT_MAX_TOKENS, check_complete
+from services.tokenizer.completion.validation import check_complete
 from services.tokenizer.limits import Limits
 from services.tokenizer.text.detokenizer import TokenTable
 from services.tokenizer.text.infill import InfillTemplate
@@ -40,8 +41,6 @@ _INLINE = 4_096  # characters; longer texts are encoded in a thread
 _LARGE = 16_384  # bytes
 _SEED_BITS = 53  # survives JSON readers that know only doubles
 _DRY_BREAKERS = ("\n", ":", '"', "*")
-_MAX_BAD_IDS = 16_384  # of all bad words, as the engine has it
-_MAX_BAD_RUNS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,9 +286,9 @@ def _forbid(
             raise invalid(f"bad_words[{index}]", "A bad word must have tokens; this one has none.")
         sampling.bad_token_ids.extend(types_pb2.TokenIds(ids=ids) for ids in spellings)
     count = sum(len(run.ids) for run in sampling.bad_token_ids)
-    if count > _MAX_BAD_IDS or len(sampling.bad_token_ids) > _MAX_BAD_RUNS:
+    if count > MAX_BAD_IDS or len(sampling.bad_token_ids) > MAX_BAD_SPELLINGS:
         raise invalid(
             "bad_words" if words else "sampling.bad_token_ids",
-            f"Bad words must have at most {_MAX_BAD_IDS:,} tokens in all, and {_MAX_BAD_RUNS:,} "
+            f"Bad words must have at most {MAX_BAD_IDS:,} tokens in all, and {MAX_BAD_SPELLINGS:,} "
             f"ways to be spelled; these have {count:,} and {len(sampling.bad_token_ids):,}.",
         )

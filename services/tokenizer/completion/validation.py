@@ -9,6 +9,18 @@ from typing import Literal
 
 import grpc
 
+from services.common.contract import (
+    DEFAULT_MAX_TOKENS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_DRY_BREAKER_LENGTH,
+    MAX_DRY_BREAKERS,
+    MAX_SEQUENCES,
+    MAX_STOP_LENGTH,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEXT_BYTES,
+    MAX_TOP_K,
+)
 from services.tokenizer.limits import Limits
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.tools import call_grammar, check_tools
@@ -18,7 +30,6 @@ from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
-    "DEFAULT_MAX_TOKENS",
     "check_complete",
     "check_ids",
     "check_model",
@@ -26,16 +37,6 @@ __all__ = [
     "require",
 ]
 
-DEFAULT_MAX_TOKENS = 16
-_MAX_SEQUENCES = 128
-_MAX_STOP_IDS = 128
-_MAX_STOP_LENGTH = 1_000  # code points; bounds the automaton that a request can ask for
-_MAX_TOP_K = 128
-_MAX_TEXT = 1024 * 1024  # bytes, in UTF-8
-_MAX_BREAKERS = 32
-_MAX_BREAKER_LENGTH = 64  # code points; the whole vocabulary is searched for each
-_MAX_BAD_WORDS = 128
-_MAX_BAD_WORD_LENGTH = 1_000  # code points
 _Penalty = Literal["frequency_penalty", "presence_penalty", "repetition_penalty"]
 _Scalar = _Penalty | Literal["temperature", "top_p", "min_p"]
 _PENALTIES: Mapping[_Penalty, float] = {
@@ -67,8 +68,8 @@ def check_ids(field: str, ids: "types_pb2.TokenIds", size: int, begin: int = 0) 
 
 def check_text_size(field: str, *texts: str) -> None:
     """INVALID_ARGUMENT for more text than is encoded at once, where no context limits it."""
-    if sum(len(text.encode()) for text in texts) > _MAX_TEXT:
-        raise invalid(field, f"At most {_MAX_TEXT:,} bytes of text are taken at once.")
+    if sum(len(text.encode()) for text in texts) > MAX_TEXT_BYTES:
+        raise invalid(field, f"At most {MAX_TEXT_BYTES:,} bytes of text are taken at once.")
 
 
 def check_complete(
@@ -123,18 +124,18 @@ def _check_prompts(request: completion_pb2.CompleteRequest, limits: Limits) -> N
 
 def _check_counts(request: completion_pb2.CompleteRequest, limits: Limits) -> None:
     n = request.n if request.HasField("n") else 1
-    if not 1 <= n <= _MAX_SEQUENCES:
-        raise invalid("n", f"n must be between 1 and {_MAX_SEQUENCES}.")
+    if not 1 <= n <= MAX_SEQUENCES:
+        raise invalid("n", f"n must be between 1 and {MAX_SEQUENCES}.")
     if request.best_of:
-        if not n <= request.best_of <= _MAX_SEQUENCES:
-            raise invalid("best_of", f"best_of must be between n and {_MAX_SEQUENCES}.")
+        if not n <= request.best_of <= MAX_SEQUENCES:
+            raise invalid("best_of", f"best_of must be between n and {MAX_SEQUENCES}.")
         if request.best_of > n:
             if request.delivery != completion_pb2.DELIVERY_WHOLE:
                 raise invalid(
                     "best_of", "best_of above n needs DELIVERY_WHOLE: it can't be streamed."
                 )
             require(limits, engine_pb2.CAPABILITY_LOGPROBS, "best_of")
-    most = min(_MAX_SEQUENCES, limits.max_sequences)
+    most = min(MAX_SEQUENCES, limits.max_sequences)
     draws = max(n, request.best_of)
     if len(request.prompts) * draws > most:
         name = "best_of" if request.best_of > n else "n"
@@ -173,13 +174,13 @@ def _check_truncation(
 
 
 def _check_bad_words(words: Sequence[str], limits: Limits) -> None:
-    if len(words) > _MAX_BAD_WORDS:
-        raise invalid("bad_words", f"At most {_MAX_BAD_WORDS} bad words are taken.")
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid("bad_words", f"At most {MAX_BAD_WORDS} bad words are taken.")
     for index, word in enumerate(words):
-        if not 1 <= len(word) <= _MAX_BAD_WORD_LENGTH:
+        if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
             raise invalid(
                 f"bad_words[{index}]",
-                f"A bad word must have 1 to {_MAX_BAD_WORD_LENGTH:,} characters.",
+                f"A bad word must have 1 to {MAX_BAD_WORD_LENGTH:,} characters.",
             )
     if words:
         require(limits, engine_pb2.CAPABILITY_TOKEN_LIMITS, "bad_words")
@@ -193,8 +194,8 @@ def _check_stopping(request: completion_pb2.CompleteRequest, limits: Limits) -> 
         raise invalid("stopping.min_tokens", "min_tokens must not be more than max_tokens.")
     if stopping.HasField("context_length") and not stopping.context_length:
         raise invalid("stopping.context_length", "context_length must be at least 1.")
-    if len(stopping.stop_token_ids) > _MAX_STOP_IDS:
-        raise invalid("stopping.stop_token_ids", f"At most {_MAX_STOP_IDS} ids.")
+    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stopping.stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} ids.")
     for index, token in enumerate(stopping.stop_token_ids):
         if token >= limits.vocabulary_size:
             raise invalid(
@@ -208,9 +209,9 @@ def _check_stopping(request: completion_pb2.CompleteRequest, limits: Limits) -> 
     for index, string in enumerate(request.stop):
         if not string:
             raise invalid(f"stop[{index}]", "A stop string must not be empty.")
-        if len(string) > _MAX_STOP_LENGTH:
+        if len(string) > MAX_STOP_LENGTH:
             raise invalid(
-                f"stop[{index}]", f"A stop string has at most {_MAX_STOP_LENGTH:,} characters."
+                f"stop[{index}]", f"A stop string has at most {MAX_STOP_LENGTH:,} characters."
             )
 
 
@@ -228,8 +229,8 @@ def _check_sampling(request: completion_pb2.CompleteRequest, limits: Limits) -> 
     _check_range(sampling, "repetition_penalty", 0, 2)
     if sampling.HasField("repetition_penalty") and sampling.repetition_penalty == 0:
         raise invalid("sampling.repetition_penalty", "repetition_penalty must be more than 0.")
-    if sampling.top_k > _MAX_TOP_K:
-        raise invalid("sampling.top_k", f"top_k must be between 0 and {_MAX_TOP_K}.")
+    if sampling.top_k > MAX_TOP_K:
+        raise invalid("sampling.top_k", f"top_k must be between 0 and {MAX_TOP_K}.")
     for token, bias in sampling.logit_bias.items():
         field = f"sampling.logit_bias[{token}]"
         if token >= limits.vocabulary_size:
@@ -294,13 +295,13 @@ def _check_dry(request: completion_pb2.CompleteRequest, limits: Limits) -> None:
             "no_dry_sequence_breakers",
             "no_dry_sequence_breakers excludes dry_sequence_breakers and sampling.dry.breaker_ids.",
         )
-    if len(request.dry_sequence_breakers) > _MAX_BREAKERS:
-        raise invalid("dry_sequence_breakers", f"At most {_MAX_BREAKERS} breakers are taken.")
+    if len(request.dry_sequence_breakers) > MAX_DRY_BREAKERS:
+        raise invalid("dry_sequence_breakers", f"At most {MAX_DRY_BREAKERS} breakers are taken.")
     for index, breaker in enumerate(request.dry_sequence_breakers):
-        if not 1 <= len(breaker) <= _MAX_BREAKER_LENGTH:
+        if not 1 <= len(breaker) <= MAX_DRY_BREAKER_LENGTH:
             raise invalid(
                 f"dry_sequence_breakers[{index}]",
-                f"A breaker must have 1 to {_MAX_BREAKER_LENGTH} characters.",
+                f"A breaker must have 1 to {MAX_DRY_BREAKER_LENGTH} characters.",
             )
     if not 0 <= dry.multiplier < float("inf"):
         raise invalid("sampling.dry.multiplier", "multiplier must not be negative.")

@@ -1,9 +1,8 @@
 """Arguments of calls in a conversation: JSON of an object, or whatever a model wrote instead."""
 
 import json
-from typing import NoReturn
 
-from services.common.json_values import Json
+from services.common.json_values import Json, parse_json
 from services.tokenizer.chat.answer.json_scanner import JsonScanner
 from tokenwire.errors import ServiceError, invalid
 
@@ -19,7 +18,7 @@ def read_arguments(text: str, field: str) -> dict[str, Json]:
     if not text:
         return {}
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = parse_json(text)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
         deep = _depth_exceeds(value, _MAX_DEPTH)
@@ -63,10 +62,6 @@ def _closed(text: str) -> str:
     for character in text[:length]:
         scanner.push(character)
     return text[:length] + scanner.completion()
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _depth_exceeds(value: Json, depth: int) -> bool:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from services.common.contract import MAX_ARGUMENTS, MAX_MESSAGE_PARTS, MAX_MESSAGES, MAX_TOOL_CALLS
 from services.common.json_values import Json
 from services.tokenizer.chat.template.arguments import read_arguments, repaired_arguments
 from tokenwire.errors import ServiceError, invalid
@@ -11,10 +12,6 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["TemplateFacts", "check_messages", "template_messages"]
 
-_MAX_MESSAGES = 4_096
-_MAX_PARTS = 1_024  # of a message
-_MAX_CALLS = 128  # of a message
-_MAX_ARGUMENTS = 1024 * 1024  # characters of a call: json.loads lets nobody else run
 _SHORT_ID = 9  # characters of a call's id, in templates that insist (Mistral)
 _ROLES: Mapping["completion_pb2.Role.ValueType", str] = {
     completion_pb2.ROLE_SYSTEM: "system",
@@ -49,8 +46,8 @@ def check_messages(
     """Raises INVALID_ARGUMENT for the first thing that is wrong."""
     if not messages:
         raise invalid("messages", "At least one message is needed.")
-    if len(messages) > _MAX_MESSAGES:
-        raise invalid("messages", f"At most {_MAX_MESSAGES:,} messages are taken.")
+    if len(messages) > MAX_MESSAGES:
+        raise invalid("messages", f"At most {MAX_MESSAGES:,} messages are taken.")
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]", model)
     last = messages[-1]
@@ -81,8 +78,8 @@ def _check_message(message: completion_pb2.Message, field: str, model: str) -> N
         raise invalid(f"{field}.role", f"A role is one of {', '.join(_ROLES.values())}.")
     if not message.parts and role != "assistant":
         raise invalid(f"{field}.parts", "A message needs content.")
-    if len(message.parts) > _MAX_PARTS:
-        raise invalid(f"{field}.parts", f"A message has at most {_MAX_PARTS:,} parts.")
+    if len(message.parts) > MAX_MESSAGE_PARTS:
+        raise invalid(f"{field}.parts", f"A message has at most {MAX_MESSAGE_PARTS:,} parts.")
     for index, part in enumerate(message.parts):
         kind = part.WhichOneof("part")
         if kind is None:
@@ -94,17 +91,17 @@ def _check_message(message: completion_pb2.Message, field: str, model: str) -> N
             )
     if message.tool_calls and role != "assistant":
         raise invalid(f"{field}.tool_calls", "Only the assistant calls tools.")
-    if len(message.tool_calls) > _MAX_CALLS:
-        raise invalid(f"{field}.tool_calls", f"A message has at most {_MAX_CALLS} calls.")
+    if len(message.tool_calls) > MAX_TOOL_CALLS:
+        raise invalid(f"{field}.tool_calls", f"A message has at most {MAX_TOOL_CALLS} calls.")
     for index, call in enumerate(message.tool_calls):
         place = f"{field}.tool_calls[{index}]"
         if not call.id:
             raise invalid(f"{place}.id", "A call needs its id.")
         if not call.name:
             raise invalid(f"{place}.name", "A call needs the name of its tool.")
-        if len(call.arguments_json) > _MAX_ARGUMENTS:
+        if len(call.arguments_json) > MAX_ARGUMENTS:
             raise invalid(
-                f"{place}.arguments_json", f"Arguments have at most {_MAX_ARGUMENTS:,} characters."
+                f"{place}.arguments_json", f"Arguments have at most {MAX_ARGUMENTS:,} characters."
             )
     if message.reasoning and role != "assistant":
         raise invalid(f"{field}.reasoning", "Only the assistant reasons.")

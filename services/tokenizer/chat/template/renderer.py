@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import grpc
 import msgspec
 
-from services.common.signals import ending
 from services.tokenizer.chat.template.rendering import (
     FRAME,
     TIMED_OUT,
@@ -18,6 +17,7 @@ from services.tokenizer.chat.template.rendering import (
     Templates,
 )
 from tokenwire.errors import ServiceError, invalid
+from tokenwire.serving.exit_status import exit_status
 
 __all__ = ["Renderer"]
 
@@ -79,14 +79,14 @@ class Renderer:
             except (OSError, asyncio.IncompleteReadError):
                 # not killed as well: that would hide what it ended with
                 code = await process.wait()
-                _LOG.warning(_ENDED, ending(code))
+                _LOG.warning(_ENDED, exit_status(code))
                 self._process = None
                 return Rendering(error=_cause(code))
             return msgspec.json.decode(answer, type=Rendering)
 
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is not None:
-            _LOG.warning(_ENDED, ending(self._process.returncode))
+            _LOG.warning(_ENDED, exit_status(self._process.returncode))
             self._process = None
         if self._process is None:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -101,7 +101,7 @@ class Renderer:
             except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
                 if isinstance(error, TimeoutError):
                     await self._kill(process)
-                _LOG.error(_ENDED, ending(await process.wait()))
+                _LOG.error(_ENDED, exit_status(await process.wait()))
                 self._process = None
                 raise ServiceError(
                     grpc.StatusCode.UNAVAILABLE,
