@@ -21,7 +21,7 @@ import torch
 from benchmarks.prompts import Prompts
 from benchmarks.scenarios import ClosedLoop, Workload
 from services.engine.batch.step_batch import StepBatch
-from services.engine.execution.model_runner import ModelRunner, StepRoom
+from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.kernels.library import Kernel, OperationCall
 from services.engine.loop import step_loop
 from services.engine.loop.request_table import LoopLimits
@@ -43,9 +43,10 @@ from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.loader import load_model, resolve_dtype
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.operators.recording import Recording
-from services.engine.sampling import sample
+from services.engine.sampling.sampler import sample
 from services.engine.scheduling.block_pool import BlockPool, hash_block
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.settings import EngineSettings
 
 __all__ = ["Engine", "Stopwatch"]
@@ -99,7 +100,7 @@ class Engine:
             speculate=speculate,
         )
         self._pool = BlockPool(num_blocks)
-        room = StepRoom(
+        room = StepCapacity(
             settings.max_step_tokens + settings.max_running,
             settings.max_running,
             -(-decoder.spec.context_length // self._block_size),
@@ -250,7 +251,7 @@ class Engine:
         for index, block in enumerate(blocks):
             start = index * self._block_size
             name = hash_block(name, ids[start : start + self._block_size])
-            self._pool.name(block, name)
+            self._pool.cache(block, name)
         self._pool.release(blocks)
 
 

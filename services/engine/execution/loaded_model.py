@@ -1,4 +1,4 @@
-"""A model in memory with its KV cache: what every rank has before it can compute."""
+"""One rank's loaded model: weights, buffers and KV cache."""
 
 import logging
 import time
@@ -26,22 +26,26 @@ _LOG = logging.getLogger("loop")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """This rank's part of it."""
+    """This rank's part of the model, ready to compute."""
 
     decoder: Decoder
     cache: KVCache
     ranks: RankGroup
     num_blocks: int
-    """Of the cache, for the scheduler to give away"""
+    """KV blocks that the scheduler may allocate"""
     fingerprint: str
-    """Of the whole model's weights"""
+    """Fingerprint of the whole model's weights"""
     kv_bytes: int
-    """Of all ranks together, as is the next"""
+    """Bytes of the KV cache, over all ranks"""
     weight_bytes: int
+    """Bytes of the weights, over all ranks"""
 
 
 def load(settings: EngineSettings) -> LoadedModel:
-    """Load this rank's part, beside the other ranks. Raises CheckpointError or StartupError."""
+    """Load this rank's part, together with the other ranks.
+
+    Raises CheckpointError or StartupError.
+    """
     rank = Rank.from_environment()
     device = _device(settings.device, rank)
     if threads := rank.threads(settings.threads):
@@ -81,7 +85,7 @@ def load(settings: EngineSettings) -> LoadedModel:
 
 
 def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> None:
-    """Take what the largest step writes into."""
+    """Allocate the buffers of the largest step, or raise StartupError."""
     tokens = settings.max_step_tokens + settings.max_running
     rows = max_logit_rows(settings.max_running)
     require_memory(
@@ -97,7 +101,7 @@ def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> No
 def _choose_num_blocks(
     settings: EngineSettings, decoder: Decoder, ranks: RankGroup, per_block: int
 ) -> int:
-    """As many blocks, of so many bytes each, as every rank has room for."""
+    """Return the number of blocks of `per_block` bytes that every rank has memory for."""
     least = -(-decoder.spec.context_length // decoder.block_size)
     return ranks.minimum(
         choose_num_blocks(
@@ -112,14 +116,14 @@ def _choose_num_blocks(
 
 
 def _sharers(decoder: Decoder, ranks: RankGroup) -> int:
-    """Ranks that take of the same memory."""
+    """Return how many ranks share this rank's memory."""
     return ranks.rank.local_count if decoder.device.type == "cpu" else 1
 
 
 def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCache:
     size, is_on_gpu = decoder.block_size, decoder.device.type == "cuda"
     allocating = time.monotonic()
-    # on a GPU one more, which the padding of decode graphs writes to
+    # padded rows of decode graphs on a GPU write to one more block
     cache = decoder.allocate_cache(num_blocks + is_on_gpu, size)
     if not is_on_gpu:
         touch((*cache.keys, *cache.values))
@@ -136,12 +140,12 @@ def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCach
 def _device(name: str, rank: Rank) -> torch.device:
     count = torch.cuda.device_count()
     if name == "cuda" and not count:
-        raise StartupError("--device cuda: torch finds no CUDA device.")
+        raise StartupError("--device cuda: torch finds no CUDA device; use --device cpu.")
     if name == "cpu" or not count:
         return torch.device("cpu")
     if rank.local_number >= count:
         raise StartupError(
-            f"{rank.local_count} ranks on this machine need as many CUDA devices; it has {count}."
+            f"{rank.local_count} ranks on this machine need a CUDA device each; it has {count}."
         )
     device = torch.device("cuda", rank.local_number)
     torch.cuda.set_device(device)

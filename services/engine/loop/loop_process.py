@@ -17,7 +17,7 @@ from typing import NoReturn
 from services.common import logging as service_logging
 from services.common.settings import StartupError
 from services.engine.execution.loaded_model import LoadedModel, load
-from services.engine.execution.model_runner import ModelRunner, StepRoom, max_logit_rows
+from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
 from services.engine.framing import Unpacker, pack
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
@@ -26,7 +26,8 @@ from services.engine.model.checkpoint.errors import CheckpointError
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.ranks.group import RankGroup
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.settings import EngineSettings
 
 __all__ = ["run"]
@@ -116,7 +117,7 @@ def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, RankGro
     return loop, description, model.ranks
 
 
-def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepRoom | None:
+def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
     """Return the size of the largest decode step if decode steps run as CUDA graphs.
 
     With several ranks they don't: a graph would leave out what rank 0's host sends to the others.
@@ -125,7 +126,8 @@ def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepRoom | None
     if decoder.device.type != "cuda" or not decoder.is_capturable or not model.ranks.rank.is_alone:
         return None
     blocks = -(-decoder.spec.context_length // decoder.block_size)
-    return StepRoom(settings.max_step_tokens + settings.max_running, settings.max_running, blocks)
+    tokens = settings.max_step_tokens + settings.max_running
+    return StepCapacity(tokens, settings.max_running, blocks)
 
 
 class _MessageSocket:

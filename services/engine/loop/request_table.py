@@ -28,7 +28,8 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Prompt, Request, Sequence, SequenceState
+from services.engine.scheduling.sequence import Request, Sequence, SequenceState
+from services.engine.scheduling.token_ids import Prompt
 
 __all__ = ["LoopLimits", "RequestTable"]
 
@@ -126,9 +127,7 @@ class RequestTable:
         for index in range(checked.num_sequences):
             prompt = index // checked.n
             request.sequences.append(
-                Sequence(
-                    request, index, prompts[prompt], resumed.get(index), max_tokens[prompt], size
-                )
+                Sequence(request, index, prompts[prompt], resumed.get(index), max_tokens[prompt])
             )
         request.unfinished = len(request.sequences)
         self._requests[command.handle] = request
@@ -230,7 +229,7 @@ class RequestTable:
                 self._starve(sequence, self._clock())
         mu: float | None = None
         if sequence.mirostat is not None:
-            sequence.mirostat.keep()
+            sequence.mirostat.commit()
             mu = sequence.mirostat.mu
         self.report(Token(request.command.handle, sequence.index, position, token, score, mu))
         self._end_if_done(sequence, token)

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.execution.model_runner import Drawn, ModelRunner
+from services.engine.execution.model_runner import DeviceTokens, ModelRunner
 from services.engine.loop import refusals
 from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.loop.step_sampler import Draw, HeldLogits, StepSampler
 from services.engine.messages import Command, DraftTokens, LoadSnapshot, StepOutput
-from services.engine.sampling import Ahead
-from services.engine.scheduling.scheduler import Scheduler, StepPlan
+from services.engine.sampling.pending_tokens import PendingTokens
+from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Sequence, SequenceState
+from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["StepLoop"]
 
@@ -31,15 +32,16 @@ class _InFlightStep:
 
     plan: StepPlan
     draws: list[Draw]
-    tokens: Ahead
+    tokens: PendingTokens
     began: float
 
     @property
-    def drawn(self) -> Drawn | None:
+    def drawn(self) -> DeviceTokens | None:
         """Newest tokens of its sequences on the device, for the next step to read."""
         if not self.draws:
             return None
-        return Drawn(self.tokens.taken, {draw.sequence: i for i, draw in enumerate(self.draws)})
+        indices = {draw.sequence: i for i, draw in enumerate(self.draws)}
+        return DeviceTokens(self.tokens.on_device, indices)
 
 
 class StepLoop:
@@ -152,7 +154,7 @@ class StepLoop:
             self._record_duration(plan, began)
 
     def _compute(
-        self, plan: StepPlan, drawn: Drawn | None = None
+        self, plan: StepPlan, drawn: DeviceTokens | None = None
     ) -> tuple[list[Draw], Tensor | None, Items[int] | None]:
         """Compute a plan and score its prompts. Returns its draws with their logits or tokens."""
         hidden = self._runner.forward(plan, drawn)
@@ -196,8 +198,7 @@ class StepLoop:
 
     def _report_drafts(self) -> None:
         """Report draft tokens of constrained sequences, whose masks the next step needs."""
-        for sequence in self._scheduler.guess_ahead():
-            _, draft = sequence.guesses
+        for sequence, draft in self._scheduler.report_drafts():
             handle = sequence.request.command.handle
             self._requests.report(DraftTokens(handle, sequence.index, list(draft)))
 
@@ -214,9 +215,9 @@ class StepLoop:
     ) -> _InFlightStep:
         """Draw on the device and leave the step in flight."""
         if logits is None:  # the step computes only parts of prompts
-            tokens = Ahead(torch.empty((0, 1), device=self._runner.device), [])
+            tokens = PendingTokens(torch.empty((0, 1), device=self._runner.device), [])
         else:
-            tokens = Ahead(logits, self._sampler.rows(draws))
+            tokens = PendingTokens(logits, self._sampler.rows(draws))
         for draw in draws:
             draw.sequence.in_flight += 1
         return _InFlightStep(plan, draws, tokens, began)
@@ -307,5 +308,5 @@ class StepLoop:
         _LOG.error("request %d failed", handle, exc_info=error)
         self._runner.wait()
         if sequence.state is SequenceState.RUNNING:
-            self._scheduler.void(sequence, start)
+            self._scheduler.invalidate(sequence, start)
         self._requests.abort(refusals.step_failed(handle, error))

@@ -12,17 +12,12 @@ from services.engine.execution.model_runner import SCORED_ROWS, ModelRunner
 from services.engine.loop import refusals
 from services.engine.loop.request_table import RequestTable
 from services.engine.messages import FinishCause, Score, ScoredPrompt
-from services.engine.sampling import (
-    NOTHING_ALLOWED,
-    Row,
-    argmax,
-    narrowed,
-    only_numbers,
-    sample,
-    score,
-)
-from services.engine.scheduling.scheduler import Chunk, StepPlan
+from services.engine.sampling.bad_words import intersect_masks
+from services.engine.sampling.row import NOTHING_ALLOWED, Row
+from services.engine.sampling.sampler import argmax, reject_nan, sample
+from services.engine.sampling.score import score
 from services.engine.scheduling.sequence import Sequence, SequenceState
+from services.engine.scheduling.step_plan import Chunk, StepPlan
 
 __all__ = ["Draw", "HeldLogits", "StepSampler"]
 
@@ -41,7 +36,7 @@ class Draw(NamedTuple):
     @property
     def runs_ahead(self) -> bool:
         """True if the device can draw the token before the host has the preceding one."""
-        return self.sequence.runs_ahead and self.sequence.may_draw
+        return self.sequence.request.runs_ahead and self.sequence.may_draw
 
     @property
     def is_next(self) -> bool:
@@ -102,7 +97,7 @@ class StepSampler:
         """Report the scores of the prompt tokens whose predecessors the step computed."""
         end_row = len(plan.decodes)
         for chunk in plan.chunks:
-            end_row += chunk.kept
+            end_row += chunk.num_outputs
             sequence = chunk.sequence
             width = sequence.request.command.checked.prompt_logprobs
             if width is not None:
@@ -135,7 +130,7 @@ class StepSampler:
                 draws.append(Draw(sequence, row, sequence.position + sequence.in_flight))
         last_row = len(plan.decodes) - 1
         for chunk in plan.chunks:
-            last_row += chunk.kept
+            last_row += chunk.num_outputs
             sequence = chunk.sequence
             is_complete = chunk.end - len(chunk.draft) >= sequence.length
             if is_complete and self._generates(sequence):
@@ -163,13 +158,13 @@ class StepSampler:
         rows = [draw.row for draw in draws]
         if not rows:
             return None, None
-        if self._searches and all(draw.sequence.needs_no_logits for draw in draws):
+        if self._searches and all(draw.sequence.request.needs_no_logits for draw in draws):
             return None, self._runner.most_likely(hidden, rows)
         return self._runner.logits(hidden, rows), None
 
     def rows(self, draws: Items[Draw]) -> list[Row] | None:
         """Return the sampling of each draw; None = take the most likely token of every row."""
-        if all(draw.sequence.is_plainly_greedy for draw in draws):
+        if all(draw.sequence.request.is_plainly_greedy for draw in draws):
             return None
         return [self._row(draw) for draw in draws]
 
@@ -223,7 +218,7 @@ class StepSampler:
         rows = self.rows(draws)
         tokens = argmax(logits) if rows is None else sample(logits, rows)
         scores = self._scores(draws, logits, tokens)
-        tokens = only_numbers(logits, tokens)
+        tokens = reject_nan(logits, tokens)
         for i, row in enumerate(rows or ()):
             if row.allows_nothing:
                 tokens[i] = NOTHING_ALLOWED
@@ -246,7 +241,7 @@ class StepSampler:
             else:
                 self._requests.append(draw.sequence, token, scores.get(i))
         for draw in draws:
-            draw.sequence.leave_guesses()
+            draw.sequence.drop_draft_masks()
 
     def _scores(self, draws: Items[Draw], logits: Tensor, tokens: Items[int]) -> dict[int, Score]:
         """Return the scores of the drawn tokens that a request asks for, by index of the draw."""
@@ -266,15 +261,15 @@ class StepSampler:
             eos = () if stopping.ignore_eos else self._eos_token_ids
             banned = (*eos, *stopping.stop_token_ids)
         if sequence.penalties is not None:
-            sequence.penalties.follow(sequence.tokens)
+            sequence.penalties.update(sequence.tokens)
         mask = sequence.mask.allows_at(draw.position) if sequence.mask is not None else None
         forbidden: Items[int] = ()
         if sampling.limits_ids:
             words = sequence.request.bad_words
             if words is not None:
-                forbidden = words.completing(sequence.tokens[sequence.prompt_length :])
+                forbidden = words.forbidden_after(sequence.tokens[sequence.prompt_length :])
             if mask is not None or sampling.allowed is not None:
-                mask, forbidden = narrowed(mask, sampling.allowed, forbidden), ()
+                mask, forbidden = intersect_masks(mask, sampling.allowed, forbidden), ()
         return Row(
             sampling,
             sequence.index,

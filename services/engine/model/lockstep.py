@@ -9,7 +9,7 @@ of some hidden states.
 import torch
 from torch import Tensor
 
-from services.engine.batch.step_batch import Kept, StepBatch
+from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.decoder import Decoder, DecoderWeights
@@ -41,7 +41,7 @@ class LeadingDecoder(Decoder):
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
         tokens, width = len(batch.token_ids), batch.block_tables.shape[1]
         queries, contexts = batch.query_lengths_host, batch.context_lengths_host
-        kept = queries if batch.kept is None else batch.kept.lengths_host
+        kept = queries if batch.output_rows is None else batch.output_rows.lengths_host
         self._ranks.send_numbers([tokens, width, batch.num_decodes, *queries, *kept, *contexts])
         self._ranks.broadcast(_pack(batch))
         return super().forward(batch, cache)
@@ -90,7 +90,7 @@ def _receive(order: list[int], ranks: RankGroup, device: torch.device) -> StepBa
         num_decodes=num_decodes,
         query_lengths_host=queries,
         context_lengths_host=contexts,
-        kept=Kept(rest[3], rest[4].to(torch.int32), kept) if keeps_some else None,
+        output_rows=OutputRows(rest[3], rest[4].to(torch.int32), kept) if keeps_some else None,
     )
 
 
@@ -104,6 +104,6 @@ def _pack(batch: StepBatch) -> Tensor:
         batch.context_lengths,
         batch.block_tables,
     ]
-    if batch.kept is not None:
-        tensors += [batch.kept.rows, batch.kept.starts]
+    if batch.output_rows is not None:
+        tensors += [batch.output_rows.indices, batch.output_rows.starts]
     return torch.cat([tensor.flatten().to(torch.int64) for tensor in tensors])

@@ -23,6 +23,7 @@ ITS_START = "import importlib, sys; importlib.import_module(sys.argv[1])"
         (EVERY_MODULE, "services.http_shim"),
         (EVERY_MODULE, "services.tokenizer"),
         (EVERY_MODULE, "services.grammar"),
+        (EVERY_MODULE, "services.engine.scheduling"),  # policy, which the step loop calls
         (ITS_START, "services.engine.__main__"),  # the gRPC side; the step loop is another process
     ],
 )

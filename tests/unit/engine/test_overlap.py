@@ -22,7 +22,7 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.model.decoder import Decoder
-from services.engine.sampling import draw
+from services.engine.sampling import sampler
 from tests.unit.engine.tiny import (
     EOS,
     SAME_EXAMPLES,
@@ -56,7 +56,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 @pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw among so few candidates that many draws must be repeated over all tokens."""
-    monkeypatch.setattr(draw, "_CANDIDATES", 3)
+    monkeypatch.setattr(sampler, "_CANDIDATES", 3)
 
 
 @given(

@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.engine.execution.model_runner import Drawn, ModelRunner
+from services.engine.execution.model_runner import DeviceTokens, ModelRunner
 from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.messages import AddRequest, MirostatSettings, Output, Refused, SamplingSettings
 from services.engine.model.decoder import Decoder
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
-from services.engine.scheduling.sequence import Prompt, Request, Sequence
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
+from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import BLOCK, load_tiny, make_loop, make_request, run, tokens_of
 
 POISON = 7
@@ -30,7 +32,7 @@ class FaultyRunner(ModelRunner):
     error: Exception = RuntimeError("The tensor has a bad shape.")
     raises_once = False
 
-    def forward(self, plan: StepPlan, drawn: Drawn | None = None) -> Tensor:
+    def forward(self, plan: StepPlan, drawn: DeviceTokens | None = None) -> Tensor:
         sequences = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
         if any(POISON in sequence.tokens[: sequence.prompt_length] for sequence in sequences):
             raise self.error
@@ -133,8 +135,8 @@ def test_choices_of_a_prompt_share_its_ids_and_block_hashes() -> None:
     first, *others = scheduler.waiting
     for other in others:
         assert np.shares_memory(first.tokens, other.tokens)
-        assert first.block_name(1) is other.block_name(1)
-        assert first.readable_names()[0] is other.readable_names()[0]
+        assert first.block_hash(1) is other.block_hash(1)
+        assert first.reusable_hashes()[0] is other.reusable_hashes()[0]
 
 
 def test_block_hashes_depend_only_on_tokens() -> None:
@@ -144,10 +146,10 @@ def test_block_hashes_depend_only_on_tokens() -> None:
     for length in range(1, 14):
         request = Request(make_request(1, [ids[:length]], salt=b"salt"))
         prompt = Prompt(ids[:length], b"salt", BLOCK)
-        sequence = Sequence(request, 0, prompt, None, 20, BLOCK)
+        sequence = Sequence(request, 0, prompt, None, 20)
         for token in ids[length:]:
             sequence.append(token)
-        names.append([sequence.block_name(i) for i in range(len(ids) // BLOCK)])
+        names.append([sequence.block_hash(i) for i in range(len(ids) // BLOCK)])
         assert sequence.tokens.tolist() == ids
-        assert sequence.readable_names() == names[0]
+        assert sequence.reusable_hashes() == names[0]
     assert all(each == names[0] for each in names)

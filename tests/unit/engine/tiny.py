@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from safetensors.torch import save_file
 
-from services.engine.execution.model_runner import ModelRunner, StepRoom
+from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
@@ -28,7 +28,8 @@ from services.engine.messages import (
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step_plan import SchedulerLimits
 
 VOCABULARY = 48
 CONTEXT = 96
@@ -116,7 +117,7 @@ def make_loop(
         runner(
             decoder,
             decoder.allocate_cache(blocks + 1, block),
-            StepRoom(step_tokens + running, running, CONTEXT // block) if padded else None,
+            StepCapacity(step_tokens + running, running, CONTEXT // block) if padded else None,
         ),
         LoopLimits(frozenset({EOS}), waiting),
         lambda: next(clock),

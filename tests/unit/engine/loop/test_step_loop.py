@@ -33,8 +33,10 @@ from services.engine.messages import (
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from services.engine.scheduling.sequence import Prompt, Request, Sequence
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.step_plan import SchedulerLimits
+from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine import checkpoints
 from tests.unit.engine.tiny import (
     BLOCK,
@@ -454,7 +456,7 @@ def test_scored_forced_tokens_respect_the_limit_of_logit_rows() -> None:
     command = make_request(1, [[5]], n=8, max_tokens=40, logprobs=0, constrained=True)
     request = Request(command)
     for index in range(8):
-        scheduler.add(Sequence(request, index, Prompt([5], b"", BLOCK), None, 40, BLOCK))
+        scheduler.add(Sequence(request, index, Prompt([5], b"", BLOCK), None, 40))
     for sequence in scheduler.waiting:
         sequence.mask = Mask(1, sequence.index, 0, [7] * 12, None, False)
     scheduler.plan(0.0)

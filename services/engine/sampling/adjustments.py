@@ -1,4 +1,4 @@
-"""What changes logits before anything is drawn: bias, penalties, masks and bans."""
+"""Logit adjustments before a draw: bias, penalties, masks and bans."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,19 +14,19 @@ from services.engine.sampling.row import Row
 __all__ = ["adjust"]
 
 _MOST = 1e30
-"""What a penalty may make of a logit: finite, so that no two of them make a NaN"""
+"""Largest |logit| after a penalty: finite, because two infinities add up to NaN"""
 _MASKS = 64
-"""Masks whose amounts are kept: few are different, since most tokens are drawn inside of strings"""
+"""Size of the mask cache: most tokens lie inside strings, so few masks differ"""
 _OF_BYTES = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
     np.float32(0),
     np.float32(-np.inf),
 )
-"""float32 [256, 8]: what each byte of a mask adds to the logits of its eight ids"""
+"""float32 [256, 8]: addends for the logits of eight ids, by byte of a mask"""
 
 
 def adjust(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Apply, in place: logit_bias, penalties, DRY, masks, forbidden ids, bans.
+    """Apply logit_bias, penalties, DRY, masks, forbidden ids and bans in place, in this order.
 
     logits: float32 [rows, vocabulary], contiguous.
     """
@@ -63,7 +63,7 @@ def _penalise_seen(logits: Tensor, rows: Sequence[Row]) -> None:
         factor = to_device(torch.from_numpy(factors), logits.device)
         before = logits.view(-1)[places]
         after = torch.where(before > 0, before / factor, before * factor).clamp_(-_MOST, _MOST)
-        logits.view(-1)[places] = after  # an id that is named twice gets the same twice
+        logits.view(-1)[places] = after  # a repeated id gets the same value twice
 
 
 def _penalise_generated(logits: Tensor, rows: Sequence[Row]) -> None:
@@ -90,7 +90,7 @@ def _mask(logits: Tensor, rows: Sequence[Row]) -> None:
         i: _amounts(row.mask, vocabulary) for i, row in enumerate(rows) if row.mask is not None
     }
     if masked and logits.device.type == "cpu":
-        # row by row: threads that meet after each operator wait for cores that others use now
+        # numpy, row by row: torch's threads would wait for cores that other processes use
         values = logits.numpy()
         for i, amounts in masked.items():
             values[i] += amounts
@@ -101,14 +101,14 @@ def _mask(logits: Tensor, rows: Sequence[Row]) -> None:
 
 @lru_cache(maxsize=_MASKS)
 def _amounts(mask: bytes, vocabulary: int) -> npt.NDArray[np.float32]:
-    """What a mask adds to the logits of its row: float32 [vocabulary]."""
+    """Return the addends of a mask for its row: float32 [vocabulary]."""
     bits = np.zeros(-(-vocabulary // 8), dtype=np.uint8)
     bits[: len(mask)] = np.frombuffer(mask, dtype=np.uint8)
     return _OF_BYTES[bits].reshape(-1)[:vocabulary]
 
 
 def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Keep ids from being drawn at all: some others are left."""
+    """Exclude ids unconditionally: they never cover the whole vocabulary."""
     entries = [
         (i, np.array(row.forbidden, dtype=np.int64)) for i, row in enumerate(rows) if row.forbidden
     ]
@@ -117,7 +117,7 @@ def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _ban(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Keep ids from being drawn, unless nothing else is left: a mask has the last word."""
+    """Exclude ids, except in rows that would have no id left."""
     entries = [
         (i, np.array(row.banned, dtype=np.int64)) for i, row in enumerate(rows) if row.banned
     ]
@@ -133,7 +133,7 @@ def _ban(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _places(logits: Tensor, entries: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Tensor:
-    """int64, where (row, ids) lie in the flattened logits."""
+    """Return the indices of (row, ids) in the flattened logits, int64."""
     width = logits.shape[1]
     places = np.concatenate([i * width + ids for i, ids in entries])
     return to_device(torch.from_numpy(places), logits.device)
@@ -144,7 +144,7 @@ def _add(
     entries: Sequence[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]],
     sign: int,
 ) -> None:
-    """Add amounts, or subtract them, to (row, ids); a row names an id once."""
+    """Add `sign` times the amounts to the logits of (row, ids); a row's ids are distinct."""
     if entries:
         places = _places(logits, [(i, ids) for i, ids, _ in entries])
         amounts = np.concatenate([amounts for _, _, amounts in entries])

@@ -1,11 +1,10 @@
-"""Draws one token per row.
+"""Sampler: draws one token per row of logits.
 
-The noise of a draw is a function of (seed, choice, position): it does not depend on what else is in
-the batch, nor on what was drawn before, so a sequence can be stopped and continued anywhere. One
-uniform number picks a token from the cumulated weights, either in the order of ids or, where top-k,
-top-p or min-p restrict the row, in the order of falling weight.
+The noise of a draw is a function of (seed, choice, position). It depends neither on the batch nor
+on earlier draws, so a sequence can stop and resume anywhere. One uniform number picks a token from
+the cumulative weights: in the order of ids, or by falling weight where top-k, top-p or min-p apply.
 
-On a CPU, one of our kernels does that; torch does it elsewhere, and where there are no kernels.
+A native kernel draws on a CPU; torch draws on other devices and where the kernels are not built.
 """
 
 import math
@@ -17,28 +16,27 @@ from torch import Tensor
 
 from services.engine.batch.transfer import to_device
 from services.engine.kernels.library import DrawCall, native
-from services.engine.sampling.adjust import adjust
+from services.engine.sampling.adjustments import adjust
 from services.engine.sampling.row import Row
 
-__all__ = ["argmax", "only_numbers", "sample", "try_sample"]
+__all__ = ["argmax", "reject_nan", "sample", "try_sample"]
 
 _CANDIDATES = 256
-"""Of a restricted row, the tokens looked at before all are sorted"""
+"""Likeliest tokens that a restricted draw examines before it sorts the whole row"""
 _GROUP = 256
-"""Weights summed at once when a draw looks for its token"""
+"""Weights per group of the two-level search for the drawn token"""
 _BLOCK = 1 << 19
-"""Logits that a CPU works on at a time: they stay in its caches, and what is made of them needs no
-fresh memory from the system"""
+"""Logits that a CPU processes at a time: they fit its caches, and their temporaries reuse memory"""
 _LOG2_E = math.log2(math.e)
-"""For exp2: exp takes a hundred times as long where it underflows, and -inf is what masks leave"""
-_COLDEST = 1e-30
-"""Of any two logits that differ, only the larger is drawn at this temperature"""
+"""Factor from exp to exp2: masks leave -inf, and exp is 100 times slower where it underflows"""
+_LOWEST_TEMPERATURE = 1e-30
+"""Lowest temperature: it already draws only the larger of any two logits that differ"""
 
 _Draw = Callable[[Tensor, Sequence[Row]], Tensor]
 
 
 def argmax(logits: Tensor) -> list[int]:
-    """The most likely id of each row; the first of equals.
+    """Return the most likely id of each row, the lowest of equals.
 
     logits: float32 [rows, vocabulary].
     """
@@ -46,51 +44,51 @@ def argmax(logits: Tensor) -> list[int]:
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """Draw one id per row, and move the rows' mirostat on.
+    """Draw one id per row, and update the rows' mirostat state.
 
-    logits: float32 [rows, vocabulary]; left as they are.
+    logits: float32 [rows, vocabulary], not modified.
     """
     drawn = [0] * len(rows)
     draw_of = _draw_of if native is None or logits.device.type != "cpu" else _draw_of_on_cpu
-    for draw, indices, some, theirs in _groups(logits, rows, draw_of):
-        for i, token in zip(indices, _ids(draw(some, theirs)), strict=True):
+    for draw, indices, part, part_rows in _groups(logits, rows, draw_of):
+        for i, token in zip(indices, _ids(draw(part, part_rows)), strict=True):
             drawn[i] = token
     return drawn
 
 
-def only_numbers(logits: Tensor, ids: Sequence[int]) -> list[int]:
-    """The ids that were drawn, one per row; -1 where the model gave NaN for it.
+def reject_nan(logits: Tensor, ids: Sequence[int]) -> list[int]:
+    """Return the drawn ids, with -1 where the id's logit is NaN.
 
-    However a row of NaN is drawn from, what comes out has no other logit. Where logits are not on
-    the CPU they are not looked at: there most steps go on before the host knows what was drawn.
-    logits: float32 [rows, vocabulary].
+    A row of NaN yields an id whose logit is NaN, however it is drawn. The check works on a CPU
+    only: on another device most steps go on before the host has the ids. logits: float32
+    [rows, vocabulary].
     """
     if logits.device.type != "cpu":
         return list(ids)
-    logit = logits.numpy().item  # a tenth of what indexing takes
+    logit = logits.numpy().item  # ten times as fast as indexing
     return [-1 if math.isnan(logit(row, token)) else token for row, token in enumerate(ids)]
 
 
 def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> tuple[Tensor, Tensor | None]:
-    """The same without waiting for the device; no row has mirostat. None: the most likely ids.
+    """Draw on the device, without waiting for it.
 
-    Returns int64 [rows], and bool [rows], which is False where `sample` has to be asked, because
-    more candidates must be looked at; None: nowhere.
+    rows: none with mirostat; None = plain greedy. Returns ids, int64 [rows], and bool [rows] that
+    is False where `sample` must examine more candidates, or None where no row needs that.
     """
     if rows is None:
         return _draw_greedy(logits), None
     device = logits.device
     drawn = torch.empty(len(rows), dtype=torch.int64, device=device)
     is_settled: Tensor | None = None
-    for draw, indices, some, theirs in _groups(logits, rows, _draw_of):
+    for draw, indices, part, part_rows in _groups(logits, rows, _draw_of):
         index = to_device(torch.tensor(indices), device)
         if draw is _draw_restricted:
             if is_settled is None:
                 is_settled = torch.ones(len(rows), dtype=torch.bool, device=device)
-            ids, settled, _ = _draw_candidates(some, theirs)
+            ids, settled, _ = _draw_candidates(part, part_rows)
             is_settled.index_copy_(0, index, settled)
         else:
-            ids = draw(some, theirs)
+            ids = draw(part, part_rows)
         drawn.index_copy_(0, index, ids)
     return drawn, is_settled
 
@@ -98,7 +96,7 @@ def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> tuple[Tensor, Tens
 def _groups(
     logits: Tensor, rows: Sequence[Row], draw_of: Callable[[Row], _Draw]
 ) -> Iterator[tuple[_Draw, Sequence[int], Tensor, Sequence[Row]]]:
-    """Rows that are drawn alike: how, which they are, their logits, adjusted, and themselves."""
+    """Group rows by how they are drawn. Yields the draw, row indices, adjusted logits and rows."""
     groups: dict[tuple[_Draw, bool], list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault((draw_of(row), row.is_adjusted), []).append(i)
@@ -106,22 +104,22 @@ def _groups(
     for (draw, adjusted), members in groups.items():
         for start in range(0, len(members), size):
             indices = members[start : start + size]
-            some, theirs = _of_rows(logits, indices, adjusted), [rows[i] for i in indices]
+            part, part_rows = _select(logits, indices, adjusted), [rows[i] for i in indices]
             if adjusted:
-                adjust(some, theirs)
-            yield draw, indices, some, theirs
+                adjust(part, part_rows)
+            yield draw, indices, part, part_rows
 
 
-def _of_rows(logits: Tensor, indices: Sequence[int], to_be_changed: bool) -> Tensor:
-    """Some rows, in rising order; a copy where need be."""
+def _select(logits: Tensor, indices: Sequence[int], is_modified: bool) -> Tensor:
+    """Select rows, in rising order; a copy where they are modified or not contiguous."""
     first, last = indices[0], indices[-1]
     if last - first + 1 > len(indices):
         return logits[to_device(torch.tensor(indices), logits.device)]
-    some = logits[first : last + 1]
-    if not to_be_changed:
-        return some
-    # numpy's one thread copies sooner than torch's, which wait for cores that others use now
-    return torch.from_numpy(some.numpy().copy()) if logits.device.type == "cpu" else some.clone()
+    part = logits[first : last + 1]
+    if not is_modified:
+        return part
+    # numpy copies in this thread; torch's threads would wait for cores that others use
+    return torch.from_numpy(part.numpy().copy()) if logits.device.type == "cpu" else part.clone()
 
 
 def _draw_of(row: Row) -> _Draw:
@@ -166,7 +164,7 @@ def _draw_plain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _draw_mirostat(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Draw from the tokens whose surprise is at most mu, or else the likeliest, in id order."""
+    """Draw from the tokens whose surprise is at most mu, or the likeliest if none, in id order."""
     states = [row.mirostat for row in rows if row.mirostat is not None]
     weights = _weights(logits, rows)
     totals = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
@@ -182,26 +180,26 @@ def _draw_mirostat(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Draw from what top-k, then top-p, then min-p leave, in the order of falling weight.
+    """Apply top-k, then top-p, then min-p, and draw in the order of falling weight.
 
-    Equal logits are ordered by id, so that the outcome does not depend on how many candidates were
-    looked at.
+    Equal logits are in the order of ids: the result must not depend on the number of candidates.
     """
     drawn, is_settled, normaliser = _draw_candidates(logits, rows)
     unsettled = (~is_settled).nonzero().squeeze(1).tolist()
     if unsettled:
-        some, theirs = logits[unsettled], [rows[i] for i in unsettled]
-        ids = _falling(some)
-        values = some.gather(1, ids).double() / _temperatures(theirs, logits.device)
-        index, _ = _pick_restricted(values, normaliser[unsettled], theirs, False)
+        part, part_rows = logits[unsettled], [rows[i] for i in unsettled]
+        ids = _sort_falling(part)
+        values = part.gather(1, ids).double() / _temperatures(part_rows, logits.device)
+        index, _ = _pick_restricted(values, normaliser[unsettled], part_rows, False)
         drawn[unsettled] = ids.gather(1, index).squeeze(1)
     return drawn
 
 
 def _draw_candidates(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from the likeliest tokens alone, and where the others could change that.
+    """Draw from the likeliest tokens alone.
 
-    Returns int64 [rows], bool [rows], and float64 [rows, 1], what the probabilities divide by.
+    Returns ids, int64 [rows]; whether the other tokens can't change them, bool [rows]; and the log
+    of the sum of exp(logit / temperature), float64 [rows, 1].
     """
     width = min(_CANDIDATES, logits.shape[1])
     ids = logits.topk(width, dim=-1).indices.sort(dim=-1).values
@@ -210,18 +208,18 @@ def _draw_candidates(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tenso
     temperatures = _temperatures(rows, logits.device)
     values = logits.gather(1, ids).double() / temperatures
     normaliser = values[:, :1]
-    if not all(0 < row.settings.top_k < width for row in rows):  # top-k brings its own
+    if not all(0 < row.settings.top_k < width for row in rows):  # top-k normalises its own tokens
         totals = _weights(logits, rows).sum(dim=-1, keepdim=True, dtype=torch.float64)
         normaliser = normaliser + totals.log()
     index, is_settled = _pick_restricted(values, normaliser, rows, width < logits.shape[1])
     return ids.gather(1, index).squeeze(1), is_settled, normaliser
 
 
-def _falling(logits: Tensor) -> Tensor:
-    """Ids by falling logit, those of equal logits by id: int64 [rows, vocabulary]."""
+def _sort_falling(logits: Tensor) -> Tensor:
+    """Sort ids by falling logit, then by id: int64 [rows, vocabulary]."""
     if logits.device.type != "cpu":
         return logits.sort(dim=-1, descending=True, stable=True).indices
-    # logit and id as one integer: numpy sorts these six times as fast as torch sorts stably
+    # logit and id in one integer: numpy sorts these six times as fast as torch's stable sort
     bits = (logits + 0.0).numpy().view(np.uint32)  # -0.0 becomes 0.0
     keys = np.where(bits >> 31, bits, ~bits & 0x7FFFFFFF).astype(np.uint64)
     packed = keys << np.uint64(32) | np.arange(logits.shape[1], dtype=np.uint64)
@@ -232,10 +230,11 @@ def _falling(logits: Tensor) -> Tensor:
 def _pick_restricted(
     values: Tensor, normaliser: Tensor, rows: Sequence[Row], more: bool
 ) -> tuple[Tensor, Tensor]:
-    """Index into each row's falling, tempered logits, and whether others can't change it.
+    """Draw an index into each row's candidates; say whether other tokens can't change it.
 
-    values: float64 [rows, candidates]; normaliser: float64 [rows, 1], logsumexp over the whole
-    vocabulary; more: there are tokens besides these. Returns int64 [rows, 1] and bool [rows].
+    values: float64 [rows, candidates], logits / temperature, falling; normaliser: float64
+    [rows, 1], their logsumexp over the vocabulary; more: the vocabulary has other tokens, too.
+    Returns int64 [rows, 1] and bool [rows].
     """
     count, device = values.shape[1], values.device
     last = values[:, -1:]
@@ -264,8 +263,8 @@ def _pick_restricted(
     index = torch.minimum(kept_by(cumulated <= target), kept - 1)
     if not more:
         return index, torch.ones(len(rows), dtype=torch.bool, device=device)
-    # where equal logits go on past the candidates, their order by id is not known here; nor is the
-    # end of what top-p keeps, if that is past them too, nor what top-k leaves to normalise
+    # Unsettled rows: equal logits continue past the candidates, so their order by id is unknown;
+    # or top-p or top-k keep more tokens than there are candidates.
     end = torch.where(is_limited, most, kept)
     is_settled = (values.gather(1, end - 1) > last) | (last == -torch.inf)
     is_known = column([row.settings.top_k < count for row in rows], torch.bool)
@@ -273,7 +272,7 @@ def _pick_restricted(
 
 
 def _pick(weights: Tensor, noises: Tensor) -> Tensor:
-    """The id at which each row's cumulated weight passes its noise: int64 [rows, 1].
+    """Return the id at which each row's cumulative weight passes its noise: int64 [rows, 1].
 
     weights: float32 [rows, vocabulary], not normalised; noises: float64 [rows, 1], in [0, 1).
     """
@@ -290,17 +289,17 @@ def _pick(weights: Tensor, noises: Tensor) -> Tensor:
 
 
 def _weights(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """exp((logit - largest) / temperature): float32 [rows, vocabulary]."""
-    # no colder than this, because a denormal may count as 0, and 0 / 0 would be drawn from
-    scales = _LOG2_E / _temperatures(rows, logits.device).clamp_(min=_COLDEST)
+    """Return exp((logit - largest) / temperature): float32 [rows, vocabulary]."""
+    # a denormal temperature may count as 0, and 0 / 0 is NaN
+    scales = _LOG2_E / _temperatures(rows, logits.device).clamp_(min=_LOWEST_TEMPERATURE)
     return (logits - logits.amax(dim=-1, keepdim=True)).mul_(scales.float()).exp2_()
 
 
 def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
-    """Index of the first entry above the target; the last entry that grew if rounding left none.
+    """Find the first entry above the target, or, if rounding left none, the last that grew.
 
     cumulated: float64 [rows, n], never falling; target: float64 [rows, 1]. Returns int64 [rows, 1],
-    below n whatever the entries are: a row of NaN must not fail the others.
+    below n even in a row of NaN, which must not fail the others.
     """
     index = torch.searchsorted(cumulated, target, right=True)
     last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous())
