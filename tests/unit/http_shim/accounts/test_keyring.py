@@ -42,10 +42,10 @@ def test_the_file_is_followed(path: Path) -> None:
     keyring = Keyring(path)
     second = add_key(path)
     assert refused(keyring, f"Bearer {second}") == "INVALID_API_KEY"
-    keyring.look()
+    keyring.reload_if_changed()
     assert keyring.account(f"Bearer {second}")
     revoke_key(path, key_id(first))
-    keyring.look()
+    keyring.reload_if_changed()
     assert refused(keyring, f"Bearer {first}") == "REVOKED_API_KEY"
 
 
@@ -57,12 +57,12 @@ def test_use_is_remembered_over_a_change(path: Path) -> None:
     account = keyring.account(f"Bearer {secret}")
     account.count_request(time.monotonic())
     add_key(path)
-    keyring.look()
+    keyring.reload_if_changed()
     assert keyring.account(f"Bearer {secret}") is account
     with pytest.raises(ServiceError):
         account.count_request(time.monotonic())
     path.write_text(path.read_text().replace('"requests_per_minute": 1', '"max_tokens": 7'))
-    keyring.look()
+    keyring.reload_if_changed()
     assert account.tier.max_tokens == 7
     account.count_request(time.monotonic())
 
@@ -72,10 +72,10 @@ def test_a_broken_file_changes_nothing(path: Path, caplog: pytest.LogCaptureFixt
     keyring = Keyring(path)
     with caplog.at_level(logging.ERROR):
         path.write_text("{")
-        keyring.look()
-        keyring.look()
+        keyring.reload_if_changed()
+        keyring.reload_if_changed()
         path.unlink()
-        keyring.look()
+        keyring.reload_if_changed()
     assert len(caplog.records) == 2, "each is told once"
     assert keyring.account(f"Bearer {secret}")
     with pytest.raises(KeyFileError):
