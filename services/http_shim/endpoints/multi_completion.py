@@ -1,4 +1,4 @@
-"""POST /v1/completion: one prompt to one or many models at once."""
+"""Endpoint POST /v1/completion: one prompt for one or several models at once."""
 
 import asyncio
 import time
@@ -13,6 +13,7 @@ from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.common.contract import MAX_SEQUENCES
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.generation import watch_for_disconnect
@@ -30,7 +31,6 @@ __all__ = ["MultiAnswer", "MultiCompletion"]
 
 _DECODER = msgspec.json.Decoder(MultiCompletionBody)
 _Collector = OutputCollector[completion_pb2.ChoiceDelta]
-_MAX_MODELS = 128  # as many as prompts may have choices elsewhere
 _PLAIN = CompletionFormatter(
     choices_per_prompt=1,
     logprobs=False,
@@ -41,7 +41,7 @@ _PLAIN = CompletionFormatter(
 
 
 class TimedUsage(Struct):
-    """Tokens and the milliseconds that they took."""
+    """Tokens of a model, and its time in milliseconds."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -50,7 +50,7 @@ class TimedUsage(Struct):
 
 
 class ModelChoice(Struct):
-    """What one model made of the prompt."""
+    """Completion of the prompt by one model."""
 
     text: str
     created: int
@@ -60,7 +60,7 @@ class ModelChoice(Struct):
 
 
 class MultiAnswer(Struct):
-    """The answer. `usage` has the sums of the tokens and the longest time."""
+    """Answer of /v1/completion. `usage` has the sums of the tokens, and the longest time."""
 
     id: str
     object: str
@@ -78,7 +78,7 @@ class _Part:
 
 
 class MultiCompletion:
-    """The endpoint, as an ASGI application: it watches for clients that leave."""
+    """The endpoint as an ASGI application, which can watch for a client that leaves."""
 
     def __init__(self, models: ModelSource, gate: Gate, bodies: BodyReader) -> None:
         self._models = models
@@ -109,16 +109,16 @@ class MultiCompletion:
 
 
 def _names(body: MultiCompletionBody) -> list[str]:
-    """The models that are asked, as the client calls them."""
+    """Return the requested model names."""
     if body.stream:
-        raise invalid("stream", "/v1/completion does not stream; /v1/completions does.")
+        raise invalid("stream", "/v1/completion can't stream; use /v1/completions.")
     names = [body.model] if isinstance(body.model, str) else body.model
     if names is None:
         raise invalid("model", "model is required: a name or a list of names.")
     if not names:
         raise invalid("model", "model is an empty list; it needs at least one name.")
-    if len(names) > _MAX_MODELS:
-        raise invalid("model", f"model has {len(names)} names; {_MAX_MODELS} are the most.")
+    if len(names) > MAX_SEQUENCES:
+        raise invalid("model", f"model has {len(names)} names; the limit is {MAX_SEQUENCES}.")
     return names
 
 
@@ -142,7 +142,7 @@ def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.CompleteRe
 async def _complete_all(
     parts: list[_Part], listeners: list[_Collector], exchange: Exchange, receive: Receive
 ) -> list[ModelChoice]:
-    """All of them at once; the first failure ends the others and is raised."""
+    """Run all parts at once; the first failure cancels the others and is raised."""
     watch = asyncio.ensure_future(watch_for_disconnect(receive, *listeners))
     with ExitStack() as cleanup:
         cleanup.callback(watch.cancel)
@@ -164,7 +164,7 @@ async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> M
         try:
             usage = await collector.completed()
         except ServiceError as error:
-            raise _named(error) from None
+            raise _renamed(error) from None
         finally:
             if collector.is_open():
                 submission.cancel()
@@ -179,8 +179,8 @@ async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> M
     )
 
 
-def _named(error: ServiceError) -> ServiceError:
-    """With the client's name of the field to blame."""
+def _renamed(error: ServiceError) -> ServiceError:
+    """Rename the field of a service's error to the client's name."""
     parts = error.field.partition("[")[0].split(".")
     error.field = {"prompts": "prompt"}.get(parts[0], parts[-1])
     return error

@@ -128,8 +128,8 @@ def test_options_that_change_nothing_of_compact_json_are_named() -> None:
             "grammar",
             "response_format and grammar exclude each other",
         ),
-        ({"structural_tag": "{"}, "structural_tag", "the text of no structural tag"),
-        ({"structural_tag": "[]"}, "structural_tag", "the text of no structural tag"),
+        ({"structural_tag": "{"}, "structural_tag", "is not a structural tag"),
+        ({"structural_tag": "[]"}, "structural_tag", "is not a structural tag"),
         (
             {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
             "response_format",
