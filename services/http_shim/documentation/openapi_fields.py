@@ -94,7 +94,7 @@ FIELDS: Mapping[str, Field] = {
     "min_tokens": ("Least tokens of each choice.", {"minimum": 0, "default": 0}),
     "ignore_eos": ("Continue a choice after the end-of-sequence token.", _FLAG),
     "stop": (
-        "Strings that end a choice and are cut off; 16 at most unless the server has another limit.",
+        "Strings that end a choice and are cut off; 16 at most unless the server sets a limit.",
         {"minLength": 1, "maxLength": MAX_STOP_LENGTH},
     ),
     "stop_token_ids": ("Token ids that end a choice.", {"maxItems": MAX_STOP_TOKEN_IDS}),
