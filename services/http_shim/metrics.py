@@ -19,7 +19,7 @@ NO_ROUTE = "unknown"
 
 REQUESTS = Counter(
     "tokenwire_http_requests",
-    "Requests by route and status; 499 = the client left.",
+    "Requests answered; 499 = the client left.",
     ["route", "status"],
 )
 IN_FLIGHT = Gauge("tokenwire_http_in_flight", "Requests in progress, without probes.")

@@ -50,15 +50,7 @@ class Submission:
     then, so a request that loses the service is submitted again when the service is back.
     """
 
-    __slots__ = (
-        "_backend",
-        "_command",
-        "_handle",
-        "_is_cancelled",
-        "_listener",
-        "_losses",
-        "_retry",
-    )
+    __slots__ = ("_backend", "_cancelled", "_command", "_handle", "_listener", "_losses", "_retry")
 
     def __init__(
         self,
@@ -70,7 +62,7 @@ class Submission:
         self._command = command
         self._listener = listener
         self._losses = 0
-        self._is_cancelled = False
+        self._cancelled = False
         self._retry: asyncio.Task[None] | None = None
         self._handle = self._submit()
 
@@ -82,7 +74,7 @@ class Submission:
     def on_error(self, error: ServiceError) -> None:
         """Submit the request again if it lost the service, else hand the error to the listener."""
         self._losses += error.reason == "SESSION_LOST"
-        if error.reason in _RETRIED and self._losses <= _MAX_LOSSES and not self._is_cancelled:
+        if error.reason in _RETRIED and self._losses <= _MAX_LOSSES and not self._cancelled:
             self._retry = asyncio.ensure_future(self._submit_again(error))
         else:
             self._listener.on_error(error)
@@ -95,7 +87,7 @@ class Submission:
 
     def cancel(self) -> None:
         """Abort the request; its listener gets no more events."""
-        self._is_cancelled = True
+        self._cancelled = True
         if self._retry is not None:
             self._retry.cancel()
         self._backend.session.forget(self._handle)

@@ -8,31 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.common.contract import (
-    DEFAULT_MAX_TOKENS,
-    DRY_ALLOWED_LENGTH,
-    DRY_BASE,
-    FUNCTION_NAME,
-    MAX_ARGUMENTS,
-    MAX_BAD_WORD_LENGTH,
-    MAX_BAD_WORDS,
-    MAX_CHAT_LOGPROBS,
-    MAX_DECODED_IDS,
-    MAX_DRY_BREAKER_LENGTH,
-    MAX_DRY_BREAKERS,
-    MAX_MESSAGE_PARTS,
-    MAX_MESSAGES,
-    MAX_SEQUENCES,
-    MAX_STOP_LENGTH,
-    MAX_STOP_TOKEN_IDS,
-    MAX_STRUCTURES,
-    MAX_TEMPLATE_JSON,
-    MAX_TEXT_BYTES,
-    MAX_TOOL_CALLS,
-    MAX_TOOLS,
-    MAX_TOP_K,
-    REASONING_EFFORTS,
-)
+from services.common import contract
 from services.http_shim.formats.chat_messages import CalledFunction, Message, MessageCall
 from services.http_shim.formats.constraint_fields import StructuralTagFormat, StructuredOutputs
 from services.http_shim.formats.request_bodies import (
@@ -61,13 +37,13 @@ _FLAG: Json = {"default": False}
 _NOT_EMPTY: Json = {"minLength": 1}
 _PENALTY: Json = {"minimum": -2, "maximum": 2, "default": 0}
 _REFUSED: Json = {"anyOf": [{"type": "null"}]}
-_SEQUENCES: Json = {"minimum": 1, "maximum": MAX_SEQUENCES}
-_CANDIDATES: Json = {"minimum": 0, "maximum": MAX_CHAT_LOGPROBS}
-_FUNCTION_NAME: Json = {"name": {"pattern": f"^{FUNCTION_NAME}$"}}
+_SEQUENCES: Json = {"minimum": 1, "maximum": contract.MAX_SEQUENCES}
+_CANDIDATES: Json = {"minimum": 0, "maximum": contract.MAX_CHAT_LOGPROBS}
+_FUNCTION_NAME: Json = {"name": {"pattern": f"^{contract.FUNCTION_NAME}$"}}
 _VALUE: Json = {"value": _NOT_EMPTY}
 _TOKEN_ID: Json = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
 _TOKEN_IDS: Json = {"type": "array", "minItems": 1, "items": _TOKEN_ID}
-_PROMPT_LIST: Json = {"type": "array", "minItems": 1, "maxItems": MAX_SEQUENCES}
+_PROMPT_LIST: Json = {"type": "array", "minItems": 1, "maxItems": contract.MAX_SEQUENCES}
 _PROMPTS: Json = {
     "anyOf": [
         {"type": "string"},
@@ -80,38 +56,32 @@ _MAX_TOKENS = "Most tokens of each choice"
 _JSON_SCHEMA: Field = ("A JSON Schema, or its text.", _NOT_EMPTY)
 _REGEX: Field = ("A regular expression.", _NOT_EMPTY)
 _CHOICE: Field = ("Texts, one of which is the output.", _NOT_EMPTY | {"minItems": 1})
-_MESSAGES: Field = ("The conversation.", {"minItems": 1, "maxItems": MAX_MESSAGES})
-_NAMED_TOOLS: Field = ("Functions that the prompt names.", {"maxItems": MAX_TOOLS})
+_MESSAGES: Field = ("The conversation.", {"minItems": 1, "maxItems": contract.MAX_MESSAGES})
+_NAMED_TOOLS: Field = ("Functions that the prompt names.", {"maxItems": contract.MAX_TOOLS})
 FIELDS: Mapping[str, Field] = {
     "model": ("Id, alias, or id:variant; absent or `default` = the only model.", {}),
     "prompt": ("A text, several texts, token ids, or several lists of token ids.", _PROMPTS),
     "suffix": ("The text after the gap; the model generates the text between.", {}),
     "max_tokens": (
         f"{_MAX_TOKENS}; 0 only with echo.",
-        {"minimum": 0, "default": DEFAULT_MAX_TOKENS},
+        {"minimum": 0, "default": contract.DEFAULT_MAX_TOKENS},
     ),
     "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 0}),
     "min_tokens": ("Least tokens of each choice.", {"minimum": 0, "default": 0}),
     "ignore_eos": ("Continue a choice after the end-of-sequence token.", _FLAG),
     "stop": (
         "Strings that end a choice and are cut off; 16 at most unless the server sets a limit.",
-        {"minLength": 1, "maxLength": MAX_STOP_LENGTH},
+        {"minLength": 1, "maxLength": contract.MAX_STOP_LENGTH},
     ),
-    "stop_token_ids": ("Token ids that end a choice.", {"maxItems": MAX_STOP_TOKEN_IDS}),
+    "stop_token_ids": ("Token ids that end a choice.", {"maxItems": contract.MAX_STOP_TOKEN_IDS}),
     "include_stop_str_in_output": ("Keep the stop string that ended a choice.", _FLAG),
-    "temperature": (
-        "Sampling temperature; 0 = greedy.",
-        {"minimum": 0, "maximum": 2, "default": 1},
-    ),
+    "temperature": ("Temperature; 0 = greedy.", {"minimum": 0, "maximum": 2, "default": 1}),
     "top_p": ("Nucleus mass.", {"minimum": 0, "maximum": 1, "default": 1}),
     "top_k": (
         "Number of likeliest tokens to sample from; -1 and 0 = all.",
-        {"minimum": -1, "maximum": MAX_TOP_K},
+        {"minimum": -1, "maximum": contract.MAX_TOP_K},
     ),
-    "min_p": (
-        "Least probability of a token, relative to the likeliest.",
-        {"minimum": 0, "maximum": 1},
-    ),
+    "min_p": ("Least probability, relative to the likeliest.", {"minimum": 0, "maximum": 1}),
     "seed": ("Seed of the sampling; equal seeds give equal text.", {}),
     "frequency_penalty": ("Penalty for each occurrence of a token in the output.", _PENALTY),
     "presence_penalty": ("Penalty for any occurrence of a token in the output.", _PENALTY),
@@ -124,21 +94,25 @@ FIELDS: Mapping[str, Field] = {
         {"minimum": -100, "maximum": 100, "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
     ),
     "dry_multiplier": ("Multiplier of the DRY penalty; 0 = off.", {"minimum": 0, "default": 0}),
-    "dry_base": ("Base of the DRY penalty.", {"minimum": 1, "default": DRY_BASE}),
+    "dry_base": ("Base of the DRY penalty.", {"minimum": 1, "default": contract.DRY_BASE}),
     "dry_allowed_length": (
         "Longest repetition without a DRY penalty, in tokens.",
-        {"default": DRY_ALLOWED_LENGTH},
+        {"default": contract.DRY_ALLOWED_LENGTH},
     ),
     "dry_sequence_breakers": (
         "Texts that end a repetition for DRY; [] = none.",
-        {"maxItems": MAX_DRY_BREAKERS, "minLength": 1, "maxLength": MAX_DRY_BREAKER_LENGTH},
+        {
+            "maxItems": contract.MAX_DRY_BREAKERS,
+            "minLength": 1,
+            "maxLength": contract.MAX_DRY_BREAKER_LENGTH,
+        },
     ),
     "mirostat_target": ("Target perplexity of Mirostat 2.", {"exclusiveMinimum": 0}),
     "mirostat_lr": ("Learning rate of Mirostat 2.", {"exclusiveMinimum": 0}),
-    "n": (f"Choices of each prompt; prompts x n is at most {MAX_SEQUENCES}.", _SEQUENCES),
+    "n": (f"Choices of each prompt; prompts x n is at most {contract.MAX_SEQUENCES}.", _SEQUENCES),
     "best_of": (
         "Candidates, of which the n best are returned; at most n in a stream.",
-        {"minimum": 0, "maximum": MAX_SEQUENCES},
+        {"minimum": 0, "maximum": contract.MAX_SEQUENCES},
     ),
     "echo": ("Start each choice with the prompt.", _FLAG),
     "logprobs": (
@@ -162,7 +136,7 @@ FIELDS: Mapping[str, Field] = {
     "choice": _CHOICE,
     "ebnf": ("A grammar in GBNF.", _NOT_EMPTY),
     "structural_tag": ("Free text in which triggers start constrained parts.", _NOT_EMPTY),
-    "tools": ("Functions that the model may call.", {"maxItems": MAX_TOOLS}),
+    "tools": ("Functions that the model may call.", {"maxItems": contract.MAX_TOOLS}),
     "tool_choice": ("Function to call; `required` = any, `none` = no call.", {}),
     "images": ("Not supported: the models read only text.", {"maxItems": 0}),
     "stream": ("Answer with server-sent events; the last one is `data: [DONE]`.", _FLAG),
@@ -193,7 +167,11 @@ FIELDS: Mapping[str, Field] = {
     ),
     "bad_words": (
         "Strings that are never generated.",
-        {"maxItems": MAX_BAD_WORDS, "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH},
+        {
+            "maxItems": contract.MAX_BAD_WORDS,
+            "minLength": 1,
+            "maxLength": contract.MAX_BAD_WORD_LENGTH,
+        },
     ),
     "priority": (
         "Priority, lower first; at least 0 with API keys.",
@@ -201,13 +179,13 @@ FIELDS: Mapping[str, Field] = {
     ),
     "reasoning_effort": (
         "Effort of the reasoning: a variable of the template, which also sets enable_thinking.",
-        {"enum": [*REASONING_EFFORTS, None]},
+        {"enum": [*contract.REASONING_EFFORTS, None]},
     ),
     "messages": _MESSAGES,
     "parallel_tool_calls": ("Allow several calls in an answer.", {"default": True}),
     "chat_template": ("Name of one of the checkpoint's templates.", {"default": "default"}),
     "chat_template_kwargs": (
-        f"Further variables of the template, up to {MAX_TEMPLATE_JSON:,} characters of JSON.",
+        f"Further variables of the template; {contract.MAX_TEMPLATE_JSON:,} characters at most.",
         {},
     ),
     "add_generation_prompt": (
@@ -222,7 +200,7 @@ FIELDS: Mapping[str, Field] = {
         {},
     ),
     "return_token_strs": ("Return the tokens' texts.", _FLAG),
-    "tokens": ("Token ids.", {"maxItems": MAX_DECODED_IDS}),
+    "tokens": ("Token ids.", {"maxItems": contract.MAX_DECODED_IDS}),
 }
 """Meaning and constraints of each field"""
 OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
@@ -245,17 +223,17 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
     MultiCompletionBody: {
         "model": (
             "Name of a model, or names of several.",
-            {"minItems": 1, "maxItems": MAX_SEQUENCES},
+            {"minItems": 1, "maxItems": contract.MAX_SEQUENCES},
         ),
         "prompt": ("The text.", {}),
-        "max_tokens": (f"{_MAX_TOKENS}.", {"default": DEFAULT_MAX_TOKENS}),
+        "max_tokens": (f"{_MAX_TOKENS}.", {"default": contract.DEFAULT_MAX_TOKENS}),
         "stream": (
             "Not supported: use /v1/completions to stream.",
             {"const": False, "default": False},
         ),
     },
     TokenizeBody: {
-        "prompt": ("Text of up to 1 MiB of UTF-8.", {"maxLength": MAX_TEXT_BYTES}),
+        "prompt": ("Text of up to 1 MiB of UTF-8.", {"maxLength": contract.MAX_TEXT_BYTES}),
         "messages": ("A conversation in place of the text.", _MESSAGES[1]),
         "tools": _NAMED_TOOLS,
     },
@@ -263,7 +241,7 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
 }
 """Fields whose meaning or constraints differ in one body"""
 LIMITS: Mapping[type[Struct], Mapping[str, Json]] = {
-    CalledFunction: {"name": _NOT_EMPTY, "arguments": {"maxLength": MAX_ARGUMENTS}},
+    CalledFunction: {"name": _NOT_EMPTY, "arguments": {"maxLength": contract.MAX_ARGUMENTS}},
     FunctionName: _FUNCTION_NAME,
     FunctionSpec: _FUNCTION_NAME,
     JsonSchemaGrammar: _VALUE,
@@ -271,14 +249,14 @@ LIMITS: Mapping[type[Struct], Mapping[str, Json]] = {
     LlguidanceGrammar: _VALUE,
     RegexGrammar: _VALUE,
     Message: {
-        "content": {"maxItems": MAX_MESSAGE_PARTS},
-        "tool_calls": {"maxItems": MAX_TOOL_CALLS},
+        "content": {"maxItems": contract.MAX_MESSAGE_PARTS},
+        "tool_calls": {"maxItems": contract.MAX_TOOL_CALLS},
         "function_call": _REFUSED,
     },
     MessageCall: {"id": _NOT_EMPTY},
     StructuralTagFormat: {
-        "structures": {"minItems": 1, "maxItems": MAX_STRUCTURES},
-        "triggers": _NOT_EMPTY | {"minItems": 1, "maxItems": MAX_STRUCTURES},
+        "structures": {"minItems": 1, "maxItems": contract.MAX_STRUCTURES},
+        "triggers": _NOT_EMPTY | {"minItems": 1, "maxItems": contract.MAX_STRUCTURES},
         "format": _REFUSED,
     },
     StructuredOutputs: {

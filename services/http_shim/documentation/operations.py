@@ -26,47 +26,32 @@ from services.http_shim.formats.request_bodies import (
     TemplateBody,
     TokenizeBody,
 )
-from services.http_shim.formats.responses import PromptLogprobs, Usage
+from services.http_shim.formats.responses import AnswerHead, PromptLogprobs, Usage
 
 __all__ = ["OPERATIONS", "Operation"]
 
 Json = dict[str, Any]
 
 
-class Completion(Struct):
+class Completion(AnswerHead):
     """The answer of /v1/completions; a chunk of its stream has one choice at most."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[Choice]
     usage: Usage | None = None
 
 
-class ChatCompletion(Struct):
+class ChatCompletion(AnswerHead):
     """The answer of /v1/chat/completions."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Struct):
+class ChatCompletionChunk(AnswerHead):
     """A chunk of a streamed chat, with one choice at most."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET

@@ -73,7 +73,7 @@ class MultiAnswer(Struct):
 class _Part:
     """One model's share of a request."""
 
-    served: ServedModel
+    model: ServedModel
     request: completion_pb2.CompleteRequest
 
 
@@ -87,17 +87,17 @@ class MultiCompletion:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        make = partial(parse, _DECODER)
-        body, exchange.ignored = await self._bodies.read(scope, receive, make)
+        read = self._bodies.read(scope, receive, partial(parse, _DECODER))
+        body, exchange.ignored = await read
         names = _names(body)
         parts = [await self._part(exchange, name, body) for name in names]
         await self._models.require(names)
-        listeners: list[_Collector] = [OutputCollector() for _ in parts]
+        collectors: list[_Collector] = [OutputCollector() for _ in parts]
         with (
-            self._gate.entered(*listeners),
+            self._gate.entered(*collectors),
             reserved_tokens(exchange, *[part.request for part in parts]),
         ):
-            choices = await _complete_all(parts, listeners, exchange, receive)
+            choices = await _complete_all(parts, collectors, exchange, receive)
             usage = _total(choices)
             exchange.prompt_tokens = usage.prompt_tokens
             exchange.completion_tokens = usage.completion_tokens
@@ -116,7 +116,7 @@ def _names(body: MultiCompletionBody) -> list[str]:
     if names is None:
         raise invalid("model", "model is required: a name or a list of names.")
     if not names:
-        raise invalid("model", "model is an empty list; it needs at least one name.")
+        raise invalid("model", "model must have at least one name.")
     if len(names) > MAX_SEQUENCES:
         raise invalid("model", f"model has {len(names)} names; the limit is {MAX_SEQUENCES}.")
     return names
@@ -140,15 +140,15 @@ def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.CompleteRe
 
 
 async def _complete_all(
-    parts: list[_Part], listeners: list[_Collector], exchange: Exchange, receive: Receive
+    parts: list[_Part], collectors: list[_Collector], exchange: Exchange, receive: Receive
 ) -> list[ModelChoice]:
     """Run all parts at once; the first failure cancels the others and is raised."""
-    watch = asyncio.ensure_future(watch_for_disconnect(receive, *listeners))
+    watch = asyncio.ensure_future(watch_for_disconnect(receive, *collectors))
     with ExitStack() as cleanup:
         cleanup.callback(watch.cancel)
         tasks = [
             asyncio.ensure_future(_complete(part, collector, exchange))
-            for part, collector in zip(parts, listeners, strict=True)
+            for part, collector in zip(parts, collectors, strict=True)
         ]
         for task in tasks:
             cleanup.callback(task.cancel)
@@ -157,7 +157,7 @@ async def _complete_all(
 
 async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> ModelChoice:
     began = time.monotonic()
-    with part.served.connection.used() as backend:
+    with part.model.connection.used() as backend:
         submission = backend.submit(
             part.request, collector, tenant=exchange.tenant, priority=exchange.priority
         )
@@ -173,7 +173,7 @@ async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> M
     return ModelChoice(
         text=choice.text,
         created=int(time.time()),
-        model=part.served.id or collector.accepted.model,
+        model=part.model.id or collector.accepted.model,
         finish_reason=choice.finish_reason or "stop",
         usage=_timed(usage.prompt_tokens, usage.completion_tokens, time.monotonic() - began),
     )

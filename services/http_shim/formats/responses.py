@@ -13,6 +13,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
+    "AnswerHead",
     "ChoiceFormatter",
     "Delta",
     "Envelope",
@@ -67,7 +68,9 @@ PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]
 """For each prompt token, the scores of it and of its candidates by id; the first token has none"""
 
 
-class _Head(Struct):
+class AnswerHead(Struct):
+    """Fields that all objects of one answer share."""
+
     id: str
     object: str
     created: int
@@ -136,7 +139,7 @@ class Envelope:
     ) -> None:
         def head(name: str) -> bytes:
             model, fingerprint = accepted.model, accepted.system_fingerprint
-            return _encode(_Head(identity, name, created, model, fingerprint))[:-1]
+            return _encode(AnswerHead(identity, name, created, model, fingerprint))[:-1]
 
         self._whole = head(formatter.whole_object) + b',"choices":'
         self._chunk = b"data: " + head(formatter.chunk_object) + b',"choices":['

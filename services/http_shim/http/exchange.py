@@ -31,8 +31,7 @@ _CLIENT_GONE = 499
 class Exchange:
     """One request and its response."""
 
-    identity: str
-    """Request id"""
+    request_id: str
     began: float
     """Arrival, in seconds of the monotonic clock"""
     status: int = 0
@@ -44,9 +43,8 @@ class Exchange:
     account: Account | None = None
     """Account of the API key; None on a server without keys"""
     reason: str = ""
-    """Reason of the failure, as in ServiceError; "" = no failure"""
     error: str = ""
-    """Message of the failure"""
+    """Reason and message of the failure, as in ServiceError; "" = no failure"""
     tenant: str = ""
     """Tenant whose prefix cache the request uses"""
     priority: int = 0
@@ -54,7 +52,6 @@ class Exchange:
     may_schedule: bool = False
     """Whether the client may choose tenant and priority"""
     ignored_headers: list[str] = field(default_factory=list)
-    """Names of headers that were ignored"""
 
     @property
     def tokens_used(self) -> int:
@@ -85,10 +82,10 @@ class ExchangeMiddleware:
             return
         headers = Headers(scope=scope)
         exchange = scope["exchange"] = Exchange(
-            identity=sane_request_id(headers.get("x-request-id")),
+            request_id=sane_request_id(headers.get("x-request-id")),
             began=time.monotonic(),
         )
-        request_id.set(exchange.identity)
+        request_id.set(exchange.request_id)
         traceparent.set(sane_traceparent(headers.get("traceparent")))
 
         async def send_on(message: Message) -> None:
@@ -140,7 +137,7 @@ class ExchangeMiddleware:
 
 def _add_headers(message: Message, exchange: Exchange) -> None:
     headers = MutableHeaders(scope=message)
-    headers["x-request-id"] = exchange.identity
+    headers["x-request-id"] = exchange.request_id
     if ignored := [*exchange.ignored_headers, *exchange.ignored]:
         paths = [quote(path, safe="[]")[:_PATH_SHOWN] for path in ignored[:_PATHS_SHOWN]]
         headers["x-tokenwire-ignored"] = ", ".join(paths)

@@ -212,7 +212,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Return the request id, the application's if it knows the request."""
         scope = cast(Scope, self.scope)
         if not self._in_head and "exchange" in scope:
-            return exchange_of(scope).identity
+            return exchange_of(scope).request_id
         offered = dict(self.headers or ()).get(b"x-request-id", b"")
         return sane_request_id(offered.decode("latin-1"))
 

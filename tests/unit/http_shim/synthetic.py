@@ -134,7 +134,7 @@ def envelope() -> Envelope:
 
 
 def exchange() -> Exchange:
-    return Exchange(identity="req_1", began=0.0)
+    return Exchange(request_id="req_1", began=0.0)
 
 
 NAN = math.nan
