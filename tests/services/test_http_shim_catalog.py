@@ -283,7 +283,7 @@ async def test_a_row_that_would_widen_the_context_is_told_of(stack: Stack, tmp_p
             card = (await http.get("/v1/models/wide")).json()
         assert line["level"] == "warning"
         length = card["max_model_len"]
-        assert f"wide a context of 100000 tokens, its model has {length}:" in line["message"]
+        assert f"wide a context of 100000 tokens; its model's {length} tokens" in line["message"]
         assert shim.count("The catalog gives") == 1
 
 
