@@ -18,9 +18,7 @@ NO_ROUTE = "unknown"
 """Label of requests that reached no route"""
 
 REQUESTS = Counter(
-    "tokenwire_http_requests",
-    "Requests answered; 499 = the client left.",
-    ["route", "status"],
+    "tokenwire_http_requests", "Requests answered; 499 = the client left.", ["route", "status"]
 )
 IN_FLIGHT = Gauge("tokenwire_http_in_flight", "Requests in progress, without probes.")
 REQUEST_SECONDS = Histogram(

@@ -53,6 +53,7 @@ _PROMPTS: Json = {
     ]
 }
 _MAX_TOKENS = "Most tokens of each choice"
+_DEFAULT_MAX_TOKENS: Json = {"default": contract.DEFAULT_MAX_TOKENS}
 _JSON_SCHEMA: Field = ("A JSON Schema, or its text.", _NOT_EMPTY)
 _REGEX: Field = ("A regular expression.", _NOT_EMPTY)
 _CHOICE: Field = ("Texts, one of which is the output.", _NOT_EMPTY | {"minItems": 1})
@@ -62,15 +63,12 @@ FIELDS: Mapping[str, Field] = {
     "model": ("Id, alias, or id:variant; absent or `default` = the only model.", {}),
     "prompt": ("A text, several texts, token ids, or several lists of token ids.", _PROMPTS),
     "suffix": ("The text after the gap; the model generates the text between.", {}),
-    "max_tokens": (
-        f"{_MAX_TOKENS}; 0 only with echo.",
-        {"minimum": 0, "default": contract.DEFAULT_MAX_TOKENS},
-    ),
+    "max_tokens": (f"{_MAX_TOKENS}; 0 only with echo.", {"minimum": 0, **_DEFAULT_MAX_TOKENS}),
     "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 0}),
     "min_tokens": ("Least tokens of each choice.", {"minimum": 0, "default": 0}),
     "ignore_eos": ("Continue a choice after the end-of-sequence token.", _FLAG),
     "stop": (
-        "Strings that end a choice and are cut off; 16 at most unless the server sets a limit.",
+        "Strings that end a choice and are cut off: at most 16, or the server's own limit.",
         {"minLength": 1, "maxLength": contract.MAX_STOP_LENGTH},
     ),
     "stop_token_ids": ("Token ids that end a choice.", {"maxItems": contract.MAX_STOP_TOKEN_IDS}),
@@ -86,7 +84,7 @@ FIELDS: Mapping[str, Field] = {
     "frequency_penalty": ("Penalty for each occurrence of a token in the output.", _PENALTY),
     "presence_penalty": ("Penalty for any occurrence of a token in the output.", _PENALTY),
     "repetition_penalty": (
-        "Divisor of positive logits, and factor of negative ones, of tokens that occurred.",
+        "Divides positive logits of tokens that occurred, and multiplies negative ones.",
         {"exclusiveMinimum": 0, "maximum": 2, "default": 1},
     ),
     "logit_bias": (
@@ -115,10 +113,7 @@ FIELDS: Mapping[str, Field] = {
         {"minimum": 0, "maximum": contract.MAX_SEQUENCES},
     ),
     "echo": ("Start each choice with the prompt.", _FLAG),
-    "logprobs": (
-        "Candidates to return for each token; more than 5 only if the server allows it.",
-        _CANDIDATES,
-    ),
+    "logprobs": ("Candidates for each token; above 5 only if the server allows it.", _CANDIDATES),
     "truncate_sequence": ("Keep the end of a prompt that exceeds the context.", _FLAG),
     "context_length_exceeded_behavior": (
         "Lower max_tokens, or refuse the request, if prompt and max_tokens exceed the context.",
@@ -157,10 +152,7 @@ FIELDS: Mapping[str, Field] = {
         "Number of last tokens of the prompt to keep; -1 = all that leave room for max_tokens.",
         {"minimum": -1, "not": {"const": 0}},
     ),
-    "prompt_logprobs": (
-        "Candidates to return for each token of the prompt; can't be streamed.",
-        _CANDIDATES,
-    ),
+    "prompt_logprobs": ("Candidates for each token of the prompt; not with stream.", _CANDIDATES),
     "allowed_token_ids": (
         "The only token ids to generate. The end of sequence must be among them to be generated.",
         {"minItems": 1},
@@ -202,35 +194,28 @@ FIELDS: Mapping[str, Field] = {
     "return_token_strs": ("Return the tokens' texts.", _FLAG),
     "tokens": ("Token ids.", {"maxItems": contract.MAX_DECODED_IDS}),
 }
-"""Meaning and constraints of each field"""
 OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
     ChatBody: {
         "max_tokens": (f"{_MAX_TOKENS}; absent = the rest of the context.", {"minimum": 1}),
         "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 1}),
         "n": ("Number of choices.", _SEQUENCES),
         "logprobs": ("Return the log probability of each token of the content.", _FLAG),
-        "top_logprobs": ("Candidates to return for each token; needs logprobs.", _CANDIDATES),
+        "top_logprobs": ("Candidates for each token; needs logprobs.", _CANDIDATES),
         "tool_choice": (
             "Function to call; `required` = any, `none` = no call, `auto` (default with tools) = "
             "the model decides.",
             {},
         ),
-        "echo": (
-            "Start the answer with the content of the last message if it is the assistant's.",
-            _FLAG,
-        ),
+        "echo": ("Start the answer with the last message if it is the assistant's.", _FLAG),
     },
     MultiCompletionBody: {
         "model": (
-            "Name of a model, or names of several.",
+            "One or several model names.",
             {"minItems": 1, "maxItems": contract.MAX_SEQUENCES},
         ),
         "prompt": ("The text.", {}),
-        "max_tokens": (f"{_MAX_TOKENS}.", {"default": contract.DEFAULT_MAX_TOKENS}),
-        "stream": (
-            "Not supported: use /v1/completions to stream.",
-            {"const": False, "default": False},
-        ),
+        "max_tokens": (f"{_MAX_TOKENS}.", _DEFAULT_MAX_TOKENS),
+        "stream": ("Not supported: /v1/completions streams.", {"const": False, "default": False}),
     },
     TokenizeBody: {
         "prompt": ("Text of up to 1 MiB of UTF-8.", {"maxLength": contract.MAX_TEXT_BYTES}),

@@ -52,8 +52,7 @@ class EventStream(Generic[Delta]):
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         exchange.prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
-        self.max_choice_tokens = 0
-        """Tokens sent of the choice with the most"""
+        self.max_choice_tokens = 0  # tokens sent of the choice with the most
 
     def take(self) -> bytes:
         """Return the events of pending output, with the deltas of each choice merged.

@@ -86,10 +86,7 @@ def messages_of(messages: Messages | None) -> list[completion_pb2.Message]:
 
 
 def message_param(path: str) -> str:
-    """Return the client's name of a field of a Message.
-
-    "messages[0].parts[1]" becomes "messages[0].content[1]".
-    """
+    """Return the client's name of a field: "messages[0].parts" becomes "messages[0].content"."""
     for pattern, name in _CLIENT_NAMES:
         path = pattern.sub(name, path)
     return path

@@ -23,10 +23,7 @@ _PARAMS = {
 
 
 def chat_param_of(path: str, body: ChatBody) -> str:
-    """Return the client's name of a field of ChatRequest.
-
-    "tools[0].name" becomes "tools[0].function.name".
-    """
+    """Return the client's name of a field of ChatRequest."""
     if path == "logprobs" and body.top_logprobs is not None:
         return "top_logprobs"
     if path.startswith("messages[") or path in _PARAMS:
@@ -42,10 +39,7 @@ def rendered_param_of(path: str) -> str:
 
 
 def to_chat_request(body: ChatBody) -> completion_pb2.ChatRequest:
-    """Convert a body to the request.
-
-    Raises INVALID_ARGUMENT, with the client's name of the field, for what the proto can't express.
-    """
+    """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
     for name in ("functions", "function_call"):
         if getattr(body, name) is not None:
             remedy = "tools" if name == "functions" else "tool_choice"

@@ -95,7 +95,7 @@ def tool_param(path: str) -> str:
 def schema_param(path: str, body: GenerationBody) -> str:
     """Return the client's name of a path into a schema.
 
-    "tools[0].parameters_json.items.format" becomes "tools[0].function.parameters.items.format".
+    "tools[0].parameters_json.items" becomes "tools[0].function.parameters.items".
     """
     if tool := _TOOL_FIELD.match(path):
         return tool_param(tool.group()) + path[tool.end() :]
@@ -104,10 +104,7 @@ def schema_param(path: str, body: GenerationBody) -> str:
 
 
 def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
-    """Convert a body to the request, with DELIVERY_WHOLE unless it streams.
-
-    Raises INVALID_ARGUMENT, with the client's name of the field, for what the proto can't express.
-    """
+    """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
     n = 1 if body.n is None else body.n
     if body.stream and body.best_of is not None and body.best_of > n:
         raise invalid(

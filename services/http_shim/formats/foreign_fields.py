@@ -124,10 +124,7 @@ FOREIGN_TO_CHATS: ForeignFields = {
 
 
 def without_foreign(fields: Mapping[str, Raw], foreign: ForeignFields) -> dict[str, Raw]:
-    """Return the fields of a body that are not in `foreign`.
-
-    Raises INVALID_ARGUMENT for a field in `foreign` whose value has an effect.
-    """
+    """Remove the fields in `foreign`. Raises INVALID_ARGUMENT for a value that has an effect."""
     for name in fields.keys() & foreign.keys():
         described, value = foreign[name], msgspec.json.decode(fields[name])
         if value is not None and value not in described.neutral:

@@ -74,10 +74,7 @@ async def assign_model(
     name: str | None,
     request: GenerationRequest,
 ) -> ServedModel:
-    """Return the model for a request, and lower the request to the limits of model and key.
-
-    Raises ServiceError.
-    """
+    """Return the model for a request, which is lowered to its limits. Raises ServiceError."""
     served = await authorized_model(exchange, models, name)
     request.model = served.backend_name
     caps = [served.max_output_length]

@@ -26,11 +26,9 @@ class BodyReader:
     """Reads the bodies of all connections, and bounds their memory and their event loop time."""
 
     def __init__(self, max_bytes: int, max_unfinished_bytes: int) -> None:
-        """Set the limits, in bytes.
+        """Limit a body, and all bodies that are not yet decoded.
 
-        max_bytes: limit of one body.
-        max_unfinished_bytes: limit of all bodies that are not yet decoded together. Each counts
-            without its first 64 KiB.
+        The first 64 KiB of each body do not count towards `max_unfinished_bytes`.
         """
         self._max_bytes = max_bytes
         self._max_unfinished = max_unfinished_bytes
