@@ -86,7 +86,7 @@ class GenerationEndpoint(Generic[Body, Delta]):
         bodies: BodyReader,
         stall_seconds: float,
     ) -> None:
-        self._api = api
+        self._api: GenerationApi[Body, Delta] = api
         self._models = models
         self._gate = gate
         self._bodies = bodies

@@ -247,7 +247,7 @@ def test_held_back_text_causes_no_chunks() -> None:
     collector, stream = begin()
     feed(collector, chat_delta("", [1, 2]))
     assert stream.take() == b""
-    assert stream.most_tokens == 2
+    assert stream.max_choice_tokens == 2
     feed(collector, chat_delta(reasoning="hm"))
     assert deltas_of(stream.take()) == [
         {"role": "assistant", "content": None},
