@@ -91,11 +91,11 @@ class ModelRunner:
     @property
     def finds_most_likely(self) -> bool:
         """Whether it has `most_likely`."""
-        return self._decoder.finds_most_likely
+        return self._decoder.has_argmax
 
     def most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
         """The ids whose `logits` are highest, the first of equals; -1 where they are NaN."""
-        ids: list[int] = self._decoder.most_likely(_rows_of(hidden, rows)).tolist()
+        ids: list[int] = self._decoder.argmax(_rows_of(hidden, rows)).tolist()
         return ids
 
     def wait(self) -> None:

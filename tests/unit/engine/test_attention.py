@@ -17,7 +17,7 @@ from services.engine.kernels.library import (
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import torch_backend
-from services.engine.model.attention.interface import AttentionBackend, KVCache
+from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.native_backend import NativeAttention, TiledAttention
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.checkpoint.families import FAMILIES
@@ -168,7 +168,7 @@ class Case:
             queries = queries[: len(some.rows)]
         rows = len(queries)
         out = torch.empty(-(-rows // TILE) * TILE, queries[0].numel(), dtype=keys.dtype)
-        backend.attend(0, queries, keys, values, batch, cache, out[:rows])
+        backend.attend(0, AttentionStep(queries, keys, values, batch, cache, out[:rows]))
         tiled = isinstance(backend, TiledAttention)
         return (to_rows(out) if tiled else out)[:rows].float()
 

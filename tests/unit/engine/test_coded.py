@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.engine.kernels.library import Format, InstructionSet
 from services.engine.kernels.tiles import to_tiles
-from services.engine.model.operators.native_operators import Packed, TiledOperators
+from services.engine.model.operators.tiled_operators import Packed, TiledOperators
 
 from .machines import limited_to
 

@@ -15,12 +15,12 @@ from services.engine.kernels.library import (
 from services.engine.kernels.tiles import to_tiles
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_model
-from services.engine.model.operators.int8_operators import Int8Operators
+from services.engine.model.operators.tiled_operators import Int8Operators
 from services.engine.model.operators.torch_operators import TorchOperators
 
 from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
 from .machines import TILED, limited_to
-from .test_kernels import assert_finds_largest
+from .test_kernels import assert_finds_argmax
 from .tiles import to_rows
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_products_are_those_of_the_rounded_weight(
 @pytest.mark.parametrize("rows", [1, 33, 300])
 def test_the_largest_product_is_found_without_storing_any(int8: Int8Operators, rows: int) -> None:
     """A greedy token would be another one otherwise."""
-    assert_finds_largest(int8, rows, 1000)
+    assert_finds_argmax(int8, rows, 1000)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e4])

@@ -16,7 +16,8 @@ from services.engine.kernels.memory import Arena, allocate, touch
 from services.engine.kernels.tiles import to_tiles
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.interface import Projection
-from services.engine.model.operators.native_operators import NativeOperators, TiledOperators
+from services.engine.model.operators.native_operators import NativeOperators
+from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
 
 from .machines import TILED, limited_to
@@ -109,7 +110,7 @@ def test_the_largest_product_is_found_without_storing_any(
     tiled: TiledOperators, rows: int, outputs: int
 ) -> None:
     """A greedy token would be another one otherwise."""
-    assert_finds_largest(tiled, rows, outputs)
+    assert_finds_argmax(tiled, rows, outputs)
 
 
 def test_of_a_row_without_numbers_no_product_is_the_largest(tiled: TiledOperators) -> None:
@@ -117,11 +118,11 @@ def test_of_a_row_without_numbers_no_product_is_the_largest(tiled: TiledOperator
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     x[1, 100] = torch.nan
     found = torch.zeros(3, dtype=torch.int64)
-    tiled.projection(torch.randn(100, 256), None).largest(to_tiles(x)[:3], found)
+    tiled.projection(torch.randn(100, 256), None).argmax(to_tiles(x)[:3], found)
     assert [int(column) < 0 for column in found] == [False, True, False]
 
 
-def assert_finds_largest(operators: TiledOperators, rows: int, outputs: int) -> None:
+def assert_finds_argmax(operators: TiledOperators, rows: int, outputs: int) -> None:
     torch.manual_seed(rows)
     weight, x = torch.randn(outputs, 256), torch.randn(rows, 256, dtype=torch.bfloat16)
     weight[outputs // 2 :] = weight[: outputs - outputs // 2].clone()  # the first of equals counts
@@ -131,7 +132,7 @@ def assert_finds_largest(operators: TiledOperators, rows: int, outputs: int) -> 
         projection = operators.projection(weight, torch.full((outputs,), offset))
         exact, found = torch.empty(rows, outputs), torch.full((rows + 1,), -7)
         projection.into(tiles, exact)
-        projection.largest(tiles, found[:rows])
+        projection.argmax(tiles, found[:rows])
         assert found.tolist() == [*exact.numpy().argmax(axis=1).tolist(), -7]
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.generation import GenerationDefaults, load_generation_defaults
 from services.engine.model.loader import load_model, load_spec, resolve_dtype

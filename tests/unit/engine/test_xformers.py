@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention.interface import AttentionStep
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
 
@@ -101,7 +102,7 @@ def test_decodes_like_torch(
     )
     outs = [torch.empty(count, heads * 16, dtype=dtype) for _ in caches]
     for each, cache, out in zip((tried, plain), caches, outs, strict=True):
-        each.attend(0, queries, keys, values, batch, cache, out)
+        each.attend(0, AttentionStep(queries, keys, values, batch, cache, out))
     torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
 
 
@@ -191,7 +192,7 @@ def test_prompts_reach_flash_attention_as_they_should(
     parts = together.tensor_split((heads, heads + kv_heads), dim=1)
     outs = [torch.empty(count, heads * 16, dtype=dtype) for _ in caches]
     for each, cache, out in zip((tried, plain), caches, outs, strict=True):
-        each.attend(0, *parts, batch, cache, out)
+        each.attend(0, AttentionStep(*parts, batch, cache, out))
     torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
 
 
@@ -208,6 +209,6 @@ def test_gathers_the_slots_of_all_contexts() -> None:
         query_lengths_host=(1, 10),
         context_lengths_host=(70, 150),
     )
-    slots = backend._Shared(batch, PAGE).slots
+    slots = backend._StepMetadata(batch, PAGE).slots
     expected = [block * PAGE + offset for block in (2, 7, 4) for offset in range(PAGE)]
     assert slots.tolist() == expected[:150]

@@ -1,4 +1,4 @@
-"""Which models our kernels compute in tiles."""
+"""Choice between the tiled kernels and the other operators."""
 
 import torch
 
@@ -9,13 +9,14 @@ from services.engine.model.architecture.spec import ModelSpec
 __all__ = ["runs_in_tiles"]
 
 _MOST_HEAD_DIM = 256
-"""What the attention kernel has buffers for"""
+"""Size of the attention kernel's buffers, in elements"""
 
 
 def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether our kernels compute a model's products and attention, on AMX or AVX-512 BF16.
+    """Return whether the tiled kernels (AMX, AVX-512 BF16) run this model on this machine.
 
-    Between them activations are kept in tiles (src/kernels.h), which only they understand.
+    They run all of its products and its attention, or none: activations between them are in a tiled
+    layout (src/kernels.h) that no other operator reads.
     """
     if native is None or native.instruction_set() < InstructionSet.AVX512_BF16:
         return False

@@ -1,4 +1,4 @@
-"""generation_config.json: how a checkpoint's makers have it generate."""
+"""Sampling defaults from a checkpoint's generation_config.json."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +10,10 @@ __all__ = ["GenerationDefaults", "generation_config", "load_generation_defaults"
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The sampling its makers recommend (generation_config.json); None where it says nothing."""
+    """Sampling parameters that the checkpoint recommends; None: unspecified."""
 
     temperature: float | None = None
-    """0 where do_sample is false"""
+    """0 if do_sample is false"""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -21,7 +21,7 @@ class GenerationDefaults:
 
 
 def load_generation_defaults(path: str | Path) -> GenerationDefaults:
-    """Raises CheckpointError when generation_config.json is there but malformed."""
+    """Read the defaults. Raises CheckpointError if generation_config.json is malformed."""
     config = generation_config(Path(path))
 
     def number(key: str) -> float | None:
@@ -38,6 +38,6 @@ def load_generation_defaults(path: str | Path) -> GenerationDefaults:
 
 
 def generation_config(directory: Path) -> Config:
-    """The file, or an empty one. Raises CheckpointError when it is there but malformed."""
+    """Return generation_config.json, empty if absent. Raises CheckpointError if malformed."""
     file = directory / "generation_config.json"
     return Config.read(file) if file.exists() else Config(str(file), {})
