@@ -1,4 +1,4 @@
-// Tokens that a row of logits may mean, found without sorting the row.
+// Selection of the most likely tokens without sorting the row.
 #pragma once
 
 #include <string.h>
@@ -9,10 +9,10 @@
 
 namespace {
 
-// Token i is of group i % kGroups, so that the largest of each are found lane by lane.
+// Token i belongs to group i % kGroups, so that vector lanes find the maximum of each group.
 constexpr int64_t kGroups = 512;
 
-// Calls body(first, count) for one token of each group, and again for the next ones.
+// Calls body(first, count) for successive chunks of one token per group.
 template <typename Body>
 void for_chunks(int64_t vocabulary, const Body &body) {
   int64_t first = 0;
@@ -20,7 +20,7 @@ void for_chunks(int64_t vocabulary, const Body &body) {
   if (first < vocabulary) body(first, vocabulary - first);
 }
 
-// Calls body(token) for a few tokens in a row wherever one of these has at least this value.
+// Calls body(token) for all tokens of each block in which some value is at least `least`.
 template <typename Body>
 void for_blocks_with(const float *values, int64_t vocabulary, float least, const Body &body) {
   constexpr int64_t kBlock = 64;
@@ -40,7 +40,7 @@ struct Candidate {
   int32_t id;
 };
 
-// Without a branch: which it is can't be foreseen.
+// Branch-free, because the outcome is unpredictable.
 inline bool precedes(const Candidate &a, const Candidate &b) {
   return (a.logit > b.logit) | ((a.logit == b.logit) & (a.id < b.id));
 }
@@ -55,7 +55,7 @@ void swap(T &a, T &b) {
 inline double weight_of(const Candidate &candidate) { return candidate.weight; }
 inline double one(const Candidate &) { return 1; }
 
-// Moves what precedes one of the candidates to its front; where that one then is.
+// Partitions the candidates around one of them and returns its new index.
 inline int64_t split(Candidate *some, int64_t count) {
   Candidate &first = some[0], &middle = some[count / 2], &last = some[count - 1];
   if (precedes(middle, first)) swap(middle, first);
@@ -72,8 +72,8 @@ inline int64_t split(Candidate *some, int64_t count) {
   return place;
 }
 
-// How many candidates it takes, in their order, until their measures add up to more than `target`,
-// or all. They are moved to the front; the last of them is the one that passes the target.
+// Returns how many candidates, in order, it takes until their measures sum to more than `target`,
+// or all. They are moved to the front, last the one that passes the target.
 template <typename Measure>
 int64_t take(Candidate *some, int64_t count, double target, const Measure &measure) {
   int64_t first = 0, end = count;
@@ -93,7 +93,7 @@ int64_t take(Candidate *some, int64_t count, double target, const Measure &measu
   return end;
 }
 
-// Brings candidates into their order.
+// Sorts candidates.
 inline void order(Candidate *some, int64_t count) {
   if (count < 2) return;
   int64_t place = split(some, count);
@@ -107,8 +107,8 @@ inline double sum(const Candidate *some, int64_t count) {
   return total;
 }
 
-// The nth largest of some numbers, or -infinity where there are fewer: found by halving the range of
-// all numbers, whose bits are in order.
+// Returns the nth largest number, or -infinity if there are fewer, by bisection over all floats:
+// their bits are in order.
 inline float nth_largest(const float *some, int64_t count, int64_t n) {
   auto number = [](int64_t place) {
     int32_t bits = static_cast<int32_t>(place < 0 ? place ^ 0x7fffffff : place);

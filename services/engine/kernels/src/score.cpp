@@ -1,4 +1,4 @@
-// Log-probabilities of tokens. TW_SCORE names what this compilation defines.
+// Log-probabilities of tokens. TW_SCORE is the name of the function that this compilation defines.
 #include "buffer.h"
 #include "candidates.h"
 #include "draw.h"
@@ -44,7 +44,7 @@ class Row {
     return above + 1;
   }
 
-  // The likeliest `width` tokens in their order, at most `vocabulary` of them.
+  // Lists the most likely `width` tokens (at most `vocabulary`) in order.
   void list(int64_t width, int64_t *ids, float *logprobs) const {
     auto some = static_cast<Candidate *>(
         candidate_buffer.reserve(vocabulary_ * static_cast<int64_t>(sizeof(Candidate))));
@@ -52,13 +52,13 @@ class Row {
     count = take(some, count, static_cast<double>(width) - 0.5, one);
     order(some, count);
     for (int64_t i = 0; i < width; i++) {
-      ids[i] = i < count ? some[i].id : i;  // too few where logits are NaN
+      ids[i] = i < count ? some[i].id : i;  // too few if logits are NaN
       logprobs[i] = i < count ? logprob(some[i].logit) : __builtin_nanf("");
     }
   }
 
  private:
-  // At least the likeliest `width` tokens.
+  // Finds a superset of the most likely `width` tokens.
   int64_t find_candidates(int64_t width, Candidate *to) const {
     const float least = nth_largest(largest_, kGroups, width);
     int64_t count = 0;

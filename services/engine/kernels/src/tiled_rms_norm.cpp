@@ -1,11 +1,11 @@
-// RMSNorm whose result products read.
+// RMSNorm into tiles.
 #include "kernels.h"
 #include "threads.h"
 #include "tiles.h"
 
 namespace {
 
-constexpr int64_t kRows = 8;  // of one item of a loop
+constexpr int64_t kRows = 8;  // of a loop's item
 constexpr int64_t kHalf = kTileInner / 2;
 
 inline __m512 load16(const uint16_t *from) {
@@ -49,6 +49,6 @@ void tw_tiled_rms_norm(const tw_norm *norm) {
       normalize_row(static_cast<const uint16_t *>(a.rows) + row * a.width,
                     static_cast<const uint16_t *>(a.weight),
                     static_cast<uint16_t *>(a.tiles) + tiled(row, 0, a.width), a.width, a.epsilon);
-    _mm_sfence();  // what was written past the caches is there once this item counts as done
+    _mm_sfence();  // completes stores that bypass the caches before the item counts as done
   });
 }
