@@ -1,7 +1,7 @@
-"""Synthetic conversations: functions written to order, tool calls, JSON answers and small talk.
+"""Synthetic conversations: requests for functions, tool calls, JSON answers and small talk.
 
-Every conversation is rendered with the chat template of the checkpoint, so that training text and
-served prompts agree to the byte.
+All are rendered with the checkpoint's chat template, so that training text and served prompts are
+identical byte for byte.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _template() -> Callable[..., str]:
 
 
 def render(messages: Sequence[Message], tools: Sequence[JsonValue] | None = None) -> str:
-    """The text of a whole conversation, as transformers' apply_chat_template gives it."""
+    """Return the text of a conversation, as transformers' apply_chat_template renders it."""
     return _template()(messages=messages, tools=tools, add_generation_prompt=False)
 
 
@@ -75,7 +75,7 @@ def _system(chance: random.Random) -> list[Message]:
 
 
 def function_dialogues(source: str, chance: random.Random) -> list[str]:
-    """Conversations about the short documented functions of a Python file."""
+    """Make conversations about the short documented functions of a Python file."""
     dialogues = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("__"):
@@ -138,7 +138,7 @@ def _small_talk() -> list[tuple[list[str], list[str]]]:
 
 
 def basic_dialogue(chance: random.Random) -> str:
-    """A well-known small function asked for in plain words, or a little small talk."""
+    """Make a request for a well-known small function, or small talk."""
     if chance.random() < 0.3:
         questions, answers = chance.choice(_small_talk())
         turns = [
@@ -153,7 +153,7 @@ def basic_dialogue(chance: random.Random) -> str:
 
 
 def tool_dialogue(chance: random.Random) -> str:
-    """A conversation with functions on offer: a call, perhaps its result, or a plain answer."""
+    """Make a conversation with tools: a call, perhaps with its result, or a plain answer."""
     offered = chance.sample(TOOLS, chance.choice((1, 1, 2, 2, 3, 4)))
     schemas = [tool.schema() for tool in offered]
     opening = [Message("system", chance.choice(_SYSTEM_PROMPTS))] if chance.random() < 0.4 else []
@@ -172,7 +172,7 @@ def tool_dialogue(chance: random.Random) -> str:
 
 
 def json_value(chance: random.Random, depth: int = 0) -> JsonValue:
-    """A random JSON object whose keys and values belong together."""
+    """Return a random JSON object with plausible values for its keys."""
     return {
         key: _member(key, chance, depth)
         for key in chance.sample(list(_MEMBERS), chance.randint(1, 7))
@@ -180,7 +180,7 @@ def json_value(chance: random.Random, depth: int = 0) -> JsonValue:
 
 
 def json_document(chance: random.Random) -> str:
-    """A random JSON object or array of objects, compact, spaced or indented."""
+    """Return a random JSON object or array of objects, compact, spaced or indented."""
     if chance.random() < 0.25:
         keys = chance.sample(list(_MEMBERS), chance.randint(1, 4))
         rows = chance.randint(1, 5)
@@ -191,7 +191,7 @@ def json_document(chance: random.Random) -> str:
 
 
 def json_dialogue(chance: random.Random) -> str:
-    """A request for a JSON answer, by keys or by schema, or about facts given in words."""
+    """Make a request for a JSON answer by keys, by schema, or from facts in words."""
     keys = chance.sample(list(_MEMBERS), chance.randint(1, 5))
     value: dict[str, JsonValue] = {key: _member(key, chance, 1) for key in keys}
     kind = chance.randrange(3)

@@ -1,7 +1,7 @@
-"""Turn the corpus into shards of packed rows of token ids.
+"""Conversion of the corpus to shards of packed token rows.
 
-Each shard is a uint16 array [rows, length]. Samples start with <|endoftext|>, fit their row, and
-the end of a row is filled with the beginning of a file, so no position is padding.
+A shard is a uint16 array [rows, length]. Each sample starts with <|endoftext|> and fits its row.
+File text fills the rest of a row, so there is no padding.
 
 Infilling follows the prefix-suffix-middle order of "Efficient Training of Language Models to Fill
 in the Middle" (arXiv:2207.14255), applied to text before tokenization.
@@ -51,7 +51,7 @@ _INFILLED_NODES = (
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Tokens of each kind, as shares; files read from left to right take what is left."""
+    """Shares of tokens of each kind of sample; left-to-right files take the remainder."""
 
     infill: float = 0.46
     functions: float = 0.06
@@ -60,7 +60,7 @@ class Mixture:
     json: float = 0.02
 
     def with_dialogues(self, factor: float) -> Mixture:
-        """The same mixture with `factor` times the dialogues."""
+        """Return the mixture with `factor` times the dialogues."""
         scaled = {
             name: getattr(self, name) * factor for name in ("functions", "basics", "tools", "json")
         }
@@ -69,19 +69,19 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """A text cut in three."""
+    """A text divided into prefix, middle and suffix."""
 
     prefix: str
     middle: str
     suffix: str
 
     def text(self) -> str:
-        """Prefix, suffix, middle; the <|endoftext|> of the next sample ends the middle."""
+        """Return prefix, suffix and middle; the next sample's <|endoftext|> ends the middle."""
         return f"{FIM_PREFIX}{self.prefix}{FIM_SUFFIX}{self.suffix}{FIM_MIDDLE}{self.middle}"
 
 
 def cut_windows(text: str, chance: random.Random, longest: int) -> list[Infill]:
-    """One middle from each of the windows of whole lines, up to about `longest` characters."""
+    """Cut one middle from each window of whole lines, of up to about `longest` characters."""
     spans = syntax_spans(text)
     cuts, left = [], 0
     while left < len(text):
@@ -94,7 +94,7 @@ def cut_windows(text: str, chance: random.Random, longest: int) -> list[Infill]:
 
 
 def cut_infill(text: str, chance: random.Random, spans: Sequence[tuple[int, int]]) -> Infill | None:
-    """A middle of `text`; `spans` are character ranges of its syntax nodes."""
+    """Cut a middle from `text`; `spans` are the character ranges of its syntax nodes."""
     start, end = _choose_middle(text, chance, spans)
     if not text[start:end].strip() or end - start > LONGEST_MIDDLE * len(text):
         return None
@@ -116,7 +116,7 @@ def _choose_middle(
     start = chance.randrange(len(text))
     if kind < 0.55:
         return start, min(len(text), start + int(math.exp(chance.uniform(0.0, math.log(240)))))
-    if kind < 0.78:  # the rest of a line, from its first word or from anywhere in it
+    if kind < 0.78:  # the rest of a line, from its first word or from anywhere
         line = _line_start(text, start)
         end = _line_end(text, start)
         if chance.random() < 0.5:
@@ -138,7 +138,7 @@ def _line_end(text: str, position: int) -> int:
 
 
 def syntax_spans(text: str) -> list[tuple[int, int]]:
-    """Character ranges of blocks, statements and expressions; none when `text` is not ASCII."""
+    """Return character ranges of blocks, statements and expressions; none unless ASCII."""
     if not text.isascii():
         return []
     starts = [0]
@@ -162,7 +162,7 @@ def syntax_spans(text: str) -> list[tuple[int, int]]:
 
 
 class Encoder:
-    """Text to token ids, each sample led by <|endoftext|>."""
+    """Encoder of samples, each with a leading <|endoftext|>."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(path))
@@ -171,12 +171,12 @@ class Encoder:
         self._start = start
 
     def samples(self, texts: Sequence[str]) -> list[list[int]]:
-        """Whole samples."""
+        """Encode each text as one sample."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [[self._start, *encoding.ids] for encoding in encodings]
 
     def file(self, text: str, head: str, chance: random.Random) -> list[int]:
-        """A file, tokenized in pieces so that a prompt ending with a newline is no surprise."""
+        """Encode a file in pieces of whole lines, because prompts often end with a newline."""
         cuts = {
             _line_start(text, chance.randrange(len(text)))
             for _ in range(1 + len(text) // CHARACTERS_A_CUT)
@@ -190,7 +190,7 @@ class Encoder:
 def file_samples(
     record: dict[str, str], length: int, chance: random.Random, encoder: Encoder
 ) -> tuple[list[int], list[list[int]]]:
-    """A file either from left to right or as infilling, so that no text is read twice."""
+    """Return a file either from left to right or as infilling, so that no text is read twice."""
     text = record["text"]
     if chance.random() < INFILL_FILES:
         cuts = cut_windows(text, chance, int(length * WINDOW_CHARACTERS_A_TOKEN))
@@ -203,7 +203,7 @@ def file_samples(
 def synthetic_samples(
     records: Sequence[dict[str, str]], chance: random.Random, encoder: Encoder
 ) -> list[list[list[int]]]:
-    """Samples of the kinds `functions`, `basics`, `tools` and `json`, more than a shard needs."""
+    """Make samples of `functions`, `basics`, `tools` and `json`, more than a shard needs."""
     functions: list[str] = []
     for record in records:
         if chance.random() < FUNCTION_DIALOGUE_FILES:
@@ -233,9 +233,9 @@ def _take(samples: list[list[int]], tokens: float, longest: int) -> list[list[in
 def pack(
     samples: list[list[int]], files: list[list[int]], length: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.uint16]]:
-    """Rows of `length` ids: whole samples, then file text to the end of the row.
+    """Pack rows of `length` ids: whole samples, then file text to the end of the row.
 
-    Where a file goes on in the next row it starts anew with its first id, <|endoftext|>.
+    A file that continues in the next row repeats its first id, <|endoftext|>.
     """
     rows: list[list[int]] = []
     stream = iter(files)
@@ -265,7 +265,7 @@ def pack(
 
 @dataclass(frozen=True, slots=True)
 class ShardJob:
-    """What one worker needs to write one shard."""
+    """Input of a worker process for one shard."""
 
     records: tuple[dict[str, str], ...]
     tokenizer: Path
@@ -276,7 +276,7 @@ class ShardJob:
 
 
 def write_shard(job: ShardJob) -> int:
-    """Write one shard atomically; returns its tokens."""
+    """Write one shard atomically and return its tokens."""
     chance = random.Random(job.seed)
     encoder = Encoder(job.tokenizer)
     files, infills = [], []
@@ -305,7 +305,7 @@ def write_shard(job: ShardJob) -> int:
 
 
 def shard_jobs(arguments: argparse.Namespace) -> Iterator[ShardJob]:
-    """One job per shard, each with its own files; the corpus is read once, in a shuffled order."""
+    """Yield a job per shard with files of its own, over the corpus in a shuffled order."""
     records = [json.loads(line) for line in arguments.corpus.open()]
     random.Random(SEED).shuffle(records)
     mixture = Mixture().with_dialogues(arguments.dialogues)

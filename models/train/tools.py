@@ -1,4 +1,4 @@
-"""Functions to offer, the requests that need them and the answers to their results."""
+"""Tools of the synthetic conversations: definitions, requests, results and answers."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function on offer: kinds of its parameters, templates of requests and answers."""
+    """A tool: kinds of its parameters, templates of requests and answers."""
 
     name: str
     description: str
@@ -282,7 +282,7 @@ class Tool:
     required: int = 9
 
     def schema(self) -> JsonObject:
-        """The definition in the form of OpenAI's `tools`."""
+        """Return the definition in the format of OpenAI's `tools`."""
         properties: JsonObject = {
             name: {"type": "integer" if kind in _NUMBERS else "string"}
             for name, kind in self.parameters.items()
@@ -297,7 +297,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def request(self, chance: random.Random) -> tuple[str, Arguments]:
-        """A user's words and the arguments they ask for."""
+        """Return a user's request and the arguments of the call that it asks for."""
         template = chance.choice(self.requests)
         named = {field for _, field, _, _ in string.Formatter().parse(template) if field}
         arguments: Arguments = {
@@ -308,7 +308,7 @@ class Tool:
         return template.format(**arguments), arguments
 
     def result(self, arguments: Arguments, chance: random.Random) -> tuple[dict[str, object], str]:
-        """What the function returns for `arguments` and the assistant's sentence about it."""
+        """Return a result for `arguments` and the assistant's answer about it."""
         value = _RESULTS[self.result_key](chance)
         known = {name: arguments.get(name, "") for name in self.parameters}
         return {self.result_key: value}, self.answer.format(**known, result=value).replace(
