@@ -8,8 +8,8 @@ from services.engine.model.architecture.spec import ModelSpec
 
 __all__ = ["runs_in_tiles"]
 
-_MOST_HEAD_DIM = 256
-"""Size of the attention kernel's buffers, in elements"""
+_MAX_HEAD_DIM = 256
+"""Largest head dimension that fits the attention kernel's buffers"""
 
 
 def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
@@ -23,5 +23,5 @@ def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     widths = [spec.hidden_size, spec.intermediate_size, spec.head_dim]
     if spec.experts is not None:
         widths.append(spec.experts.width)
-    fits = all(width % TILE == 0 for width in widths) and spec.head_dim <= _MOST_HEAD_DIM
+    fits = all(width % TILE == 0 for width in widths) and spec.head_dim <= _MAX_HEAD_DIM
     return device.type == "cpu" and dtype == torch.bfloat16 and fits

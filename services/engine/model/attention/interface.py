@@ -1,6 +1,7 @@
 """Interface of attention backends: a paged KV cache and one call per layer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,12 @@ class KVCache:
         return self.keys[0].shape[0]
 
     @staticmethod
+    def allocate(num_layers: int, block_size: int, make: Callable[[], Tensor]) -> "KVCache":
+        """Make a cache of `num_layers` layers, whose tensors `make` allocates."""
+        keys, values = (tuple(make() for _ in range(num_layers)) for _ in range(2))
+        return KVCache(keys, values, block_size)
+
+    @staticmethod
     def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
         """Return the memory of one block: keys and values of all layers."""
         return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_size * dtype.itemsize
@@ -36,7 +43,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """Operands of one step's attention. The layers share these buffers, so a step makes it once.
+    """Operands of one step's attention: buffers that all layers share.
 
     Queries, keys and values are after RoPE. They may be views of one wider tensor: only their first
     dimension may have gaps.

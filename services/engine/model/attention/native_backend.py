@@ -1,6 +1,7 @@
 """Attention on the CPU kernels."""
 
 from ctypes import byref
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,11 +56,8 @@ class TiledAttention(AttentionBackend):
         if block_size % TILE:
             raise ValueError(f"the block size must be a multiple of {TILE}, got {block_size}")
         shape = (num_blocks, self._spec.num_kv_heads, block_size * self._spec.head_dim)
-
-        def layers() -> tuple[Tensor, ...]:
-            return tuple(allocate(shape, torch.bfloat16) for _ in range(self._spec.num_layers))
-
-        return KVCache(layers(), layers(), block_size)
+        make = partial(allocate, shape, torch.bfloat16)
+        return KVCache.allocate(self._spec.num_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         call = _call(self._spec, self._sinks, layer, step)

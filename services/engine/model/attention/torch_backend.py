@@ -1,5 +1,7 @@
 """Attention in plain torch: all dtypes and devices, exact in float32."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -34,14 +36,8 @@ class TorchAttention(AttentionBackend):
 
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
         shape = (num_blocks, self._spec.num_kv_heads, block_size, self._spec.head_dim)
-
-        def layers() -> tuple[Tensor, ...]:
-            return tuple(
-                torch.zeros(shape, dtype=self._dtype, device=self._device)
-                for _ in range(self._spec.num_layers)
-            )
-
-        return KVCache(layers(), layers(), block_size)
+        make = partial(torch.zeros, shape, dtype=self._dtype, device=self._device)
+        return KVCache.allocate(self._spec.num_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         self._write_and_decode(layer, step)

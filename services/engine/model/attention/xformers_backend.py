@@ -66,13 +66,10 @@ class XformersAttention(TorchAttention):
             raise ValueError(f"the block size must be a multiple of {_PAGE}, got {block_size}")
         shape = (num_blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim)
 
-        def layers() -> tuple[Tensor, ...]:
-            return tuple(
-                torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
-                for _ in range(self._spec.num_layers)
-            )
+        def make() -> Tensor:
+            return torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
 
-        return KVCache(layers(), layers(), block_size)
+        return KVCache.allocate(self._spec.num_layers, block_size, make)
 
     def _write_and_decode(self, layer: int, step: AttentionStep) -> None:
         batch, cache = step.batch, step.cache

@@ -51,7 +51,7 @@ class TiledOperators(NativeOperators):
         super().__init__(native, torch.bfloat16)
         self.native = native
         self.arena = Arena()
-        self._codes = native.instruction_set() != InstructionSet.AMX
+        self._compresses = native.instruction_set() != InstructionSet.AMX
         self.rows_at_once = rows_at_once()
         # torch multiplies nothing here, so its threads stay idle and don't compete with the pool.
         native.use_pool(torch.get_num_threads())
@@ -134,20 +134,20 @@ class TiledOperators(NativeOperators):
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Pack weights of one shape with their tiles interleaved."""
         elements = self.packed_elements(weights)
-        if not self._codes:
+        if not self._compresses:
             packed = self.arena.take(elements, torch.bfloat16)
             self._pack_into(packed, weights)
             return Packed(Format.PACKED, packed)
         packed = allocate((elements,), torch.bfloat16)
         self._pack_into(packed, weights)
-        coded = self._coded(packed)
-        if coded is None:
+        compressed = self._compressed(packed)
+        if compressed is None:
             return Packed(Format.PACKED, self.arena.copy(packed))
-        return Packed(Format.CODED, self.arena.copy(coded))
+        return Packed(Format.CODED, self.arena.copy(compressed))
 
-    def _coded(self, packed: Tensor) -> Tensor | None:
-        """Compress packed weights; return None if decoding would be slower than reading them."""
-        num_bytes = _coded_bytes(packed.numel())
+    def _compressed(self, packed: Tensor) -> Tensor | None:
+        """Return packed weights compressed, or None if decoding would be slower than reading them."""
+        num_bytes = _compressed_bytes(packed.numel())
         while True:
             coded = allocate((num_bytes,), torch.uint8)
             needed = self.native.code(
@@ -273,7 +273,7 @@ class _TiledGate(Gate):
         self._weight.multiply(self._native, rows, out, Epilogue.GATE)
 
 
-def _coded_bytes(elements: int) -> int:
+def _compressed_bytes(elements: int) -> int:
     """Return the bytes of compressed weights, rare exceptions not counted (src/coded.h)."""
     return elements * 25 // 16
 
