@@ -146,7 +146,7 @@ class TiledOperators(NativeOperators):
         return Packed(Format.CODED, self.arena.copy(compressed))
 
     def _compressed(self, packed: Tensor) -> Tensor | None:
-        """Return packed weights compressed, or None if decoding would be slower than reading them."""
+        """Return compressed weights, or None if decoding would be slower than reading `packed`."""
         num_bytes = _compressed_bytes(packed.numel())
         while True:
             coded = allocate((num_bytes,), torch.uint8)
