@@ -160,12 +160,10 @@ def infill_accuracy(
     checkpoint: Checkpoint, texts: Sequence[str], count: int, wanted: Callable[[Infill], bool]
 ) -> tuple[float, float, float]:
     """Return exact matches, edit similarity and ended middles, as means over `count` cuts."""
-    chance = random.Random(SEED)
-    cuts = [
-        cut for text in texts for cut in cut_windows(text, chance, LONGEST_WINDOW) if wanted(cut)
-    ]
+    rng = random.Random(SEED)
+    cuts = [cut for text in texts for cut in cut_windows(text, rng, LONGEST_WINDOW) if wanted(cut)]
     exact = similar = finished = 0.0
-    for cut in chance.sample(cuts, count):
+    for cut in rng.sample(cuts, count):
         middle, ended = checkpoint.infill(cut.prefix, cut.suffix, 160)
         exact += middle.strip() == cut.middle.strip()
         similar += SequenceMatcher(None, middle, cut.middle, autojunk=False).ratio()

@@ -78,19 +78,31 @@ def save_state(
     os.replace(temporary, path)
 
 
+def load_state(path: Path, model: CausalModel, optimizers: list[torch.optim.Optimizer]) -> Progress:
+    """Restore model and optimizers from the state file, if there is one."""
+    if not path.exists():
+        return Progress()
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return Progress(**state["progress"])
+
+
+def set_learning_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    """Set every learning rate to its peak times `factor`."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+
 def train(arguments: argparse.Namespace) -> None:
     """Run one phase of training."""
     torch.manual_seed(SEED)
     torch.set_num_threads(arguments.threads)
     model = CausalModel(ModelShape())
     optimizers = make_optimizers(model, arguments.matrix_lr, arguments.other_lr)
-    progress = Progress()
-    if arguments.state.exists():
-        state = torch.load(arguments.state)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        progress = Progress(**state["progress"])
+    progress = load_state(arguments.state, model, optimizers)
     if progress.shards != arguments.shards.name:
         progress.shards, progress.rows_read, progress.long_rows_read = arguments.shards.name, 0, 0
     if arguments.decay_steps and progress.decay_start is None:
@@ -113,9 +125,7 @@ def train(arguments: argparse.Namespace) -> None:
     while progress.step < last_step and not stopping:
         began = time.monotonic()
         factor = learning_rate_factor(progress.step, progress.decay_start, arguments.decay_steps)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * factor
+        set_learning_rates(optimizers, factor)
         is_long = arguments.long_shards is not None and progress.step % arguments.long_every == 0
         rows = long if is_long else short
         piece = arguments.piece if progress.step % PIECES_EVERY == 1 else None
