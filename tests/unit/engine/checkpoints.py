@@ -79,7 +79,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_SHAPE),
     "llama, tied": LlamaConfig(**_SHAPE | {"tie_word_embeddings": True}),
     "llama, biases": LlamaConfig(**_SHAPE, attention_bias=True, mlp_bias=True),
-    "llama, a key head each": LlamaConfig(**_SHAPE | {"num_key_value_heads": 4}),
+    "llama, multi-head attention": LlamaConfig(**_SHAPE | {"num_key_value_heads": 4}),
     "llama, wide heads": LlamaConfig(**_SHAPE, head_dim=32),
     "llama, llama3 rope": LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3),
     "llama, linear rope": LlamaConfig(**_SHAPE, rope_parameters=_LINEAR),
