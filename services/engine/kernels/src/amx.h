@@ -10,9 +10,9 @@ namespace {
 constexpr int64_t kDecodeKeys = 256;
 // Prefetch along all blocks at once: each lies in its own pages, where the core prefetches by
 // itself.
-constexpr bool kFetchesAlong = true;
+constexpr bool kPrefetchesAlong = true;
 
-inline void fetch_ahead(const void *line) {
+inline void prefetch_line(const void *line) {
   _mm_prefetch(static_cast<const char *>(line), _MM_HINT_T1);
 }
 

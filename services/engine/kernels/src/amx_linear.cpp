@@ -17,7 +17,7 @@ constexpr int64_t kStreamedBlocks = 8;  // of rows; with more, one stream is fas
 
 // Prefetches the lines of a step. Back-to-back requests would fill the core's queues and stall
 // everything else; a pause of a few instructions between them gives a higher rate.
-inline void fetch_step(const uint16_t *from) {
+inline void prefetch_step(const uint16_t *from) {
 #pragma GCC unroll 1
   for (int64_t line = 0; line < kPair; line++) {
     _mm_prefetch(reinterpret_cast<const char *>(from + line * kTileInner), _MM_HINT_T0);
@@ -26,7 +26,7 @@ inline void fetch_step(const uint16_t *from) {
 }
 
 // Prefetches `lines` of `all` cache lines, from `first` on, in order or along several streams.
-inline void fetch_next(const uint16_t *from, int64_t all, bool streams, int64_t first,
+inline void prefetch_next(const uint16_t *from, int64_t all, bool streams, int64_t first,
                        int64_t lines) {
   for (int64_t i = first; i < first + lines; i++) {
     int64_t line = streams ? i % kStreams * (all / kStreams) + i / kStreams : i;
@@ -47,7 +47,7 @@ void multiply_block(const tw_linear &a, const Share &share, float *products) {
     float *sums = products + panel % 2 * kPair * kPair;
     zero_products();
     multiply_tiles<kTwoRowTiles>(rows, weights, depth, [&](int64_t at) {
-      fetch_step(weights + kNear + at * kStep);
+      prefetch_step(weights + kNear + at * kStep);
       finish_rows(a, finished, at * rows_a_step, (at + 1) * rows_a_step);
     });
     store_products(sums);
@@ -93,8 +93,8 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
       if (last) sums = whole[block % 2];
       Operands following = block + 1 < blocks ? operands(block + 1, part) : ahead;
       multiply_chained(at, part.steps, following, [&](int64_t step) {
-        if (cold) fetch_step(at.panel + kNear + step * kStep);
-        fetch_next(ahead.panel, part.steps * kPair, streams, (block * part.steps + step) * lines,
+        if (cold) prefetch_step(at.panel + kNear + step * kStep);
+        prefetch_next(ahead.panel, part.steps * kPair, streams, (block * part.steps + step) * lines,
                    lines);
         if (step >= wait)
           finish_rows(a, finished, (step - wait) * rows_a_step, (step - wait + 1) * rows_a_step);
@@ -113,7 +113,8 @@ void amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
   if (a.format == TW_INT8) return amx_linear_int8(a);
   int64_t most_steps = a.num_rows > kFewBlocks * kPair ? kMostSteps : a.inputs / kTileInner;
-  share_out(a, {most_steps, kMostElements, kMostPanels}, [&](const Share &share, const Order &order, float *sums) {
+  const Limits limits{most_steps, kMostElements, kMostPanels};
+  distribute(a, limits, [&](const Share &share, const Order &order, float *sums) {
     int64_t count = share.end - share.start;
     if (count <= kTileRows)
       multiply_block<false>(a, share, sums);

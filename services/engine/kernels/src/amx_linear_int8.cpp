@@ -111,7 +111,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
       auto meanwhile = [&](int64_t step) {
         weights.prepare(block * part.steps + step);
         int64_t from = step * rows_a_step, to = from + rows_a_step;
-        if (last) fetch_out(a, row + from, row + smaller(to, count), part.panel);
+        if (last) prefetch_out(a, row + from, row + smaller(to, count), part.panel);
         finish_rows(a, finished, from, to);
       };
       const uint16_t *rows = tiles + (row / kPair * depth + part.step) * kStep;
@@ -131,7 +131,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
 
 void amx_linear_int8(const tw_linear &a) {
   const Limits limits{Weights::kMostSteps, kMostElements, kMostPanels};
-  share_out(a, limits, [&](const Share &share, const Order &order, float *sums) {
+  distribute(a, limits, [&](const Share &share, const Order &order, float *sums) {
     multiply(a, share, order, sums);
     _tile_release();
   });

@@ -10,14 +10,14 @@ namespace {
 
 // Keys of a decode in one span: two spans fit in the L1 cache.
 constexpr int64_t kDecodeKeys = 64;
-constexpr bool kFetchesAlong = false;
+constexpr bool kPrefetchesAlong = false;
 
-inline void fetch_ahead(const void *line) {
+inline void prefetch_line(const void *line) {
   _mm_prefetch(static_cast<const char *>(line), _MM_HINT_T0);
 }
 
 // Forces inlining: a call would spill the sums from their registers.
-#define TW_REGISTERS __attribute__((always_inline))
+#define TW_ALWAYS_INLINE __attribute__((always_inline))
 
 constexpr int kGroup = 8;  // rows whose sums with 32 columns stay in registers
 
@@ -26,7 +26,7 @@ struct Lines {
   __m512i left[2], right[2];
 };
 
-TW_REGISTERS inline Lines lines_of(const Factors &at, int64_t pair) {
+TW_ALWAYS_INLINE inline Lines lines_of(const Factors &at, int64_t pair) {
   const uint16_t *left = at.left + pair * kPair, *right = at.right + pair * kPair;
   return {{_mm512_loadu_si512(left), _mm512_loadu_si512(left + kPair)},
           {_mm512_loadu_si512(right), _mm512_loadu_si512(right + kPair)}};
@@ -34,21 +34,21 @@ TW_REGISTERS inline Lines lines_of(const Factors &at, int64_t pair) {
 
 // Adds the products of a step with the left and the right tile to the sums.
 template <int kRows, typename Step>
-TW_REGISTERS inline void multiply_step(const Step &at, __m512 *left, __m512 *right) {
+TW_ALWAYS_INLINE inline void multiply_step(const Step &at, __m512 *left, __m512 *right) {
 #pragma GCC unroll 2
   for (int64_t first = 0; first < kTileRows; first += 2) {
     const Lines lines = lines_of(at, first);
 #pragma GCC unroll 2
     for (int64_t second = 0; second < 2; second++) {
-      auto some = reinterpret_cast<__m512bh>(lines.left[second]);
-      auto others = reinterpret_cast<__m512bh>(lines.right[second]);
+      auto left_line = reinterpret_cast<__m512bh>(lines.left[second]);
+      auto right_line = reinterpret_cast<__m512bh>(lines.right[second]);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
         int inputs;
         memcpy(&inputs, at.rows + r * at.row_stride + 2 * (first + second), sizeof inputs);
         auto row = reinterpret_cast<__m512bh>(_mm512_set1_epi32(inputs));
-        left[r] = _mm512_dpbf16_ps(left[r], row, some);
-        right[r] = _mm512_dpbf16_ps(right[r], row, others);
+        left[r] = _mm512_dpbf16_ps(left[r], row, left_line);
+        right[r] = _mm512_dpbf16_ps(right[r], row, right_line);
       }
     }
   }

@@ -16,17 +16,17 @@ constexpr int64_t kMostSteps = 16;
 constexpr int64_t kFewRows = 4 * kPair;
 
 // Prefetch of the next part of a panel, a little at a time.
-class Fetch {
+class Prefetch {
  public:
-  // Covers `lines` cache lines from `at` on in `calls` calls of some(). Data read `once` bypasses
+  // Covers `lines` cache lines from `at` on in `calls` calls of advance(). Data read `once` bypass
   // the larger caches.
-  Fetch(const void *at, int64_t lines, int64_t calls, bool once)
+  Prefetch(const void *at, int64_t lines, int64_t calls, bool once)
       : at_(static_cast<const char *>(at)),
         left_(lines),
         share_(divide_up(lines, calls)),
         once_(once) {}
 
-  void some() {
+  void advance() {
     const char *end = at_ + smaller(share_, left_) * 64;
     left_ -= share_;
     if (once_)
@@ -42,7 +42,7 @@ class Fetch {
 };
 
 // Prefetches the next group's rows of a step, which are too short for the core's own prefetcher.
-inline void fetch_rows(const uint16_t *rows) {
+inline void prefetch_rows(const uint16_t *rows) {
   for (int64_t r = 0; r < kGroup; r++)
     _mm_prefetch(reinterpret_cast<const char *>(rows + r * kTileInner), _MM_HINT_T0);
 }
@@ -76,7 +76,7 @@ class Bfloat16Part {
   template <typename Rows>
   void first(const Sums &sums, int64_t steps, const Rows &rows, bool) const {
     multiply_group(sums, steps,
-                   [&](int64_t step) TW_REGISTERS { return again(step, rows(step)); });
+                   [&](int64_t step) TW_ALWAYS_INLINE { return again(step, rows(step)); });
   }
 
   // Returns the factors for a later group's rows.
@@ -89,7 +89,7 @@ class Bfloat16Part {
 };
 
 // Decodes the weights of two pairs of inputs.
-TW_REGISTERS inline Lines decode(const CodedStep &step, int64_t unit) {
+TW_ALWAYS_INLINE inline Lines decode(const CodedStep &step, int64_t unit) {
   const CodedStep::Unit &from = step.units[unit];
   // Repeated four times, so that the index bits above a code have no effect.
   __m512i high =
@@ -123,7 +123,7 @@ inline __m512i look_up(const uint8_t *bytes, __m512i index) {
 }
 
 // Widens two lines from int8 to bfloat16 without loss.
-TW_REGISTERS inline void widen(const int8_t *from, __m512i *to) {
+TW_ALWAYS_INLINE inline void widen(const int8_t *from, __m512i *to) {
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // for unpacking
   __m512i weights = _mm512_permutexvar_epi64(order, _mm512_load_si512(from));
   __m512i size = _mm512_abs_epi8(weights);
@@ -138,7 +138,7 @@ struct Int8Step {
   int8_t left[kTile], right[kTile];
 };
 
-TW_REGISTERS inline Lines decode(const Int8Step &step, int64_t unit) {
+TW_ALWAYS_INLINE inline Lines decode(const Int8Step &step, int64_t unit) {
   Lines lines;
   widen(step.left + unit * 2 * kPair, lines.left);
   widen(step.right + unit * 2 * kPair, lines.right);
@@ -146,7 +146,7 @@ TW_REGISTERS inline Lines decode(const Int8Step &step, int64_t unit) {
 }
 
 // Stores decoded lines of a step for other rows.
-TW_REGISTERS inline void keep(const Lines &lines, int64_t pair, uint16_t *tiles) {
+TW_ALWAYS_INLINE inline void keep(const Lines &lines, int64_t pair, uint16_t *tiles) {
   for (int64_t i = 0; i < 2; i++) {
     uint16_t *left = tiles + (pair + i) * kPair;
     _mm512_store_si512(left, lines.left[i]);
@@ -165,7 +165,7 @@ struct Decoding {
 };
 
 template <typename Step>
-TW_REGISTERS inline Lines lines_of(const Decoding<Step> &at, int64_t pair) {
+TW_ALWAYS_INLINE inline Lines lines_of(const Decoding<Step> &at, int64_t pair) {
   Lines lines = decode(at.step, pair / 2);
   if (at.kept) keep(lines, pair, at.kept);
   return lines;
@@ -183,7 +183,7 @@ class DecodedPart {
 
   template <typename Rows>
   void first(const Sums &sums, int64_t steps, const Rows &rows, bool more) {
-    multiply_group(sums, steps, [&](int64_t step) TW_REGISTERS {
+    multiply_group(sums, steps, [&](int64_t step) TW_ALWAYS_INLINE {
       return Decoding<Step>{rows(step), steps_[step], more ? tiles_ + step * kStep : nullptr};
     });
   }
@@ -209,7 +209,7 @@ class CodedPart : public DecodedPart<CodedStep, 4> {
     if (!has_exceptions(steps)) return DecodedPart::first(sums, steps, rows, more);
     for (int64_t step = 0; step < steps; step++) decode_step(steps_[step], tiles_ + step * kStep);
     multiply_group(sums, steps,
-                   [&](int64_t step) TW_REGISTERS { return again(step, rows(step)); });
+                   [&](int64_t step) TW_ALWAYS_INLINE { return again(step, rows(step)); });
   }
 
  private:
@@ -247,7 +247,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, Weight
   while (part.sweep < depth) {
     Part next = after(part, share, order, depth);
     weights.begin(packed(part));
-    Fetch fetch(packed(next), next.steps * Weights::kStepBytes / 64,
+    Prefetch prefetch(packed(next), next.steps * Weights::kStepBytes / 64,
                 divide_up(share.end - share.start, kGroup) * part.steps, once);
     bool last = part.step + part.steps == depth;
     for (int64_t block = 0; block < blocks; block++) {
@@ -255,13 +255,13 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, Weight
       const uint16_t *rows = tiles + (row / kPair * depth + part.step) * kStep;
       int64_t slot = order.sweeps ? (part.panel - share.first) * blocks + block : block;
       float *sums = products + slot * kPair * kPair, *to = last ? whole : sums;
-      if (last && !passes_caches(a)) fetch_out(a, row, row + count, part.panel);
+      if (last && !passes_caches(a)) prefetch_out(a, row, row + count, part.panel);
       for (int64_t r = 0; r < count; r += kGroup) {
         const uint16_t *group = rows + r * kTileInner, *following = group + kGroup * kTileInner;
         if (r + kGroup >= count) following = block + 1 < blocks ? rows + depth * kStep : nullptr;
-        auto rows_of = [&](int64_t step) TW_REGISTERS {
-          fetch.some();
-          if (following) fetch_rows(following + step * kStep);
+        auto rows_of = [&](int64_t step) TW_ALWAYS_INLINE {
+          prefetch.advance();
+          if (following) prefetch_rows(following + step * kStep);
           return group + step * kStep;
         };
         const Sums at{smaller(kGroup, count - r), part.step ? sums + r * kPair : nullptr,
@@ -269,7 +269,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, Weight
         if (block == 0 && r == 0)
           weights.first(at, part.steps, rows_of, following);
         else
-          multiply_group(at, part.steps, [&](int64_t step) TW_REGISTERS {
+          multiply_group(at, part.steps, [&](int64_t step) TW_ALWAYS_INLINE {
             return weights.again(step, rows_of(step));
           });
       }
@@ -282,7 +282,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, Weight
 template <typename Weights>
 void multiply(const tw_linear &a, const Weights &weights) {
   int64_t steps = a.num_rows > kFewRows ? kMostSteps : Weights::kStepsOfFew;
-  share_out(a, {steps, kMostElements, kMostPanels},
+  distribute(a, {steps, kMostElements, kMostPanels},
             [&](const Share &share, const Order &order, float *sums) {
               Weights own = weights;
               multiply(a, share, order, own, sums);

@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr float kColdest = 1e-30f;  // lowest temperature: only the largest logit is drawn
-constexpr float kNothing = -87.0f;  // at and below this exponent, e^x counts as 0
+constexpr float kLowestTemperature = 1e-30f;  // lowest temperature: only the largest logit is drawn
+constexpr float kLeastExponent = -87.0f;  // at and below this exponent, e^x counts as 0
 
 thread_local Buffer weight_buffer, candidate_buffer;
 
@@ -41,14 +41,14 @@ class Row {
     float highest = -__builtin_inff();
 #pragma omp simd reduction(max : highest)
     for (int64_t i = 0; i < vocabulary_; i++) highest = maximum(highest, logits[i]);
-    const float scale = 1.0f / maximum(static_cast<float>(draw_.temperature), kColdest);
+    const float scale = 1.0f / maximum(static_cast<float>(draw_.temperature), kLowestTemperature);
     for (float &largest : largest_) largest = 0;
     for_chunks(vocabulary_, [=](int64_t first, int64_t count) {
       float sum = 0;
 #pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < count; i++) {
         float exponent = (logits[first + i] - highest) * scale;
-        float weight = exponent > kNothing ? exponential(exponent) : 0;  // 0 for NaN too
+        float weight = exponent > kLeastExponent ? exponential(exponent) : 0;  // 0 for NaN too
         weights_[first + i] = weight;
         largest_[i] = maximum(largest_[i], weight);
         sum += weight;
@@ -81,18 +81,18 @@ class Row {
   }
 
   int64_t draw_restricted() const {
-    auto some = static_cast<Candidate *>(
+    auto items = static_cast<Candidate *>(
         candidate_buffer.reserve(vocabulary_ * static_cast<int64_t>(sizeof(Candidate))));
-    int64_t count = find_candidates(some);
+    int64_t count = find_candidates(items);
     if (count == 0) return 0;  // all logits are NaN
     double total = total_;
     if (limits_count()) {
-      count = take(some, count, static_cast<double>(draw_.top_k) - 0.5, one);
-      total = sum(some, count);
+      count = take(items, count, static_cast<double>(draw_.top_k) - 0.5, one);
+      total = sum(items, count);
     }
-    if (draw_.top_p < 1) count = take(some, count, draw_.top_p * total, weight_of);
-    if (draw_.min_p > 0) count = keep_from(static_cast<float>(draw_.min_p), some, count);
-    return some[take(some, count, draw_.noise * sum(some, count), weight_of) - 1].id;
+    if (draw_.top_p < 1) count = take(items, count, draw_.top_p * total, weight_of);
+    if (draw_.min_p > 0) count = keep_from(static_cast<float>(draw_.min_p), items, count);
+    return items[take(items, count, draw_.noise * sum(items, count), weight_of) - 1].id;
   }
 
   // Finds a superset of the tokens that the limits leave.
@@ -129,12 +129,12 @@ class Row {
     const float step = __builtin_powf(tries[0], -1.0f / kTries);
     for (int i = 1; i < kTries; i++) tries[i] = tries[i - 1] * step;
     for_chunks(vocabulary_, [&](int64_t first, int64_t count) {
-      const float *some = weights_ + first;
+      const float *items = weights_ + first;
       for (int t = 1; t < kTries; t++) {
         const float least = tries[t];
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < count; i++) sum += some[i] < least ? some[i] : 0;
+        for (int64_t i = 0; i < count; i++) sum += items[i] < least ? items[i] : 0;
         below[t] += sum;
       }
     });
@@ -145,10 +145,10 @@ class Row {
 
   // Moves candidates that weigh at least `least` to the front and returns their number, at least
   // one.
-  static int64_t keep_from(float least, Candidate *some, int64_t count) {
+  static int64_t keep_from(float least, Candidate *items, int64_t count) {
     int64_t kept = 0;
     for (int64_t i = 0; i < count; i++)
-      if (some[i].weight >= least) swap(some[kept++], some[i]);
+      if (items[i].weight >= least) swap(items[kept++], items[i]);
     return maximum(kept, int64_t{1});
   }
 

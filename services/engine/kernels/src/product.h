@@ -43,7 +43,7 @@ struct Finished {
 // Returns whether the result bypasses the caches; never if products are added to `out`.
 inline bool passes_caches(const tw_linear &a) {
   bool whole_lines = a.outputs % kPair == 0 && reinterpret_cast<uintptr_t>(a.out) % 64 == 0;
-  return a.epilogue == TW_STORE && whole_lines && a.num_rows * a.outputs * 2 > kMostKept;
+  return a.epilogue == TW_STORE && whole_lines && a.num_rows * a.outputs * 2 > kMostCached;
 }
 
 // Applies the epilogue to rows `from` to `to` - 1, as far as they exist.
@@ -101,7 +101,7 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
 }
 
 // Prefetches the scattered lines that finish_rows will write.
-inline void fetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
+inline void prefetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
   if (a.epilogue == TW_GATE || a.epilogue == TW_ARGMAX) return;
   int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.outputs * size;
   const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
@@ -153,7 +153,7 @@ thread_local Buffer products;
 
 // Distributes the product over threads; multiply(share, order, sums) computes one share.
 template <typename Multiply>
-void share_out(const tw_linear &a, const Limits &limits, const Multiply &multiply) {
+void distribute(const tw_linear &a, const Limits &limits, const Multiply &multiply) {
   int64_t panels = divide_up(a.outputs, kPair), shares = kShares * num_threads();
   int64_t most = limits.elements / a.inputs / kPair * kPair;
   most = larger(smaller(most, kMostRows), kFewestRows);

@@ -31,8 +31,8 @@ constexpr int64_t kMostHeadDim = 256;
 // neither on the machine nor on the rest of the batch. Only decodes are split: a prompt chunk has
 // enough rows.
 constexpr int64_t kPart = 512;
-constexpr int64_t kTogether = 16;  // maximum units of decodes in a loop's item
-constexpr int64_t kNeighbours = 4;  // maximum units of chunks in a loop's item
+constexpr int64_t kMostDecodeUnits = 16;  // maximum units of decodes in a loop's item
+constexpr int64_t kMostChunkUnits = 4;  // maximum units of chunks in a loop's item
 constexpr int64_t kShares = 4;     // minimum items per thread
 constexpr int64_t kTokens = 8;    // tokens written by a loop's item
 constexpr float kLowest = -1e30f;  // finite, so that a difference of two is not NaN
@@ -70,33 +70,33 @@ struct Scored {
 };
 
 // Prefetch of a span, a little at a time: block after block, or along all blocks at once
-// (kFetchesAlong).
-class Fetch {
+// (kPrefetchesAlong).
+class Prefetch {
  public:
-  // Covers `lines` lines of each step's keys and of its values in `calls` calls of some().
-  Fetch(const Span &span, int64_t lines, int64_t calls)
+  // Covers `lines` lines of each step's keys and of its values in `calls` calls of advance().
+  Prefetch(const Span &span, int64_t lines, int64_t calls)
       : span_(span),
         lines_(lines),
         left_(span.num_steps ? lines : 0),
         share_(divide_up(left_, calls)) {}
 
-  void some() {
+  void advance() {
     int64_t end = line_ + smaller(share_, left_);
     left_ -= end - line_;
-    if (kFetchesAlong) {
+    if (kPrefetchesAlong) {
       for (; line_ < end; line_++)
-        for (int64_t step = 0; step < span_.num_steps; step++) fetch(step, line_);
+        for (int64_t step = 0; step < span_.num_steps; step++) prefetch(step, line_);
     } else {
       for (int64_t i = line_ * span_.num_steps; i < end * span_.num_steps; i++)
-        fetch(i / lines_, i % lines_);
+        prefetch(i / lines_, i % lines_);
       line_ = end;
     }
   }
 
  private:
-  void fetch(int64_t step, int64_t line) const {
-    fetch_ahead(span_.keys[step] + line * kTileInner);
-    fetch_ahead(span_.values[step] + line * kTileInner);
+  void prefetch(int64_t step, int64_t line) const {
+    prefetch_line(span_.keys[step] + line * kTileInner);
+    prefetch_line(span_.values[step] + line * kTileInner);
   }
 
   const Span &span_;
@@ -152,7 +152,7 @@ class Attention {
     load_queries(unit, s);
     bool decodes = is_decode(a_, unit.sequence);
     int64_t most = decodes ? kDecodeKeys : kChunkKeys;
-    int64_t some = (decodes ? kDecodeKeys : kChunkScores) / kTileInner;
+    int64_t steps = (decodes ? kDecodeKeys : kChunkScores) / kTileInner;
     Span span = span_at(unit, unit.first_key, most);
     for (;;) {
       int64_t end = span.first + span.count;
@@ -165,15 +165,15 @@ class Attention {
       // the same data before it reads.
       if (writes && end == unit.last_key) write(unit.sequence, unit.kv_head, false);
       // Chunks need no prefetch: their keys and values are in the L2 cache.
-      Fetch fetch(following, decodes ? a_.head_dim : 0,
+      Prefetch prefetch(following, decodes ? a_.head_dim : 0,
                   unit.num_rows + span.num_steps * (1 + a_.head_dim / kPair));
-      for (int64_t step = 0; step < span.num_steps; step += some) {
-        Scored scored{span.first + step * kTileInner, step, smaller(step + some, span.num_steps)};
-        score(unit, span, scored, fetch, s);
+      for (int64_t step = 0; step < span.num_steps; step += steps) {
+        Scored scored{span.first + step * kTileInner, step, smaller(step + steps, span.num_steps)};
+        score(unit, span, scored, prefetch, s);
         if (a_.cap) cap_scores(unit.num_rows, scored.width(), s);
-        weigh(unit, scored, fetch, s);
+        weigh(unit, scored, prefetch, s);
       }
-      gather(unit, span, fetch, s);
+      gather(unit, span, prefetch, s);
       if (end == unit.last_key) break;
       span = following;
     }
@@ -314,11 +314,11 @@ class Attention {
   }
 
   // scores [rows, keys] = queries @ keys.T
-  void score(const Unit &unit, const Span &span, const Scored &scored, Fetch &fetch,
+  void score(const Unit &unit, const Span &span, const Scored &scored, Prefetch &prefetch,
              Scratch &s) const {
     float *scores = s.scores;
     for (int64_t step = scored.step; step < scored.end; step++, scores += kTileInner) {
-      fetch.some();
+      prefetch.advance();
       const uint16_t *keys = span.keys[step];
       multiply_block(unit.num_rows, nullptr, scores, kScoreStride, a_.head_dim / kTileInner,
                      [&](int64_t at) {
@@ -342,14 +342,14 @@ class Attention {
   // Turns scores into weights by an online softmax (https://arxiv.org/abs/1805.02867). Any base
   // that keeps the weights in range will do: a row's first scores set it, and only far higher ones
   // raise it.
-  void weigh(const Unit &unit, const Scored &scored, Fetch &fetch, Scratch &s) const {
+  void weigh(const Unit &unit, const Scored &scored, Prefetch &prefetch, Scratch &s) const {
     int64_t width = scored.width(), end = scored.first + width;
     int64_t lowest = position(unit, 0, s), highest = position(unit, unit.num_rows - 1, s);
     bool all = end <= smaller(lowest + 1, unit.last_key) &&
                (!a_.window || scored.first >= highest + 1 - a_.window);
-    if (all && weigh_all(unit.num_rows, scored, fetch, s)) return;
+    if (all && weigh_all(unit.num_rows, scored, prefetch, s)) return;
     for (int64_t r = 0; r < unit.num_rows; r++) {
-      fetch.some();
+      prefetch.advance();
       int64_t after = position(unit, r, s) + 1;
       int64_t first = a_.window ? larger(after - a_.window - scored.first, 0) : 0;
       int64_t last = smaller(after, unit.last_key) - scored.first;
@@ -391,15 +391,15 @@ class Attention {
   }
 
   // Weighs keys that all rows see. Returns false if weights are out of range.
-  bool weigh_all(int64_t num_rows, const Scored &scored, Fetch &fetch, Scratch &s) const {
+  bool weigh_all(int64_t num_rows, const Scored &scored, Prefetch &prefetch, Scratch &s) const {
     const __m512 scale = _mm512_set1_ps(this->scale() * kUnits);
     __mmask16 beyond = 0;
     for (int64_t r = 0; r < num_rows; r++) {
-      fetch.some();
+      prefetch.advance();
       const float *scores = s.scores + r * kScoreStride;
       if (s.base[r] == kLowest) {
-        __m512 some = _mm512_max_ps(_mm512_load_ps(scores), _mm512_load_ps(scores + kLanes));
-        s.base[r] = _mm512_reduce_max_ps(some) * this->scale();
+        __m512 first = _mm512_max_ps(_mm512_load_ps(scores), _mm512_load_ps(scores + kLanes));
+        s.base[r] = _mm512_reduce_max_ps(first) * this->scale();
       }
       const __m512 base = _mm512_set1_ps((kOne - s.base[r]) * kUnits);
       auto exponents = [&](int64_t i) {
@@ -469,7 +469,7 @@ class Attention {
   }
 
   // state [rows, head_dim] += weights @ values
-  void gather(const Unit &unit, Span &span, Fetch &fetch, Scratch &s) const {
+  void gather(const Unit &unit, Span &span, Prefetch &prefetch, Scratch &s) const {
     bool first = span.first == unit.first_key;
     // Slots past the context hold an earlier sequence's data. Its weight is zero, but zero times
     // NaN is NaN.
@@ -481,7 +481,7 @@ class Attention {
       float *state = s.state + i;
       multiply_block(unit.num_rows, first ? nullptr : state, state, a_.head_dim, span.num_steps,
                      [&](int64_t step) {
-                       fetch.some();
+                       prefetch.advance();
                        const uint16_t *tile = span.values[step] + i * kTileInner;
                        return Factors{s.weights + step * kTileInner, kWeightStride, tile,
                                       tile + kTile};
@@ -596,13 +596,15 @@ void TW_ATTEND(const tw_attention *attention) {
     return smaller(larger(units / (kShares * num_threads()), 1), most);
   };
   int64_t num_chunks = work.num_units - work.num_decodes;
-  int64_t together = share(work.num_decodes, kTogether), beside = share(num_chunks, kNeighbours);
-  int64_t groups = divide_up(work.num_decodes, together);
-  parallel_for(groups + divide_up(num_chunks, beside), [&](int64_t item) {
+  int64_t decode_units = share(work.num_decodes, kMostDecodeUnits);
+  int64_t chunk_units = share(num_chunks, kMostChunkUnits);
+  int64_t groups = divide_up(work.num_decodes, decode_units);
+  parallel_for(groups + divide_up(num_chunks, chunk_units), [&](int64_t item) {
     bool decodes = item < groups;
-    int64_t first = decodes ? item * together : work.num_decodes + (item - groups) * beside;
-    int64_t last = decodes ? smaller(first + together, work.num_decodes)
-                           : smaller(first + beside, work.num_units);
+    int64_t first = decodes ? item * decode_units
+                            : work.num_decodes + (item - groups) * chunk_units;
+    int64_t last = decodes ? smaller(first + decode_units, work.num_decodes)
+                           : smaller(first + chunk_units, work.num_units);
     Scratch scratch;
     int64_t configured = 0;
     for (int64_t i = first; i < last; i++) {

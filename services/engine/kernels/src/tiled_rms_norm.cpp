@@ -42,7 +42,7 @@ void normalize(const uint16_t *row, const uint16_t *weight, uint16_t *out, int64
 
 void tw_tiled_rms_norm(const tw_norm *norm) {
   const tw_norm &a = *norm;
-  bool streams = a.num_rows * a.width * 2 > kMostKept;
+  bool streams = a.num_rows * a.width * 2 > kMostCached;
   const auto normalize_row = streams ? normalize<true> : normalize<false>;
   parallel_for(divide_up(a.num_rows, kRows), [&](int64_t item) {
     for (int64_t row = item * kRows; row < smaller((item + 1) * kRows, a.num_rows); row++)

@@ -13,7 +13,7 @@ constexpr int64_t kTileInner = 32;
 constexpr int64_t kPair = 2 * kTileRows;  // rows and columns that a 2 x 2 block of tiles covers
 // A result larger than two L2 caches leaves them before it is read. Whole lines of it are written
 // past the caches, which would otherwise fetch every line first.
-constexpr int64_t kMostKept = 4 << 20;  // bytes
+constexpr int64_t kMostCached = 4 << 20;  // bytes
 
 // Returns the index of an element of a tiled activation [rows, width]: blocks of 32 rows by 32
 // columns keep a tile's elements together.
