@@ -22,7 +22,7 @@ from services.engine.framing import Unpacker, pack
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription
-from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.ranks.group import RankGroup
 from services.engine.scheduling.block_pool import BlockPool
