@@ -61,7 +61,7 @@ class Fault:
     number: signal.Signals
     """The signal that it gets"""
     hits_loop: bool = False
-    """Whether the engine's process that computes gets it, instead of the one in front"""
+    """True if the engine's process that computes gets it, instead of the one in front"""
 
 
 _LOGS = Path(tempfile.gettempdir()) / "tokenwire-faults"

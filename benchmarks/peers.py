@@ -34,7 +34,7 @@ class Server(ABC):
     text_prompts: ClassVar[bool] = False
     fields: ClassVar[Mapping[str, Json]] = OPENAI_FIELDS
     constrains: ClassVar[bool] = True
-    """Whether it follows `response_format`."""
+    """True if it follows `response_format`."""
 
     @abstractmethod
     def install(self, cache: Path) -> Path:

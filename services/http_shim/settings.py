@@ -73,7 +73,7 @@ class HttpShimSettings:
 
     @property
     def trusts_headers(self) -> bool:
-        """Whether clients may set the priority and the tenant of their requests."""
+        """True if clients may set the priority and the tenant of their requests."""
         if self.trust_scheduling_headers == "auto":
             return not self.keys and is_loopback(self.host)
         return self.trust_scheduling_headers == "always"

@@ -219,7 +219,7 @@ class _ClientSession:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every request has been answered."""
+        """True if every request has been answered."""
         return not self._streams
 
     async def read(self, messages: AsyncIterator[completion_pb2.SessionRequest]) -> None:

@@ -79,7 +79,7 @@ class EngineLink:
 
     @property
     def is_known(self) -> bool:
-        """Whether the engine has answered once."""
+        """True if the engine has answered once."""
         return self._limits is not None
 
     @property

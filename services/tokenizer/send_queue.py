@@ -68,7 +68,7 @@ class SendQueue(Generic[S]):
 
     @property
     def has_marks(self) -> bool:
-        """Whether any stream has output."""
+        """True if any stream has output."""
         return bool(self._marked)
 
     def close(self) -> None:

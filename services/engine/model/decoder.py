@@ -136,7 +136,7 @@ class Decoder:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph of a decode step serves all decode steps of its size."""
+        """True if a CUDA graph of a decode step serves all decode steps of its size."""
         # The host reads the experts that the router chose, which a graph can't.
         return self._attention.is_capturable and self.spec.experts is None
 
@@ -201,7 +201,7 @@ class Decoder:
 
     @property
     def has_argmax(self) -> bool:
-        """Whether `argmax` is supported."""
+        """True if `argmax` is supported."""
         spec = self.spec
         return self._weights.output.has_argmax and spec.logit_scale == 1 and not spec.logit_cap
 

@@ -42,7 +42,7 @@ class Experts(FeedForward):
     experts: tuple[Dense, ...]
     per_token: int
     normalized: bool
-    """Whether the weights of a row's experts are scaled to sum to 1"""
+    """True if the weights of a row's experts are scaled to sum to 1"""
     width: int
     """Intermediate size of an expert"""
     operators: Operators

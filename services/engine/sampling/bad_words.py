@@ -33,7 +33,7 @@ class BadWords:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the forbidden ids depend on the tokens generated before."""
+        """True if the forbidden ids depend on the tokens generated before."""
         return bool(self._root.before)
 
     def forbidden_after(self, generated: npt.NDArray[np.int32]) -> Sequence[int]:

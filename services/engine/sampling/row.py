@@ -36,7 +36,7 @@ class Row:
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether the logits change before the draw."""
+        """True if the logits change before the draw."""
         return (
             bool(self.banned)
             or bool(self.forbidden)
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def allows_nothing(self) -> bool:
-        """Whether the mask excludes every id: a token drawn from this row is invalid."""
+        """True if the mask excludes every id: a token drawn from this row is invalid."""
         return self.mask == b""
 
     @property

@@ -126,22 +126,22 @@ class Sequence:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the grammar is complete."""
+        """True if the grammar is complete."""
         return self.mask is not None and self.mask.terminated and self.position == self.mask.end
 
     @property
     def has_credit(self) -> bool:
-        """Whether credit is left for a token beyond those in flight."""
+        """True if credit is left for a token beyond those in flight."""
         return self.credit is None or self.credit > self.in_flight
 
     @property
     def is_paused(self) -> bool:
-        """Whether the client has granted no credit for the next token."""
+        """True if the client has granted no credit for the next token."""
         return self.starved_since is not None
 
     @property
     def may_draw(self) -> bool:
-        """Whether credit and mask for the next token are here."""
+        """True if credit and mask for the next token are here."""
         return self.may_draw_at(self.position)
 
     def may_draw_at(self, position: int) -> bool:
@@ -218,15 +218,15 @@ class Request:
     """time.monotonic() of the first generated token"""
     bad_words: BadWords | None = field(init=False)
     draws_independently: bool = field(init=False)
-    """Whether a draw depends on its row of logits alone, not on the token before. Penalties,
+    """True if a draw depends on its row of logits alone, not on the token before. Penalties,
     mirostat and bad words of several tokens depend on it. So does a mask, but the grammar service
     sends the masks that follow reported draft tokens"""
     is_plainly_greedy: bool = field(init=False)
-    """Whether each token is the most likely one, without adjustments"""
+    """True if each token is the most likely one, without adjustments"""
     needs_no_logits: bool = field(init=False)
-    """Whether the most likely token is all that a step must return"""
+    """True if the most likely token is all that a step must return"""
     runs_ahead: bool = field(init=False)
-    """Whether the device may draw a token before the host has the previous one"""
+    """True if the device may draw a token before the host has the previous one"""
 
     def __post_init__(self) -> None:
         checked, sampling = self.command.checked, self.command.checked.sampling

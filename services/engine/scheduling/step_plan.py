@@ -22,7 +22,7 @@ class SchedulerLimits:
     rows_at_once: int
     """Rows of a full tile: a product of fewer takes as long, so steps are filled to a multiple"""
     speculate: bool = False
-    """Whether draft tokens are proposed"""
+    """True if draft tokens are proposed"""
     max_logit_rows: int = 256
     """Rows of logits that a step has memory for"""
 
@@ -61,5 +61,5 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
+        """True if there is nothing to compute."""
         return not self.decodes and not self.chunks

@@ -92,7 +92,7 @@ class ChoiceFormatter(ABC, Generic[Delta]):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     prompt_on_top: ClassVar[bool] = False
-    """Whether the ids of the only prompt stand beside the choices"""
+    """True if the ids of the only prompt stand beside the choices"""
 
     @abstractmethod
     def tokens_in(self, deltas: Sequence[Delta]) -> int:

@@ -50,7 +50,7 @@ class Exchange:
     priority: int = 0
     """Scheduling priority, higher first"""
     may_schedule: bool = False
-    """Whether the client may choose tenant and priority"""
+    """True if the client may choose tenant and priority"""
     ignored_headers: list[str] = field(default_factory=list)
 
     @property

@@ -151,7 +151,7 @@ class ChatProcessor:
 
     @property
     def _hides_tools(self) -> bool:
-        """Whether the prompt leaves tools out, so that the model calls none."""
+        """True if the prompt leaves tools out, so that the model calls none."""
         return self._request.tool_choice.mode == completion_pb2.TOOL_MODE_NONE
 
     def _prompt(self) -> ChatPrompt:

@@ -119,7 +119,7 @@ class ChatTemplates:
 
     @property
     def is_available(self) -> bool:
-        """Whether the checkpoint has any template."""
+        """True if the checkpoint has any template."""
         return bool(self._vocabulary.chat_templates)
 
     def start(self) -> None:

@@ -53,12 +53,12 @@ class ChoiceOutput:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether there are new tokens or text."""
+        """True if there are new tokens or text."""
         return bool(self.columns.ids or self.text)
 
     @property
     def is_large(self) -> bool:
-        """Whether a response may take megabytes: a prompt, or many scored tokens."""
+        """True if a response may take megabytes: a prompt, or many scored tokens."""
         return self.echo is not None or (
             bool(self.columns.scores) and len(self.columns.ids) > _LARGE_COLUMNS
         )
@@ -122,7 +122,7 @@ class Choice:
 
     @property
     def has_output(self) -> bool:
-        """Whether `take` returns anything."""
+        """True if `take` returns anything."""
         if self._awaits_echo or self._is_end_taken:
             return False
         if self._echo is not None and self._detokenizer.is_inherited:

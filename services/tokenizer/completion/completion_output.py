@@ -27,7 +27,7 @@ class CompletionOutput:
         self.choices = ChoiceSet(plan)
         self.is_admission_written = False
         self.is_written = False
-        """Whether the last event was written."""
+        """True if the last event was written."""
         self._prompt_scores = PromptScores(plan)
         self._admission: engine_pb2.Accepted | None = None
         self._usage: types_pb2.Usage | None = None
@@ -38,7 +38,7 @@ class CompletionOutput:
 
     @property
     def is_admitted(self) -> bool:
-        """Whether the engine has admitted the request."""
+        """True if the engine has admitted the request."""
         return self._admission is not None
 
     @property

@@ -70,12 +70,12 @@ class CompletionStream(Generic[Response]):
 
     @property
     def is_written(self) -> bool:
-        """Whether the last event was written."""
+        """True if the last event was written."""
         return self._output is not None and self._output.is_written
 
     @property
     def is_admitted(self) -> bool:
-        """Whether the admission was written."""
+        """True if the admission was written."""
         return self._output is not None and self._output.is_admission_written
 
     # called for the client

@@ -79,7 +79,7 @@ class EngineRequest:
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine has the request."""
+        """True if the engine has the request."""
         return self._handle is not None
 
     def submit(self, output: CompletionOutput) -> None:

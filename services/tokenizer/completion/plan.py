@@ -43,13 +43,13 @@ class ChoicePlan:
     """Ids that end a choice and add no text."""
     min_tokens: int
     scored: bool
-    """Whether the client gets logprobs."""
+    """True if the client gets logprobs."""
     ranked: bool
-    """Whether best_of needs logprobs."""
+    """True if best_of needs logprobs."""
     suffix: str
     """Text to append when the choice ends."""
     skip_special_tokens: bool = True
-    """Whether special tokens add no text."""
+    """True if special tokens add no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class CompletionPlan:
     """Paths of schema keywords that are not enforced."""
     echo: bool
     whole: bool
-    """Whether each choice is delivered at its end."""
+    """True if each choice is delivered at its end."""
     limits: ModelLimits
     table: TokenTable
     """Texts of generated tokens."""
@@ -76,9 +76,9 @@ class CompletionPlan:
     full_table: TokenTable
     """Texts of all tokens, special ones included."""
     begins_text: bool
-    """Whether each output begins a text, instead of continuing its prompt's."""
+    """True if each output begins a text, instead of continuing its prompt's."""
     writes_one_large: bool = False
-    """Whether `write` ends after a large output, because parsing it takes long."""
+    """True if `write` ends after a large output, because parsing it takes long."""
 
     @property
     def prompt_tokens(self) -> int:

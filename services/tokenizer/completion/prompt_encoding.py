@@ -52,7 +52,7 @@ class PromptPolicy:
 
     @property
     def cuts(self) -> bool:
-        """Whether a prompt that is too long is cut, instead of refused."""
+        """True if a prompt that is too long is cut, instead of refused."""
         return self.truncate or self.keep is not None
 
     @property

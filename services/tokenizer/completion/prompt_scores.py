@@ -27,12 +27,12 @@ class PromptScores:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every prompt is scored."""
+        """True if every prompt is scored."""
         return all(map(self._is_scored, range(len(self._scores))))
 
     @property
     def has_runs(self) -> bool:
-        """Whether `take_runs` yields anything."""
+        """True if `take_runs` yields anything."""
         return bool(self._runs)
 
     def add(self, scores: engine_pb2.PromptScores) -> bool:

@@ -87,12 +87,12 @@ class Detokenizer:
 
     @property
     def holds_back(self) -> bool:
-        """Whether bytes of an unfinished character are held back."""
+        """True if bytes of an unfinished character are held back."""
         return bool(self._pending)
 
     @property
     def is_inherited(self) -> bool:
-        """Whether all held bytes are the prompt's."""
+        """True if all held bytes are the prompt's."""
         return self._inherited
 
     def leaves_out(self, token: int) -> bool:

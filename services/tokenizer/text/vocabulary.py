@@ -52,7 +52,7 @@ class TextEncoding:
     starts: Sequence[int]
     ends: Sequence[int]
     is_added: Sequence[bool]
-    """Whether the tokenizer added the token, such as a BOS."""
+    """True if the tokenizer added the token, such as a BOS."""
 
 
 class Vocabulary:

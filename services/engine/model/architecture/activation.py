@@ -36,7 +36,7 @@ class Activation:
 
     @property
     def is_swiglu(self) -> bool:
-        """Whether the CPU kernels implement this activation."""
+        """True if the CPU kernels implement this activation."""
         return self == SWIGLU
 
     def apply(self, product: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ class ExpertsSpec:
     width: int
     """Intermediate size of an expert"""
     normalized: bool
-    """Whether the weights of a token's experts are scaled to sum to 1"""
+    """True if the weights of a token's experts are scaled to sum to 1"""
     layers: tuple[bool, ...]
     """For each layer, whether it has experts rather than one dense feed-forward layer"""
     is_mxfp4: bool
-    """Whether the experts are stored as MXFP4"""
+    """True if the experts are stored as MXFP4"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ModelSpec:
     head_dim: int
     norm_epsilon: float
     tied_embeddings: bool
-    """Whether the output projection is the embedding table"""
+    """True if the output projection is the embedding table"""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -78,7 +78,7 @@ class ModelSpec:
 
     @property
     def has_plain_attention(self) -> bool:
-        """Whether attention is a plain softmax, without soft caps and sinks."""
+        """True if attention is a plain softmax, without soft caps and sinks."""
         return not self.attention_cap and self.family.names.sinks is None
 
     @staticmethod

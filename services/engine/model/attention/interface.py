@@ -67,7 +67,7 @@ class AttentionBackend(ABC):
     block_size = 32
     """Best number of tokens in a block; 32 is one tile of keys"""
     is_capturable = False
-    """Whether decode launches depend only on row count and table width, so one CUDA graph fits"""
+    """True if decode launches depend only on row count and table width, so one CUDA graph fits"""
 
     @abstractmethod
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:

@@ -28,7 +28,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     is_raw: bool = False
-    """Whether it holds bytes of an encoding, such as MXFP4, rather than floating-point numbers"""
+    """True if it holds bytes of an encoding, such as MXFP4, rather than floating-point numbers"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ class Projection(ABC):
     """A linear layer that owns its weight, in a layout of its own."""
 
     has_argmax = False
-    """Whether `argmax` is supported"""
+    """True if `argmax` is supported"""
 
     @property
     @abstractmethod

@@ -59,7 +59,7 @@ class JsonScanner:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the value ended."""
+        """True if the value ended."""
         return self._expects is _Expects.NOTHING
 
     @property
@@ -69,18 +69,18 @@ class JsonScanner:
 
     @property
     def awaits_key(self) -> bool:
-        """Whether a key comes next."""
+        """True if a key comes next."""
         return self._expects in (_Expects.KEY, _Expects.KEY_OR_END) and not self._in_string
 
     @property
     def awaits_value(self) -> bool:
-        """Whether the value of a member comes next."""
+        """True if the value of a member comes next."""
         inside = self._in_string or self._literal or self._number
         return self._expects is _Expects.VALUE and not inside
 
     @property
     def is_closable(self) -> bool:
-        """Whether closing quotes and brackets complete the value."""
+        """True if closing quotes and brackets complete the value."""
         if self._in_string:
             return not self._string_is_key and not self._escape
         if self._literal or self._number:

@@ -19,13 +19,13 @@ class TextReader:
         self.at = 0
         """Place up to which the text was read."""
         self.is_ended = False
-        """Whether the text is complete."""
+        """True if the text is complete."""
         self.is_cut = False
-        """Whether max_tokens or a cancellation ended the text, so that calls stay open."""
+        """True if max_tokens or a cancellation ended the text, so that calls stay open."""
         self.is_interrupted = False
-        """Whether the text was cut, or a stop string ended it: not the model."""
+        """True if the text was cut, or a stop string ended it: not the model."""
         self.ran_out = False
-        """Whether a read needed more text than there is."""
+        """True if a read needed more text than there is."""
         self._segments: list[Segment] = []
 
     def settle(self, kind: SegmentKind, upto: int, text: str | None = None) -> None:

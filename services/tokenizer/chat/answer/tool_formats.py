@@ -39,7 +39,7 @@ class ToolFormat:
     """Control tokens in calls, which the decoded text keeps."""
     read: CallReader
     repeats: bool = False
-    """Whether each of several calls has its own mark."""
+    """True if each of several calls has its own mark."""
     between: str = ""
     """Text between such calls."""
 
