@@ -16,17 +16,11 @@ from typing import NoReturn
 
 from services.common import logging as service_logging
 from services.common.settings import StartupError
-from services.engine.execution.loaded_model import LoadedModel, load
-from services.engine.execution.model_runner import ModelRunner, StepRoom, most_logits
 from services.engine.framing import Unpacker, pack
-from services.engine.loop.requests import LoopLimits
+from services.engine.loop.loaded_loop import load_loop
 from services.engine.loop.step_loop import StepLoop
-from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription
+from services.engine.messages import Command, LoopFailed, LoopReady
 from services.engine.model.checkpoint.errors import CheckpointError
-from services.engine.model.checkpoint.generation import load_generation_defaults
-from services.engine.ranks.team import Team
-from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from services.engine.settings import EngineSettings
 
 __all__ = ["run"]
@@ -43,16 +37,17 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     service_logging.configure("engine", settings.log_level)
     messages = _MessageSocket(link)
     try:
-        loop, description, team = _load(settings)
+        loaded = load_loop(settings)
     except (CheckpointError, StartupError) as error:
         with suppress(ConnectionError):  # the other side may be gone: another service failed first
             messages.send(LoopFailed(str(error)))
         os._exit(2)
+    team = loaded.model.team
     team.watch()
     try:
         with suppress(ConnectionError, EOFError):
-            messages.send(LoopReady(description))
-            _run(loop, messages)
+            messages.send(LoopReady(loaded.description))
+            _run(loaded.steps, messages)
         team.disband()
     except Exception:
         team.look_around()
@@ -71,60 +66,6 @@ def _run(loop: StepLoop, messages: "_MessageSocket") -> NoReturn:
             messages.send(output)  # though nothing happened: silence means that a step hangs
         # without progress, what is left waits for credit or masks; look in on those that starve
         timeout = 0.0 if loop.progressed else None if loop.is_idle else 1.0
-
-
-def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, Team]:
-    model = load(settings)
-    decoder, cache, spec = model.decoder, model.cache, model.decoder.spec
-    scheduler = Scheduler(
-        SchedulerLimits(
-            max_running=settings.max_running,
-            max_step_tokens=settings.max_step_tokens,
-            mixed_step_factor=settings.mixed_step_factor,
-            block_size=cache.block_size,
-            rows_at_once=decoder.rows_at_once,
-            speculate=settings.speculate == "ngram",
-            most_logits=most_logits(settings.max_running),
-        ),
-        BlockPool(model.num_blocks),
-    )
-    limits = LoopLimits(
-        eos_token_ids=frozenset(spec.eos_token_ids),
-        max_waiting=settings.max_waiting,
-        starvation_seconds=settings.stall_seconds,
-    )
-    description = ModelDescription(
-        architecture=spec.architecture,
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        device=decoder.device.type,
-        context_length=spec.context_length,
-        vocabulary_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        bos_token_id=spec.bos_token_id,
-        recommended=load_generation_defaults(settings.model),
-        weights_fingerprint=model.fingerprint,
-        block_size=cache.block_size,
-        total_blocks=model.num_blocks,
-        kv_bytes=model.kv_bytes,
-        weight_bytes=model.weight_bytes,
-    )
-    runner = ModelRunner(decoder, cache, _graph_room(settings, model))
-    overlaps = decoder.device.type == "cuda"
-    alone = model.team.rank.is_alone
-    loop = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
-    return loop, description, model.team
-
-
-def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepRoom | None:
-    """What decode steps hold at most, where they run as CUDA graphs.
-
-    Of several ranks none does: a graph would leave out what the host tells the others.
-    """
-    decoder = model.decoder
-    if decoder.device.type != "cuda" or not decoder.is_capturable or not model.team.rank.is_alone:
-        return None
-    blocks = -(-decoder.spec.context_length // decoder.block_size)
-    return StepRoom(settings.max_step_tokens + settings.max_running, settings.max_running, blocks)
 
 
 class _MessageSocket:
