@@ -1,6 +1,5 @@
 """The wheel, built from the sdist and installed away from the checkout."""
 
-import os
 import re
 import shutil
 import signal
@@ -26,12 +25,11 @@ OF_THE_EXTRAS = (
 """Modules that a client alone is installed without"""
 
 
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+def run(*command: str | Path, cwd: Path) -> str:
     """Run a command that must succeed; return its stdout."""
     done = subprocess.run(
         command,
         cwd=cwd,
-        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=240,
