@@ -1,4 +1,4 @@
-# `make serve` and `make test` need Python 3.11 or newer, and nothing else: they make .venv themselves.
+# `make serve` and `make test` need only Python 3.11 or newer: they create .venv themselves.
 
 HOST ?= 127.0.0.1
 PORT ?= 8000
@@ -42,13 +42,13 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 	  $(if $(CORS_ORIGINS),--cors-origins "$(CORS_ORIGINS)") \
 	  $(if $(ALLOWED_HOSTS),--allowed-hosts "$(ALLOWED_HOSTS)")
 
-test: .venv/.dev ## Run the tests (all but the containers')
+test: .venv/.dev ## Run the tests (without those of containers)
 	$(BIN)/pytest -q tests $(PYTEST_ARGS)
 
 coverage: .venv/.dev ## Run the tests slowly, and print the share of lines that they reach
 	$(BIN)/pytest -q tests --cov --cov-report=term $(PYTEST_ARGS)
 
-lint: .venv/.dev build/googleapis ## ruff, mypy --strict, buf lint
+lint: .venv/.dev build/googleapis ## Run ruff, mypy --strict, buf lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -65,7 +65,7 @@ build/googleapis: .venv/.dev
 	@rm -rf $@ && mkdir -p $@/google/rpc
 	@cp "$$($(BIN)/python -c 'from google import rpc; print(*rpc.__path__)')"/*.proto $@/google/rpc
 
-bench: .venv/.dev $(BENCH_CACHE)/models/bench-15m/model.safetensors ## Measure briefly, beside the peers that are installed: PEERS=vllm, BENCH_ARGS=…
+bench: .venv/.dev $(BENCH_CACHE)/models/bench-15m/model.safetensors ## Benchmark briefly against the installed peers: PEERS=vllm, BENCH_ARGS=…
 	$(BIN)/python -m benchmarks.run --model $(BENCH_CACHE)/models/bench-15m --cache $(BENCH_CACHE) \
 	  --scenarios S1,S8,S32,P --against "$(PEERS)" $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.steps --model $(BENCH_CACHE)/models/bench-15m \
@@ -77,13 +77,13 @@ $(BENCH_CACHE)/models/%/model.safetensors: | .venv/.dev
 images: ## Build the container images
 	$(COMPOSE) build
 
-clean: ## Remove .venv and what was built
+clean: ## Remove .venv and build outputs
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 	  tokenwire/pb services/engine/kernels/*.so
 
-# all of this goes to stderr, so that the stdout of `make serve` is the server's one line
+# Output goes to stderr, so that the server's one line is all that `make serve` prints on stdout.
 .venv/bin/python:
-	@echo "making .venv" >&2
+	@echo "creating .venv" >&2
 	@$(PYTHON) -m venv .venv >&2
 
 .venv/.all: $(SOURCES) | .venv/bin/python
@@ -92,6 +92,6 @@ clean: ## Remove .venv and what was built
 	@touch $@
 
 .venv/.dev: $(SOURCES) | .venv/bin/python
-	@echo "installing into .venv, with what development needs" >&2
+	@echo "installing into .venv, with development tools" >&2
 	@$(BIN)/python -m pip install -e '.[dev]' >&2
 	@touch $@ .venv/.all

@@ -23,13 +23,13 @@ from benchmarks.scenarios import ClosedLoop, Workload
 from services.engine.batch.step_batch import StepBatch
 from services.engine.engine import Engine
 from services.engine.kernels.library import Kernel, OperationCall
-from services.engine.loop import step_loop
+from services.engine.loop import step_sampler
 from services.engine.messages import RequestDone, Token
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.loader import load_spec, resolve_dtype
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.operators.recording import Recording
-from services.engine.sampling import sample
+from services.engine.sampling.sampler import sample
 from services.engine.scheduling.block_pool import hash_block
 from services.engine.settings import EngineSettings
 
@@ -163,7 +163,7 @@ class MeasuredEngine(Engine):
         for index, block in enumerate(blocks):
             start = index * size
             name = hash_block(name, ids[start : start + size])
-            pool.name(block, name)
+            pool.cache(block, name)
         pool.release(blocks)
 
 
@@ -208,7 +208,7 @@ class Stopwatch:
                             patches.enter_context(patch.object(kind, name, timed))
             patches.enter_context(patch.object(Recording, "replay", self._timed_replay()))
             sampling = self.timed("sampling", sample)
-            patches.enter_context(patch.object(step_loop, "sample", sampling))
+            patches.enter_context(patch.object(step_sampler, "sample", sampling))
             yield
 
     def _timed_replay(self) -> Callable[..., None]:

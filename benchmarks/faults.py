@@ -18,14 +18,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
+from tokenwire.serving.addresses import listen
 from tokenwire.serving.health import is_ready, is_serving
-from tokenwire.serving.ports import listen
 from tokenwire.serving.stack_layout import embedded_checkpoint
 
 __all__ = ["main"]
@@ -100,7 +101,7 @@ class Stack:
     def __init__(self, model: Path, port: int, logs: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._socket = listen("127.0.0.1", port)
-        self._targets = {name: f"127.0.0.1:{port + 1 + i}" for i, name in enumerate(_SERVICES[:3])}
+        self.targets = {name: f"127.0.0.1:{port + 1 + i}" for i, name in enumerate(_SERVICES[:3])}
         self._logs = logs
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         fd = self._socket.fileno()
@@ -108,17 +109,17 @@ class Stack:
             "grammar": (*self._listen("grammar"), "--model", str(model)),
             "engine": (
                 *(*self._listen("engine"), "--model", str(model), "--dtype", "float32"),
-                *("--kv-memory", "512MiB", "--grammar", self._targets["grammar"]),
+                *("--kv-memory", "512MiB", "--grammar", self.targets["grammar"]),
             ),
             "tokenizer": (
                 *(*self._listen("tokenizer"), "--model", str(model)),
-                *("--engine", self._targets["engine"]),
+                *("--engine", self.targets["engine"]),
             ),
-            "http_shim": ("--fd", str(fd), "--tokenizer", self._targets["tokenizer"]),
+            "http_shim": ("--fd", str(fd), "--tokenizer", self.targets["tokenizer"]),
         }
 
     def _listen(self, name: str) -> tuple[str, ...]:
-        return ("--port", self._targets[name].rpartition(":")[2], "--metrics-port", "-1")
+        return ("--port", self.targets[name].rpartition(":")[2], "--metrics-port", "-1")
 
     async def start(self) -> None:
         """Start all; returns when the shim is ready."""
@@ -136,7 +137,7 @@ class Stack:
     async def until_ready(self) -> None:
         """Returns when a completion would be served. Raises TimeoutError."""
         async with asyncio.timeout(_READY_SECONDS):
-            for target in self._targets.values():
+            for target in self.targets.values():
                 await _until(lambda target=target: is_serving(target))  # type: ignore[misc]
             await _until(lambda: is_ready(f"{self.url}/ready"))
 
@@ -244,22 +245,43 @@ async def _until_under_way(streams: Sequence[Stream], count: int) -> None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def _row(fault: Fault, rounds: Sequence[tuple[list[Stream], list[Stream]]], calm: Any) -> str:
+def _row(
+    fault: Fault,
+    rounds: Sequence[tuple[list[Stream], list[Stream]]],
+    calm: tuple[list[Stream], list[Stream]],
+) -> str:
     running = [stream for streams, _ in rounds for stream in streams]
     new = [stream for _, newcomers in rounds for stream in newcomers]
-    changed = sum(
-        stream.text != undisturbed.text
-        for now in rounds
-        for part, calm_part in zip(now, calm, strict=True)
-        for stream, undisturbed in zip(part, calm_part, strict=True)
-        if not stream.failure
-    )
+    changed = len(_changed_kinds(rounds, calm))
     pauses = [max(s.longest_pause for s in [*streams, *late]) for streams, late in rounds]
     failed = [sum(bool(stream.failure) for stream in part) for part in (running, new)]
     return (
         f"| {fault.name} | {len(rounds)} | {failed[0]} of {len(running)} | {failed[1]} of "
         f"{len(new)} | {changed} | {statistics.median(pauses):.1f} s | {max(pauses):.1f} s |"
     )
+
+
+def _changed_kinds(
+    rounds: Sequence[tuple[list[Stream], list[Stream]]], calm: tuple[list[Stream], list[Stream]]
+) -> list[str]:
+    """Return the kind of each stream whose text differs, with the first place where it does."""
+    return [
+        f"{stream.kind} at {_first_difference(stream, undisturbed)}"
+        for now in rounds
+        for part, calm_part in zip(now, calm, strict=True)
+        for stream, undisturbed in zip(part, calm_part, strict=True)
+        if not stream.failure and stream.text != undisturbed.text
+    ]
+
+
+def _first_difference(stream: Stream, undisturbed: Stream) -> str:
+    for index, text in sorted(stream.text.items()):
+        before = undisturbed.text.get(index, "")
+        if text != before:
+            pairs = enumerate(zip_longest(text, before))
+            place = next(place for place, (one, other) in pairs if one != other)
+            return f"choice {index}, {place} of {len(before)}: {before[place:][:20]!r}"
+    return "a choice that is missing"
 
 
 async def _measure(arguments: argparse.Namespace) -> None:
@@ -282,6 +304,8 @@ async def _measure(arguments: argparse.Namespace) -> None:
             print(_row(fault, rounds, calm), flush=True)
             for why in sorted({s.failure for r in rounds for part in r for s in part} - {""}):
                 print(f"  {fault.name}: {why}", file=sys.stderr)
+            for kind in _changed_kinds(rounds, calm):
+                print(f"  {fault.name}: changed {kind}", file=sys.stderr)
     finally:
         await stack.stop()
 

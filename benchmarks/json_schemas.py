@@ -35,13 +35,12 @@ import numpy as np
 from jsonschema.validators import validator_for
 from llguidance import LLExecutor
 
-from services.grammar import specification
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError, specification
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
-from services.grammar.matching.steering import Steering
 from services.grammar.matching.token_index import TokenIndex
+from services.grammar.matching.uniqueness import UniquenessState
 from services.grammar.matching.vocabulary import Vocabulary, load
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
@@ -145,8 +144,8 @@ class Examiner:
             outcome.refusal = str(error)
             return outcome
         positions = specification.positions(spec)
-        steering = None if positions is None else Steering(positions, self._index)
-        matcher = Matcher(prototype, self._end, steering)
+        uniqueness = None if positions is None else UniquenessState(positions, self._index)
+        matcher = Matcher(prototype, self._end, uniqueness)
         validator = _validator(case.schema)
         for draw in range(self._draws):
             self._judge(self._draw(matcher.fork(), draw), validator, outcome)

@@ -30,7 +30,7 @@ from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.scenarios import SCENARIOS, ClosedLoop, Scenario, Workload
 from benchmarks.tables import markdown
-from services.engine.frontend.loop_client import set_thread_waiting
+from services.engine.frontend.loop_client import limit_thread_spinning
 from tokenwire.client import Client, CompletionStream, EngineClient, GenerationStream
 
 PATHS = ("in process", "gRPC, tokens", "gRPC, text", "HTTP")
@@ -62,7 +62,7 @@ class OverheadReport:
 
 def run_in_process(model: Path, workload: Workload, seed: str, repeat: int) -> list[Passage]:
     """The load on the bare step loop, in a process of its own that ends with it."""
-    set_thread_waiting()
+    limit_thread_spinning()
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         runs = pool.submit(_serve, model, workload, seed, repeat).result()
     for tokens, _ in runs:

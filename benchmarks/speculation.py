@@ -25,7 +25,7 @@ from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.scenarios import SCENARIOS, ClosedLoop
 from benchmarks.tables import markdown
-from services.engine.frontend.loop_client import set_thread_waiting
+from services.engine.frontend.loop_client import limit_thread_spinning
 
 SOURCES = ("scenarios", "prompts", "results", "tables")
 """Modules of this folder that the editing prompts edit"""
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--seed", default=f"{time.time_ns()}", help="of the random prompts")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    set_thread_waiting()
+    limit_thread_spinning()
     load_average = os.getloadavg()[0]
     model = arguments.model.resolve()
     report = SpeculationReport(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.roofline import Bandwidth, ByteFloor, RooflineError, measure_bandwidth
 from benchmarks.tables import markdown
-from services.engine.frontend.loop_client import set_thread_waiting
+from services.engine.frontend.loop_client import limit_thread_spinning
 
 if TYPE_CHECKING:
     from benchmarks.engine import MeasuredEngine
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each decode case")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    set_thread_waiting()
+    limit_thread_spinning()
     from benchmarks.engine import MeasuredEngine
 
     load_average = os.getloadavg()[0]

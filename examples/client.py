@@ -1,4 +1,4 @@
-"""Text and tokens through Tokenwire's own asyncio client."""
+"""Text and tokens with Tokenwire's asyncio client."""
 
 import asyncio
 import os

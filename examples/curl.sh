@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Completions over HTTP. BASE_URL is where `make serve` says it serves.
+# Completions over HTTP. BASE_URL is the URL that `make serve` prints.
 set -euo pipefail
 BASE_URL=${BASE_URL:-http://127.0.0.1:8000}
 
@@ -11,7 +11,7 @@ curl --fail-with-body -sS "$BASE_URL/v1/completions" -H 'Content-Type: applicati
 }'
 echo
 
-# the middle between a prompt and a suffix
+# infill between a prompt and a suffix
 curl --fail-with-body -sS "$BASE_URL/v1/completions" -H 'Content-Type: application/json' -d '{
   "prompt": "import json\n\n\ndef load(path):\n    with open(path) as file:\n        ",
   "suffix": "\n    return data\n",
@@ -20,7 +20,7 @@ curl --fail-with-body -sS "$BASE_URL/v1/completions" -H 'Content-Type: applicati
 }'
 echo
 
-# as it is generated
+# a stream
 curl --fail-with-body -sSN "$BASE_URL/v1/completions" -H 'Content-Type: application/json' -d '{
   "prompt": "import os\nimport sys\n",
   "max_tokens": 16,

@@ -1,4 +1,4 @@
-"""Text-level gRPC with nothing but the generated stubs."""
+"""Completion over gRPC with the generated stubs."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Token-level gRPC with nothing but the generated stubs: ids in, ids out."""
+"""Generation from token ids over gRPC with the generated stubs."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Completions through the openai SDK: `.venv/bin/pip install openai` first."""
+"""Completions with the openai SDK, which `.venv/bin/pip install openai` installs."""
 
 import os
 

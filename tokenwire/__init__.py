@@ -1,1 +1,1 @@
-"""Tokenwire: a language-model server and its client."""
+"""Language-model server and its client."""

@@ -1,4 +1,4 @@
-"""`python -m tokenwire` is the command `tokenwire`."""
+"""`python -m tokenwire`: the `tokenwire` command."""
 
 from tokenwire.cli import main
 

@@ -1,4 +1,4 @@
-"""Channels to the services, with the options that all clients need."""
+"""gRPC channels to the services, and the channel options that both ends share."""
 
 from typing import Any
 
@@ -7,44 +7,45 @@ import grpc
 __all__ = ["LOST_SECONDS", "MESSAGE_LIMIT", "MESSAGE_LIMITS", "QUIET", "connect"]
 
 LOST_SECONDS = 20.0
-"""Silence after which a server is taken for lost"""
+"""Seconds without an answer to a ping after which a server counts as lost"""
 
-MESSAGE_LIMIT = 64 * 1024 * 1024  # bytes; gRPC's own default of 4 MiB cuts long prompts
+MESSAGE_LIMIT = 64 * 1024 * 1024
+"""Largest message in bytes; gRPC's default of 4 MiB is too small for long prompts"""
 MESSAGE_LIMITS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
     ("grpc.max_send_message_length", MESSAGE_LIMIT),
 ]
 QUIET: list[tuple[str, Any]] = [
-    ("grpc.http2.bdp_probe", 0),  # pings between messages that fit any window
-    ("grpc.enable_channelz", 0),  # counts that nobody asks for
+    ("grpc.http2.bdp_probe", 0),  # our messages fit any window, so bandwidth probes gain nothing
+    ("grpc.enable_channelz", 0),  # nothing reads these statistics
 ]
-"""Leaves out work that gRPC does for every message; for both ends of a channel"""
+"""Options, for both ends of a channel, that turn off work gRPC does for every message"""
 _OPTIONS: list[tuple[str, Any]] = [
     *MESSAGE_LIMITS,
     *QUIET,
-    # a client that only reads sends no data between its pings, and gRPC would hold the third back
+    # A client that only reads sends no data between pings; gRPC would hold back its third ping.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # gRPC's name misleads: this is how long one attempt to connect may take. A service that is far
-    # away or starved of its cores needs more than its address takes to answer.
+    # Despite its name, this bounds one connection attempt. A distant service, or one without CPU
+    # time, completes its handshake late.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # retries of work that was never admitted need the whole request in the buffer
+    # Retrying a request that was never admitted needs the whole request in the buffer.
     ("grpc.per_rpc_retry_buffer_size", MESSAGE_LIMIT),
 ]
 
 
 def connect(target: str, lost_seconds: float = LOST_SECONDS) -> grpc.aio.Channel:
-    """Open a channel to "host:port". It connects by itself, and again after every loss.
+    """Open a channel to "host:port"; gRPC connects it, and reconnects it after every loss.
 
-    lost_seconds: a server that answers no ping for so long is lost, and the calls to it fail. It is
-    pinged at half of that time; Tokenwire's servers refuse more than 4 pings a second.
+    A server that answers no ping for `lost_seconds` counts as lost, and the calls to it fail. Pings
+    are sent at half that interval; Tokenwire's servers refuse more than 4 pings a second.
     """
     half = int(lost_seconds * 500)
     pings = [
         ("grpc.keepalive_time_ms", half),
         ("grpc.keepalive_timeout_ms", half),
-        # without this, gRPC's own timeout of 60 s for every ping decides
+        # Otherwise gRPC's own timeout of 60 s applies to every ping.
         ("grpc.http2.ping_timeout_ms", half),
     ]
     return grpc.aio.insecure_channel(target, options=[*_OPTIONS, *pings])

@@ -1,4 +1,4 @@
-"""The command `tokenwire`: serve, complete, chat, tokenize, models, keys, health."""
+"""Command line `tokenwire`: serve, complete, chat, tokenize, models, keys, health."""
 
 import argparse
 import asyncio
@@ -21,7 +21,7 @@ Command = Callable[[argparse.Namespace], Awaitable[int]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; exits with 0, 1 (it failed), 2 (it could not start) or 130 (interrupted)."""
+    """Run a command; exit with 0, 1 (failure), 2 (could not start) or 130 (interrupted)."""
     options = _parser().parse_args(arguments)
     command: Command = options.command
     try:
@@ -36,15 +36,15 @@ async def _run(command: Command, options: argparse.Namespace) -> int:
         return await command(options)
     except ServiceError as error:
         if error.code is grpc.StatusCode.UNAVAILABLE and error.reason in _NOT_REACHED:
-            _complain(f"No server answers at {options.target} ({error.message}).")
+            _print_error(f"No server answers at {options.target} ({error.message}).")
         else:
-            _complain(error.message)
+            _print_error(error.message)
         return 1
-    except UnicodeError as error:  # of an argument, standard input or what the terminal can show
-        _complain(f"The text can't be read or written: {error}.")
+    except UnicodeError as error:  # an argument, standard input, or the terminal's encoding
+        _print_error(f"The text can't be read or written: {error}.")
         return 1
     except ModuleNotFoundError as error:  # of an extra
-        _complain(f"{error.name} is not installed; `pip install 'tokenwire[all]'` installs it.")
+        _print_error(f"{error.name} is not installed; `pip install 'tokenwire[all]'` installs it.")
         return 2
     except BrokenPipeError:  # `tokenwire complete … | head`
         sys.stderr.close()
@@ -55,14 +55,14 @@ _NOT_REACHED = ("UNREACHABLE", "SESSION_LOST")
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    from tokenwire.serving.stack_layout import Layout, ServeError
+    from tokenwire.serving.stack_layout import ServeError, ServeOptions
     from tokenwire.serving.supervisor import supervise
 
     if options.catalog is not None and (options.model is not None or options.model_id):
-        _complain("--catalog names the models; leave out --model and --model-id.")
+        _print_error("--catalog names the models; leave out --model and --model-id.")
         return 2
     try:
-        layout = Layout(
+        serve_options = ServeOptions(
             host=options.host,
             port=options.port,
             tokenizer_port=options.tokenizer_port,
@@ -80,9 +80,9 @@ async def _serve(options: argparse.Namespace) -> int:
             grace=options.grace,
             log_dir=options.log_dir,
         )
-        await supervise(layout)
+        await supervise(serve_options)
     except ServeError as error:
-        _complain(str(error))
+        _print_error(str(error))
         return error.exit_code
     return 0
 
@@ -91,13 +91,13 @@ async def _complete(options: argparse.Namespace) -> int:
     from tokenwire.client import Client
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    asked = _asked(options, "suffix")
+    request = _request_options(options, "suffix")
     async with Client(options.target) as client:
         if not options.stream:
-            completion = await client.complete(prompt, **asked)
+            completion = await client.complete(prompt, **request)
             _print_choices([choice.text for choice in completion.choices])
             return 0
-        async with client.stream(prompt, **asked) as stream:
+        async with client.stream(prompt, **request) as stream:
             async for delta in stream:
                 print(delta.text, end="", flush=True)
         print()
@@ -111,23 +111,23 @@ async def _chat(options: argparse.Namespace) -> int:
     messages = [Message("user", text)]
     if options.system is not None:
         messages.insert(0, Message("system", options.system))
-    asked = _asked(options)
+    request = _request_options(options)
     async with Client(options.target) as client:
         if not options.stream:
-            answer = await client.chat(messages, **asked)
+            answer = await client.chat(messages, **request)
             _print_choices([choice.message.content or "" for choice in answer.choices])
             return 0
-        async with client.stream_chat(messages, **asked) as stream:
+        async with client.stream_chat(messages, **request) as stream:
             async for delta in stream:
                 print(delta.content, end="", flush=True)
         print()
     return 0
 
 
-def _asked(options: argparse.Namespace, *further: str) -> Any:
-    """What of a request was given."""
-    names = ("max_tokens", "temperature", "top_p", "seed", "n", "stop", "ignore_eos", "model")
-    given = {name: getattr(options, name) for name in (*names, *further)}
+def _request_options(options: argparse.Namespace, *names: str) -> Any:
+    """Return the request options that the command line sets, `names` among them."""
+    shared = ("max_tokens", "temperature", "top_p", "seed", "n", "stop", "ignore_eos", "model")
+    given = {name: getattr(options, name) for name in (*shared, *names)}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -160,25 +160,25 @@ async def _models(options: argparse.Namespace) -> int:
 
 
 async def _add_key(options: argparse.Namespace) -> int:
-    from tokenwire.serving.keys import KeyFileError, add_key
+    from tokenwire.serving.key_file import KeyFileError, add_key
 
     try:
         key = add_key(options.file, options.tier, options.name)
     except KeyFileError as error:
-        _complain(str(error))
+        _print_error(str(error))
         return 1
     print(key)
-    print("tokenwire: this key is shown only now", file=sys.stderr)
+    print("tokenwire: store this key now; it is not shown again", file=sys.stderr)
     return 0
 
 
 async def _list_keys(options: argparse.Namespace) -> int:
-    from tokenwire.serving.keys import KeyFileError, read_keys
+    from tokenwire.serving.key_file import KeyFileError, read_keys
 
     try:
         keys = read_keys(options.file).keys
     except KeyFileError as error:
-        _complain(str(error))
+        _print_error(str(error))
         return 1
     for key in keys:
         state = "active" if key.revoked is None else f"revoked {_day(key.revoked)}"
@@ -187,12 +187,12 @@ async def _list_keys(options: argparse.Namespace) -> int:
 
 
 async def _revoke_key(options: argparse.Namespace) -> int:
-    from tokenwire.serving.keys import KeyFileError, key_id, revoke_key
+    from tokenwire.serving.key_file import KeyFileError, key_id, revoke_key
 
     try:
         key = revoke_key(options.file, key_id(options.key))
     except KeyFileError as error:
-        _complain(str(error))
+        _print_error(str(error))
         return 1
     print(f"{key.id} is revoked")
     return 0
@@ -209,7 +209,7 @@ async def _health(options: argparse.Namespace) -> int:
     try:
         healthy = await probe(options.target)
     except ValueError as error:
-        _complain(f"{options.target} can't be asked: {error}.")
+        _print_error(f"{options.target} is not a valid target: {error}.")
         return 1
     print("serving" if healthy else "not serving")
     return 0 if healthy else 1
@@ -222,60 +222,60 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version("tokenwire"))
     add = partial(_add, parser.add_subparsers(metavar="COMMAND", required=True))
 
-    _add_serve(add("serve", _serve, "Start the services and keep them until Ctrl-C."))
+    _add_serve(add("serve", _serve, "Start the services and run them until Ctrl-C."))
 
     complete = add("complete", _complete, "Complete a prompt.")
     complete.add_argument("prompt", help="The prompt; - reads standard input.")
-    complete.add_argument("--suffix", help="What follows the gap that is to be filled.")
-    _add_generation(complete, "Tokens at most; the server's default is 16.")
+    complete.add_argument("--suffix", help="Text after the gap to fill (infill).")
+    _add_generation(complete, "Most tokens to generate; the server's default is 16.")
 
     chat = add("chat", _chat, "Answer a message.")
     chat.add_argument("message", help="The message; - reads standard input.")
-    chat.add_argument("--system", help="Instructions.")
-    _add_generation(chat, "Tokens at most; else as many as fit.")
+    chat.add_argument("--system", help="System message.")
+    _add_generation(chat, "Most tokens to generate; by default as many as fit.")
 
-    tokenize = add("tokenize", _tokenize, "Print the token ids of a text, one a line.")
+    tokenize = add("tokenize", _tokenize, "Print the token ids of a text, one per line.")
     tokenize.add_argument("text", help="The text; - reads standard input.")
 
-    models = add("models", _models, "List the models that are served.")
+    models = add("models", _models, "List the served models.")
     for sub in (complete, chat, tokenize, models):
         sub.add_argument("--target", default=_TARGET, help="host:port of the tokenizer service.")
 
     _add_keys(add("keys", _list_keys, "Make, list and revoke API keys."))
 
-    health = add("health", _health, "Exit with 0 if a service serves, else with 1.")
+    health = add("health", _health, "Exit with 0 if a service is ready, else with 1.")
     health.add_argument("target", help="host:port of a gRPC service, or an http:// URL.")
     return parser
 
 
 def _add_generation(command: argparse.ArgumentParser, max_tokens: str) -> None:
     one = command.add_mutually_exclusive_group()
-    one.add_argument("--stream", action="store_true", help="Print as it is generated.")
-    one.add_argument("--n", type=int, help="Choices.")
+    one.add_argument("--stream", action="store_true", help="Print text as it is generated.")
+    one.add_argument("--n", type=int, help="Number of choices.")
     command.add_argument("--max-tokens", type=int, help=max_tokens)
-    command.add_argument("--temperature", type=float, help="0 = the most likely token each time.")
+    command.add_argument("--temperature", type=float, help="0 = always the most likely token.")
     command.add_argument("--top-p", type=float, help="Nucleus mass.")
     command.add_argument("--seed", type=int, help="The same seed gives the same tokens.")
-    command.add_argument("--stop", action="append", help="A string that ends it; repeatable.")
+    command.add_argument("--stop", action="append", help="Stop string; repeatable.")
     command.add_argument(
         "--ignore-eos",
         action="store_true",
         default=None,
-        help="Generate max_tokens tokens, past the end of sequence.",
+        help="Continue past the end of sequence, up to --max-tokens.",
     )
-    command.add_argument("--model", help="Needed where several are served.")
+    command.add_argument("--model", help="Model id; required if several models are served.")
 
 
 def _add(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
     name: str,
     command: Command,
-    meaning: str,
+    description: str,
 ) -> argparse.ArgumentParser:
     sub = commands.add_parser(
         name,
-        help=meaning,
-        description=meaning,
+        help=description,
+        description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -285,56 +285,54 @@ def _add(
 
 def _add_keys(keys: argparse.ArgumentParser) -> None:
     add = partial(_add, keys.add_subparsers(metavar="ACTION", required=True))
-    new = add("add", _add_key, "Make a key and print it, this once; a missing file is made too.")
+    new = add("add", _add_key, "Make a key and print it once; create the file if it is missing.")
     new.add_argument("--tier", default="default", help="One of the file's tiers.")
-    new.add_argument("--name", default="", help="Whose it is, for the list.")
-    listing = add("list", _list_keys, "Print id, tier, day, state and name of each key.")
-    revoke = add("revoke", _revoke_key, "End a key; servers notice within a second.")
-    revoke.add_argument("key", help="Its id, or the key itself.")
+    new.add_argument("--name", default="", help="Owner, shown by `list`.")
+    listing = add("list", _list_keys, "Print id, tier, creation date, state and name of each key.")
+    revoke = add("revoke", _revoke_key, "Revoke a key; servers notice within a second.")
+    revoke.add_argument("key", help="Id of the key, or the key itself.")
     for sub in (new, listing, revoke):
         sub.add_argument("--file", type=Path, default=Path("keys.json"), help="The keys file.")
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
-        "--host", default="127.0.0.1", help="Where HTTP, tokenizer and engine listen."
+        "--host", default="127.0.0.1", help="Address that HTTP, tokenizer and engine listen on."
     )
     serve.add_argument("--port", type=int, default=8000, help="HTTP port.")
     serve.add_argument(
-        "--model", type=Path, help="Directory of a checkpoint; none = the embedded one."
+        "--model", type=Path, help="Directory of a checkpoint; default: the embedded one."
     )
     serve.add_argument(
-        "--model-id", default="", help="Name that it is served under; empty = the directory's."
+        "--model-id", default="", help="Name to serve the model under; empty = the directory's."
     )
     serve.add_argument(
-        "--catalog", type=Path, help="TOML file of models to serve instead; SIGHUP reads it again."
+        "--catalog", type=Path, help="TOML file of models to serve instead; SIGHUP reloads it."
     )
-    serve.add_argument("--keys", type=Path, help="File of API keys; none = none are asked for.")
+    serve.add_argument("--keys", type=Path, help="File of API keys; default: no keys required.")
     serve.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16.")
     serve.add_argument("--tokenizer-port", type=int, default=50051, help="gRPC port, text level.")
     serve.add_argument("--engine-port", type=int, default=50052, help="gRPC port, token level.")
     serve.add_argument("--grammar-port", type=int, default=50053, help="gRPC port, loopback only.")
-    serve.add_argument(
-        "--engine-args", default="", help="Further flags of the engine, in one string."
-    )
+    serve.add_argument("--engine-args", default="", help="Additional engine flags, in one string.")
     serve.add_argument(
         "--open", action="store_true", help="Allow a host beyond loopback without keys."
     )
     serve.add_argument(
         "--cors-origins",
         default="",
-        help="Origins whose pages may use the API, separated by commas; * = all.",
+        help="Origins whose web pages may use the API, separated by commas; * = all.",
     )
     serve.add_argument(
         "--allowed-hosts",
         default="",
-        help="Names under which HTTP may be asked besides those of loopback; * = any.",
+        help="Host names that HTTP requests may use besides those of loopback; * = any.",
     )
     serve.add_argument(
-        "--grace", type=float, default=30.0, help="Seconds that running requests get."
+        "--grace", type=float, default=30.0, help="Seconds that running requests get at shutdown."
     )
-    serve.add_argument("--log-dir", type=Path, help="A log file per service there, not stderr.")
+    serve.add_argument("--log-dir", type=Path, help="Directory of a log file per service.")
 
 
-def _complain(what: str) -> None:
-    print(f"tokenwire: {what}", file=sys.stderr)
+def _print_error(message: str) -> None:
+    print(f"tokenwire: {message}", file=sys.stderr)

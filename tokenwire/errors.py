@@ -1,7 +1,7 @@
-"""The one error type of Tokenwire, and its way to and from gRPC.
+"""Error type of Tokenwire, and its conversion to and from gRPC.
 
-An error is a gRPC status with google.rpc details: ErrorInfo always, BadRequest where a field is to
-blame, RetryInfo where a retry makes sense.
+An error is a gRPC status with google.rpc details: ErrorInfo always, BadRequest where a field is at
+fault, RetryInfo where a retry makes sense.
 """
 
 from collections.abc import Mapping
@@ -15,19 +15,18 @@ __all__ = ["DETAILS_KEY", "ServiceError", "invalid"]
 DOMAIN = "tokenwire"
 DETAILS_KEY = "grpc-status-details-bin"
 _MESSAGE_BYTES, _FIELD_BYTES = 1_200, 200
-"""What a message and a field's path may take. On the way a byte becomes up to 3 where the text is
-percent-encoded, and 4/3 in the details, where the message stands twice: all of it stays below the
-8 KiB of metadata that gRPC lets through."""
+"""Largest message and field path. gRPC allows 8 KiB of metadata: it percent-encodes the message (up
+to 3 bytes per byte), and the details hold it twice in base64 (4/3 bytes per byte)."""
 _ELLIPSIS = " … ".encode()
 _CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class ServiceError(Exception):
-    """A request that fails: what the caller is told.
+    """Failure of a request, as the caller sees it.
 
-    `field` is the path of the request field to blame ("sampling.top_p"); `retry_seconds` says
-    when a retry makes sense. Message and field may quote the request: where they are long, their
-    middle is left out.
+    `field` is the path of the request field at fault ("sampling.top_p"); `retry_seconds` is the
+    delay after which a retry makes sense. A long message or field, which may quote the request,
+    loses its middle.
     """
 
     def __init__(
@@ -41,8 +40,8 @@ class ServiceError(Exception):
     ) -> None:
         self.code = code
         self.reason = reason
-        self.message = _shortened(message, _MESSAGE_BYTES)
-        self.field = _shortened(field, _FIELD_BYTES)
+        self.message = _without_middle(message, _MESSAGE_BYTES)
+        self.field = _without_middle(field, _FIELD_BYTES)
         self.retry_seconds = retry_seconds
         super().__init__(self.message)
 
@@ -50,7 +49,7 @@ class ServiceError(Exception):
         return f"ServiceError({self.code.name}, {self.reason}, {self.message!r}, {self.field!r})"
 
     def to_status(self) -> status_pb2.Status:
-        """The same as a google.rpc.Status."""
+        """Return the error as a google.rpc.Status."""
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
         info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)
         status.details.add().Pack(info)
@@ -67,7 +66,7 @@ class ServiceError(Exception):
 
     @classmethod
     def from_status(cls, status: status_pb2.Status) -> "ServiceError":
-        """Reads a google.rpc.Status; unknown details are left out."""
+        """Read a google.rpc.Status; skip unknown details."""
         reason, field, retry = "UNKNOWN", "", None
         for detail in status.details:
             info = error_details_pb2.ErrorInfo()
@@ -84,7 +83,7 @@ class ServiceError(Exception):
 
     @classmethod
     def from_rpc_error(cls, error: grpc.aio.AioRpcError) -> "ServiceError":
-        """Reads what a failed call raised, with its details where the server sent them."""
+        """Read the error of a failed call, with its details where the server sent them."""
         for key, value in error.trailing_metadata() or ():
             if key == DETAILS_KEY and isinstance(value, bytes):
                 return cls.from_status(status_pb2.Status.FromString(value))
@@ -93,12 +92,12 @@ class ServiceError(Exception):
 
 
 def invalid(field: str, message: str, *, reason: str = "INVALID_FIELD") -> ServiceError:
-    """INVALID_ARGUMENT with the path of the field to blame."""
+    """Return INVALID_ARGUMENT with the path of the field at fault."""
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, reason, message, field=field)
 
 
-def _shortened(text: str, most: int) -> str:
-    """The text in at most so many bytes of UTF-8: its beginning and its end."""
+def _without_middle(text: str, most: int) -> str:
+    """Return the text without its middle, in at most `most` bytes of UTF-8."""
     data = text.encode("utf-8", "replace")
     if len(data) > most:
         half = (most - len(_ELLIPSIS)) // 2

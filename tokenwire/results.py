@@ -1,4 +1,4 @@
-"""What the client hands out: frozen dataclasses, and how they are read from messages."""
+"""Results of the client: frozen dataclasses, read from protobuf."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended."""
+    """Reason for the end of a choice."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -43,7 +43,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request used, in tokens and seconds."""
+    """Tokens and seconds that a request used."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -66,7 +66,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Natural-log probabilities of tokens: entry i of every tuple speaks of token i.
+    """Natural-log probabilities of tokens: entry i of every tuple belongs to token i.
 
     A token without a score (the first of a prompt) has NaN and rank 0.
     """
@@ -74,14 +74,14 @@ class Scores:
     logprobs: tuple[float, ...] = ()
     ranks: tuple[int, ...] = ()
     top_ids: tuple[tuple[int, ...], ...] = ()
-    """The most likely ids, best first; empty tuples where none were asked for"""
+    """Most likely ids, best first; empty tuples unless requested"""
     top_logprobs: tuple[tuple[float, ...], ...] = ()
     texts: tuple[str, ...] = ()
-    """What each token adds to the text, or its own text where the text leaves it out: a special
+    """Text that each token adds, or the token's own text where the output omits it: a special
     token, the stop id that ends a choice (text level only)"""
     offsets: tuple[int, ...] = ()
-    """Where that starts, or would stand, in the choice's whole text, in code points (text level
-    only)"""
+    """Start of each token in the choice's whole text, in code points; an omitted token has the
+    offset at which it would start (text level only)"""
     top_texts: tuple[tuple[str, ...], ...] = ()
     """Texts of top_ids (text level only)"""
 
@@ -93,7 +93,7 @@ class Scores:
         offsets: Sequence[int] = (),
         top_texts: Sequence[str] = (),
     ) -> "Scores | None":
-        """None where the tokens carry no scores."""
+        """Return the scores of token columns; None where the columns hold no scores."""
         if not columns.logprobs:
             return None
         width, count = columns.top_width, len(columns.ids)
@@ -110,7 +110,7 @@ class Scores:
 
     @classmethod
     def join(cls, parts: "Sequence[Scores]") -> "Scores | None":
-        """The scores of consecutive runs of tokens as one; None for no run."""
+        """Return the scores of consecutive runs of tokens as one; None without a run."""
         if not parts:
             return None
         return cls(
@@ -126,20 +126,21 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What a choice gained. The last delta of a choice has its finish_reason."""
+    """Part of a choice. The last delta of a choice has its finish_reason."""
 
     index: int
     """Prompt index * n + i"""
     text: str = ""
     token_ids: tuple[int, ...] = ()
     position: int = 0
-    """Of the first token, from the end of the prompt (of an echoed one, from its start)"""
+    """Position of the first token, counted from the end of the prompt; of an echoed token, from the
+    prompt's start"""
     is_prompt: bool = False
-    """Echoed prompt, not output"""
+    """True for tokens of the echoed prompt"""
     scores: Scores | None = None
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
-    """The stop string or the id that ended the choice"""
+    """Stop string or token id that ended the choice"""
 
     @classmethod
     def read(cls, delta: completion_pb2.ChoiceDelta) -> "Delta":
@@ -161,14 +162,14 @@ class Choice:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    """With echo, the prompt's too"""
+    """Generated ids, preceded by the prompt's with echo"""
     finish_reason: FinishReason
     stop: str | int | None
     scores: Scores | None
 
     @classmethod
     def join(cls, deltas: Sequence[Delta]) -> "Choice":
-        """The whole of a choice's deltas."""
+        """Return the choice that the deltas make up."""
         last = deltas[-1]
         assert last.finish_reason is not None
         return cls(
@@ -183,7 +184,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to a completion."""
+    """Answer to a completion."""
 
     model: str
     system_fingerprint: str
@@ -191,9 +192,10 @@ class Completion:
     choices: tuple[Choice, ...]
     usage: Usage
     ignored: tuple[str, ...] = ()
-    """Paths of what schemas of the request say without effect"""
+    """Paths of schema parts in the request that have no effect"""
     prompt_scores: tuple[Scores | None, ...] = ()
-    """By prompt; entry i speaks of prompt token i + 1. None unless prompt_logprobs was given"""
+    """Scores of each prompt's tokens from token 1 on: entry i is token i + 1. None without
+    prompt_logprobs"""
 
     @property
     def text(self) -> str:
@@ -203,19 +205,20 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """What a sequence gained. The last delta of a sequence has its finish_reason."""
+    """Part of a sequence. The last delta of a sequence has its finish_reason."""
 
     sequence: int
-    """Prompt index * n + choice; in prompt scores, the prompt index"""
+    """Prompt index * n + choice; the prompt index where `is_prompt`"""
     token_ids: tuple[int, ...] = ()
     position: int = 0
-    """Of the first token, from the end of the prompt (of prompt scores, from its start)"""
+    """Position of the first token, counted from the end of the prompt; from its start where
+    `is_prompt`"""
     is_prompt: bool = False
-    """Scores of prompt tokens, not output"""
+    """True for scores of prompt tokens"""
     scores: Scores | None = None
     finish_reason: FinishReason | None = None
     stop: int | None = None
-    """The id that ended the sequence"""
+    """Token id that ended the sequence"""
 
     @classmethod
     def read(cls, delta: engine_pb2.OutputDelta) -> "TokenDelta":
@@ -249,7 +252,7 @@ class Output:
 
     @classmethod
     def join(cls, deltas: Sequence[TokenDelta]) -> "Output":
-        """The whole of a sequence's deltas."""
+        """Return the sequence that the deltas make up."""
         last = deltas[-1]
         assert last.finish_reason is not None
         return cls(
@@ -263,12 +266,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer to a request at token level."""
+    """Answer to a request at token level."""
 
     seed: int
     outputs: tuple[Output, ...]
     prompt_scores: tuple[Scores | None, ...]
-    """By prompt; entry i speaks of prompt token i + 1. None unless prompt_logprobs was given"""
+    """Scores of each prompt's tokens from token 1 on: entry i is token i + 1. None without
+    prompt_logprobs"""
     usage: Usage
 
     @property
@@ -291,7 +295,7 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is served."""
+    """A served model."""
 
     id: str
     aliases: tuple[str, ...]
@@ -322,7 +326,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """The model of an engine, its limits, and what requests may ask for."""
+    """Model of an engine, its limits and its capabilities."""
 
     id: str
     architecture: str
@@ -333,7 +337,7 @@ class EngineModel:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     capabilities: frozenset[str]
-    """Names of engine.v1.Capability in lower case, without the prefix: "prompt_logprobs" say"""
+    """Lower-case names of engine.v1.Capability without the prefix ("prompt_logprobs")"""
     max_logprobs: int
     max_sequences_per_request: int
     max_running_sequences: int
@@ -369,7 +373,7 @@ class EngineModel:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy an engine is."""
+    """Load of an engine."""
 
     running_sequences: int
     waiting_sequences: int

@@ -1,8 +1,8 @@
-"""One long-lived stream that carries many requests.
+"""Client side of a Session: one long-lived stream that carries many requests.
 
-A message on a stream costs the same whatever is in it, so a Session carries one message per step
-for all requests. `Session` batches the commands of one turn of the event loop into one message, and
-hands each event to the listener of its request.
+A message on a stream costs the same whatever it holds, so a Session carries one message per step
+for all requests. `Session` batches the commands of one turn of the event loop into one message and
+delivers each event to the listener of its request.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 _MESSAGE_BYTES = MESSAGE_LIMIT // 4
-_COMMAND_BYTES = MESSAGE_LIMIT - 16  # the rest is for what the message puts around it
+"""Bytes of commands above which a new message starts"""
+_COMMAND_BYTES = MESSAGE_LIMIT - 16
+"""Largest command in bytes; the rest is for the message around it"""
 
 Command = TypeVar("Command")
 Event = TypeVar("Event")
@@ -38,21 +40,21 @@ EventIn = TypeVar("EventIn", contravariant=True)
 
 
 class Listener(Protocol[EventIn]):
-    """Takes the events of one request. Called on the event loop; must not block."""
+    """Receiver of the events of one request. Called on the event loop; must not block."""
 
     def on_event(self, event: EventIn) -> None:
-        """An event; the last one is the event that completes the request."""
+        """Take an event; the last one completes the request."""
 
     def on_error(self, error: ServiceError) -> None:
-        """The last event instead: refused, failed, or the stream was lost."""
+        """Take the end of a request that was refused, that failed, or whose stream was lost."""
 
 
 class Session(Generic[Command, Event]):
-    """Many requests over one stream. It connects at the first request, and anew after a loss.
+    """Many requests over one stream. The first request opens it, as does the next after a loss.
 
-    When the stream is lost or can't be opened, every open request's listener gets UNAVAILABLE
-    (SESSION_LOST); whoever holds the Session decides whether to submit them again. A request that
-    no message can hold gets INVALID_ARGUMENT (REQUEST_TOO_LARGE), and the others go on.
+    When the stream is lost or can't be opened, the listener of every open request gets UNAVAILABLE
+    (SESSION_LOST); the owner of the Session decides whether to submit them again. A request too
+    large for a message gets INVALID_ARGUMENT (REQUEST_TOO_LARGE); the others continue.
     """
 
     def __init__(
@@ -68,47 +70,45 @@ class Session(Generic[Command, Event]):
         self._next_handle = 1
         self._outbox: list[Command] = []
         self._wake = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._listeners)
+        self._task: asyncio.Task[None] | None = None
 
     def open(self, listener: Listener[Event]) -> int:
-        """A new handle, whose events go to `listener`. Send the start command next."""
+        """Return a new handle, whose events go to `listener`. Send the start command next."""
         handle = self._next_handle
         self._next_handle += 1
         self._listeners[handle] = listener
-        if self._running is None or self._running.done():
+        if self._task is None or self._task.done():
             self._outbox.clear()
-            # what the stream does is on behalf of all requests, not of the one that opened it
-            self._running = asyncio.create_task(self._run(), context=Context())
+            # The stream acts for all requests, so it must not log under the ids of the first.
+            self._task = asyncio.create_task(self._run(), context=Context())
         return handle
 
     def hand_over(self, handle: int, listener: Listener[Event]) -> None:
-        """Deliver what follows of a request to another listener."""
+        """Deliver the remaining events of a request to another listener."""
         if handle in self._listeners:
             self._listeners[handle] = listener
 
     def send(self, command: Command) -> None:
-        """Queue a command; it leaves with the others of this turn of the loop."""
+        """Queue a command; it is sent with the others of this turn of the event loop."""
         self._outbox.append(command)
         self._wake.set()
 
-    def forget(self, handle: int) -> None:
-        """Deliver nothing more for this request. Send its cancel command too."""
+    def detach(self, handle: int) -> None:
+        """Drop the remaining events of a request. Send its cancel command too."""
         self._listeners.pop(handle, None)
 
     async def close(self) -> None:
-        """End the stream; the other side aborts what it carried."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
-        self._lose(_lost("The stream was closed."))  # a task that had not begun tells nobody
+        """End the stream; the server aborts its requests."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        # A task that never started has not called _lose itself.
+        self._lose(_lost("The stream was closed."))
 
     async def _run(self) -> None:
         try:
             call = self._call()
-        except grpc.aio.UsageError as failure:  # the channel is closed
+        except grpc.aio.UsageError as failure:  # raised by a closed channel
             self._lose(_lost(f"The stream can't be opened: {failure}"))
             return
         writer = asyncio.ensure_future(self._write(call))
@@ -125,8 +125,8 @@ class Session(Generic[Command, Event]):
             self._lose(error)
 
     def _lose(self, error: ServiceError) -> None:
-        """The stream is gone; the next request opens another."""
-        self._running = None
+        """End every open request with an error; the next request opens another stream."""
+        self._task = None
         lost, self._listeners = self._listeners, {}
         for listener in lost.values():
             listener.on_error(error)
@@ -137,10 +137,10 @@ class Session(Generic[Command, Event]):
                 await self._wake.wait()
                 self._wake.clear()
                 commands, self._outbox = self._outbox, []
-                for some in self._split(commands):
-                    await call.write(self._bundle(some))
+                for batch in self._split(commands):
+                    await call.write(self._bundle(batch))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader sees the same failure and reports it
+            pass  # The reader sees the same failure and reports it.
 
     def _dispatch(self, event: Any) -> None:
         listener = self._listeners.get(event.handle)
@@ -155,7 +155,7 @@ class Session(Generic[Command, Event]):
         listener.on_event(event)
 
     def _split(self, commands: Sequence[Command]) -> list[list[Command]]:
-        """Commands by message, as few as stay well below the limit; refuses what is over it."""
+        """Group commands into messages well below the limit; refuse a command above it."""
         messages: list[list[Command]] = []
         filled = 0
         for command in commands:
@@ -173,7 +173,7 @@ class Session(Generic[Command, Event]):
     def _refuse(self, command: Any, size: int) -> None:
         listener = self._listeners.pop(command.handle, None)
         if listener is not None:
-            message = f"The request takes {size:,} bytes; {_COMMAND_BYTES:,} can be sent."
+            message = f"The request has {size:,} bytes; at most {_COMMAND_BYTES:,} can be sent."
             code = grpc.StatusCode.INVALID_ARGUMENT
             listener.on_error(ServiceError(code, "REQUEST_TOO_LARGE", message))
 
@@ -188,7 +188,7 @@ CompletionSession = Session[completion_pb2.SessionCommand, completion_pb2.Sessio
 
 
 def engine_session(channel: grpc.aio.Channel) -> EngineSession:
-    """A Session of EngineService."""
+    """Return a Session of EngineService."""
     stub = EngineServiceStub(channel)
 
     def is_last(event: engine_pb2.SessionEvent) -> bool:
@@ -198,7 +198,7 @@ def engine_session(channel: grpc.aio.Channel) -> EngineSession:
 
 
 def completion_session(channel: grpc.aio.Channel) -> CompletionSession:
-    """A Session of CompletionService."""
+    """Return a Session of CompletionService."""
     stub = CompletionServiceStub(channel)
 
     def is_last(event: completion_pb2.SessionEvent) -> bool:

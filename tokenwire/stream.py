@@ -1,23 +1,49 @@
-"""One request of a Session, as an async iterator of its deltas."""
+"""Requests of a Session as async iterators of their deltas."""
 
 import asyncio
-from abc import abstractmethod
-from collections import deque
-from typing import Any, Generic, Self, TypeVar
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from typing import Any, Generic, Self, TypeVar, cast
 
-from tokenwire.closing import Closing
+from tokenwire.chat import ChatDelta
 from tokenwire.errors import ServiceError
-from tokenwire.results import Usage
-from tokenwire.session import Session
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.types.v1 import types_pb2
+from tokenwire.results import Delta, FinishReason, Scores, TokenDelta, Usage
+from tokenwire.session import CompletionSession, EngineSession, Session
 
-__all__ = ["Inbox", "RequestStream"]
+__all__ = [
+    "AsyncResource",
+    "ChatStream",
+    "CompletionStream",
+    "GenerationStream",
+    "RequestStream",
+    "TextDelta",
+    "TextStream",
+]
 
 Event = TypeVar("Event")
 DeltaType = TypeVar("DeltaType")
+TextDelta = TypeVar("TextDelta", Delta, ChatDelta)
 
 
-class Inbox(Generic[Event]):
-    """Listens to one request of a Session, and keeps its events until they are taken."""
+class AsyncResource(ABC):
+    """Something that `async with` closes."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close it; a second call has no effect."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *failure: object) -> None:
+        await self.aclose()
+
+
+class _Inbox(Generic[Event]):
+    """Listener of one request that queues its events until they are taken."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
@@ -25,17 +51,17 @@ class Inbox(Generic[Event]):
         self._arrived = asyncio.Event()
 
     def on_event(self, event: Event) -> None:
-        """Keep an event."""
+        """Queue an event."""
         self._events.append(event)
         self._arrived.set()
 
     def on_error(self, error: ServiceError) -> None:
-        """Keep the error, which comes after the events."""
+        """Record the error, which `take` raises after the queued events."""
         self._error = error
         self._arrived.set()
 
     async def take(self) -> Event:
-        """The next event; raises ServiceError once the request has failed."""
+        """Return the next event; raise ServiceError once a failed request has no events left."""
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -44,49 +70,167 @@ class Inbox(Generic[Event]):
         return self._events.popleft()
 
 
-class RequestStream(Closing, Generic[Event, DeltaType]):
-    """Iterates over the deltas of one request. Raises ServiceError when the request fails.
+class RequestStream(AsyncResource, Generic[Event, DeltaType]):
+    """Async iterator over the deltas of one request. Raises ServiceError when the request fails.
 
     Leaving `async with`, or `aclose`, cancels the request unless it has ended. Subclasses send the
     start command with `_handle`.
     """
 
     usage: Usage | None = None
-    """Set once the iteration has ended"""
+    """Usage of the request; None until the iteration has ended"""
 
     def __init__(self, session: Session[Any, Event]) -> None:
         self._session = session
-        self._inbox: Inbox[Event] = Inbox()
+        self._inbox: _Inbox[Event] = _Inbox()
         self._handle = session.open(self._inbox)
-        self._over = False
+        self._ended = False
 
     @abstractmethod
     def _cancel_command(self) -> object:
-        """The command that ends the request."""
+        """Return the command that cancels the request."""
 
     @abstractmethod
     def _read(self, event: Event) -> DeltaType | None:
-        """The delta in an event, if any. Sets `usage` at the last event."""
+        """Return the delta in an event, if any. The last event sets `usage`."""
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> DeltaType:
-        while not self._over:
+        while not self._ended:
             try:
                 event = await self._inbox.take()
             except ServiceError:
-                self._over = True
+                self._ended = True
                 raise
             delta = self._read(event)
-            self._over = self.usage is not None
+            self._ended = self.usage is not None
             if delta is not None:
                 return delta
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Cancel the request unless it has ended."""
-        if not self._over:
-            self._over = True
-            self._session.forget(self._handle)
+        if not self._ended:
+            self._ended = True
+            self._session.detach(self._handle)
             self._session.send(self._cancel_command())
+
+
+class TextStream(RequestStream[completion_pb2.SessionEvent, TextDelta]):
+    """Deltas of a completion or a chat."""
+
+    accepted: completion_pb2.CompleteAccepted | None = None
+    """The admitted request's settings; set before the first delta"""
+    prompt_scores: dict[int, list[Scores]]
+    """Runs of prompt tokens by prompt index, from token 1 on; only with prompt_logprobs"""
+    _delta: type[TextDelta]
+
+    def __init__(self, session: CompletionSession) -> None:
+        super().__init__(session)
+        self.prompt_scores = defaultdict(list)
+
+    def _cancel_command(self) -> object:
+        cancel = completion_pb2.Cancel()
+        return completion_pb2.SessionCommand(handle=self._handle, cancel=cancel)
+
+    def _read(self, event: completion_pb2.SessionEvent) -> TextDelta | None:
+        response: Any = event.chat if event.HasField("chat") else event.complete
+        match response.WhichOneof("event"):
+            case "delta":
+                return self._delta.read(response.delta)
+            case "finished":
+                finished = response.finished
+                return self._delta(
+                    index=finished.index,
+                    position=finished.completion_tokens,
+                    finish_reason=FinishReason.read(finished.reason),
+                    stop=_stop_match(finished.match),
+                )
+            case "prompt_logprobs":
+                run = response.prompt_logprobs
+                scores = Scores.read(run.tokens, run.token_texts, (), run.top_texts)
+                if scores is not None:
+                    self.prompt_scores[run.prompt].append(scores)
+            case "accepted":
+                self.accepted = response.accepted
+            case "completed":
+                self.usage = Usage.read(response.completed.usage)
+        return None
+
+    async def by_choice(self) -> list[list[TextDelta]]:
+        """Iterate to the end; return the deltas of each choice, in the order of the choices."""
+        deltas: dict[int, list[TextDelta]] = defaultdict(list)
+        async with self:
+            async for delta in self:
+                deltas[delta.index].append(delta)
+        return [deltas[index] for index in sorted(deltas)]
+
+    @property
+    def ended(self) -> tuple[completion_pb2.CompleteAccepted, Usage]:
+        """The admitted request's settings and its usage, once the iteration has ended."""
+        assert self.accepted is not None
+        assert self.usage is not None
+        return self.accepted, self.usage
+
+
+class CompletionStream(TextStream[Delta]):
+    """Deltas of a completion."""
+
+    _delta = Delta
+
+    def __init__(self, session: CompletionSession, start: completion_pb2.StartComplete) -> None:
+        super().__init__(session)
+        session.send(completion_pb2.SessionCommand(handle=self._handle, start_complete=start))
+
+
+class ChatStream(TextStream[ChatDelta]):
+    """Deltas of a chat."""
+
+    _delta = ChatDelta
+
+    def __init__(self, session: CompletionSession, start: completion_pb2.StartChat) -> None:
+        super().__init__(session)
+        session.send(completion_pb2.SessionCommand(handle=self._handle, start_chat=start))
+
+
+class GenerationStream(RequestStream[engine_pb2.SessionEvent, TokenDelta]):
+    """Deltas of a request at token level."""
+
+    accepted: engine_pb2.Accepted | None = None
+    """The admitted request's settings; set before the first delta"""
+
+    def __init__(self, session: EngineSession, start: engine_pb2.SessionStart) -> None:
+        super().__init__(session)
+        self.prompts = len(start.request.prompts)
+        session.send(engine_pb2.SessionCommand(handle=self._handle, start=start))
+
+    def _cancel_command(self) -> object:
+        cancel = engine_pb2.SessionCancel()
+        return engine_pb2.SessionCommand(handle=self._handle, cancel=cancel)
+
+    def _read(self, event: engine_pb2.SessionEvent) -> TokenDelta | None:
+        match event.WhichOneof("event"):
+            case "delta":
+                return TokenDelta.read(event.delta)
+            case "prompt_scores":
+                return TokenDelta.read_prompt(event.prompt_scores)
+            case "finished":
+                stop = _stop_match(event.finished.match)
+                return TokenDelta(
+                    sequence=event.finished.sequence,
+                    position=event.finished.completion_tokens,
+                    finish_reason=FinishReason.read(event.finished.reason),
+                    stop=stop if isinstance(stop, int) else None,
+                )
+            case "accepted":
+                self.accepted = event.accepted
+            case "completed":
+                self.usage = Usage.read(event.completed.usage)
+        return None
+
+
+def _stop_match(match: types_pb2.StopMatch) -> str | int | None:
+    name = match.WhichOneof("match")
+    return None if name is None else cast(str | int, getattr(match, name))

@@ -1,4 +1,4 @@
-"""Prints the requirements of extras in pyproject.toml, so that an image caches them in a layer."""
+"""Requirements of extras in pyproject.toml, printed so that images cache them in a layer."""
 
 import re
 import sys

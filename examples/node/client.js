@@ -1,4 +1,4 @@
-// Text and tokens over gRPC, from the .proto files alone: npm install && node client.js
+// Text and tokens over gRPC from the .proto files alone. Run: npm install && node client.js
 const path = require("node:path");
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
@@ -20,7 +20,7 @@ const definition = loader.loadSync(
 );
 const { tokenwire, google } = grpc.loadPackageDefinition(definition);
 
-// Every error carries a google.rpc.Status in its trailers, and that one typed details.
+// The trailers of every error carry a google.rpc.Status with typed details.
 function detailsOf(error) {
   const [bytes] = error.metadata.get("grpc-status-details-bin");
   if (bytes === undefined) return {};

@@ -1,9 +1,9 @@
-"""What every service shares: settings, server bootstrap, logs and metrics."""
+"""The modules that all services share: settings, server bootstrap, logs and metrics."""
 
 import os
 
-# gRPC reads this when it starts. Its event engine's threads hand every message that a client reads
-# from one to another, a wake-up each; without them the thread that waits for completions reads.
+# gRPC reads both variables when it is imported. Its event engine hands every message that a client
+# reads from thread to thread. Without it, the thread that waits for completions reads itself.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
-# Its own lines are no JSON: only errors, not what it says of each fork.
+# gRPC's log lines are not JSON, and it logs every fork: keep only its errors.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,4 +1,4 @@
-"""What a JSON Schema says of its values that no grammar enforces."""
+"""Annotations in JSON Schemas: formats and encodings that no grammar enforces."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,40 +6,54 @@ from itertools import chain, islice
 
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
-__all__ = ["ENCODINGS", "ENFORCED_FORMATS", "unenforced", "unenforced_in"]
+__all__ = [
+    "ENCODINGS",
+    "ENFORCED_FORMATS",
+    "LITERAL_KEYWORDS",
+    "NAMED_SCHEMAS",
+    "unenforced",
+    "unenforced_in",
+]
 
 ENFORCED_FORMATS = frozenset({
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
 })  # fmt: skip
-"""Every other format is an annotation, as JSON Schema has it."""
+"""The formats that grammars enforce. JSON Schema treats all others as annotations."""
 
 ENCODINGS = frozenset({"contentEncoding", "contentMediaType", "contentSchema"})
-"""The keywords that say what a string holds in other terms; annotations too."""
+"""The keywords that describe the encoded content of a string; never enforced."""
 
-_LITERAL = frozenset({"const", "default", "enum", "examples"})  # keywords that hold no schemas
-_NAMED = frozenset({
+LITERAL_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
+"""The keywords that hold values, not schemas"""
+
+NAMED_SCHEMAS = frozenset({
     "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
 })  # fmt: skip
-_MOST = 100  # paths; it is what a client is told, not what the grammar rests on
+"""The keywords that hold an object of schemas by name"""
+
+_MAX_PATHS = 100
 
 
 def unenforced_in(spec: GrammarSpec, path: str) -> list[str]:
-    """The same of a grammar at `path`, by its fields: "grammar.json_schema.items.format"."""
+    """Return the paths of annotations in the schemas of a grammar at `path`, at most 100.
+
+    Paths go through the grammar's fields, for example "grammar.json_schema.items.format".
+    """
     schemas = _schemas_of(spec, f"{path}.{spec.WhichOneof('spec')}")
-    return list(islice(chain.from_iterable(unenforced(*each) for each in schemas), _MOST))
+    return list(islice(chain.from_iterable(unenforced(*each) for each in schemas), _MAX_PATHS))
 
 
 def unenforced(schema: object, path: str) -> list[str]:
-    """Paths of the keywords of a schema at `path`, and of all schemas in it, that only annotate
-    though they sound as if they did not: unknown formats, and encodings. At most 100.
+    """Return the paths of annotations in a schema at `path`, at most 100.
 
-    Whether it is a schema at all, the grammar service says.
+    These are unknown formats and encodings: keywords that read like constraints. The schema may be
+    invalid; the grammar service refuses it later.
     """
-    return list(islice(_annotations(schema, path), _MOST))
+    return list(islice(_annotations(schema, path), _MAX_PATHS))
 
 
 def _schemas_of(spec: GrammarSpec, path: str) -> Iterator[tuple[object, str]]:
-    """The schemas of a grammar, with their paths."""
+    """Yield the schemas of a grammar with their paths."""
     kind = spec.WhichOneof("spec")
     if kind == "json_schema":
         yield _read(spec.json_schema), path
@@ -67,9 +81,9 @@ def _annotations(schema: object, path: str) -> Iterator[str]:
                         yield where
                 elif keyword in ENCODINGS:
                     yield where
-                elif keyword in _NAMED and isinstance(content, dict):
+                elif keyword in NAMED_SCHEMAS and isinstance(content, dict):
                     inner += [(part, f"{where}.{name}") for name, part in content.items()]
-                elif keyword not in _LITERAL:
+                elif keyword not in LITERAL_KEYWORDS:
                     inner.append((content, where))
         elif isinstance(value, list):
             inner = [(part, f"{at}[{index}]") for index, part in enumerate(_schemas(value))]
@@ -86,5 +100,5 @@ def _read(text: str) -> object:
     try:
         value: object = json.loads(text)
     except (ValueError, RecursionError):
-        return None  # which the grammar service refuses
+        return None  # the grammar service refuses it
     return value

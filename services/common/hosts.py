@@ -1,39 +1,39 @@
-"""Names under which a server may be asked, by the Host header of requests.
+"""The host names that a server accepts in the Host header.
 
-A page of another site can make its own name lead to 127.0.0.1 (DNS rebinding), and browsers then
-let it read what a server on loopback answers. The header still says that name.
+A web page can make its own name resolve to 127.0.0.1 (DNS rebinding). Browsers then let it read the
+answers of a server on loopback, but still send that name in the header.
 """
 
 import ipaddress
 from collections.abc import Collection
 
-from tokenwire.serving.exposure import is_loopback
+from tokenwire.serving.addresses import is_loopback
 
 __all__ = ["AllowedHosts"]
 
 
 class AllowedHosts:
-    """The names for a server: those of loopback, and what the operator names.
+    """The accepted names of one server: those of loopback, and those that the operator gives.
 
-    A server that listens beyond loopback is asked under names that nobody here knows: it takes any,
-    unless some are named.
+    A server that listens beyond loopback accepts any name unless the operator gives some: its names
+    are not known here.
     """
 
     def __init__(self, bound: str, names: Collection[str]) -> None:
-        """bound: the address that it listens on. names: without ports; "*" stands for any."""
+        """`bound`: the address that it listens on. `names`: without ports; "*" accepts any name."""
         self._names = {name.lower() for name in names}
-        self._takes_any = "*" in self._names or not (names or is_loopback(bound))
+        self._accepts_any = "*" in self._names or not (names or is_loopback(bound))
 
     def allows(self, host: str) -> bool:
-        """Whether a Host header, with or without a port, is one of them."""
-        if self._takes_any:
+        """Return whether a Host header, with or without a port, has an accepted name."""
+        if self._accepts_any:
             return True
         name = _name_of(host.lower())
         return name in self._names or name == "localhost" or _is_loopback_address(name)
 
 
 def _name_of(host: str) -> str:
-    """The name without its port; "" where it is no Host header."""
+    """Return the name without its port, "" for a malformed header."""
     if host.startswith("["):
         end = host.find("]") + 1
         name, port = host[:end], host[end:]
@@ -44,7 +44,7 @@ def _name_of(host: str) -> str:
 
 
 def _is_loopback_address(name: str) -> bool:
-    """127.0.0.0/8, or ::1 in brackets."""
+    """Return whether a name is in 127.0.0.0/8, or is ::1 in brackets."""
     try:
         if name.startswith("["):
             return ipaddress.IPv6Address(name[1:-1]).is_loopback

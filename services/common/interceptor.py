@@ -1,4 +1,4 @@
-"""What happens around every rpc: the request's ids, typed errors, one log line."""
+"""The server interceptor of all RPCs: request ids, typed errors and one log line per call."""
 
 import inspect
 import logging
@@ -29,19 +29,19 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def sane_request_id(offered: str | None) -> str:
-    """The id a client offered, if it is fit for logs and headers; else a new one."""
+    """Return a client's request id if it is fit for logs and headers, a new id otherwise."""
     if offered and _SANE.fullmatch(offered):
         return offered
     return f"req_{uuid.uuid4().hex}"
 
 
 def sane_traceparent(offered: str | None) -> str:
-    """The trace context a client offered, if it is one; else none."""
+    """Return a client's trace context if it is well-formed, "" otherwise."""
     return offered if offered and _TRACEPARENT.fullmatch(offered) else ""
 
 
 def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str | None:
-    """The first value of a metadata key."""
+    """Return the first value of a metadata key."""
     for name, value in context.invocation_metadata() or ():
         if name == key:
             return value if isinstance(value, str) else value.decode("utf-8", "replace")
@@ -49,7 +49,7 @@ def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str
 
 
 def metadata_priority(context: grpc.aio.ServicerContext[Any, Any]) -> int:
-    """x-priority: higher first, 0 where it is absent. Raises ServiceError if it is no int32."""
+    """Return x-priority, 0 if it is absent; raise ServiceError if it is not an int32."""
     text = metadata_value(context, "x-priority") or "0"
     try:
         priority = int(text)
@@ -61,7 +61,7 @@ def metadata_priority(context: grpc.aio.ServicerContext[Any, Any]) -> int:
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler: sets the request's ids, turns ServiceErrors into statuses, logs."""
+    """Wraps each handler to set request ids, turn ServiceErrors into statuses and log the call."""
 
     async def intercept_service(
         self,
@@ -94,28 +94,28 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
 
 
 _UNREADABLE = object()
-"""In place of a request that is no message of its type"""
+"""Stands for a request that can't be parsed"""
 
 
 def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def read(data: bytes) -> Any:
         try:
             return deserialize(data)
-        except DecodeError:  # which gRPC would answer in Python's words, or not at all
+        except DecodeError:  # gRPC would answer with a Python error, or not at all
             return _UNREADABLE
 
     return read
 
 
 def _readable(request: Any) -> Any:
-    """The request, or the stream of them. Raises INVALID_ARGUMENT for an unreadable one."""
+    """Return the request or stream of requests; raise INVALID_ARGUMENT for an unparsed one."""
     if isinstance(request, AsyncIterator):
         return _all_readable(request)
     if request is _UNREADABLE:
         raise ServiceError(
             grpc.StatusCode.INVALID_ARGUMENT,
             "INVALID_MESSAGE",
-            "The request is no protobuf message of the type that the method takes.",
+            "The request is not a protobuf message of the type that the method takes.",
         )
     return request
 
@@ -149,7 +149,7 @@ def _stream(inner: Any, method: str) -> Any:
 
 
 class _Rpc:
-    """One call, from arrival to its end."""
+    """The context of one call: its request ids, and its log line at the end."""
 
     def __init__(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._method = method
@@ -169,7 +169,7 @@ class _Rpc:
             why = failure(_LOG, error.reason, error.message)
             self._log(error.code.name, logging.INFO, **why)
             await abort(self._context, error)
-        elif isinstance(error, grpc.aio.AbortError):  # `cut_stalled` has told the client
+        elif isinstance(error, grpc.aio.AbortError):  # from `cut_stalled`
             self._log("RESOURCE_EXHAUSTED", logging.INFO, reason="STALLED")
         elif isinstance(error, Exception):
             _LOG.exception("unexpected failure in %s", self._method)

@@ -1,8 +1,22 @@
 """JSON values, as Python has them after parsing."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
-__all__ = ["Json"]
+__all__ = ["Json", "JsonConstantError", "parse_json"]
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
+
+
+class JsonConstantError(ValueError):
+    """NaN or an infinity, which Python's parser accepts and JSON does not have."""
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of JSON text. Raises ValueError, and RecursionError for deep nesting."""
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise JsonConstantError(f"{name} is not a JSON number")

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+from tokenwire.serving.addresses import LAST_PORT, METRICS_PORT_OFFSET
+
 __all__ = [
     "INSTANT",
     "LAST_PORT",
@@ -30,16 +32,15 @@ __all__ = [
 S = TypeVar("S")
 Field: TypeAlias = "dataclasses.Field[Any]"
 
-LAST_PORT = 65535
 INSTANT = 0.001
-"""Seconds: the least of what must be above 0"""
+"""Lower limit of durations that must be positive, in seconds"""
 
 
 class StartupError(Exception):
     """A service can't start. The message is one sentence for the person who started it."""
 
 
-_MOST = 2**31 - 1  # as seconds 68 years, which timers can still wait
+_MOST = 2**31 - 1  # in seconds 68 years, which timers still support
 
 
 def setting(
@@ -50,19 +51,22 @@ def setting(
     least: float = 0,
     most: float = _MOST,
 ) -> Any:
-    """A field of a settings dataclass; `least` and `most` bound it where it is a number."""
+    """Return a field of a settings dataclass; `least` and `most` bound a number."""
     metadata = {"help": meaning, "choices": choices, "least": least, "most": most}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What every service that speaks gRPC can be told."""
+    """Settings of all gRPC services."""
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(0, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     metrics_port: int = setting(
-        0, "Port of /metrics; 0 = the gRPC port + 1000, -1 = none.", least=-1, most=LAST_PORT
+        0,
+        f"Port of /metrics; 0 = the gRPC port + {METRICS_PORT_OFFSET}, -1 = none.",
+        least=-1,
+        most=LAST_PORT,
     )
     grace: float = setting(30.0, "Seconds that running requests get after SIGTERM.")
     log_level: str = setting(
@@ -72,20 +76,20 @@ class ServerSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamSettings(ServerSettings):
-    """What every service that streams to clients can be told besides."""
+    """Further settings of services that stream to clients."""
 
     heartbeat_seconds: float = setting(
-        10.0, "Seconds of silence after which a stream says that it is alive.", least=INSTANT
+        10.0, "Seconds of silence after which a stream sends a heartbeat.", least=INSTANT
     )
     stall_seconds: float = setting(
         30.0,
-        "Seconds without being read, or without credit, after which a client is cut.",
+        "Seconds without reading, or without credit, after which a client is disconnected.",
         least=INSTANT,
     )
 
 
 def parse(settings: type[S], prog: str, prefix: str) -> S:
-    """Read flags and environment; exits with 2 and one sentence on bad input."""
+    """Read flags and environment; exit with 2 and one sentence on bad input."""
     parser = _Parser(
         prog=prog,
         description=(settings.__doc__ or "").strip(),
@@ -122,7 +126,7 @@ def parse(settings: type[S], prog: str, prefix: str) -> S:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """In one sentence, as a StartupError; argparse's own way is to list all flags first."""
+        """Exit with one sentence, like a StartupError. argparse would print the usage first."""
         self.exit(2, f"{self.prog.rpartition('.')[2]}: {message}.\n")
 
 
@@ -131,11 +135,11 @@ def _flag(field: Field) -> str:
 
 
 def _complaint(field: Field, value: Any) -> str | None:
-    """Why the field can't have the value, if so."""
+    """Return why the field can't have the value, or None if it can."""
     choices, least, most = (field.metadata[name] for name in ("choices", "least", "most"))
     if choices and value not in choices:
         return f"{_flag(field)} must be one of {', '.join(choices)}, not {value!r}"
-    if isinstance(value, int | float) and not least <= value <= most:  # as nan never is
+    if isinstance(value, int | float) and not least <= value <= most:  # also for nan
         return f"{_flag(field)} must be between {least} and {most}, not {value}"
     return None
 
@@ -149,7 +153,7 @@ def _boolean(variable: str, text: str) -> bool:
 
 
 def require_directory(path: Path, what: str) -> Path:
-    """The path, if it is a directory; StartupError otherwise."""
+    """Return the path if it is a directory, raise StartupError otherwise."""
     if not path.is_dir():
         raise StartupError(f"{what} {path} is not a directory.")
     return path

@@ -1,4 +1,4 @@
-"""Metrics: an HTTP endpoint for Prometheus, and the buckets that all services share."""
+"""Prometheus metrics: the HTTP endpoint, and the histogram buckets that all services share."""
 
 from collections.abc import Iterable
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -7,7 +7,7 @@ from prometheus_client import start_http_server
 
 from services.common.hosts import AllowedHosts
 from services.common.settings import LAST_PORT, StartupError
-from tokenwire.serving.ports import address, why_unusable
+from tokenwire.serving.addresses import address, why_unusable
 
 __all__ = ["INTER_TOKEN_BUCKETS", "LATENCY_BUCKETS", "serve_metrics"]
 
@@ -20,7 +20,7 @@ INTER_TOKEN_BUCKETS = (
 
 
 def serve_metrics(host: str, port: int) -> None:
-    """Serve /metrics in a thread of its own, under names as `AllowedHosts` has them."""
+    """Serve /metrics in a thread, for hosts in `AllowedHosts`. Raises StartupError."""
     if port > LAST_PORT:
         raise StartupError(f"Can't serve metrics on port {port}; choose one with --metrics-port.")
     try:
@@ -38,6 +38,6 @@ def _guarded(application: WSGIApplication, allowed: AllowedHosts) -> WSGIApplica
         if allowed.allows(environ.get("HTTP_HOST", "localhost")):
             return application(environ, start_response)
         start_response("400 Bad Request", [("Content-Type", "text/plain")])
-        return [b"This server is not asked under the name in the Host header.\n"]
+        return [b"The server does not accept the name in the Host header.\n"]
 
     return guarded

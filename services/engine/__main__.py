@@ -1,21 +1,20 @@
-"""python -m services.engine, or torchrun -m services.engine"""
+"""Command line: python -m services.engine, or torchrun -m services.engine."""
 
 import sys
 
 from services.common.server import main
 from services.common.settings import StartupError, parse
 from services.engine.application import EngineApplication
-from services.engine.frontend.loop_client import set_thread_waiting
+from services.engine.frontend.loop_client import limit_thread_spinning
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
 
 
 def _follow() -> None:
     settings = parse(EngineSettings, "python -m services.engine", "TOKENWIRE_ENGINE")
-    set_thread_waiting()
-    from services.engine.loop.follower_process import (
-        run,  # only here: rank 0's server needs no torch
-    )
+    limit_thread_spinning()
+    # imported here only: the gRPC process of rank 0 must stay free of torch
+    from services.engine.loop.follower_process import run
 
     run(settings)
 

@@ -1,4 +1,4 @@
-"""The service as a whole: what it starts and stops."""
+"""Engine service as a whole: start, health, drain and stop."""
 
 import asyncio
 import logging
@@ -19,23 +19,23 @@ __all__ = ["EngineApplication"]
 
 _LOG = logging.getLogger("engine")
 _NICENESS = 5
-"""Of this process, beside the loop's: what the loop reports would interrupt its next step"""
+"""Niceness of the gRPC process: handling outputs must not delay the loop's next step"""
 
 
 class EngineApplication(Application):
-    """The engine service: its servicers and the loop behind them."""
+    """The servicers and the frontend behind them."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__()
         require_directory(settings.model, "--model")
         self._frontend = Frontend(settings, self._on_failure)
-        self._sessions = EngineServicer(self._frontend, settings)
+        self._engine = EngineServicer(self._frontend, settings)
         self._control = EngineControlServicer(self._frontend, settings, self.set_serving)
         self._silence_seconds = settings.silence_seconds
-        self._listening: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(self._sessions, server)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self._engine, server)
         engine_pb2_grpc.add_EngineControlServiceServicer_to_server(self._control, server)
         services = engine_pb2.DESCRIPTOR.services_by_name
         return [service.full_name for service in services.values()]
@@ -54,31 +54,33 @@ class EngineApplication(Application):
             model.kv_bytes / 2**30,
         )
         self.set_serving(True)
-        self._listening = asyncio.create_task(self._listen())
+        self._watchdog = asyncio.create_task(self._watch_loop())
 
     async def drain(self) -> None:
-        self._frontend.draining = True
+        self._frontend.drain()
         await self._frontend.drained()
 
     async def stop(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         await self._frontend.stop()
 
-    async def _listen(self) -> None:
-        """Says while the loop is silent that nothing is served: new requests had better go
-        elsewhere, and an operator sees it. Those that run are not ended: it may only be slow."""
+    async def _watch_loop(self) -> None:
+        """Report the service as not serving while the loop is silent.
+
+        New requests then go elsewhere. Running requests go on: the step may only be slow.
+        """
         while True:
             await self._until_silent(True)
-            _LOG.error("the step loop has said nothing for %g s", self._silence_seconds)
+            _LOG.error("the step loop has sent no output for %g s", self._silence_seconds)
             self.set_serving(False)
             await self._until_silent(False)
-            _LOG.info("the step loop goes on")
+            _LOG.info("the step loop sends outputs again")
             self.set_serving(not self._frontend.draining)
 
-    async def _until_silent(self, wanted: bool) -> None:
+    async def _until_silent(self, is_silent: bool) -> None:
         limit = self._silence_seconds
-        while (self._frontend.silent_seconds > limit) is not wanted:  # noqa: ASYNC110 - no event
+        while (self._frontend.silent_seconds > limit) is not is_silent:  # noqa: ASYNC110 - no event
             await asyncio.sleep(min(limit / 4, 1.0))
 
     def _on_failure(self, why: str) -> None:

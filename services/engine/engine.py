@@ -4,7 +4,7 @@
         print(engine.generate([100, 101, 102], max_tokens=8, temperature=0).token_ids)
 
 Importing this module loads torch, which reads OpenMP's settings once: a script whose steps are
-short calls `set_thread_waiting` of `frontend.loop_client` before.
+short calls `limit_thread_spinning` of `frontend.loop_client` before.
 """
 
 import secrets
@@ -25,6 +25,7 @@ from services.engine.loop.loaded_loop import LoadedLoop, load_loop
 from services.engine.messages import (
     AddRequest,
     CancelRequest,
+    CheckedRequest,
     FinishCause,
     Finished,
     FlushCache,
@@ -164,8 +165,7 @@ class Engine:
             stop_token_ids=frozenset(options.get("stop_token_ids", ())),
         )
         self._handles += 1
-        request = AddRequest(
-            handle=self._handles,
+        checked = CheckedRequest(
             prompts=[prompt],
             n=1,
             sampling=sampling,
@@ -174,6 +174,10 @@ class Engine:
             prompt_logprobs=options.get("prompt_logprobs"),
             resume=(),
             constrained=False,
+        )
+        request = AddRequest(
+            handle=self._handles,
+            checked=checked,
             credit=None,
             cache_salt=b"",
             priority=0,

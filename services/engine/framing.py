@@ -1,4 +1,7 @@
-"""Messages over a byte stream: pickled, each behind its length. Both ends are ours."""
+"""Pickled messages over a byte stream, each with its length in front.
+
+Unpickling is safe here: both ends are processes of one engine.
+"""
 
 import pickle
 import struct
@@ -10,19 +13,20 @@ _HEADER = struct.Struct("<Q")
 
 
 def pack(message: object) -> bytes:
-    """A message as it travels."""
+    """Return the bytes of a message."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(len(data)) + data
 
 
 class Unpacker:
-    """Puts together what arrives in pieces."""
+    """Reassembles messages from pieces of any size."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
+        """Bytes of messages that are not complete"""
 
     def feed(self, data: bytes) -> list[Any]:
-        """The messages that end within this piece."""
+        """Return the messages that this piece completes."""
         self._rest += data
         messages, start = [], 0
         while len(self._rest) - start >= _HEADER.size:

@@ -1,30 +1,30 @@
-"""What the gRPC side and the step loop tell each other.
+"""Messages between the gRPC process and the loop process.
 
 Plain data without torch or protobuf, pickled over one socket: commands in, one `StepOutput` per
-step out. Nothing else is shared.
+step out. The processes share nothing else.
 """
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
-
-from services.engine.model.checkpoint.generation import GenerationDefaults
 
 __all__ = [
     "AddRequest",
     "Admitted",
     "CacheFlushed",
     "CancelRequest",
+    "CheckedRequest",
     "Command",
+    "DraftTokens",
     "DrySettings",
     "FinishCause",
     "Finished",
     "FlushCache",
+    "GenerationDefaults",
     "GrantCredit",
-    "Guessed",
     "LoadSnapshot",
     "LogitBias",
     "LoopFailed",
@@ -35,6 +35,7 @@ __all__ = [
     "Output",
     "Refused",
     "RequestDone",
+    "RequestOutput",
     "Resume",
     "SamplingSettings",
     "Score",
@@ -43,22 +44,31 @@ __all__ = [
     "StepOutput",
     "StoppingSettings",
     "Token",
+    "bitmask",
 ]
+
+
+def bitmask(ids: Iterable[int], vocabulary_size: int) -> bytes:
+    """Return a mask that allows these ids: ceil(vocabulary_size / 8) bytes, lowest bit first."""
+    mask = bytearray(-(-vocabulary_size // 8))
+    for token in ids:
+        mask[token >> 3] |= 1 << (token & 7)
+    return bytes(mask)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """What is added to the logits of some ids, each named once."""
+    """Numbers to add to the logits of some ids."""
 
     ids: "array[int]"
-    """int64"""
+    """int64, distinct"""
     values: "array[float]"
-    """float32"""
+    """float32, one for each id"""
 
 
 @dataclass(frozen=True, slots=True)
 class DrySettings:
-    """DryParams with every default applied, where they ask for something."""
+    """DryParams with every default applied and a multiplier above 0."""
 
     multiplier: float
     base: float
@@ -75,7 +85,7 @@ class MirostatSettings:
 
     @property
     def target_surprise(self) -> float:
-        """In bits."""
+        """The target in bits."""
         return math.log2(self.target_perplexity)
 
 
@@ -95,18 +105,19 @@ class SamplingSettings:
     dry: DrySettings | None = None
     mirostat: MirostatSettings | None = None
     allowed: bytes | None = None
-    """Bit i, least significant first, = id i may be drawn; none past its end. None = every id"""
+    """Bitmask, least significant bit first: bit i allows id i, a missing bit forbids it. None =
+    every id is allowed"""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Runs of ids that are never generated, none of them empty"""
+    """Non-empty runs of ids that must never be generated"""
 
     @property
     def limits_ids(self) -> bool:
-        """Whether some ids are never drawn, whatever the logits are."""
+        """True if the request itself forbids some ids."""
         return self.allowed is not None or bool(self.bad_words)
 
     @property
     def penalises(self) -> bool:
-        """Whether the tokens so far change the logits of the next."""
+        """True if earlier tokens change the logits of the next one."""
         return (
             self.frequency_penalty != 0
             or self.presence_penalty != 0
@@ -123,28 +134,24 @@ class StoppingSettings:
     min_tokens: int
     ignore_eos: bool
     context_length: int
-    """Tokens of prompt and output together, at most"""
+    """Upper bound of prompt and output tokens together"""
     stop_token_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What a sequence generated elsewhere."""
+    """Tokens that a sequence has generated on another engine."""
 
     sequence: int
     generated: Sequence[int]
     mirostat_mu: float | None = None
-    """Mirostat's state after them"""
-
-
-# Commands: from the gRPC side to the loop.
+    """Mirostat's state after `generated`"""
 
 
 @dataclass(frozen=True, slots=True)
-class AddRequest:
-    """Admit prompts x n sequences, or refuse them all."""
+class CheckedRequest:
+    """A valid GenerateRequest with every default applied: prompts x n sequences."""
 
-    handle: int
     prompts: Sequence[Sequence[int]]
     n: int
     sampling: SamplingSettings
@@ -156,25 +163,43 @@ class AddRequest:
     resume: Sequence[Resume]
     constrained: bool
     """Sequence i draws through the masks of matcher (handle, i)"""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences: prompts x n."""
+        return len(self.prompts) * self.n
+
+
+# Commands, from the gRPC process to the loop process.
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """Admit all sequences of a request, or refuse them all."""
+
+    handle: int
+    checked: CheckedRequest
     credit: int | None
-    """Tokens each sequence may generate before more is granted; None = unlimited"""
+    """Tokens each sequence may generate before the next grant; None = unlimited"""
     cache_salt: bytes
+    """Tenant of the request: only requests with the same salt share cached prefixes"""
     priority: int
     arrival: float
-    """time.monotonic() of its arrival"""
+    """time.monotonic() when the request arrived"""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """End sequences; empty = all of the request."""
+    """End some sequences of a request."""
 
     handle: int
     sequences: Sequence[int] = ()
+    """Indices within the request; empty = all"""
 
 
 @dataclass(frozen=True, slots=True)
 class GrantCredit:
-    """Let every sequence of a request generate further tokens."""
+    """Let each sequence of a request generate `tokens` more tokens."""
 
     handle: int
     tokens: int
@@ -182,66 +207,67 @@ class GrantCredit:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What one sequence must and may draw from some position on."""
+    """Tokens that a grammar forces and allows in one sequence, from `position` on."""
 
     handle: int
     sequence: int
     position: int
-    """Tokens generated before it, counted from the end of the original prompt"""
+    """Position of the first forced token, counted from the end of the original prompt"""
     forced: Sequence[int]
-    """The tokens from there on: each the only one that its place allows"""
+    """Tokens from `position` on, each the only one that the grammar allows at its position"""
     bits: bytes | None
-    """What may follow them: bit i, least significant first, = id i may be drawn; None = every id"""
+    """Bitmask for the token after `forced`, least significant bit first; None = every id"""
     terminated: bool
-    """Nothing may follow them: the sequence ends there"""
-    ahead: Sequence[tuple[int, bytes | None]] = ()
-    """Guesses, in order, and what may be drawn behind each if it and those before come true"""
+    """True if the sequence must end after `forced`"""
+    draft_masks: Sequence[tuple[int, bytes | None]] = ()
+    """Draft tokens after `forced`, each with the bitmask for the token after it, which holds only
+    if this draft token and all before it are drawn"""
 
     @property
     def end(self) -> int:
-        """The position that `bits` and `terminated` speak of."""
+        """Position after the forced tokens, which `bits` and `terminated` describe."""
         return self.position + len(self.forced)
 
     @property
     def last(self) -> int:
-        """The last position that this may speak of."""
-        return self.end + len(self.ahead)
+        """Last position that has a bitmask."""
+        return self.end + len(self.draft_masks)
 
     def allows_at(self, position: int) -> bytes | None:
-        """What may be drawn from `position` to `last`: a mask, perhaps short; None = every id."""
+        """Return the bitmask of a position up to `last`; it may be short, None = every id."""
         if position > self.end:
-            return self.ahead[position - self.end - 1][1]
+            return self.draft_masks[position - self.end - 1][1]
         if position == self.end:
             return self.bits
         token = self.forced[position - self.position]
         return (1 << token).to_bytes(token // 8 + 1, "little")
 
-    def outlives(self, position: int, token: int) -> bool:
-        """Whether this still holds once that token stands at that position."""
+    def holds_after(self, position: int, token: int) -> bool:
+        """Return whether the mask still holds after `token` is appended at `position`."""
         step = position - self.end
-        return step < 0 or (step < len(self.ahead) and self.ahead[step][0] == token)
+        return step < 0 or (step < len(self.draft_masks) and self.draft_masks[step][0] == token)
 
 
 @dataclass(frozen=True, slots=True)
 class SetMasks:
-    """Masks that the grammar service answered."""
+    """Hand over masks that the grammar service has computed."""
 
     masks: Sequence[Mask]
 
 
 @dataclass(frozen=True, slots=True)
 class FlushCache:
-    """Forget cached prefixes that nothing holds."""
+    """Evict all cached blocks that no sequence holds."""
 
 
 Command = AddRequest | CancelRequest | GrantCredit | SetMasks | FlushCache
 
 
-# Outputs: from the loop to the gRPC side.
+# Outputs, from the loop process to the gRPC process.
 
 
 class FinishCause(Enum):
-    """Why a sequence ended."""
+    """Reason for which a sequence ended."""
 
     EOS = "eos"
     STOP_TOKEN = "stop_token"
@@ -252,30 +278,33 @@ class FinishCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The model's own natural-log probability of a token, and its best candidates."""
+    """Log probability of a token and its best competitors, before sampling changes the logits."""
 
     logprob: float
+    """Natural logarithm"""
     rank: int
     """1 = most likely"""
     top_ids: Sequence[int]
+    """Most likely ids, best first"""
     top_logprobs: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request was admitted."""
+    """The loop has admitted a request."""
 
     handle: int
     max_tokens: Sequence[int]
-    """By prompt, lowered to what the context leaves"""
+    """One per prompt, lowered to the rest of the context"""
     cached_tokens: Sequence[int]
-    """By prompt, found in the prefix cache"""
+    """Prefix hit of each prompt, in tokens"""
     queue_position: int
+    """Number of waiting requests that are scheduled before this one"""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request was refused, or is cut: terminal."""
+    """The loop has refused or aborted a request. Terminal."""
 
     handle: int
     code: str
@@ -284,12 +313,12 @@ class Refused:
     message: str
     retry_seconds: float | None = None
     field: str = ""
-    """Of the request, to blame"""
+    """Invalid field of the request"""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """Scores of prompt tokens from `position` on."""
+    """Scores of consecutive prompt tokens, the first at `position`."""
 
     handle: int
     prompt: int
@@ -299,7 +328,7 @@ class ScoredPrompt:
 
 
 class Token(NamedTuple):
-    """One generated token. A tuple, because there are many: half the cost to make and to send."""
+    """One generated token. A tuple costs half as much to make and send as a dataclass."""
 
     handle: int
     sequence: int
@@ -307,24 +336,24 @@ class Token(NamedTuple):
     id: int
     score: Score | None
     mirostat_mu: float | None = None
-    """Mirostat's state after it, where that is in use"""
+    """Mirostat's state after the token; None without Mirostat"""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sequence ended."""
+    """A sequence has ended."""
 
     handle: int
     sequence: int
     cause: FinishCause
     token_id: int | None
-    """The id that ended it, with EOS and STOP_TOKEN"""
+    """Id that ended the sequence, for EOS and STOP_TOKEN"""
     completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDone:
-    """Every sequence of a request ended: terminal."""
+    """All sequences of a request have ended. Terminal."""
 
     handle: int
     prompt_tokens: int
@@ -337,28 +366,32 @@ class RequestDone:
 
 @dataclass(frozen=True, slots=True)
 class CacheFlushed:
-    """Answers FlushCache."""
+    """Answer to FlushCache."""
 
     freed_blocks: int
 
 
-class Guessed(NamedTuple):
-    """What a constrained sequence may draw next: the masks along it would save steps."""
+class DraftTokens(NamedTuple):
+    """Draft tokens of a constrained sequence, which the loop verifies once it has their masks."""
 
     handle: int
     sequence: int
     ids: list[int]
 
 
-Output = Admitted | Refused | ScoredPrompt | Token | Guessed | Finished | RequestDone | CacheFlushed
+RequestOutput = Admitted | Refused | ScoredPrompt | Token | DraftTokens | Finished | RequestDone
+Output = RequestOutput | CacheFlushed
 
 
 class LoadSnapshot(NamedTuple):
-    """How busy the loop is."""
+    """Load of the loop after a step."""
 
     running: int = 0
+    """Sequences that hold KV blocks"""
     waiting: int = 0
+    """Sequences in the queue"""
     queued_tokens: int = 0
+    """Tokens of waiting sequences that were not in the prefix cache"""
     free_blocks: int = 0
     total_blocks: int = 0
     preemptions: int = 0
@@ -368,13 +401,13 @@ class LoadSnapshot(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What one step brought, in order."""
+    """Outputs of one step, in order."""
 
     outputs: Sequence[Output]
     load: LoadSnapshot
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # pickle takes longer to name a token's type than for all that is in it
+        # plain tuples: pickle spends more time on a token's type than on its fields
         bare = [tuple(item) if type(item) is Token else item for item in self.outputs]
         return _step_output, (bare, self.load)
 
@@ -385,8 +418,20 @@ def _step_output(bare: Sequence[Any], load: LoadSnapshot) -> StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling settings that the checkpoint recommends; None = no recommendation."""
+
+    temperature: float | None = None
+    """0 where generation_config.json sets do_sample to false"""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The model, as the loop loaded it."""
+    """The model that the loop process has loaded."""
 
     architecture: str
     dtype: str
@@ -405,13 +450,13 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class LoopReady:
-    """The model is loaded and commands are taken."""
+    """The model is loaded, and the loop takes commands."""
 
     model: ModelDescription
 
 
 @dataclass(frozen=True, slots=True)
 class LoopFailed:
-    """The loop could not start. `message` is one sentence."""
+    """The loop could not start. `message` is one sentence for the operator."""
 
     message: str

@@ -1,4 +1,4 @@
-"""What the engine can be told."""
+"""Settings of the engine, from flags and environment variables."""
 
 import re
 from dataclasses import dataclass
@@ -21,43 +21,49 @@ class EngineSettings(StreamSettings):
     model_id: str = setting("", "Canonical id of the model; empty = the directory's name.")
     dtype: str = setting(
         "auto",
-        "What to compute in; auto = bfloat16 where the hardware multiplies it, else float32.",
+        "Type to compute in; auto = bfloat16 if the hardware multiplies it, else float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     weights: str = setting(
         "full",
-        "What products read the weights in; full = --dtype, int8 = half of bfloat16's bytes.",
+        "Format of the weights in memory; full = --dtype, int8 = half the bytes of bfloat16.",
         choices=("full", "int8"),
     )
-    device: str = setting("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
+    device: str = setting(
+        "auto",
+        "Device of the computation; auto = a GPU if there is one.",
+        choices=("auto", "cpu", "cuda"),
+    )
     grammar: str = setting("", "host:port of the grammar service; empty = no grammars.")
     grammar_wait: float = setting(
-        60.0, "Seconds that constrained requests wait for a grammar service that is lost."
+        60.0, "Seconds that constrained requests wait for a lost grammar service."
     )
     lost_seconds: float = setting(
-        LOST_SECONDS, "Seconds of silence after which a grammar service is taken for lost.", least=1
+        LOST_SECONDS, "Seconds of silence after which the grammar service counts as lost.", least=1
     )
-    threads: int = setting(0, "Threads that compute; 0 = one per core.", most=4096)
-    kv_memory: str = setting("auto", "Memory of the KV cache, 4GiB say; auto = from what is free.")
-    max_running: int = setting(256, "Sequences that run at once.", least=1)
-    max_waiting: int = setting(1024, "Sequences that may wait; more are refused.", least=1)
-    max_step_tokens: int = setting(4096, "Prompt tokens of one step.", least=1)
+    threads: int = setting(0, "Compute threads; 0 = one per core.", most=4096)
+    kv_memory: str = setting(
+        "auto", "Memory of the KV cache, such as 4GiB; auto = from free memory."
+    )
+    max_running: int = setting(256, "Sequences that run at the same time, at most.", least=1)
+    max_waiting: int = setting(1024, "Sequences that may wait, at most; more are refused.", least=1)
+    max_step_tokens: int = setting(4096, "Prompt tokens of one step, at most.", least=1)
     mixed_step_factor: float = setting(
         1.7,
-        "How many times as long as without prompts a step may take that also decodes.",
+        "Time of a step with prompts and decodes, at most, as a multiple of one without prompts.",
         least=1.01,
     )
     speculate: str = setting(
         "off",
-        "Guess tokens from what the sequence repeats; the output stays the same.",
+        "Draft tokens from repetitions in the sequence; the output stays the same.",
         choices=("off", "ngram"),
     )
     silence_seconds: float = setting(
         60.0,
-        "Seconds of one step after which the service says that it does not serve, till it goes on.",
+        "Seconds of one step after which the service reports itself as not serving.",
         least=INSTANT,
     )
-    max_logprobs: int = setting(20, "Most candidates that a token may be scored with.", most=128)
+    max_logprobs: int = setting(20, "Candidates in the scores of a token, at most.", most=128)
 
     def __post_init__(self) -> None:
         if self.kv_memory != "auto":
@@ -65,8 +71,10 @@ class EngineSettings(StreamSettings):
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "512MiB", "4GiB", "2G" or "1000000"."""
+    """Return the bytes of "512MiB", "4GiB", "2G" or "1000000". Raises StartupError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise StartupError(f"{text!r} is no amount of memory; write 4GiB or 512MiB.")
+        raise StartupError(
+            f"{text!r} is not an amount of memory; write for example 4GiB or 512MiB."
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])

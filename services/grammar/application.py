@@ -1,4 +1,4 @@
-"""The grammar service's settings and its life."""
+"""The grammar service: its settings, and its parts from start to stop."""
 
 import os
 from collections.abc import Sequence
@@ -16,41 +16,39 @@ from services.common.settings import (
     setting,
 )
 from services.grammar.compiling.compiler import Compiler
+from services.grammar.grammar_service import GrammarServicer
 from services.grammar.matching.cache import GrammarCache
 from services.grammar.matching.vocabulary import load
-from services.grammar.servicer import GrammarServicer
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.grammar.v1.grammar_pb2_grpc import add_GrammarServiceServicer_to_server
 
 __all__ = ["GrammarApplication", "GrammarSettings"]
 
-# bytes; a mask thread has 2 MiB unless told otherwise, and grammars were tried with 4
+# Bytes of a mask thread's stack. Trial compiles have half of it; Rust's default is 2 MiB.
 _MASK_STACK = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrammarSettings(ServerSettings):
-    """Tokenwire's grammar service: JSON Schema, regex and Lark grammars to token masks."""
+    """Tokenwire's grammar service: token masks from JSON Schema, regex and Lark grammars."""
 
     port: int = setting(50053, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
-    model: Path = setting(Path(), "Directory of the checkpoint; its tokenizer.json is used.")
-    compile_timeout: float = setting(
-        5.0, "CPU seconds that a grammar may take to compile.", least=INSTANT
-    )
+    model: Path = setting(Path(), "Directory of the checkpoint with tokenizer.json.")
+    compile_timeout: float = setting(5.0, "Most CPU seconds to compile a grammar.", least=INSTANT)
     compile_concurrency: int = setting(
-        2, "Grammars compiled at once; as many slow ones besides.", least=1
+        2, "Quick grammars compiled at once, and also slow grammars compiled at once.", least=1
     )
     max_grammar_bytes: int = setting(256 * 1024, "Largest grammar, in bytes.", least=1)
     cache_entries: int = setting(
-        1024, "Compiled grammars held; the least recently used goes.", least=1
+        1024, "Most cached grammars; the least recently used is evicted.", least=1
     )
     cache_bytes: int = setting(
-        512 * 1024**2, "Memory that they may take together, in bytes.", least=1, most=2**50
+        512 * 1024**2, "Most memory of all cached grammars, in bytes.", least=1, most=2**50
     )
 
 
 class GrammarApplication(Application):
-    """Owns the vocabulary, the compile process and the servicer."""
+    """The vocabulary, the compile process and the servicer."""
 
     def __init__(self, settings: GrammarSettings) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""GBNF, and the EBNF of xgrammar, as a Lark grammar in llguidance's dialect.
+"""Translation of GBNF, and of xgrammar's EBNF, to a Lark grammar in llguidance's dialect.
 
-The syntax is that of llama.cpp's grammars/README.md. As in xgrammar, a rule also goes on over line
-ends until the next `name ::=`.
+Source of the syntax: llama.cpp, grammars/README.md. As in xgrammar, a rule continues over line ends
+until the next `name ::=`.
 
-In Lark, a lexer takes the longest token that fits, whatever must follow: after `[a-z]*`, no "x"
-would ever come. GBNF has no tokens. So a grammar without recursion becomes one token, because all
-that fits inside a token is found. In a grammar with recursion, each character is a token.
+Lark's lexer takes the longest matching token whatever must follow: no "x" could follow `[a-z]*`.
+GBNF has no lexer. So a grammar without recursion becomes one token, inside which matching is exact.
+In a grammar with recursion, each character is a token.
 """
 
 import json
@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 
-__all__ = ["to_lark"]
+__all__ = ["lark_literal", "to_lark"]
 
-_MAX_DEPTH = 100  # parentheses in each other
+_MAX_DEPTH = 100  # nested parentheses
 _TOKEN = re.compile(
     r"""(?P<space>(?:\s|\#[^\r\n]*)+)
     |(?P<defines>::=)
@@ -49,14 +49,14 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """One character of several, as a regular expression between slashes."""
+    """A character class, as a regular expression between slashes."""
 
     regex: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """The name of a rule; `place` is its offset in the text."""
+    """The use of a rule; `place` is its offset in the text."""
 
     name: str
     place: int
@@ -64,21 +64,21 @@ class _Reference:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """One after the other."""
+    """Several nodes in sequence."""
 
     items: "Sequence[_Node]"
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One of them."""
+    """One of several nodes."""
 
     options: "Sequence[_Node]"
 
 
 @dataclass(frozen=True, slots=True)
 class _Repeat:
-    """So many times; None is without end."""
+    """A node with a quantifier. `most` None: unbounded."""
 
     item: "_Node"
     least: int
@@ -89,12 +89,12 @@ _Node: TypeAlias = _Text | _Class | _Reference | _Sequence | _Choice | _Repeat
 
 
 def to_lark(text: str) -> str:
-    """The same grammar in Lark. Raises GrammarError with line and column."""
+    """Translate a grammar to Lark. Raises GrammarError with line and column."""
     return _Writer(_Parser(text).rules()).grammar()
 
 
 class _Parser:
-    """Reads rules by recursive descent."""
+    """A recursive-descent parser."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -102,7 +102,7 @@ class _Parser:
         self._next = 0
 
     def rules(self) -> dict[str, _Node]:
-        """The bodies of all rules by name; references were checked."""
+        """Parse all rules, and check their references; return the bodies by name."""
         rules: dict[str, _Node] = {}
         while (token := self._peek()) is not None:
             if token.lastgroup != "name" or not self._defines(1):
@@ -114,7 +114,7 @@ class _Parser:
             if (stray := self._peek()) is not None and stray.group() == ")":
                 raise self._error(stray.start(), "This ) closes nothing")
         if "root" not in rules:
-            raise GrammarError("The grammar has no rule root, which is the whole of it.")
+            raise GrammarError("The grammar has no rule root, with which it must start.")
         for body in rules.values():
             for reference in _references(body):
                 if reference.name not in rules:
@@ -150,7 +150,7 @@ class _Parser:
                 return _Class(_ANY)
             case "mark" if token.group() == "(":
                 return self._group(token, depth + 1)
-        raise self._error(token.start(), f"{token.group()} stands where an item must stand")
+        raise self._error(token.start(), f"An item is expected, not {token.group()}")
 
     def _group(self, opening: re.Match[str], depth: int) -> _Node:
         if depth > _MAX_DEPTH:
@@ -178,13 +178,13 @@ class _Parser:
         return _Repeat(item, least, last)
 
     def _class(self, start: int, end: int) -> str:
-        """A class of characters, as a regular expression."""
+        """Return a character class as a regular expression."""
         is_negated = self._text.startswith("^", start, end)
         found = list(self._characters(start + is_negated, end))
         if not found:
             if is_negated:
                 return _ANY
-            raise self._error(start - 1, "No character is in []")
+            raise self._error(start - 1, "[] is empty")
         ranges: list[str] = []
         while found:
             first, place = found.pop(0)
@@ -198,14 +198,14 @@ class _Parser:
         return f"/[{'^' * is_negated}{''.join(ranges)}]/"
 
     def _characters(self, start: int, end: int) -> Iterator[tuple[str, int]]:
-        """What stands between two quotes or brackets, escapes resolved, with each place."""
+        """Yield the characters in a literal or class, escapes resolved, with their offsets."""
         while start < end:
             found = _CHARACTER.match(self._text, start, end)
             code = None if found is None else found[1] or found[2] or found[3]
             if found is None or (found[4] is not None and found[4] not in _ESCAPES):
                 raise self._error(start, f"The escape {self._text[start : start + 2]} is not known")
             if code is not None and (int(code, 16) > 0x10FFFF or 0xD800 <= int(code, 16) < 0xE000):
-                raise self._error(start, f"{found.group()} is no character")
+                raise self._error(start, f"{found.group()} is not a character")
             char = chr(int(code, 16)) if code is not None else found[5] or _ESCAPES[found[4]]
             yield char, start
             start = found.end()
@@ -223,7 +223,7 @@ class _Parser:
 
 
 class _Writer:
-    """Writes the rules as Lark: as one token, or as rules whose tokens are single characters."""
+    """Rules in Lark: one token, or rules whose tokens are single characters."""
 
     def __init__(self, rules: Mapping[str, _Node]) -> None:
         self._rules = rules
@@ -234,7 +234,7 @@ class _Writer:
             self._names[name] = plain.upper() if self._is_token else plain
 
     def grammar(self) -> str:
-        """The whole: the rules that root needs, in the order of their need."""
+        """Return the rules reachable from root, in order of first use."""
         needed = {"root": None}
         waiting = ["root"]
         for name in waiting:
@@ -247,7 +247,7 @@ class _Writer:
     def _write(self, node: _Node) -> str:
         match node:
             case _Text():
-                return _quoted(node.text) if self._is_token else _spelled(node.text)
+                return lark_literal(node.text) if self._is_token else _spelled(node.text)
             case _Class():
                 return node.regex
             case _Reference():
@@ -264,7 +264,7 @@ class _Writer:
 
 
 def _without_recursion(rules: Mapping[str, _Node]) -> set[str]:
-    """The names of the rules that do not come back to themselves."""
+    """Return the names of the rules that no cycle of references reaches."""
     users: dict[str, set[str]] = {name: set() for name in rules}
     missing: dict[str, int] = {}
     for name, body in rules.items():
@@ -287,7 +287,7 @@ def _tokens(text: str) -> Iterator[re.Match[str]]:
         token = _TOKEN.match(text, place)
         if token is None:
             where = _line_and_column(text, place)
-            raise GrammarError(f"Nothing of GBNF begins with {text[place]!r} ({where}).")
+            raise GrammarError(f"No GBNF token begins with {text[place]!r} ({where}).")
         if token.lastgroup != "space":
             yield token
         place = token.end()
@@ -307,12 +307,13 @@ def _references(node: _Node) -> Iterator[_Reference]:
             yield from _references(node.item)
 
 
-def _quoted(text: str) -> str:
+def lark_literal(text: str) -> str:
+    """Return a literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _spelled(text: str) -> str:
-    return f"({' '.join(map(_quoted, text))})" if text else '""'
+    return f"({' '.join(map(lark_literal, text))})" if text else '""'
 
 
 def _line_and_column(text: str, place: int) -> str:

@@ -1,4 +1,4 @@
-"""What the grammar service counts."""
+"""Metrics of the grammar service."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -6,15 +6,15 @@ __all__ = ["COMPILES", "COMPILE_SECONDS", "MASKS", "MATCHERS", "STEP_SECONDS"]
 
 COMPILES = Counter(
     "tokenwire_grammar_compiles",
-    "Compile rpcs, by kind of grammar and outcome: compiled, cached, refused, failed.",
+    "Compile RPCs, by kind of grammar and outcome: compiled, cached, refused, failed.",
     ["kind", "outcome"],
 )
 COMPILE_SECONDS = Histogram(
     "tokenwire_grammar_compile_seconds",
-    "Seconds to try out and compile a grammar that was not held.",
+    "Seconds to compile a grammar that is not cached, including the trial.",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
-MATCHERS = Gauge("tokenwire_grammar_matchers", "Matchers that are open.")
+MATCHERS = Gauge("tokenwire_grammar_matchers", "Open matchers.")
 MASKS = Counter(
     "tokenwire_grammar_masks",
     "Masks sent, by form: bitmask, allowed, unconstrained, held.",

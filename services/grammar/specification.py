@@ -1,18 +1,41 @@
-"""From what a client asked for to what llguidance compiles."""
+"""The grammars that clients send, and their translation for llguidance.
+
+Regular expressions, Lark and choices take one step. `gbnf` translates GBNF to Lark, and
+`structural_tag` translates a tag to a Lark grammar with one JSON Schema per structure. A JSON
+Schema passes these stages, all but the last two in `schemas`:
+
+1. `validation` parses the JSON text and refuses keywords that no grammar enforces.
+2. `string_keywords` replaces patterns and formats by regular expressions that llguidance enforces
+   exactly. Package `patterns` parses and translates them.
+3. `lowering` replaces the keywords that llguidance lacks, such as "not", "oneOf" and "contains":
+   - `native_subset` finds the subschemas that can stay as they are.
+   - `normal_forms` turns each other subschema into a union of sets of values. `keywords` gives the
+     sets of single keywords. `number_sets`, `string_sets`, `array_sets` and `object_sets` intersect
+     them. `conjunction` represents the schemas that members and items must satisfy.
+   - `lowering` writes each set in native keywords, and each union as "anyOf".
+4. llguidance compiles the lowered schema (`matching.prototype`).
+5. During generation, `matching.uniqueness` forbids repeated keys and items, which no context-free
+   grammar can express. It asks `json_positions` which subschemas apply, and `word_sets` which
+   prefixes only used words complete.
+
+Negation applies to schemas, never to sets. So a set that is left out, where a union is too large,
+makes the output narrower and never invalid.
+"""
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from llguidance import LLMatcher
 
 from services.common.json_values import Json
-from services.grammar import gbnf, structural_tag
-from services.grammar.error import GrammarError
-from services.grammar.schemas import json_schema, rewriting, strings
-from services.grammar.schemas.json_positions import JsonPositions, may_repeat
+from services.grammar import GrammarError, gbnf, structural_tag
+from services.grammar.schemas import validation
+from services.grammar.schemas.json_positions import JsonPositions, allows_repeats
+from services.grammar.schemas.lowering import lower
+from services.grammar.schemas.string_keywords import lower_strings, restore_patterns
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["Kind", "check", "identity", "kind_of", "locate", "positions", "size_of", "translate"]
@@ -21,8 +44,8 @@ Kind: TypeAlias = Literal[
     "json_schema", "json_object", "regex", "lark", "llguidance", "choice", "gbnf", "structural_tag"
 ]
 
-# Compact JSON: a model that may pad with whitespace sooner or later does so for ever. No escapes by
-# code point: a key could be spelt so that it is not seen to be one that the schema names.
+# Compact JSON: a model that may emit whitespace eventually does so without end. No \u escapes:
+# an escaped key would not be recognized as a key that the schema names.
 _OPTIONS: Mapping[str, Json] = {
     "x-guidance": {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
 }
@@ -32,7 +55,7 @@ _PLACE = re.compile(r" at line (\d+) column (\d+)$")
 
 
 def kind_of(spec: GrammarSpec) -> Kind:
-    """Which kind of grammar it is; raises GrammarError for none."""
+    """Return the kind of a grammar; raise GrammarError if none is set."""
     kind = spec.WhichOneof("spec")
     if kind is None:
         raise GrammarError("A grammar must be one of the kinds of GrammarSpec.")
@@ -40,12 +63,12 @@ def kind_of(spec: GrammarSpec) -> Kind:
 
 
 def size_of(spec: GrammarSpec) -> int:
-    """Bytes of the grammar, as sent."""
+    """Return the size of a grammar as sent, in bytes."""
     return spec.ByteSize()
 
 
 def identity(spec: GrammarSpec) -> str:
-    """SHA-256, in hex, of what defines the grammar: its kind and its content."""
+    """Return the SHA-256, in hex, of a grammar's kind and content."""
     kind = kind_of(spec)
     if kind == "choice":
         content = json.dumps(list(spec.choice.choices))
@@ -57,10 +80,10 @@ def identity(spec: GrammarSpec) -> str:
 
 
 def check(spec: GrammarSpec) -> None:
-    """Refuse, with the place, what the compiler would refuse without it, or ignore."""
+    """Raise GrammarError, with the place, for faults that the compiler ignores or can't locate."""
     kind = kind_of(spec)
     if kind == "json_schema":
-        json_schema.check(json_schema.parse(spec.json_schema))
+        validation.check(validation.parse(spec.json_schema))
     elif kind == "choice":
         if not spec.choice.choices:
             raise GrammarError("There must be at least one choice.")
@@ -68,7 +91,7 @@ def check(spec: GrammarSpec) -> None:
             if not choice:
                 raise GrammarError(f"choices[{index}] is empty.")
     elif kind == "llguidance":
-        _check_llguidance(json_schema.parse(spec.llguidance))
+        _check_llguidance(validation.parse(spec.llguidance))
     elif kind == "gbnf":
         gbnf.to_lark(spec.gbnf)
     elif kind == "structural_tag":
@@ -76,86 +99,84 @@ def check(spec: GrammarSpec) -> None:
 
 
 def translate(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's JSON form. Says nothing about whether it compiles, but raises
-    GrammarError, with the place, where llguidance could not hold strings of a schema."""
+    """Return a checked grammar in llguidance's JSON form.
+
+    Raises GrammarError, with the place, for schemas that llguidance can't enforce exactly. Other
+    faults show when the result is compiled.
+    """
     kind = kind_of(spec)
     if kind == "json_schema":
-        return _grammar("json_schema", _compiled(json_schema.parse(spec.json_schema)))
+        return _grammar("json_schema", _compilable(validation.parse(spec.json_schema)))
     if kind == "json_object":
-        return _grammar("json_schema", _compiled(_ANY_OBJECT))
+        return _grammar("json_schema", _compilable(_ANY_OBJECT))
     if kind == "regex":
         return str(LLMatcher.grammar_from_regex(spec.regex))
     if kind == "choice":
-        return _grammar("lark_grammar", _lark_of_choices(list(spec.choice.choices)))
+        return _grammar("lark_grammar", _lark_of_choices(spec.choice.choices))
     if kind == "lark":
         return _grammar("lark_grammar", spec.lark)
     if kind == "gbnf":
         return _grammar("lark_grammar", gbnf.to_lark(spec.gbnf))
     if kind == "structural_tag":
-        parts = structural_tag.parts_of(spec.structural_tag, "tag", _compiled)
+        parts = structural_tag.parts_of(spec.structural_tag, "tag", _compilable)
         return json.dumps({"grammars": parts})
-    return _of_parts(json.loads(spec.llguidance))
+    return _translate_parts(json.loads(spec.llguidance))
 
 
 def positions(spec: GrammarSpec) -> JsonPositions | None:
-    """How to follow a text that may repeat keys or items as far as the compiler can tell; None
-    where it can't."""
+    """Return the positions for duplicate detection; None where llguidance allows no repetition."""
     kind = kind_of(spec)
     if kind == "json_object":
         return JsonPositions(_ANY_OBJECT, _OPTIONS)
     if kind != "json_schema":
         return None
-    plain = _plain(json_schema.parse(spec.json_schema))
-    return JsonPositions(plain, _OPTIONS) if may_repeat(plain) else None
+    lowered = _lowered(validation.parse(spec.json_schema))
+    return JsonPositions(lowered, _OPTIONS) if allows_repeats(lowered) else None
 
 
 def locate(spec: GrammarSpec, reason: str) -> str:
-    """The compiler's reason with the place that it means, where that can be told: in what was
-    sent, not in what it was translated to."""
+    """Return the compiler's reason in terms of the grammar as sent, with the place if known."""
     kind = kind_of(spec)
-    if kind == "regex":  # a rule was made of it; the reason shows the regex itself, too
+    if kind == "regex":  # llguidance wraps it in a rule, and quotes both
         _, found, rest = reason.partition(" (in regex): ")
         return rest.rpartition("\n   1 | start: /")[0] if found else reason
     if kind == "llguidance":
         for index, part in enumerate(json.loads(spec.llguidance)["grammars"]):
             if isinstance(part, dict) and part.get("json_schema") is not None:
-                reason = strings.given_words(part["json_schema"], _part(index), reason)
+                reason = restore_patterns(part["json_schema"], _path_of_part(index), reason)
     if kind in ("llguidance", "gbnf", "structural_tag"):
         return _PLACE.sub("", reason.partition("\n   1 | ")[0])
     if kind != "json_schema":
         return reason
-    schema = json_schema.parse(spec.json_schema)
-    reason = _PLACE.sub("", strings.given_words(schema, "$", reason))
-    return json_schema.locate(schema, reason)
+    schema = validation.parse(spec.json_schema)
+    reason = _PLACE.sub("", restore_patterns(schema, "$", reason))
+    return validation.locate(schema, reason)
 
 
 def _grammar(field: str, value: object) -> str:
     return json.dumps({"grammars": [{field: value}]})
 
 
-def _lark_of_choices(choices: list[str]) -> str:
-    # one terminal: the compiler makes one automaton of it, whatever their number
-    literals = (json.dumps(text, ensure_ascii=False) for text in choices)
-    return "start: CHOICE\nCHOICE: " + " | ".join(literals).replace("\x7f", "\\u007f")
+def _lark_of_choices(choices: Iterable[str]) -> str:
+    # one terminal: the compiler builds a single automaton for any number of choices
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(gbnf.lark_literal, choices))
 
 
-def _plain(schema: Json, path: str = "$") -> Mapping[str, Json]:
-    """The same schema in the keywords and expressions that the compiler holds exactly."""
+def _lowered(schema: Json, path: str = "$") -> Mapping[str, Json]:
+    """Return an equivalent schema that llguidance enforces exactly."""
     try:
-        plain = rewriting.rewrite(strings.held_exactly(schema, path), path)
+        lowered = lower(lower_strings(schema, path), path)
     except GrammarError as error:
-        raise GrammarError(strings.given_words(schema, path, str(error))) from None
-    return plain if isinstance(plain, Mapping) else {}  # true allows all
+        raise GrammarError(restore_patterns(schema, path, str(error))) from None
+    return lowered if isinstance(lowered, Mapping) else {}  # true allows everything
 
 
-def _compiled(schema: Json, path: str = "$") -> Mapping[str, Json]:
-    """The schema as the compiler takes it."""
-    return {**_OPTIONS, **_plain(schema, path)}
+def _compilable(schema: Json, path: str = "$") -> Mapping[str, Json]:
+    return {**_OPTIONS, **_lowered(schema, path)}
 
 
-def _of_parts(grammar: dict[str, Any]) -> str:
-    """An llguidance grammar, which was checked, with its schemas as the compiler takes them; parts
-    that llguidance does not know become what they stand for."""
+def _translate_parts(grammar: dict[str, Any]) -> str:
+    """Lower the schemas of an llguidance grammar, and translate parts of kinds that it lacks."""
     translated: list[Any] = []
     further: list[Any] = []
     for index, part in enumerate(grammar["grammars"]):
@@ -165,15 +186,15 @@ def _of_parts(grammar: dict[str, Any]) -> str:
         elif isinstance(known, dict) and "structural_tag" in known:
             tag = structural_tag.read(known["structural_tag"])
             name = known.get("name") or f"tag_{index}"
-            known, *schemas = structural_tag.parts_of(tag, name, _compiled)
+            known, *schemas = structural_tag.parts_of(tag, name, _compilable)
             further += schemas
         elif isinstance(known, dict) and known.get("json_schema") is not None:
-            known["json_schema"] = _compiled(known["json_schema"], _part(index))
+            known["json_schema"] = _compilable(known["json_schema"], _path_of_part(index))
         translated.append(known)
     return json.dumps(grammar | {"grammars": translated + further})
 
 
-def _part(index: int) -> str:
+def _path_of_part(index: int) -> str:
     return f"$.grammars[{index}].json_schema"
 
 
@@ -185,7 +206,7 @@ def _check_llguidance(grammar: Json) -> None:
         if not isinstance(part, dict):
             continue
         if part.get("json_schema") is not None:
-            json_schema.check(part["json_schema"], _part(index), is_whole=False)
+            validation.check(part["json_schema"], _path_of_part(index), is_whole=False)
         if "gbnf" in part:
             if not isinstance(part["gbnf"], str):
                 raise GrammarError(f"$.grammars[{index}].gbnf must be a string.")

@@ -6,56 +6,61 @@ from typing import Any, cast
 
 from google.protobuf.json_format import ParseDict, ParseError
 
+from services.common.contract import MAX_STRUCTURES
 from services.common.json_values import Json
-from services.grammar.error import GrammarError
-from services.grammar.schemas import json_schema
+from services.grammar import GrammarError
+from services.grammar.gbnf import lark_literal
+from services.grammar.schemas import validation
 from tokenwire.pb.types.v1.types_pb2 import StructuralTag, TaggedStructure
 
 __all__ = ["check", "parts_of", "read"]
 
-_MOST = 128  # structures, and triggers: each is a token of the lexer
 _ANY_JSON = "{}"
 
 
 def read(value: Json) -> StructuralTag:
-    """A structural tag from protobuf's JSON form of it."""
+    """Read a structural tag from its protobuf JSON form; raise GrammarError if it is none."""
     try:
         return ParseDict(cast(dict[str, Any], value), StructuralTag())
     except (ParseError, TypeError, AttributeError) as error:
-        raise GrammarError(f"This is no structural tag: {error}.") from None
+        raise GrammarError(f"This is not a structural tag: {error}.") from None
 
 
 def check(tag: StructuralTag) -> None:
-    """Raise GrammarError for the first thing that is wrong, with its path."""
+    """Raise GrammarError for the first fault, with its path."""
     for name, values in (("structures", tag.structures), ("triggers", tag.triggers)):
-        if not 1 <= len(values) <= _MOST:
-            raise GrammarError(f"{name} must have 1 to {_MOST} elements, got {len(values)}.")
+        if not 1 <= len(values) <= MAX_STRUCTURES:
+            raise GrammarError(
+                f"{name} must have 1 to {MAX_STRUCTURES} elements, got {len(values)}."
+            )
     for index, trigger in enumerate(tag.triggers):
         if not trigger:
             raise GrammarError(f"triggers[{index}] is empty.")
         if not any(structure.begin.startswith(trigger) for structure in tag.structures):
-            raise GrammarError(f"triggers[{index}] starts the begin of no structure.")
+            raise GrammarError(f"No structure's begin starts with triggers[{index}].")
     for index, structure in enumerate(tag.structures):
         if _trigger_of(structure, tag.triggers) is None:
             raise GrammarError(f"structures[{index}].begin starts with none of the triggers.")
         place = f"structures[{index}].schema"
         try:
-            schema = json_schema.parse(_schema(structure))
+            schema = validation.parse(_schema(structure))
         except GrammarError as error:
             raise GrammarError(f"{place}: {error}") from None
-        json_schema.check(schema, place, is_whole=False)
+        validation.check(schema, place, is_whole=False)
 
 
 def parts_of(
     tag: StructuralTag,
     name: str,
-    compiled: Callable[[Json, str], Json],
+    compilable: Callable[[Json, str], Json],
 ) -> list[dict[str, Any]]:
-    """Grammars of llguidance: the first is the whole, each of the others holds a schema. The names
-    begin with `name`. The tag was checked. `compiled(schema, path)` is what the compiler takes.
+    """Return a checked tag as grammars of llguidance.
 
-    A trigger is found as soon as its last character is there: of two that begin alike, the shorter
-    one counts.
+    The first, called `name`, is the whole tag. Each other one holds the schema of a structure.
+    `compilable(schema, path)` returns a schema in the form that llguidance compiles.
+
+    A trigger takes effect at its last character: where one trigger is a prefix of another, the
+    shorter one counts.
     """
     bodies: dict[str, list[str]] = {}
     parts: list[dict[str, Any]] = [{"name": name}]
@@ -63,16 +68,16 @@ def parts_of(
         trigger = _trigger_of(structure, tag.triggers)
         assert trigger is not None
         part = f"{name}_schema_{index}"
-        schema = json.loads(_schema(structure))
-        held = compiled(schema, f"structures[{index}].schema")
-        parts.append({"name": part, "json_schema": held})
+        schema = compilable(json.loads(_schema(structure)), f"structures[{index}].schema")
+        parts.append({"name": part, "json_schema": schema})
         rest = structure.begin.removeprefix(trigger)
-        body = f"{_literal(rest)} @{part} {_literal(structure.end)}"
+        end = structure.end
+        body = f"{rest and lark_literal(rest)} @{part} {end and lark_literal(end)}"
         bodies.setdefault(trigger, []).append(body)
     rules = ["TEXT: /(?s:.*)/"]
     tagged: list[str] = []
     for index, (trigger, alternatives) in enumerate(bodies.items()):
-        rules.append(f"open_{index}[lazy]: TEXT {_literal(trigger)}")
+        rules.append(f"open_{index}[lazy]: TEXT {lark_literal(trigger)}")
         tagged.append(f"open_{index} ({' | '.join(alternatives)})")
     start = f"start: ({' | '.join(tagged)})* TEXT"
     parts[0]["lark_grammar"] = "\n".join([start, *rules])
@@ -86,7 +91,3 @@ def _trigger_of(structure: TaggedStructure, triggers: Sequence[str]) -> str | No
 
 def _schema(structure: TaggedStructure) -> str:
     return structure.schema or _ANY_JSON
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""

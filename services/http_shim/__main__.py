@@ -15,21 +15,20 @@ import uvicorn
 import uvloop
 
 from services.common import logging as service_logging
-from services.common import open_files
+from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
-from services.common.signals import stop_signal
 from services.common.telemetry import serve_metrics
 from services.http_shim.accounts.keyring import Keyring
 from services.http_shim.app import create_app
-from services.http_shim.backends.backend import Patience
+from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.catalog import Catalog
-from services.http_shim.backends.served import ModelSource, OneBackend
+from services.http_shim.backends.model_source import ModelSource, SingleBackend
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.protocol import protocol_of
 from services.http_shim.settings import HttpShimSettings, check
-from tokenwire.serving.catalog import CatalogError
-from tokenwire.serving.keys import KeyFileError
-from tokenwire.serving.ports import address, listen, why_unusable
+from tokenwire.serving.addresses import address, listen, why_unusable
+from tokenwire.serving.catalog_file import CatalogError
+from tokenwire.serving.key_file import KeyFileError
 
 _LOG = logging.getLogger("server")
 _UNSENT_BYTES = 64 * 1024
@@ -68,7 +67,7 @@ def main() -> None:
         if settings.fd < 0:
             check(settings)
         service_logging.configure("http_shim", settings.log_level)
-        open_files.allow_many()
+        raise_file_limit()
         uvloop.run(serve(settings))
     except (StartupError, CatalogError, KeyFileError) as error:
         print(f"http_shim: {error}", file=sys.stderr)
@@ -124,10 +123,10 @@ def _server(
 
 def _models(settings: HttpShimSettings) -> ModelSource:
     """Those of the catalog, read again on SIGHUP, or of the one tokenizer service."""
-    patience = Patience(settings.tokenizer_wait, settings.max_waiting, settings.lost_seconds)
+    retry_policy = RetryPolicy(settings.tokenizer_wait, settings.max_waiting, settings.lost_seconds)
     if not settings.catalog:
-        return OneBackend(settings.tokenizer, patience)
-    catalog = Catalog(Path(settings.catalog), patience)
+        return SingleBackend(settings.tokenizer, retry_policy)
+    catalog = Catalog(Path(settings.catalog), retry_policy)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, catalog.reload)
     return catalog
 

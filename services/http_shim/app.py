@@ -6,7 +6,7 @@ from starlette.routing import Route
 
 from services.common.hosts import AllowedHosts
 from services.http_shim.accounts.keyring import Keyring
-from services.http_shim.backends.served import ModelSource
+from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.documentation.openapi import openapi
 from services.http_shim.documentation.pages import PAGES, page_routes
 from services.http_shim.endpoints.chat import Chat
@@ -14,14 +14,14 @@ from services.http_shim.endpoints.completions import Completions
 from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
 from services.http_shim.endpoints.probes import Probes
-from services.http_shim.endpoints.tokens import Tokens
+from services.http_shim.endpoints.tokenization import Tokenization
 from services.http_shim.http.access import AccessMiddleware
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.cors import cors, origins_of
 from services.http_shim.http.exchange import ExchangeMiddleware
+from services.http_shim.http.failures import FailureMiddleware, exception_handlers
 from services.http_shim.http.gate import Gate
-from services.http_shim.http.handlers import FailureMiddleware, handlers
-from services.http_shim.http.hosts import HostMiddleware
+from services.http_shim.http.host_header import HostMiddleware
 from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.settings import HttpShimSettings
 
@@ -44,7 +44,7 @@ def create_app(
     chat = Chat(models, gate, bodies, settings.stall_seconds)
     multi_completion = MultiCompletion(models, gate, bodies)
     lists = Models(models)
-    tokens = Tokens(models, bodies)
+    tokens = Tokenization(models, bodies)
     probes = Probes(models, gate)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
@@ -76,4 +76,4 @@ def create_app(
     if keyring is not None:
         middleware.append(Middleware(AccessMiddleware, keyring=keyring, free=_FREE))
     middleware.append(Middleware(SchedulingMiddleware, trusts_headers=settings.trusts_headers))
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers())
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=exception_handlers())

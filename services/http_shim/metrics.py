@@ -4,7 +4,15 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.common.telemetry import INTER_TOKEN_BUCKETS, LATENCY_BUCKETS
 
-__all__ = ["FIRST_TOKEN", "INTER_TOKEN", "IN_FLIGHT", "NO_ROUTE", "REQUESTS", "SECONDS", "TOKENS"]
+__all__ = [
+    "FIRST_TOKEN_SECONDS",
+    "INTER_TOKEN_SECONDS",
+    "IN_FLIGHT",
+    "NO_ROUTE",
+    "REQUESTS",
+    "REQUEST_SECONDS",
+    "TOKENS",
+]
 
 NO_ROUTE = "unknown"
 """The route of what never came to one."""
@@ -13,18 +21,18 @@ REQUESTS = Counter(
     "tokenwire_http_requests", "Requests answered; 499 = the client left.", ["route", "status"]
 )
 IN_FLIGHT = Gauge("tokenwire_http_in_flight", "Requests being answered, but for probes.")
-SECONDS = Histogram(
+REQUEST_SECONDS = Histogram(
     "tokenwire_http_request_seconds",
     "From a request's arrival to the end of its answer.",
     ["route"],
     buckets=LATENCY_BUCKETS,
 )
-FIRST_TOKEN = Histogram(
+FIRST_TOKEN_SECONDS = Histogram(
     "tokenwire_http_time_to_first_token_seconds",
     "From the arrival of a streamed completion to its first token.",
     buckets=LATENCY_BUCKETS,
 )
-INTER_TOKEN = Histogram(
+INTER_TOKEN_SECONDS = Histogram(
     "tokenwire_http_inter_token_seconds",
     "Between the tokens of a streamed choice; several in one chunk share its time.",
     buckets=INTER_TOKEN_BUCKETS,

@@ -5,7 +5,7 @@ import dataclasses
 from services.common.settings import INSTANT, LAST_PORT, StartupError, setting
 from services.http_shim.http.cors import origins_of
 from tokenwire.channel import LOST_SECONDS
-from tokenwire.serving.exposure import is_loopback, why_closed
+from tokenwire.serving.addresses import is_loopback, why_closed
 
 __all__ = ["HttpShimSettings", "check"]
 

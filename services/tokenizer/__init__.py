@@ -1,1 +1,1 @@
-"""Text to token ids and back, and completions at text level, in front of an engine."""
+"""Tokenizer service: encoding, decoding, completions and chats in text, in front of an engine."""

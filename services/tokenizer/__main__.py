@@ -1,4 +1,4 @@
-"""python -m services.tokenizer"""
+"""Command line of the service: `python -m services.tokenizer`."""
 
 from services.common.server import main
 from services.tokenizer.application import TokenizerApplication, TokenizerSettings

@@ -1,4 +1,4 @@
-"""The service as a whole: its settings, and what it starts and stops."""
+"""Settings and lifecycle of the tokenizer service."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from services.tokenizer.chat.answer.tool_formats import (
     TOOL_FORMATS,
     answer_marks,
 )
-from services.tokenizer.chat.prompt import ChatTemplates
-from services.tokenizer.completion.completion import Completions
-from services.tokenizer.completion_service import CompletionServicer, Works
+from services.tokenizer.chat.chat_templates import ChatTemplates
+from services.tokenizer.completion.completion_registry import CompletionRegistry
+from services.tokenizer.completion_service import CompletionServicer, ProcessorFactory
 from services.tokenizer.engine_link import EngineLink, LinkSettings
 from services.tokenizer.text.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -38,7 +38,7 @@ __all__ = ["TokenizerApplication", "TokenizerSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSettings(StreamSettings):
-    """Text to token ids and back, and completions at text level."""
+    """Encoding and decoding of text, and completions and chats in text."""
 
     port: int = setting(50051, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     model: Path = setting(Path(), "Directory of the checkpoint, in the Hugging Face format.")
@@ -46,13 +46,13 @@ class TokenizerSettings(StreamSettings):
     engine: str = setting("127.0.0.1:50052", "Address of the engine, host:port.")
     engine_wait: float = setting(
         60.0,
-        "Seconds that requests wait for an engine that stops or was lost; longer while it loads.",
+        "Seconds that requests wait for an engine that stops or was lost, besides its loading.",
     )
     lost_seconds: float = setting(
-        LOST_SECONDS, "Seconds of silence after which the engine is taken for lost.", least=1
+        LOST_SECONDS, "Seconds of silence after which the engine counts as lost.", least=1
     )
     max_waiting: int = setting(
-        1024, "New requests that may wait for the engine to come back; more are refused."
+        1024, "Most new requests that wait for an engine that stops or was lost."
     )
     max_logprobs: int = setting(
         5, "Most candidates per token that a request may ask for, up to 20.", most=20
@@ -65,26 +65,26 @@ class TokenizerSettings(StreamSettings):
     )
     suffix_fallback: str = setting(
         "append",
-        "What becomes of `suffix` on a model without infill.",
+        "Treatment of `suffix` on a model that can't infill.",
         choices=("append", "error"),
     )
     tool_format: str = setting(
         "auto",
-        "How the model writes the calls of tools; auto = by its chat templates.",
+        "Form of the model's tool calls; auto = by its chat templates.",
         choices=("auto", *(form.name for form in (*TOOL_FORMATS, JSON_FORMAT))),
     )
     reasoning_format: str = setting(
         "auto",
-        "How the model sets its reasoning apart; auto = by its chat templates.",
+        "Form of the model's reasoning; auto = by its chat templates.",
         choices=("auto", "none", *(form.name for form in REASONING_FORMATS)),
     )
 
 
 class TokenizerApplication(Application):
-    """Both servicers, and the link to the engine that they share."""
+    """The two gRPC services, and their connection to the engine."""
 
     def __init__(self, settings: TokenizerSettings) -> None:
-        """Raises StartupError when settings or checkpoint can't be served."""
+        """Load the checkpoint. Raises StartupError if it, or a setting, is unusable."""
         super().__init__()
         if settings.model == Path():
             raise StartupError("--model must name the directory of a checkpoint.")
@@ -103,24 +103,27 @@ class TokenizerApplication(Application):
             max_waiting=settings.max_waiting,
         )
         self._link = EngineLink(link_settings, vocabulary, self.set_serving)
-        self._completions = Completions(self._link)
+        self._registry = CompletionRegistry(self._link)
         self._templates = ChatTemplates(
             vocabulary,
             model,
             tool_format=settings.tool_format,
             reasoning_format=settings.reasoning_format,
         )
-        works = Works(vocabulary, infill, self._templates)
-        created = int((directory / "tokenizer.json").stat().st_mtime)
         self._completion_servicer = CompletionServicer(
-            self._completions, works, model, created, settings
+            self._registry,
+            ProcessorFactory(vocabulary, infill, self._templates),
+            self._link,
+            model,
+            int((directory / "tokenizer.json").stat().st_mtime),
+            settings,
         )
         self._tokenizer_servicer = TokenizerServicer(
             vocabulary, infill, self._templates, self._link, model
         )
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
-        """Both services."""
+        """Add both services to the server; return their full names."""
         add_CompletionServiceServicer_to_server(self._completion_servicer, server)
         add_TokenizerServiceServicer_to_server(self._tokenizer_servicer, server)
         return [
@@ -129,16 +132,16 @@ class TokenizerApplication(Application):
         ]
 
     async def start(self) -> None:
-        """Returns when the engine serves."""
+        """Wait until the engine serves."""
         self._templates.start()
         await self._link.start()
 
     async def drain(self) -> None:
-        """Refuse new completions; returns when those that run have ended."""
-        await self._completions.drain()
+        """Refuse new completions; return when the running ones have ended."""
+        await self._registry.drain()
 
     async def stop(self) -> None:
-        """End the Session to the engine, and what renders templates."""
+        """End the Session to the engine, and the render process."""
         await self._link.close()
         await self._templates.stop()
 
@@ -149,5 +152,7 @@ def _infill_template(setting: str, vocabulary: Vocabulary) -> InfillTemplate | N
     families = [family for family in INFILL_FAMILIES if setting in ("auto", family.name)]
     template = detect_infill(vocabulary.ids, vocabulary.bos_id, families)
     if template is None and setting != "auto":
-        raise StartupError(f"The vocabulary has no infill tokens of the family {setting}.")
+        raise StartupError(
+            f"The vocabulary has no infill tokens of the family {setting}; use --infill auto."
+        )
     return template

@@ -1,9 +1,10 @@
-"""CompletionService: completions over calls of their own, and many over one Session."""
+"""CompletionService: Complete and Chat as calls of their own, and many of both over a Session."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import grpc
 
@@ -16,57 +17,66 @@ from services.common.interceptor import (
 )
 from services.common.logging import request_id, traceparent
 from services.common.settings import StreamSettings
-from services.tokenizer.chat.prompt import ChatTemplates
-from services.tokenizer.chat.work import ChatWork
-from services.tokenizer.completion.completion import CallContext, Completion, Completions
-from services.tokenizer.completion.plan import CompleteWork, Work
-from services.tokenizer.outbox import Outbox
+from services.tokenizer.chat.chat_processor import ChatProcessor
+from services.tokenizer.chat.chat_templates import ChatTemplates
+from services.tokenizer.completion.complete_processor import (
+    CompleteProcessor,
+    RequestProcessor,
+    Response,
+)
+from services.tokenizer.completion.completion_registry import CompletionRegistry
+from services.tokenizer.completion.completion_stream import CompletionStream
+from services.tokenizer.completion.engine_request import CallContext
+from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.send_queue import SendQueue
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceServicer
 from tokenwire.pb.engine.v1 import engine_pb2
-from tokenwire.turns import Turns
+from tokenwire.time_slice import TimeSlice
 
-__all__ = ["CompletionServicer", "Works"]
+__all__ = ["CompletionServicer", "ProcessorFactory"]
 
 Context = grpc.aio.ServicerContext[Any, Any]
-R = TypeVar("R", completion_pb2.CompleteResponse, completion_pb2.ChatResponse)
-_FULL = 4 * 1024 * 1024  # bytes after which a message of a Session takes no more
-_CHECK_EVERY = 8  # completions; so many together stay far below the limit of a message
+Stream = CompletionStream[Any]
+_FULL_BYTES = 4 * 1024 * 1024  # size at which a message of a Session takes no more output
+_CHECK_EVERY = 8  # streams between two looks at the size, which their output rarely reaches
+_NO_DEADLINE_SECONDS = 1e8  # a call without a deadline reports one centuries ahead
 
 
 @dataclass(frozen=True, slots=True)
-class Works:
-    """Makes work of requests."""
+class ProcessorFactory:
+    """Makes the processor of each request."""
 
     vocabulary: Vocabulary
     infill: InfillTemplate | None
     templates: ChatTemplates
 
-    def complete(self, request: completion_pb2.CompleteRequest) -> CompleteWork:
-        """A completion."""
-        return CompleteWork(request, self.vocabulary, self.infill)
+    def complete(self, request: completion_pb2.CompleteRequest) -> CompleteProcessor:
+        return CompleteProcessor(request, self.vocabulary, self.infill)
 
-    def chat(self, request: completion_pb2.ChatRequest) -> ChatWork:
-        """A chat."""
-        return ChatWork(request, self.vocabulary, self.templates)
+    def chat(self, request: completion_pb2.ChatRequest) -> ChatProcessor:
+        return ChatProcessor(request, self.vocabulary, self.templates)
 
 
 class CompletionServicer(CompletionServiceServicer):
-    """The rpcs; what they share is in `Completions`."""
+    """The rpcs of CompletionService."""
 
     def __init__(
         self,
-        completions: Completions,
-        works: Works,
+        registry: CompletionRegistry,
+        processors: ProcessorFactory,
+        link: EngineLink,
         model: str,
         created: int,
         settings: StreamSettings,
     ) -> None:
-        self._completions = completions
-        self._works = works
+        """`created` is the checkpoint's Unix time, for the list of models."""
+        self._registry = registry
+        self._processors = processors
+        self._link = link
         self._model = model
         self._created = created
         self._settings = settings
@@ -75,82 +85,44 @@ class CompletionServicer(CompletionServiceServicer):
     async def Complete(
         self, request: completion_pb2.CompleteRequest, context: Context
     ) -> AsyncIterator[completion_pb2.CompleteResponse]:
-        """One completion. The first message, and with it the metadata, is its admission."""
-        work = self._works.complete(request)
+        """Stream one completion. The metadata goes out with the first message, the admission."""
+        processor = self._processors.complete(request)
+        call = _context_of_call(context, request.user)
         async for response in self._answer(
-            work, request.user, context, completion_pb2.CompleteResponse, Completion.write
+            processor, call, context, completion_pb2.CompleteResponse
         ):
             yield response
 
     async def Chat(
         self, request: completion_pb2.ChatRequest, context: Context
     ) -> AsyncIterator[completion_pb2.ChatResponse]:
-        """One chat, likewise."""
-        work = self._works.chat(request)
-        async for response in self._answer(
-            work, request.user, context, completion_pb2.ChatResponse, work.write
-        ):
+        """Stream one chat, as `Complete` does."""
+        processor = self._processors.chat(request)
+        call = _context_of_call(context, request.user)
+        async for response in self._answer(processor, call, context, completion_pb2.ChatResponse):
             yield response
-
-    async def _answer(
-        self,
-        work: Work,
-        user: str,
-        context: Context,
-        make: type[R],
-        write: Callable[[Completion, Callable[[], R]], None],
-    ) -> AsyncIterator[R]:
-        outbox = Outbox(self._settings, lambda: self._cut(context, completion.abandon))
-        completion: Completion = self._completions.start(
-            work, _context_of_call(context, user), outbox, windowed=True
-        )
-        responses: list[R] = []
-
-        def add() -> R:
-            responses.append(make())
-            return responses[-1]
-
-        try:
-            while not completion.is_written:
-                is_heartbeat_due = await outbox.wait()
-                outbox.clear()
-                if is_heartbeat_due and completion.is_admitted:
-                    add().heartbeat.SetInParent()
-                write(completion, add)
-                for response in responses:
-                    yield response
-                    outbox.sent()
-                responses.clear()
-                completion.grant()
-                if completion.error is not None:
-                    raise completion.error
-        finally:
-            completion.abandon()
-            outbox.close()
 
     async def Session(
         self, request_iterator: AsyncIterator[completion_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[completion_pb2.SessionResponse]:
-        """Many completions. What the client starts before it ends its side is still answered; what
-        runs when the call breaks is cancelled."""
+        """Stream many completions and chats.
+
+        Requests that the client starts before it ends its side are answered; requests that run
+        when the call breaks are cancelled.
+        """
         await context.send_initial_metadata(())
+        send_queue: SendQueue[Stream] = SendQueue(self._settings)
+        client = _ClientSession(self._registry, self._processors, send_queue)
 
         def abandon() -> None:
             self._spawn(client.abandon())
 
-        outbox = Outbox(self._settings, lambda: self._cut(context, abandon))
-        client = _ClientSession(self._completions, self._works, outbox)
+        send_queue.start(partial(self._cut, context, abandon))
         reader = asyncio.ensure_future(client.read(request_iterator))
-
-        def on_end(reader: asyncio.Task[None]) -> None:
-            if not reader.cancelled():
-                reader.exception()  # or asyncio would log it, of a call that has been cut
-            outbox.wake()
-
-        reader.add_done_callback(on_end)
+        reader.add_done_callback(partial(_wake_writer, send_queue))
         try:
             while not (reader.done() and client.is_idle):
-                is_heartbeat_due = await outbox.wait()
+                is_heartbeat_due = await send_queue.wait()
                 response = completion_pb2.SessionResponse()
                 if is_heartbeat_due:
                     response.events.add().heartbeat.SetInParent()
@@ -158,32 +130,66 @@ class CompletionServicer(CompletionServiceServicer):
                 if response.events:
                     yield response
                 else:
-                    await asyncio.sleep(0)  # what is left over must not keep the loop to itself
+                    await asyncio.sleep(0)  # streams that stay marked must not block the loop
                 if reader.done():
                     reader.result()
         finally:
             reader.cancel()
             abandon()
-            outbox.close()
+            send_queue.close()
 
     async def ListModels(
         self, request: completion_pb2.ListModelsRequest, context: Context
     ) -> completion_pb2.ListModelsResponse:
-        """The one model."""
-        limits = self._completions.link.limits
+        """Return the one model."""
+        limits = self._link.limits
         model = completion_pb2.Model(
             id=self._model,
             created=self._created,
             context_length=limits.context_length,
             max_output_length=limits.context_length,
             max_logprobs=limits.max_logprobs,
-            infill=self._works.infill is not None,
+            infill=self._processors.infill is not None,
             grammar=engine_pb2.CAPABILITY_GRAMMAR in limits.capabilities,
             system_fingerprint=limits.system_fingerprint,
-            chat=self._works.templates.is_available,
+            chat=self._processors.templates.is_available,
             max_chat_logprobs=limits.max_chat_logprobs,
         )
         return completion_pb2.ListModelsResponse(models=[model])
+
+    async def _answer(
+        self,
+        processor: RequestProcessor[Response],
+        call: CallContext,
+        context: Context,
+        make: type[Response],
+    ) -> AsyncIterator[Response]:
+        send_queue: SendQueue[Stream] = SendQueue(self._settings)
+        stream = self._registry.start(processor, call, send_queue, is_windowed=True)
+        send_queue.start(partial(self._cut, context, stream.abandon))
+        responses: list[Response] = []
+
+        def add() -> Response:
+            responses.append(make())
+            return responses[-1]
+
+        try:
+            while not stream.is_written:
+                is_heartbeat_due = await send_queue.wait()
+                send_queue.clear()
+                if is_heartbeat_due and stream.is_admitted:
+                    add().heartbeat.SetInParent()
+                stream.write(add)
+                for response in responses:
+                    yield response
+                    send_queue.sent()
+                responses.clear()
+                stream.extend_window()
+                if stream.error is not None:
+                    raise stream.error
+        finally:
+            stream.abandon()
+            send_queue.close()
 
     def _cut(self, context: Context, abandon: Callable[[], None]) -> None:
         """End a call whose client reads nothing."""
@@ -197,115 +203,120 @@ class CompletionServicer(CompletionServiceServicer):
 
 
 class _ClientSession:
-    """The requests of one Session, by handle."""
+    """Requests of one Session by handle."""
 
-    def __init__(self, completions: Completions, works: Works, outbox: Outbox) -> None:
-        self._completions = completions
-        self._works = works
-        self._outbox = outbox
-        self._by_handle: dict[int, Completion] = {}
-        self._handles: dict[Completion, int] = {}
-        self._chats: dict[Completion, ChatWork] = {}
+    def __init__(
+        self,
+        registry: CompletionRegistry,
+        processors: ProcessorFactory,
+        send_queue: SendQueue[Stream],
+    ) -> None:
+        self._registry = registry
+        self._processors = processors
+        self._send_queue = send_queue
+        self._streams: dict[int, Stream] = {}
+        self._handles: dict[Stream, int] = {}
 
     @property
     def is_idle(self) -> bool:
         """Whether every request has been answered."""
-        return not self._by_handle
+        return not self._streams
 
     async def read(self, messages: AsyncIterator[completion_pb2.SessionRequest]) -> None:
-        """Carry out the client's commands until it ends its side."""
+        """Execute the client's commands until it ends its side."""
         async for message in messages:
-            turns = Turns()
+            time_slice = TimeSlice()
             for command in message.commands:
-                self._carry_out(command)
-                if turns.is_over:
-                    await turns.others()
+                self._execute(command)
+                if time_slice.is_over:
+                    await time_slice.renew()
 
     def write(self, response: completion_pb2.SessionResponse) -> None:
-        """What is ready, as far as one message holds it and one turn of the event loop allows."""
-        turns = Turns()
-        for place, source in enumerate(self._outbox.take()):
-            if isinstance(source, Completion) and source in self._handles:
-                self._write_completion(source, self._handles[source], response)
+        """Write what is ready, up to the size of a message and one turn of the event loop."""
+        time_slice = TimeSlice()
+        for place, stream in enumerate(self._send_queue.take()):
+            handle = self._handles.get(stream)
+            if handle is not None:
+                self._write_stream(stream, handle, response)
             if place % _CHECK_EVERY == _CHECK_EVERY - 1 and (
-                turns.is_over or response.ByteSize() > _FULL
+                time_slice.is_over or response.ByteSize() > _FULL_BYTES
             ):
                 break
-        if self._outbox.pending:
-            self._outbox.wake()
+        if self._send_queue.has_marks:
+            self._send_queue.wake()
 
     async def abandon(self) -> None:
-        """The client is gone."""
-        turns = Turns()
-        for completion in list(self._handles):
-            completion.abandon()
-            if turns.is_over:
-                await turns.others()
+        """End all requests of a client that has disconnected."""
+        time_slice = TimeSlice()
+        for stream in list(self._handles):
+            stream.abandon()
+            if time_slice.is_over:
+                await time_slice.renew()
 
-    def _write_completion(
-        self, completion: Completion, handle: int, response: completion_pb2.SessionResponse
+    def _write_stream(
+        self, stream: Stream, handle: int, response: completion_pb2.SessionResponse
     ) -> None:
-        def add() -> completion_pb2.SessionEvent:
-            return response.events.add(handle=handle)
+        def add() -> Any:
+            return stream.processor.response_in(response.events.add(handle=handle))
 
         try:
-            if (chat := self._chats.get(completion)) is not None:
-                chat.write(completion, lambda: add().chat)
-            else:
-                completion.write(lambda: add().complete, lambda: response.ByteSize() > _FULL)
+            stream.write(add, lambda: response.ByteSize() > _FULL_BYTES)
         except Exception:
-            completion.fail_unexpectedly()
-        if completion.error is not None:
-            response.events.add(handle=handle, error=completion.error.to_status())
-        if completion.error is not None or completion.is_written:
-            del self._by_handle[handle], self._handles[completion]
-            self._chats.pop(completion, None)
+            stream.fail_unexpectedly()
+        if stream.error is not None:
+            response.events.add(handle=handle, error=stream.error.to_status())
+        if stream.error is not None or stream.is_written:
+            del self._streams[handle], self._handles[stream]
 
-    def _carry_out(self, command: completion_pb2.SessionCommand) -> None:
+    def _execute(self, command: completion_pb2.SessionCommand) -> None:
         kind, handle = command.WhichOneof("command"), command.handle
-        if kind in ("start_complete", "start_chat") and handle in self._by_handle:
+        if kind in ("start_complete", "start_chat") and handle in self._streams:
             raise invalid("commands.handle", f"The handle {handle} is in use.")
         if kind == "start_complete":
             start = command.start_complete
-            self._start(handle, start, self._works.complete(start.request))
+            self._start(handle, start, self._processors.complete(start.request))
         elif kind == "start_chat":
-            chat = self._works.chat(command.start_chat.request)
-            self._chats[self._start(handle, command.start_chat, chat)] = chat
+            chat = command.start_chat
+            self._start(handle, chat, self._processors.chat(chat.request))
         elif kind is None:
-            raise invalid("commands", "A command must be one of those that are known.")
+            raise invalid("commands", "A command must have one of the known kinds.")
         elif kind == "credit" and command.credit.tokens < 1:
             raise invalid("commands.credit.tokens", "Credit must be at least 1 token.")
-        elif (completion := self._by_handle.get(handle)) is not None:  # else it met its end
+        elif (stream := self._streams.get(handle)) is not None:  # None: it has ended
             if kind == "cancel":
-                completion.cancel()
+                stream.cancel()
             else:
-                completion.credit(command.credit.tokens)
+                stream.credit(command.credit.tokens)
 
     def _start(
         self,
         handle: int,
         start: completion_pb2.StartComplete | completion_pb2.StartChat,
-        work: Work,
-    ) -> Completion:
-        completion = self._completions.start(
-            work,
+        processor: RequestProcessor[Any],
+    ) -> None:
+        stream = self._registry.start(
+            processor,
             _context_of_start(start.context, start.request.user),
-            self._outbox,
+            self._send_queue,
             credit=start.credit if start.HasField("credit") else None,
         )
-        self._by_handle[handle] = completion
-        self._handles[completion] = handle
-        return completion
+        self._streams[handle] = stream
+        self._handles[stream] = handle
+
+
+def _wake_writer(send_queue: SendQueue[Stream], reader: asyncio.Task[None]) -> None:
+    if not reader.cancelled():
+        reader.exception()  # else asyncio logs it if the call was cut
+    send_queue.wake()
 
 
 def _context_of_call(context: Context, user: str) -> CallContext:
-    left = context.time_remaining()
     return CallContext(
         request_id=request_id.get(),
         traceparent=traceparent.get(),
         tenant=metadata_value(context, "x-tenant") or "",
         priority=metadata_priority(context),
-        deadline=_deadline(left),
+        deadline=_deadline(context.time_remaining()),
         user=user,
     )
 
@@ -324,8 +335,7 @@ def _context_of_start(context: completion_pb2.RequestContext, user: str) -> Call
 
 
 def _deadline(seconds: float | None) -> float | None:
-    """In the loop's time; None for none. A call without a deadline has one in centuries. NaN stays
-    that, and is refused with the request."""
-    if seconds is None or seconds > 1e8:
+    """Return the loop's time in `seconds`, None for none; NaN stays, and the request is refused."""
+    if seconds is None or seconds > _NO_DEADLINE_SECONDS:
         return None
     return asyncio.get_running_loop().time() + seconds

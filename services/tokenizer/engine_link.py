@@ -1,4 +1,4 @@
-"""The way to the engine: one Session, what it can do, and whether it serves."""
+"""Connection to the engine: its Session, its model and limits, its health."""
 
 import asyncio
 import hashlib
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.contract import MAX_CHAT_LOGPROBS
 from services.common.settings import StartupError
-from services.tokenizer.limits import Limits
+from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.errors import ServiceError
@@ -20,18 +21,16 @@ from tokenwire.session import engine_session
 
 __all__ = ["EngineLink", "LinkSettings"]
 
-
 _LOG = logging.getLogger("engine_link")
 _SERVICE = "tokenwire.engine.v1.EngineService"
 _RETRY_SECONDS = 0.5
 _CALL_SECONDS = 10.0
-_MAX_CHAT_LOGPROBS = 20  # as OpenAI's
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """What this service adds to the engine's limits."""
+    """Address of the engine, and this service's own limits."""
 
     target: str
     model: str
@@ -39,34 +38,36 @@ class LinkSettings:
     max_stop_strings: int
     appends_suffix: bool
     wait_seconds: float
-    """How long requests wait for an engine that stops or was lost, without the time it loads."""
+    """Seconds that requests wait for an engine that stops or was lost; its loading is excluded."""
     lost_seconds: float = LOST_SECONDS
-    """Silence after which the engine is lost."""
+    """Seconds of silence after which the engine is lost."""
     max_waiting: int = 1024
-    """New requests that wait for it."""
+    """New requests that may wait for the engine."""
 
 
 class EngineLink:
-    """Follows one engine for the life of the process."""
+    """Connection to one engine for the life of the process."""
 
     def __init__(
         self, settings: LinkSettings, vocabulary: Vocabulary, on_serving: Callable[[bool], None]
     ) -> None:
-        """`on_serving` is told whenever the engine begins or ceases to serve."""
+        """`on_serving` is called when the engine starts or stops serving."""
         self._settings = settings
         self._vocabulary = vocabulary
         self._on_serving = on_serving
         self._channel = connect(settings.target, settings.lost_seconds)
         self._control = EngineControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._limits: Limits | None = None
+        self._limits: ModelLimits | None = None
         self._watching: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[bool] | None = None
+        self._waiting = 0
+        """New requests that wait for the engine."""
         self.session = engine_session(self._channel)
 
     @property
-    def limits(self) -> Limits:
-        """What requests may ask for. Raises UNAVAILABLE before the engine has answered once."""
+    def limits(self) -> ModelLimits:
+        """Limits of requests. Raises UNAVAILABLE until the engine has answered once."""
         if self._limits is None:
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE,
@@ -82,40 +83,52 @@ class EngineLink:
         return self._limits is not None
 
     @property
-    def max_waiting(self) -> int:
-        """New requests that may wait for the engine."""
-        return self._settings.max_waiting
-
-    @property
     def context_length(self) -> int:
-        """The engine's, or the checkpoint's while that is unknown; in tokens."""
+        """Tokens: the engine's context length, or the checkpoint's while it is unknown."""
         return self._limits.context_length if self._limits else self._vocabulary.context_length
 
     async def start(self) -> None:
-        """Returns when the engine serves; follows its health from then on. Raises StartupError
-        when it serves another checkpoint."""
+        """Wait until the engine serves. Raises StartupError if it serves another checkpoint."""
         serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watching = asyncio.ensure_future(self._watch(serves))
         await serves
 
-    async def comes_back(self) -> bool:
-        """Return whether an engine that stops or was lost serves again, within the time to wait.
+    async def wait_until_serving(self, deadline: float | None, why: str, *, is_new: bool) -> None:
+        """Wait for an engine that stops, was lost, or has not been reached.
 
-        The time in which it loads its model does not count.
+        deadline: loop time; None without a deadline. why: the reason that it doesn't serve.
+        is_new: whether the request was never admitted. Only new requests are limited in number.
+        Raises RESOURCE_EXHAUSTED if too many wait, DEADLINE_EXCEEDED, and UNAVAILABLE if the engine
+        does not serve within `wait_seconds`; the time in which it loads its model does not count.
         """
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self._probe_health(self._settings.wait_seconds))
-        return await asyncio.shield(self._probe)
+        if is_new and self._waiting >= self._settings.max_waiting:
+            message = f"{self._waiting} requests already wait for the engine; try again."
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            raise ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
+        self._waiting += is_new
+        try:
+            async with asyncio.timeout_at(deadline):
+                serves = await self._serves_again()
+        except TimeoutError:
+            message = "The deadline passed while the engine was unavailable."
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+            raise ServiceError(code, "DEADLINE_EXCEEDED", message) from None
+        finally:
+            self._waiting -= is_new
+        if not serves:
+            message = f"The engine is unreachable or does not serve: {why}"
+            code = grpc.StatusCode.UNAVAILABLE
+            raise ServiceError(code, "ENGINE_LOST", message, retry_seconds=1)
 
     async def close(self) -> None:
-        """End the Session; the engine aborts what it carried."""
+        """End the Session; the engine aborts its requests."""
         if self._watching is not None:
             self._watching.cancel()
         await self.session.close()
         await self._channel.close()
 
     async def _watch(self, serves: "asyncio.Future[None]") -> None:
-        told = False
+        is_loss_logged = False
         while True:
             try:
                 request = health_pb2.HealthCheckRequest(service=_SERVICE)
@@ -126,20 +139,20 @@ class EngineLink:
                     self._on_serving(serving)
                     if serving and not serves.done():
                         serves.set_result(None)
-                    told = False
+                    is_loss_logged = False
             except StartupError as error:
                 if not serves.done():
                     serves.set_exception(error)
                     return
                 _LOG.error("%s", error)
             except grpc.aio.AioRpcError as error:
-                if not told:
+                if not is_loss_logged:
                     _LOG.warning(
                         "the engine at %s is not reachable: %s",
                         self._settings.target,
                         error.details(),
                     )
-                    told = True
+                    is_loss_logged = True
             self._on_serving(False)
             await asyncio.sleep(_RETRY_SECONDS)
 
@@ -153,7 +166,7 @@ class EngineLink:
             )
         self._limits = self._make_limits(model)
 
-    def _make_limits(self, model: engine_pb2.GetModelResponse) -> Limits:
+    def _make_limits(self, model: engine_pb2.GetModelResponse) -> ModelLimits:
         identity = "\n".join(
             (
                 model.model,
@@ -165,7 +178,7 @@ class EngineLink:
                 self._vocabulary.configuration_hash,
             )
         )
-        return Limits(
+        return ModelLimits(
             model=self._settings.model,
             system_fingerprint=f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}",
             context_length=model.context_length,
@@ -173,11 +186,17 @@ class EngineLink:
             eos_ids=frozenset(model.eos_token_ids),
             capabilities=frozenset(model.capabilities),
             max_logprobs=min(self._settings.max_logprobs, model.max_logprobs),
-            max_chat_logprobs=min(_MAX_CHAT_LOGPROBS, model.max_logprobs),
+            max_chat_logprobs=min(MAX_CHAT_LOGPROBS, model.max_logprobs),
             max_sequences=model.max_sequences_per_request,
             max_stop_strings=self._settings.max_stop_strings,
             appends_suffix=self._settings.appends_suffix,
         )
+
+    async def _serves_again(self) -> bool:
+        """Return whether the engine serves in time. All waiting requests share one probe."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(self._probe_health(self._settings.wait_seconds))
+        return await asyncio.shield(self._probe)
 
     async def _probe_health(self, seconds: float) -> bool:
         loop = asyncio.get_running_loop()
@@ -194,7 +213,7 @@ class EngineLink:
         request = health_pb2.HealthCheckRequest(service=_SERVICE)
         try:
             answer = await self._health.Check(request, timeout=seconds, wait_for_ready=True)
-        except grpc.aio.AioRpcError:  # the connection went in between
+        except grpc.aio.AioRpcError:  # the connection was lost meanwhile
             return False
         return bool(answer.status == _SERVING) and self._limits is not None
 

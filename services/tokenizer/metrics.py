@@ -1,38 +1,37 @@
-"""What the service counts, for Prometheus."""
+"""Series of the service for Prometheus."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.common.telemetry import INTER_TOKEN_BUCKETS, LATENCY_BUCKETS
 
-__all__ = ["METRICS", "Metrics"]
+__all__ = [
+    "COMPLETION_TOKENS",
+    "ENCODE_SECONDS",
+    "FIRST_TOKEN_SECONDS",
+    "INTER_TOKEN_SECONDS",
+    "PROMPT_TOKENS",
+    "REQUESTS",
+    "RUNNING",
+]
 
-
-class Metrics:
-    """The service's series; one instance per process."""
-
-    def __init__(self) -> None:
-        name = "tokenwire_tokenizer"
-        self.requests = Counter(
-            f"{name}_requests", "Completions that ended, by outcome.", ["outcome"]
-        )
-        self.running = Gauge(f"{name}_running_requests", "Completions that run.")
-        self.prompt_tokens = Counter(f"{name}_prompt_tokens", "Tokens of admitted prompts.")
-        self.completion_tokens = Counter(f"{name}_completion_tokens", "Generated tokens.")
-        self.first_token_seconds = Histogram(
-            f"{name}_time_to_first_token_seconds",
-            "Seconds from the arrival of a request to its first token.",
-            buckets=LATENCY_BUCKETS,
-        )
-        self.inter_token_seconds = Histogram(
-            f"{name}_inter_token_seconds",
-            "Seconds between the tokens of a choice, by delta of the engine.",
-            buckets=INTER_TOKEN_BUCKETS,
-        )
-        self.encode_seconds = Histogram(
-            f"{name}_encode_seconds",
-            "Seconds that the prompts of a request took to encode.",
-            buckets=LATENCY_BUCKETS,
-        )
-
-
-METRICS = Metrics()
+REQUESTS = Counter(
+    "tokenwire_tokenizer_requests", "Completions that ended, by outcome.", ["outcome"]
+)
+RUNNING = Gauge("tokenwire_tokenizer_running_requests", "Running completions.")
+PROMPT_TOKENS = Counter("tokenwire_tokenizer_prompt_tokens", "Tokens of admitted prompts.")
+COMPLETION_TOKENS = Counter("tokenwire_tokenizer_completion_tokens", "Generated tokens.")
+FIRST_TOKEN_SECONDS = Histogram(
+    "tokenwire_tokenizer_time_to_first_token_seconds",
+    "Seconds from the arrival of a request to its first token.",
+    buckets=LATENCY_BUCKETS,
+)
+INTER_TOKEN_SECONDS = Histogram(
+    "tokenwire_tokenizer_inter_token_seconds",
+    "Seconds between the tokens of a choice, by delta of the engine.",
+    buckets=INTER_TOKEN_BUCKETS,
+)
+ENCODE_SECONDS = Histogram(
+    "tokenwire_tokenizer_encode_seconds",
+    "Seconds from the arrival of a request to its encoded prompts.",
+    buckets=LATENCY_BUCKETS,
+)

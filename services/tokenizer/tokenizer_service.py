@@ -1,4 +1,4 @@
-"""TokenizerService: text to ids and back."""
+"""TokenizerService: text to ids and back, prompts of chats and infills."""
 
 import asyncio
 import hashlib
@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.tokenizer.chat.prompt import ChatPrompt, ChatTemplates
+from services.common.contract import MAX_DECODED_IDS
+from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates
 from services.tokenizer.completion.validation import check_ids, check_model, check_text_size
 from services.tokenizer.engine_link import EngineLink
 from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate, assemble_infill
 from services.tokenizer.text.vocabulary import Vocabulary
-from services.tokenizer.tools import check_tools
+from services.tokenizer.tool_schemas import check_tools
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -24,9 +25,8 @@ __all__ = ["TokenizerServicer"]
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
-_BATCH = 2_048
-_MAX_IDS = 256 * 1024  # of a message
-_INLINE = 4_096  # characters or ids; more is worked on in a thread
+_MAX_BATCH = 2_048
+_INLINE_SIZE = 4_096  # characters or ids; larger inputs are processed in a thread
 _ORDERS = {
     InfillOrder.PREFIX_SUFFIX_MIDDLE: tokenizer_pb2.INFILL_ORDER_PREFIX_SUFFIX_MIDDLE,
     InfillOrder.SUFFIX_PREFIX: tokenizer_pb2.INFILL_ORDER_SUFFIX_PREFIX,
@@ -34,7 +34,7 @@ _ORDERS = {
 
 
 class TokenizerServicer(TokenizerServiceServicer):
-    """The rpcs. They need no engine."""
+    """The rpcs of TokenizerService. They work without an engine."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TokenizerServicer(TokenizerServiceServicer):
     async def GetTokenizer(
         self, request: tokenizer_pb2.GetTokenizerRequest, context: Context
     ) -> tokenizer_pb2.GetTokenizerResponse:
-        """What identifies the tokenizer, and its special ids."""
+        """Return the identity of the tokenizer and its special ids."""
         check_model(request.model, self._model)
         vocabulary = self._vocabulary
         template = vocabulary.chat_template
@@ -80,10 +80,10 @@ class TokenizerServicer(TokenizerServiceServicer):
     async def Encode(
         self, request: tokenizer_pb2.EncodeRequest, context: Context
     ) -> tokenizer_pb2.EncodeResponse:
-        """Text to ids."""
+        """Encode texts."""
         check_model(request.model, self._model)
-        if len(request.texts) > _BATCH:
-            raise invalid("texts", f"At most {_BATCH:,} texts are taken at once.")
+        if len(request.texts) > _MAX_BATCH:
+            raise invalid("texts", f"A request must have at most {_MAX_BATCH:,} texts.")
         check_text_size("texts", *request.texts)
         special = not request.HasField("add_special_tokens") or request.add_special_tokens
 
@@ -94,19 +94,20 @@ class TokenizerServicer(TokenizerServiceServicer):
                 ]
             )
 
-        return await _aside(encode, sum(map(len, request.texts)))
+        return await _run(encode, sum(map(len, request.texts)))
 
     async def Decode(
         self, request: tokenizer_pb2.DecodeRequest, context: Context
     ) -> tokenizer_pb2.DecodeResponse:
-        """Ids to text."""
+        """Decode sequences of ids."""
         check_model(request.model, self._model)
-        if len(request.sequences) > _BATCH:
-            raise invalid("sequences", f"At most {_BATCH:,} sequences are taken at once.")
+        if len(request.sequences) > _MAX_BATCH:
+            message = f"A request must have at most {_MAX_BATCH:,} sequences."
+            raise invalid("sequences", message)
         size = sum(len(sequence.ids) for sequence in request.sequences)
         _check_count("sequences", size)
         for index, sequence in enumerate(request.sequences):
-            check_ids(f"sequences[{index}]", sequence, self._vocabulary.size)
+            check_ids(f"sequences[{index}].ids", sequence.ids, self._vocabulary.size)
         skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
 
         def decode() -> tokenizer_pb2.DecodeResponse:
@@ -118,14 +119,14 @@ class TokenizerServicer(TokenizerServiceServicer):
                     decoding.byte_offsets.extend(_byte_offsets(texts))
             return response
 
-        return await _aside(decode, size)
+        return await _run(decode, size)
 
     async def DecodeStream(
         self,
         request_iterator: AsyncIterator[tokenizer_pb2.DecodeStreamRequest],
         context: Context,
     ) -> AsyncIterator[tokenizer_pb2.DecodeStreamResponse]:
-        """Ids to text as they arrive."""
+        """Decode ids as they arrive."""
         sequences: dict[int, Detokenizer] = {}
         is_first = True
         async for request in request_iterator:
@@ -134,12 +135,12 @@ class TokenizerServicer(TokenizerServiceServicer):
                 is_first = False
             size = len(request.chunks) + sum(len(chunk.ids) for chunk in request.chunks)
             _check_count("chunks", size)
-            yield await _aside(partial(self._decode_chunks, request, sequences), size)
+            yield await _run(partial(self._decode_chunks, request, sequences), size)
 
     async def RenderChat(
         self, request: tokenizer_pb2.RenderChatRequest, context: Context
     ) -> tokenizer_pb2.RenderChatResponse:
-        """Messages and tools to the prompt that the chat template makes of them."""
+        """Render messages and tools by the chat template."""
         check_model(request.model, self._model)
         prompt = ChatPrompt(
             messages=request.messages,
@@ -151,7 +152,7 @@ class TokenizerServicer(TokenizerServiceServicer):
             ),
             continue_last_message=request.continue_last_message,
         )
-        if prompt.size > _INLINE:
+        if prompt.size > _INLINE_SIZE:
             await asyncio.to_thread(self._check_chat, prompt)
         else:
             self._check_chat(prompt)
@@ -165,14 +166,14 @@ class TokenizerServicer(TokenizerServiceServicer):
     async def RenderInfill(
         self, request: tokenizer_pb2.RenderInfillRequest, context: Context
     ) -> tokenizer_pb2.RenderInfillResponse:
-        """Prefix and suffix to an infill prompt."""
+        """Render a prefix and a suffix as an infill prompt."""
         check_model(request.model, self._model)
         template = self._infill
         if template is None:
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "NO_INFILL",
-                f"{self._model} knows no infill.",
+                f"{self._model} can't infill.",
             )
         longer = "prefix" if len(request.prefix) >= len(request.suffix) else "suffix"
         check_text_size(longer, request.prefix, request.suffix)
@@ -184,7 +185,7 @@ class TokenizerServicer(TokenizerServiceServicer):
                 ids=assemble_infill(template, prefix, suffix), stop_token_ids=template.stop_ids
             )
 
-        return await _aside(render, len(request.prefix) + len(request.suffix))
+        return await _run(render, len(request.prefix) + len(request.suffix))
 
     def _encode(self, text: str, special: bool, with_texts: bool) -> tokenizer_pb2.Encoding:
         if with_texts:
@@ -221,16 +222,11 @@ class TokenizerServicer(TokenizerServiceServicer):
         sequences: dict[int, Detokenizer],
         decoded: tokenizer_pb2.DecodedChunk,
     ) -> None:
-        for place, token in enumerate(chunk.ids):
-            if token >= self._vocabulary.size:
-                raise invalid(
-                    f"{field}[{place}]",
-                    f"Token id {token} is not below {self._vocabulary.size:,}.",
-                )
+        check_ids(field, chunk.ids, self._vocabulary.size)
         detokenizer = sequences.get(chunk.sequence)
         if detokenizer is None:
-            if len(sequences) >= _BATCH:
-                raise invalid(field, f"At most {_BATCH:,} sequences are decoded side by side.")
+            if len(sequences) >= _MAX_BATCH:
+                raise invalid(field, f"A stream must have at most {_MAX_BATCH:,} open sequences.")
             keep = chunk.keep_special_tokens
             table = self._vocabulary.full_table if keep else self._vocabulary.table
             detokenizer = sequences[chunk.sequence] = Detokenizer(table)
@@ -258,8 +254,8 @@ def _infill_tokens(template: InfillTemplate) -> tokenizer_pb2.InfillTokens:
 
 
 def _check_count(field: str, count: int) -> None:
-    if count > _MAX_IDS:
-        raise invalid(field, f"At most {_MAX_IDS:,} ids are taken at once.")
+    if count > MAX_DECODED_IDS:
+        raise invalid(field, f"A message must have at most {MAX_DECODED_IDS:,} ids.")
 
 
 def _byte_offsets(texts: list[str]) -> list[int]:
@@ -270,6 +266,6 @@ def _byte_offsets(texts: list[str]) -> list[int]:
     return offsets
 
 
-async def _aside(work: Callable[[], T], size: int) -> T:
-    """Does the work, in a thread where it is long: the loop carries everybody's tokens."""
-    return await asyncio.to_thread(work) if size > _INLINE else work()
+async def _run(work: Callable[[], T], size: int) -> T:
+    """Do the work, in a thread if its input is large."""
+    return await asyncio.to_thread(work) if size > _INLINE_SIZE else work()

@@ -18,7 +18,7 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.http_shim.formats.requests import ChatBody, CompletionBody
+from services.http_shim.formats.request_bodies import ChatBody, CompletionBody
 from tests.stack import Stack
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
@@ -28,7 +28,7 @@ from tokenwire.session import CompletionSession, completion_session
 
 Values: TypeAlias = st.SearchStrategy[Any]
 
-EXAMPLES = 200
+EXAMPLES = 80
 HANG_SECONDS = 60
 JSON = {"content-type": "application/json"}
 TIE = 1e-3  # nats between the two best, under which rounding may decide

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.resources.chat import Completions
 from pydantic import BaseModel, Field
 
-from services.http_shim.formats.requests import ChatBody
+from services.http_shim.formats.request_bodies import ChatBody
 from tests.conformance.sdk import (
     ENDLESS,
     NEWLINE,

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.stack import free_ports
-from tokenwire.serving.ports import why_unusable
+from tokenwire.serving.addresses import why_unusable
 
 
 def _started(ports: list[int], logs: Path, *flags: str) -> "subprocess.Popen[str]":
@@ -185,7 +185,7 @@ def test_a_catalog_is_started_and_exchanged(tmp_path: Path, embedded_model: Path
     lines = [process.stdout.readline() for _ in range(3)]
     assert lines[0].startswith("Tokenwire serves"), process.communicate()
     assert re.fullmatch(r"  old: tokenizer .*, engine .*, grammar .*\n", lines[1])
-    assert lines[2] == "  soon: nothing serves it\n"
+    assert lines[2] == "  soon: not served\n"
     old = _children(process.pid)
     body = {"prompt": "x = ", "max_tokens": 600, "ignore_eos": True, "stream": True}
     with (
@@ -199,13 +199,13 @@ def test_a_catalog_is_started_and_exchanged(tmp_path: Path, embedded_model: Path
         assert process.stdout.readline().startswith("  new: tokenizer ")
         assert list(filter(None, events))[-1] == "data: [DONE]"
         assert response.status_code == 200
-    assert process.stdout.readline() == "  soon: nothing serves it\n"
+    assert process.stdout.readline() == "  soon: not served\n"
     assert process.stderr.readline() == "tokenwire: old has stopped\n"
     assert len(set(old) & set(_children(process.pid))) == 1, "the shim"
 
     catalog.write_text("models = 5")
     process.send_signal(signal.SIGHUP)
-    assert "The models from before stay." in process.stderr.readline()
+    assert "The previous models stay." in process.stderr.readline()
     answer = httpx.post(
         f"http://127.0.0.1:{http}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60
     )

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
 
-from services.engine.frontend.frontend import Caller, Frontend
+from services.engine.frontend.frontend import Frontend
 from services.engine.frontend.matchers import Matchers
 from services.engine.settings import EngineSettings
 from tests.services.engine_client import (
@@ -220,8 +220,8 @@ async def test_abort_may_meet_a_request_whose_deadline_just_passed(embedded_mode
         on_masks=lambda masks: None,
         on_failed=lambda handle, error: None,
     )
-    caller = Caller("late", timeout_seconds=0.0)
-    compiling = asyncio.ensure_future(frontend._compile(matchers, GrammarSpec(regex="a"), caller))
+    compilation = frontend._compilations.compile(matchers, GrammarSpec(regex="a"), "late", 0.0)
+    compiling = asyncio.ensure_future(compilation)
     await asyncio.sleep(0)  # it starts, and its timer is due
     await asyncio.sleep(0)  # the timer fires
     assert frontend.abort(["late"]) == 1
@@ -291,7 +291,7 @@ async def test_a_loop_that_hangs_is_noticed_and_may_go_on(checkpoint: Path, tmp_
         os.kill(loop, signal.SIGCONT)
         assert len(ids_of([response async for response in call])) == 8
         assert (await anext(health)).status == health_pb2.HealthCheckResponse.SERVING
-    assert "said nothing" in (tmp_path / "log").read_text()
+    assert "sent no output" in (tmp_path / "log").read_text()
 
 
 async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ async def test_a_step_that_dies_ends_its_requests_with_an_error_and_then_the_ser
         (("--model", "/nowhere"), "is not a directory"),
         (("--model", "{model}", "--port", "99999"), "--port"),
         (("--model", "{model}", "--stall-seconds", "0"), "--stall-seconds must be between"),
-        (("--model", "{model}", "--kv-memory", "lots"), "no amount of memory"),
+        (("--model", "{model}", "--kv-memory", "lots"), "not an amount of memory"),
         (("--model", "{model}", "--kv-memory", "900GiB"), "bytes of memory are missing"),
         (("--model", "{model}", "--max-running", "2000000000"), "bytes of memory are missing"),
         (("--model", "{model}", "--max-step-tokens", "2000000000"), "bytes of memory are missing"),

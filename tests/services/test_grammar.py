@@ -23,9 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.common.interceptor import RpcInterceptor
 from services.engine.frontend.mask_stream import GrammarClient, MaskState, MaskStream
+from services.grammar import GrammarError
 from services.grammar.application import GrammarApplication, GrammarSettings
 from services.grammar.compiling.compiler import Compiler
-from services.grammar.error import GrammarError
 from tokenwire.channel import MESSAGE_LIMITS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.grammar.v1 import grammar_pb2
@@ -246,15 +246,16 @@ async def test_masks_along_a_path_are_those_that_come_when_it_is_taken(
     lengths = set[int]()
     for at in range(len(ids)):
         asking.stream.open(at, grammar_id, ids[:at])
-        asking.stream.ask_ahead(at, [*ids[at : at + 6], 1, *ids[at + 6 : at + 9]])
+        asking.stream.ask_draft_masks(at, [*ids[at : at + 6], 1, *ids[at + 6 : at + 9]])
         [state] = await asking.states.get()
         begin = at + len(state.forced) + 1
-        assert len(state.ahead) <= max(at + 6 - begin + 1, 0)  # nothing behind what does not fit
-        for place, mask in enumerate(state.ahead, start=begin):
+        # no masks behind a draft token that the grammar refuses
+        assert len(state.draft_masks) <= max(at + 6 - begin + 1, 0)
+        for place, mask in enumerate(state.draft_masks, start=begin):
             # where ids are forced, the path has masks of one
             assert mask == masks.get(place, mask)
             assert mask is None or mask[ids[place] >> 3] >> (ids[place] & 7) & 1
-        lengths.add(len(state.ahead))
+        lengths.add(len(state.draft_masks))
         asking.stream.accept(at, ids[at + len(state.forced) :][:1])  # it has not moved
         assert (await asking.states.get())[0].error is None
     assert max(lengths) == 6
@@ -318,11 +319,11 @@ async def test_a_broken_matcher_leaves_its_neighbours_alone(
     decoder.stream.accept(4, fits)
     decoder.stream.open(5, "no such grammar", [])
     decoder.stream.open(6, grammar_id, [])
-    decoder.stream.ask_ahead(6, fits * 65)
-    decoder.stream.ask_ahead(4, [*misfit, decoder.width])
+    decoder.stream.ask_draft_masks(6, fits * 65)
+    decoder.stream.ask_draft_masks(4, [*misfit, decoder.width])
     states = await decoder.states.get()
     assert [state.matcher for state in states] == [1, 2, 3, 4, 5, 6]
-    assert states[3].ahead == ()
+    assert states[3].draft_masks == ()
     assert states[5].error is not None
     assert "at most 64" in states[5].error.message
     assert decoder.allowed(states[0]) == decoder.allowed(states[3]) != []

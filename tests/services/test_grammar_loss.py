@@ -11,7 +11,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from services.engine.frontend.frontend import matchers
+from services.engine.frontend import matchers
 from services.engine.frontend.matchers import Matchers
 from services.engine.messages import Mask, Token
 from tests.services.relay import relay
@@ -189,7 +189,7 @@ async def test_restarted_service_ends_at_once_and_its_matchers_move_on(
         assert ids("c") in allows(mask)
         assert failed.empty()
         await ours.aclose()
-    assert "were cut" not in (tmp_path / "grammar-1.log").read_text()
+    assert "were aborted" not in (tmp_path / "grammar-1.log").read_text()
 
 
 async def test_without_a_service_in_time_constrained_requests_fail(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.services.shim import running_shim
 from tests.stack import Stack
-from tokenwire.serving.keys import add_key
+from tokenwire.serving.key_file import add_key
 
 OURS, OTHER = "http://localhost:3000", "https://other.example"
 ASKED = {

@@ -1,4 +1,4 @@
-"""Asks services how they are: grpc.health.v1, an HTTP status of the shim, an engine's load."""
+"""Probes of running services: grpc.health.v1, an HTTP status, an engine's load."""
 
 import asyncio
 import http.client
@@ -12,22 +12,22 @@ from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 
 __all__ = ["is_ready", "is_serving", "until_idle"]
 
-_SECONDS = 2.0  # that an answer may take
+_TIMEOUT_SECONDS = 2.0
 
 
 async def is_serving(target: str) -> bool:
-    """Whether the gRPC server at "host:port" says SERVING."""
+    """Return whether the gRPC server at "host:port" reports SERVING."""
     async with grpc.aio.insecure_channel(target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def until_idle(target: str) -> None:
-    """Until the engine at "host:port" runs nothing and nothing waits, or is gone."""
+    """Wait until the engine at "host:port" has no running or waiting sequence, or has ended."""
     async with grpc.aio.insecure_channel(target) as channel:
         stub = EngineControlServiceStub(channel)
         try:
@@ -39,13 +39,15 @@ async def until_idle(target: str) -> None:
 
 
 async def is_ready(url: str) -> bool:
-    """Whether a GET of the URL answers 200. No proxy is used. Raises ValueError for no URL."""
+    """Return whether a GET answers 200; no proxy is used. Raises ValueError for an invalid URL."""
     return await asyncio.to_thread(_answers_200, url)
 
 
 def _answers_200(url: str) -> bool:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_SECONDS)
+    connection = http.client.HTTPConnection(
+        parts.hostname or "", parts.port, timeout=_TIMEOUT_SECONDS
+    )
     try:
         connection.request("GET", parts.path or "/")
         return connection.getresponse().status == 200

@@ -1,7 +1,7 @@
-"""Which services `tokenwire serve` runs, and where each of them listens.
+"""Services that `tokenwire serve` runs, and their ports.
 
-Four serve one model. For a catalog there is one shim, and a tokenizer, an engine and a grammar
-service for each checkpoint that it names.
+One model has four services. A catalog has one shim, and a tokenizer, an engine and a grammar
+service for each checkpoint.
 """
 
 import shlex
@@ -10,15 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from tokenwire.serving.catalog import CatalogError, CatalogModel, read_catalog
-from tokenwire.serving.exposure import why_closed
-from tokenwire.serving.ports import address, reachable, why_unusable
+from tokenwire.serving.addresses import (
+    LAST_PORT,
+    METRICS_PORT_OFFSET,
+    address,
+    reachable,
+    why_closed,
+    why_unusable,
+)
+from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog
 
 __all__ = [
     "CatalogPlan",
     "Checkpoint",
-    "Layout",
     "ServeError",
+    "ServeOptions",
     "Service",
     "embedded_checkpoint",
     "plan",
@@ -27,11 +33,11 @@ __all__ = [
     "shim_of_catalog",
 ]
 
-_METRICS_OFFSET = 1000
-_LAST_PORT = 65535
-_LONGEST_GRACE = 2**31 - 1  # seconds, of each service too
-_OURS = {"--host", "--port", "--grace", "--model", "--model-id", "--dtype", "--grammar"}
-"""Flags of an engine by which it would not fit the other services"""
+
+_LONGEST_GRACE = 2**31 - 1
+"""Seconds; the services have the same limit"""
+_RESERVED_FLAGS = {"--host", "--port", "--grace", "--model", "--model-id", "--dtype", "--grammar"}
+"""Engine flags that only `tokenwire serve` may set: the other services rely on them"""
 Checkpoint: TypeAlias = tuple[Path, str, str]  # directory, dtype, flags of the engine
 _Ports: TypeAlias = tuple[int, int, int]  # tokenizer, engine, grammar
 _INSTALLED = Path(__file__).resolve().parents[1] / "models"
@@ -40,7 +46,7 @@ _CHECKPOINTS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "m
 
 
 class ServeError(Exception):
-    """The stack can't start, or can't go on. The message is one sentence; `exit_code` 2 or 1."""
+    """Stack that can't start (`exit_code` 2) or can't continue (1). The message is one sentence."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
@@ -48,8 +54,8 @@ class ServeError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """What is to be served, and where. Raises ServeError for numbers that can't be."""
+class ServeOptions:
+    """Options of `tokenwire serve`. Raises ServeError for numbers out of range."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -59,24 +65,24 @@ class Layout:
     model: Path | None = None
     """Directory of a checkpoint; None = the embedded one"""
     model_id: str = ""
-    """The name under which it is served; empty = the directory's"""
+    """Name under which the model is served; empty = the directory's name"""
     catalog: Path | None = None
-    """Models to serve instead; their services get free ports from `tokenizer_port` on"""
+    """Models to serve instead; their services get free ports from `tokenizer_port` upwards"""
     keys: Path | None = None
     """API keys; with them, only HTTP is served beyond loopback"""
     dtype: str = "auto"
     engine_args: str = ""
-    """Further flags of the engine, as on a shell's command line"""
+    """Additional engine flags, quoted as in a shell"""
     open: bool = False
     """Allow a host beyond loopback without API keys"""
     cors_origins: str = ""
-    """Origins whose pages may use the API, separated by commas; "*" = all"""
+    """Origins whose web pages may use the API, separated by commas; "*" = all"""
     allowed_hosts: str = ""
-    """Names under which HTTP may be asked besides those of loopback, separated by commas"""
+    """Host names that HTTP requests may use besides those of loopback, separated by commas"""
     grace: float = 30.0
-    """Seconds that running requests get when the stack stops"""
+    """Seconds that running requests may take when the stack stops"""
     log_dir: Path | None = None
-    """A file per service there, instead of stderr"""
+    """Directory of a log file per service; None = stderr"""
 
     def __post_init__(self) -> None:
         _require_port("HTTP", self.port)
@@ -94,92 +100,92 @@ class Service:
     name: str
     arguments: tuple[str, ...]
     target: str
-    """host:port that answers once it serves"""
+    """host:port at which the service answers"""
     model: str = ""
-    """The model of a catalog that it belongs to"""
+    """Catalog model that it serves; empty without a catalog"""
 
     @property
     def title(self) -> str:
-        """What people know it by."""
+        """Name in messages: "engine", or "engine of MODEL" with a catalog."""
         return f"{self.name} of {self.model}" if self.model else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogPlan:
-    """What a catalog asks for."""
+    """Models of a catalog, and the services that they need."""
 
     models: tuple[CatalogModel, ...]
-    """As in the file, with the targets of what is started here"""
+    """Models in the file's order, with the targets of the services started here"""
     services: Mapping[Checkpoint, tuple[Service, ...]]
-    """A tokenizer, an engine and a grammar service for each checkpoint"""
+    """Tokenizer, engine and grammar service of each checkpoint"""
 
 
-def plan(layout: Layout) -> tuple[Service, ...]:
-    """The services of one model in the order of the pipeline, left to right. Raises ServeError."""
-    # with keys gRPC, which asks for none, is not for everybody
-    host = "127.0.0.1" if layout.keys is not None and not layout.open else layout.host
-    ports = (layout.tokenizer_port, layout.engine_port, layout.grammar_port)
-    model = CatalogModel(id="", path=layout.model)
-    backend = _backend(layout, model, host, ports)
-    return (_shim(layout, "--tokenizer", backend[0].target), *backend)
+def plan(options: ServeOptions) -> tuple[Service, ...]:
+    """Return the services of one model in pipeline order, shim first. Raises ServeError."""
+    # gRPC checks no keys, so it stays on loopback where keys protect HTTP.
+    host = "127.0.0.1" if options.keys is not None and not options.open else options.host
+    ports = (options.tokenizer_port, options.engine_port, options.grammar_port)
+    model = CatalogModel(id="", path=options.model)
+    backend = _backend(options, model, host, ports)
+    return (_shim(options, "--tokenizer", backend[0].target), *backend)
 
 
-def plan_catalog(layout: Layout, current: CatalogPlan | None = None) -> CatalogPlan:
-    """Reads the catalog. What the current plan runs stays where it is. Raises ServeError."""
-    assert layout.catalog is not None
+def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> CatalogPlan:
+    """Read the catalog; services of the current plan keep their ports. Raises ServeError."""
+    assert options.catalog is not None
     try:
-        rows = read_catalog(layout.catalog)
+        rows = read_catalog(options.catalog)
     except CatalogError as error:
         raise ServeError(str(error)) from None
     running = {} if current is None else current.services
     services: dict[Checkpoint, tuple[Service, ...]] = {}
-    taken: set[int] = {layout.port}
+    taken: set[int] = {options.port}
     models = []
     for model in rows:
         if model.path is not None:
             key = (model.path, model.dtype, model.engine_args)
             if key not in services:
                 services[key] = running.get(key) or _backend(
-                    layout, model, "127.0.0.1", _free_ports(layout, taken)
+                    options, model, "127.0.0.1", _free_ports(options, taken)
                 )
             model = replace(model, target=services[key][0].target, path=None)
         models.append(model)
     return CatalogPlan(tuple(models), services)
 
 
-def shim_of_catalog(layout: Layout, resolved: Path) -> Service:
-    """The shim of a catalog that has all targets. Raises ServeError."""
-    return _shim(layout, "--catalog", str(resolved))
+def shim_of_catalog(options: ServeOptions, resolved: Path) -> Service:
+    """Return the shim of a catalog file that has all targets. Raises ServeError."""
+    return _shim(options, "--catalog", str(resolved))
 
 
-def _shim(layout: Layout, *models: str) -> Service:
-    closed = why_closed(layout.host, has_keys=layout.keys is not None, is_open=layout.open)
+def _shim(options: ServeOptions, *models: str) -> Service:
+    closed = why_closed(options.host, has_keys=options.keys is not None, is_open=options.open)
     if closed is not None:
         raise ServeError(closed)
-    listen = ("--host", layout.host, "--port", str(layout.port))
-    keys = () if layout.keys is None else ("--keys", str(layout.keys.absolute()))
-    beyond = ("--open",) if layout.open else ()
-    pages = ("--cors-origins", layout.cors_origins) if layout.cors_origins else ()
-    hosts = ("--allowed-hosts", layout.allowed_hosts) if layout.allowed_hosts else ()
-    arguments = (*listen, *models, *_grace(layout), *keys, *beyond, *pages, *hosts)
-    return Service("http_shim", arguments, address(reachable(layout.host), layout.port))
+    listen = ("--host", options.host, "--port", str(options.port))
+    keys = () if options.keys is None else ("--keys", str(options.keys.absolute()))
+    beyond = ("--open",) if options.open else ()
+    pages = ("--cors-origins", options.cors_origins) if options.cors_origins else ()
+    hosts = ("--allowed-hosts", options.allowed_hosts) if options.allowed_hosts else ()
+    arguments = (*listen, *models, *_grace(options), *keys, *beyond, *pages, *hosts)
+    return Service("http_shim", arguments, address(reachable(options.host), options.port))
 
 
 def _backend(
-    layout: Layout, model: CatalogModel, host: str, ports: _Ports
+    options: ServeOptions, model: CatalogModel, host: str, ports: _Ports
 ) -> tuple[Service, Service, Service]:
-    """The services of a checkpoint, left to right."""
+    """Return the services of a checkpoint in pipeline order."""
     checkpoint = ("--model", str(_checkpoint(model.path)))
-    name = model.id or layout.model_id
+    name = model.id or options.model_id
     named = ("--model-id", name) if name else ()
-    engine_args = [*_engine_args(layout.engine_args), *_engine_args(model.engine_args)]
-    dtype = layout.dtype if model.dtype == "auto" else model.dtype
+    engine_args = [*_engine_args(options.engine_args), *_engine_args(model.engine_args)]
+    dtype = options.dtype if model.dtype == "auto" else model.dtype
     near, (at_tokenizer, at_engine, at_grammar) = reachable(host), ports
     tokenizer, engine = address(near, at_tokenizer), address(near, at_engine)
-    grammar = f"127.0.0.1:{at_grammar}"  # it is nobody's way in
+    grammar = f"127.0.0.1:{at_grammar}"  # only the engine calls it
 
     def service(name: str, host: str, port: int, target: str, *further: str) -> Service:
-        listen = ("--host", host, "--port", str(port), *_grace(layout))
+        listen = ("--host", host, "--port", str(port), *_grace(options))
         return Service(name, (*listen, *checkpoint, *further), target, model.full_name)
 
     beyond = ("--dtype", dtype, "--grammar", grammar, *engine_args)
@@ -191,32 +197,32 @@ def _backend(
 
 
 def _engine_args(text: str) -> list[str]:
-    """Further flags of the engine. Raises ServeError."""
+    """Split additional engine flags as a shell does. Raises ServeError."""
     try:
         arguments = shlex.split(text)
     except ValueError as error:
         raise ServeError(f"Can't read the engine's arguments: {error}.") from None
     for argument in arguments:
-        if argument.partition("=")[0] in _OURS:
+        if argument.partition("=")[0] in _RESERVED_FLAGS:
             raise ServeError(
                 f"The engine's arguments can't have {argument}: `tokenwire serve` sets it itself."
             )
     return arguments
 
 
-def _grace(layout: Layout) -> tuple[str, str]:
-    return "--grace", f"{layout.grace:g}"
+def _grace(options: ServeOptions) -> tuple[str, str]:
+    return "--grace", f"{options.grace:g}"
 
 
 def _checkpoint(model: Path | None) -> Path:
-    """The directory to serve; ServeError when it holds no checkpoint."""
+    """Return the directory to serve. Raises ServeError if it holds no checkpoint."""
     if model is not None:
         if not model.is_dir():
             raise ServeError(f"The model directory {model} does not exist.")
         try:
             has_config = (model / "config.json").is_file()
         except PermissionError:
-            raise ServeError(f"The model directory {model} may not be read.") from None
+            raise ServeError(f"No permission to read the model directory {model}.") from None
         if not has_config:
             raise ServeError(f"The model directory {model} holds no config.json.")
         return model.resolve()
@@ -224,7 +230,7 @@ def _checkpoint(model: Path | None) -> Path:
 
 
 def embedded_checkpoint() -> Path:
-    """The checkpoint that comes with the repository; ServeError without it."""
+    """Return the checkpoint that comes with the repository. Raises ServeError without it."""
     found = sorted(path.parent for path in _CHECKPOINTS.glob("*/config.json"))
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "none"
@@ -232,10 +238,10 @@ def embedded_checkpoint() -> Path:
     return found[0]
 
 
-def require_free_ports(layout: Layout) -> None:
-    """ServeError for the first port that something else listens on, or that is used twice."""
+def require_free_ports(options: ServeOptions) -> None:
+    """Raise ServeError for the first port that is in use or named twice."""
     taken: dict[int, str] = {}
-    for name, host, port in _fixed_ports(layout):
+    for name, host, port in _fixed_ports(options):
         _require_port(name, port)
         if port in taken:
             raise ServeError(f"The {taken[port]} port and the {name} port are both {port}.")
@@ -246,32 +252,32 @@ def require_free_ports(layout: Layout) -> None:
 
 
 def _require_port(name: str, port: int) -> None:
-    if not 1 <= port <= _LAST_PORT:
-        raise ServeError(f"The {name} port must be between 1 and {_LAST_PORT}, not {port}.")
+    if not 1 <= port <= LAST_PORT:
+        raise ServeError(f"The {name} port must be between 1 and {LAST_PORT}, not {port}.")
 
 
-def _fixed_ports(layout: Layout) -> Iterator[tuple[str, str, int]]:
-    yield "HTTP", layout.host, layout.port
-    if layout.catalog is not None:
+def _fixed_ports(options: ServeOptions) -> Iterator[tuple[str, str, int]]:
+    yield "HTTP", options.host, options.port
+    if options.catalog is not None:
         return
     grpc_ports = (
-        ("tokenizer", layout.host, layout.tokenizer_port),
-        ("engine", layout.host, layout.engine_port),
-        ("grammar", "127.0.0.1", layout.grammar_port),
+        ("tokenizer", options.host, options.tokenizer_port),
+        ("engine", options.host, options.engine_port),
+        ("grammar", "127.0.0.1", options.grammar_port),
     )
     yield from grpc_ports
     for name, host, port in grpc_ports:
-        yield f"{name} metrics", host, port + _METRICS_OFFSET
+        yield f"{name} metrics", host, port + METRICS_PORT_OFFSET
 
 
-def _free_ports(layout: Layout, taken: set[int]) -> _Ports:
-    """Three ports of loopback that are free, as are those of their metrics; taken from now on."""
+def _free_ports(options: ServeOptions, taken: set[int]) -> _Ports:
+    """Take three loopback ports that are free together with their metrics ports."""
     found: list[int] = []
-    for port in range(layout.tokenizer_port, _LAST_PORT - _METRICS_OFFSET):
-        both = {port, port + _METRICS_OFFSET}
+    for port in range(options.tokenizer_port, LAST_PORT - METRICS_PORT_OFFSET):
+        both = {port, port + METRICS_PORT_OFFSET}
         if not both & taken and not any(why_unusable("127.0.0.1", each) for each in both):
             taken |= both
             found.append(port)
             if len(found) == 3:
                 return found[0], found[1], found[2]
-    raise ServeError(f"There are no free ports from {layout.tokenizer_port} on.")
+    raise ServeError(f"There are no free ports from {options.tokenizer_port} upwards.")

@@ -1,4 +1,4 @@
-"""Runs the services of one machine as processes: starts, watches and stops them together."""
+"""Supervisor of the services of one machine: starts, watches and stops their processes."""
 
 import asyncio
 import contextlib
@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenwire.serving.catalog import write_catalog
+from tokenwire.serving.addresses import address, listen
+from tokenwire.serving.catalog_file import write_catalog
 from tokenwire.serving.health import is_ready, is_serving, until_idle
-from tokenwire.serving.ports import address, listen
-from tokenwire.serving.process import Process, say
+from tokenwire.serving.service_process import ServiceProcess, report
 from tokenwire.serving.stack_layout import (
     CatalogPlan,
-    Layout,
     ServeError,
+    ServeOptions,
     Service,
     plan,
     plan_catalog,
@@ -28,21 +28,22 @@ from tokenwire.serving.stack_layout import (
 __all__ = ["supervise"]
 
 _POLL_SECONDS = 0.1
-_CUT_SECONDS = 5.0  # what a service gets beyond its grace before it is killed
+_KILL_SECONDS = 5.0
+"""Seconds beyond a service's own grace after which it is killed"""
 Result = TypeVar("Result")
 
 
-async def supervise(layout: Layout) -> None:
-    """Start the stack, say where it is, and keep it until SIGINT or SIGTERM; a second one kills.
+async def supervise(options: ServeOptions) -> None:
+    """Start the stack, print its URL, and keep it until SIGINT or SIGTERM; a second signal kills.
 
-    A service that ends is started again, once for each time that it had come to serve. With a
-    catalog, SIGHUP reads it again. Raises ServeError when it can't start, when a service ends
-    before it serves, or when one had to be killed at the end.
+    A service that ends after it has served is restarted. With a catalog, SIGHUP reloads it. Raises
+    ServeError if the stack can't start, if a service ends before it serves, or if one had to be
+    killed at the end.
     """
-    stack = _Stack(layout)
+    stack = _Stack(options)
     try:
         with contextlib.suppress(_Stopped):
-            if layout.catalog is None:
+            if options.catalog is None:
                 await stack.run_model()
             else:
                 with tempfile.TemporaryDirectory(prefix="tokenwire-") as folder:
@@ -53,137 +54,139 @@ async def supervise(layout: Layout) -> None:
         raise ServeError("Not every service stopped by itself.", exit_code=1)
 
 
-class _Stopped(Exception):  # noqa: N818 - it is no error
-    """SIGINT or SIGTERM came."""
+class _Stopped(Exception):  # noqa: N818 - not an error
+    """Arrival of SIGINT or SIGTERM."""
 
 
 class _Signals:
-    """SIGINT and SIGTERM: the first asks to stop, the second to hurry. SIGHUP: read the catalog
-    again, or without one, as when a terminal closes, stop."""
+    """Signals to the supervisor: the first SIGINT or SIGTERM stops, the second kills.
+
+    SIGHUP, which a closing terminal sends, also stops, unless there is a catalog to reload.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.stop: asyncio.Future[None] = self._loop.create_future()
-        self.hurry: asyncio.Future[None] = self._loop.create_future()
+        self.kill: asyncio.Future[None] = self._loop.create_future()
         self.reload = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
             self._loop.add_signal_handler(signal.SIGHUP, self._on_signal)
 
     def expect_reload(self) -> None:
-        """From now on SIGHUP sets `reload`."""
+        """Let SIGHUP set `reload` instead of stopping."""
         self._loop.add_signal_handler(signal.SIGHUP, self.reload.set)
 
     def _on_signal(self) -> None:
-        for future in (self.stop, self.hurry):
+        for future in (self.stop, self.kill):
             if not future.done():
                 future.set_result(None)
                 return
 
 
 class _Stack:
-    """The processes that run."""
+    """Processes of the services, and their life cycle."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
         self._signals = _Signals()
         self._began = time.monotonic()
         self._is_up = False
-        self._processes: list[Process] = []
-        """Those that must run; the shim first"""
-        self._coming: list[Process] = []
-        self._going: list[Process] = []
-        """Those that a change of the catalog adds and takes away"""
-        self._serving: set[Process] = set()
-        """Those that have come to serve"""
+        self._processes: list[ServiceProcess] = []
+        """Processes that must run, shim first"""
+        self._starting: list[ServiceProcess] = []
+        self._retiring: list[ServiceProcess] = []
+        """Processes that a catalog change adds, and those that it removes"""
+        self._serving: set[ServiceProcess] = set()
+        """Processes that have served, and are therefore restarted when they end"""
         self._listener: socket.socket | None = None
-        """The shim's: connections wait there while it is started again"""
-        self._death: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
-        """The first of those that must run to end, before it served"""
+        """The shim's socket: connections wait there while the shim restarts"""
+        self._fatal_end: asyncio.Future[ServiceProcess] = asyncio.get_running_loop().create_future()
+        """First required process that ended before it served"""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run_model(self) -> None:
-        """The four services of one model, until one ends. Raises _Stopped or ServeError."""
-        shim, *backend = plan(self._layout)
-        require_free_ports(self._layout)
-        self._listener = _listen(self._layout)
+        """Run the four services of one model. Raises _Stopped or ServeError."""
+        shim, *backend = plan(self._options)
+        require_free_ports(self._options)
+        self._listener = _listen(self._options)
         await self._start(self._processes, [shim, *backend])
         await self._while_alive(_until_ready(backend, f"http://{shim.target}/ready"))
         self._announce(shim)
         await self._while_alive(asyncio.Event().wait())
 
     async def run_catalog(self, resolved: Path) -> None:
-        """All that a catalog names, until one ends. Raises _Stopped or ServeError."""
+        """Run the services of a catalog. Raises _Stopped or ServeError."""
         self._signals.expect_reload()
-        current = plan_catalog(self._layout)
-        require_free_ports(self._layout)
-        self._listener = _listen(self._layout)
+        current = plan_catalog(self._options)
+        require_free_ports(self._options)
+        self._listener = _listen(self._options)
         write_catalog(resolved, current.models)
-        shim, backend = shim_of_catalog(self._layout, resolved), _flat(current)
+        shim, backend = shim_of_catalog(self._options, resolved), _all_services(current)
         await self._start(self._processes, [shim, *backend])
-        probe = "ready" if backend else "health"  # what others run need not run yet
+        probe = "ready" if backend else "health"  # remote backends may start later
         await self._while_alive(_until_ready(backend, f"http://{shim.target}/{probe}"))
         self._announce(shim)
-        _list(current)
+        _print_models(current)
         while True:
             await self._while_alive(self._signals.reload.wait())
             self._signals.reload.clear()
             current = await self._while_alive(self._reload(current, resolved))
 
     async def stop(self) -> bool:
-        """Stop all, left to right. Whether each of them ended by itself."""
+        """Stop all processes in pipeline order. Return whether none had to be killed."""
         for task in self._tasks:
             task.cancel()
-        processes = [*self._processes, *self._coming, *self._going]
+        processes = [*self._processes, *self._starting, *self._retiring]
         clean = all([await self._stop(process) for process in processes])
         if self._listener is not None:
             self._listener.close()
         return clean
 
-    async def _start(self, among: list[Process], services: Sequence[Service]) -> None:
+    async def _start(self, among: list[ServiceProcess], services: Sequence[Service]) -> None:
         for service in services:
             process = await self._start_one(service)
-            among.append(process)  # at once, so that it is stopped whatever happens
+            among.append(process)  # before anything can fail, so that `stop` reaches it
             self._spawn(self._watch(process))
 
-    async def _start_one(self, service: Service) -> Process:
+    async def _start_one(self, service: Service) -> ServiceProcess:
         listener = self._listener if service.name == "http_shim" else None
-        return await Process.start(service, self._layout.log_dir, listener)
+        return await ServiceProcess.start(service, self._options.log_dir, listener)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _watch(self, process: Process) -> None:
+    async def _watch(self, process: ServiceProcess) -> None:
         await process.wait()
         if process in self._serving:
-            await self._start_again(process)
-        elif process in self._processes and not self._death.done():
-            self._death.set_result(process)
+            await self._restart(process)
+        elif process in self._processes and not self._fatal_end.done():
+            self._fatal_end.set_result(process)
 
-    async def _start_again(self, process: Process) -> None:
-        """Put a new process in the place of one that has ended."""
+    async def _restart(self, process: ServiceProcess) -> None:
+        """Replace a process that has ended by a new one."""
         self._serving.remove(process)
-        error = await process.death(was_up=True)
+        error = await process.failure(was_up=True)
         if process not in self._processes:
-            return  # the catalog names it no longer
-        say(f"{error} It is started again.")
+            return  # removed from the catalog
+        report(f"{error} It is started again.")
         try:
             again = await self._start_one(process.service)
         except ServeError as failure:
-            say(str(failure))
-            self._death.set_result(process)
+            report(str(failure))
+            self._fatal_end.set_result(process)
             return
         if process not in self._processes:
             await self._stop(again)
             return
         self._processes[self._processes.index(process)] = again
         self._spawn(self._watch(again))
-        self._spawn(self._note_serving(again))
+        self._spawn(self._mark_serving(again))
 
-    async def _note_serving(self, process: Process) -> None:
+    async def _mark_serving(self, process: ServiceProcess) -> None:
         target = process.service.target
         if process.service.name == "http_shim":
             await _until(is_ready, f"http://{target}/health")
@@ -191,23 +194,26 @@ class _Stack:
             await _until(is_serving, target)
         self._serving.add(process)
 
-    async def _stop(self, process: Process) -> bool:
-        return await process.stop(self._layout.grace + _CUT_SECONDS, self._signals.hurry)
+    async def _stop(self, process: ServiceProcess) -> bool:
+        return await process.stop(self._options.grace + _KILL_SECONDS, self._signals.kill)
 
     async def _while_alive(self, work: Awaitable[Result]) -> Result:
-        """What the work gives, unless a signal (_Stopped) or a death (ServeError) comes first."""
+        """Return the result of `work`.
+
+        Raises _Stopped on a signal, and ServeError when a process ends before it serves.
+        """
         task = asyncio.ensure_future(work)
         try:
-            ends: list[asyncio.Future[Any]] = [task, self._signals.stop, self._death]
+            ends: list[asyncio.Future[Any]] = [task, self._signals.stop, self._fatal_end]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             if self._signals.stop.done():
                 raise _Stopped
-            dead = self._death.result()
-            if self._is_up:  # what still runs may take the whole grace
-                say(f"{dead.service.title} has ended; the others are stopped now")
-            raise await dead.death(self._is_up)
+            ended = self._fatal_end.result()
+            if self._is_up:  # the others may take their whole grace, so report first
+                report(f"{ended.service.title} has ended; the others are stopped now")
+            raise await ended.failure(self._is_up)
         finally:
             task.cancel()
 
@@ -218,80 +224,82 @@ class _Stack:
         print(f"Tokenwire serves http://{shim.target} (up in {seconds:.1f} s)", flush=True)
 
     async def _reload(self, current: CatalogPlan, resolved: Path) -> CatalogPlan:
-        """Serve what the catalog says now; one that can't be served changes nothing."""
+        """Serve the catalog as it is now; one that can't be served changes nothing."""
         try:
-            wanted = plan_catalog(self._layout, current)
-            await self._add([each for each in _flat(wanted) if each not in _flat(current)])
+            wanted = plan_catalog(self._options, current)
+            await self._add(
+                [each for each in _all_services(wanted) if each not in _all_services(current)]
+            )
         except ServeError as error:
-            say(f"{error} The models from before stay.")
+            report(f"{error} The previous models stay.")
             return current
         write_catalog(resolved, wanted.models)
         self._processes[0].signal(signal.SIGHUP)
-        _list(wanted)
+        _print_models(wanted)
         for key in current.services.keys() - wanted.services.keys():
             self._spawn(self._remove(current.services[key]))
         return wanted
 
     async def _add(self, services: Sequence[Service]) -> None:
-        """Start more, and let them be; ServeError if one of them can't start."""
-        await self._start(self._coming, services)
+        """Start additional services. Raises ServeError, and stops them all, if one can't start."""
+        await self._start(self._starting, services)
         ready = asyncio.ensure_future(_until_serving(services))
-        deaths = [asyncio.ensure_future(process.wait()) for process in self._coming]
+        ends = [asyncio.ensure_future(process.wait()) for process in self._starting]
         try:
-            await asyncio.wait([ready, *deaths], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
-                dead = next(each for each in self._coming if each.returncode is not None)
-                error = await dead.death(was_up=False)
-                while self._coming:
-                    await self._stop(self._coming[0])
-                    del self._coming[0]
+                ended = next(each for each in self._starting if each.returncode is not None)
+                error = await ended.failure(was_up=False)
+                while self._starting:
+                    await self._stop(self._starting[0])
+                    del self._starting[0]
                 raise error
         finally:
-            for each in (ready, *deaths):
+            for each in (ready, *ends):
                 each.cancel()
-        self._processes += self._coming
-        self._serving.update(self._coming)
-        self._coming.clear()
+        self._processes += self._starting
+        self._serving.update(self._starting)
+        self._starting.clear()
 
     async def _remove(self, services: Sequence[Service]) -> None:
-        """Stop some, once what they answer has ended."""
-        going = [each for each in self._processes if each.service in services]
-        self._processes = [each for each in self._processes if each not in going]
-        self._going += going
+        """Stop services once their engine is idle."""
+        retiring = [each for each in self._processes if each.service in services]
+        self._processes = [each for each in self._processes if each not in retiring]
+        self._retiring += retiring
         (engine,) = [each for each in services if each.name == "engine"]
         await until_idle(engine.target)
-        for process in going:
+        for process in retiring:
             await self._stop(process)
-            self._going.remove(process)
-        say(f"{engine.model} has stopped")
+            self._retiring.remove(process)
+        report(f"{engine.model} has stopped")
 
 
-def _listen(layout: Layout) -> socket.socket:
+def _listen(options: ServeOptions) -> socket.socket:
     try:
-        return listen(layout.host, layout.port)
+        return listen(options.host, options.port)
     except OSError as error:
-        place = address(layout.host, layout.port)
+        place = address(options.host, options.port)
         raise ServeError(f"Can't use the HTTP port {place}: {error.strerror}.") from None
 
 
-def _flat(plan: CatalogPlan) -> list[Service]:
+def _all_services(plan: CatalogPlan) -> list[Service]:
     return [service for services in plan.services.values() for service in services]
 
 
-def _list(plan: CatalogPlan) -> None:
-    """Says where each model is."""
+def _print_models(plan: CatalogPlan) -> None:
+    """Print the targets of each model."""
     backends = {services[0].target: services for services in plan.services.values()}
     for model in plan.models:
         services = backends.get(model.target or "")
         if services is not None:
             where = ", ".join(f"{each.name} {each.target}" for each in services)
         else:
-            where = f"tokenizer {model.target}" if model.target else "nothing serves it"
+            where = f"tokenizer {model.target}" if model.target else "not served"
         print(f"  {model.full_name}: {where}", flush=True)
 
 
 async def _until_ready(services: Sequence[Service], url: str) -> None:
-    """Until every gRPC service is SERVING and the shim answers 200."""
+    """Wait until every gRPC service is SERVING and the shim answers 200."""
     await _until_serving(services)
     await _until(is_ready, url)
 

@@ -1,0 +1,1 @@
+"""A step's batch: its integers, and their way to the device."""

@@ -1,6 +1,6 @@
-"""Where a step's integers are laid out: in one stretch of memory, which one copy takes to a device.
+"""Staging buffer of a step's integers: one allocation, so that one copy moves them to the device.
 
-On the CPU the stretch itself is what the model reads.
+On the CPU the model reads the buffer itself.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from services.engine.batch.buckets import table_width
 
-__all__ = ["Fields", "Staging"]
+__all__ = ["HostFields", "Staging"]
 
 _ALIGNMENT = 16
-"""Bytes; what lies before the block tables ends at a multiple of it"""
+"""Bytes; the block tables begin at a multiple of it"""
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
-    """A step's integers on the host, to be filled in."""
+class HostFields:
+    """A step's integers on the host, for the caller to fill in."""
 
     token_ids: npt.NDArray[np.int64]
     """int64 [tokens]"""
@@ -30,57 +30,58 @@ class Fields:
     slots: npt.NDArray[np.int64]
     """int64 [tokens]"""
     sources: npt.NDArray[np.int64]
-    """int64 [tokens], where a token id that is still on the device lies among its like, or -1"""
-    kept: npt.NDArray[np.int64]
-    """int64 [tokens], of which some, in front, are filled in"""
+    """int64 [tokens], index of the token id among those drawn on the device, or -1"""
+    output_rows: npt.NDArray[np.int64]
+    """int64 [tokens]; only the first entries, one per output row, are filled in"""
     query_starts: npt.NDArray[np.int32]
     """int32 [sequences + 1]"""
-    kept_starts: npt.NDArray[np.int32]
+    output_starts: npt.NDArray[np.int32]
     """int32 [sequences + 1]"""
     context_lengths: npt.NDArray[np.int32]
     """int32 [sequences]"""
     block_tables: npt.NDArray[np.int32]
-    """int32 [sequences, `table_width`], filled in already; behind a sequence's blocks stand any"""
+    """int32 [sequences, `table_width`], already filled; arbitrary past a sequence's blocks"""
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """The same where the model reads them, as tensors."""
+class DeviceFields:
+    """The same integers as tensors on the model's device."""
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     sources: Tensor
-    kept: Tensor
+    output_rows: Tensor
     query_starts: Tensor
-    kept_starts: Tensor
+    output_starts: Tensor
     context_lengths: Tensor
     block_tables: Tensor
 
 
 class Staging:
-    """Lays out one step after another. What it gave for one is valid until the next.
+    """Staging of one step after another. Fields of a step are valid until the next one.
 
-    For a device there are two stretches of pinned memory, which take turns: one is written while
-    the other may still be copied. On the device there is one, written and read in the order of what
-    is launched. It lies where it lay before, unless a step is larger than any before.
+    A GPU has two pinned host buffers, used in turn: one is written while the other may still be
+    copied. The one device buffer is written and read in launch order. It keeps its address, which
+    CUDA graphs rely on, until a step exceeds the reserved size.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         is_cuda = device.type == "cuda"
-        self._hosts = [_Stretch(pinned=is_cuda) for _ in range(2 if is_cuda else 1)]
+        self._hosts = [_HostBuffer(pinned=is_cuda) for _ in range(2 if is_cuda else 1)]
         self._on_device: Tensor | None = None
 
     def reserve(self, tokens: int, sequences: int, blocks: int) -> None:
-        """Make room for steps of so many tokens and sequences with so many blocks each."""
+        """Reserve memory for steps of up to this size. blocks: of one sequence."""
         for host in self._hosts:
             host.grow(tokens, sequences, blocks)
 
-    def lay_out(self, tokens: int, tables: Sequence[list[int]]) -> Fields:
-        """Room for the integers of a step; `tables` are the blocks of each of its sequences.
+    def lay_out(self, tokens: int, tables: Sequence[list[int]]) -> HostFields:
+        """Return the fields of a step to fill in. tables: the blocks of each of its sequences.
 
-        A sequence's list of blocks may only grow from step to step; it is known by its identity.
+        A list in `tables` may only grow from step to step: only blocks added to the same list
+        object are copied.
         """
         widest = max(map(len, tables))
         if not self._hosts[0].holds(tokens, len(tables), widest):
@@ -88,8 +89,8 @@ class Staging:
         self._hosts.reverse()
         return self._hosts[0].lay_out(tokens, tables, widest)
 
-    def send(self) -> Staged:
-        """What was filled in, on the device."""
+    def send(self) -> DeviceFields:
+        """Start the copy of the filled-in fields, and return them on the device."""
         host = self._hosts[0]
         if self._device.type == "cpu":
             return host.views(host.memory)
@@ -99,32 +100,32 @@ class Staging:
         return host.views(self._on_device)
 
 
-class _Stretch:
-    """Host memory: fields of varying length, then the block tables, which begin at a fixed place.
+class _HostBuffer:
+    """Host memory: fields of varying length, which end where the block tables begin.
 
-    The tables stay from step to step, since few sequences get a block in each.
+    The tables stay in place from step to step, because few sequences get a new block in a step.
     """
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._tokens = self._rows = self._columns = 0
         self._shape = (0, 0, 0)
-        """Tokens, sequences and columns of the step at hand"""
-        self._views: dict[int, Staged] = {}
-        """Of the step at hand, by the address of the memory that they view"""
+        """Tokens, sequences and table columns of the current step"""
+        self._views: dict[int, DeviceFields] = {}
+        """Fields of the current step, by the address of their memory"""
         self._copied: torch.cuda.Event | None = None
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._table: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
         self._filled: list[tuple[list[int], int]] = []
-        """By row of the tables, the blocks that it holds, and how many they were"""
-        self._fields: Fields | None = None
+        """By row of the tables, its list of blocks and how many of them are copied"""
+        self._fields: HostFields | None = None
 
     def holds(self, tokens: int, sequences: int, blocks: int) -> bool:
-        """Whether a step of this size fits."""
+        """Return whether a step of this size fits."""
         return tokens <= self._tokens and sequences <= self._rows and blocks <= self._columns
 
     def grow(self, tokens: int, sequences: int, blocks: int) -> None:
-        """Until a step of this size fits. The tables are empty again."""
+        """Reallocate so that a step of this size fits. Empties the tables."""
         columns = table_width(blocks)
         self._tokens = max(self._tokens, tokens)
         self._rows, self._columns = max(self._rows, sequences), max(self._columns, columns)
@@ -135,7 +136,8 @@ class _Stretch:
         self._filled = [([], 0)] * self._rows
         self._fields = None
 
-    def lay_out(self, tokens: int, tables: Sequence[list[int]], widest: int) -> Fields:
+    def lay_out(self, tokens: int, tables: Sequence[list[int]], widest: int) -> HostFields:
+        """Return the fields of a step, after the copy of the last step from here has completed."""
         if self._copied is not None:
             self._copied.synchronize()
         for row, blocks in enumerate(tables):
@@ -149,11 +151,11 @@ class _Stretch:
             self._shape = shape
             self._views = {}
             staged = self.views(self.memory)
-            self._fields = Fields(*(getattr(staged, name).numpy() for name in _NAMES))
+            self._fields = HostFields(*(getattr(staged, name).numpy() for name in _NAMES))
         return self._fields
 
     def copy_to(self, memory: Tensor) -> None:
-        """Copy what the step at hand uses to the same place in the device's memory."""
+        """Start the copy of the current step's part to the same offset in the device's memory."""
         tokens, sequences, _ = self._shape
         begin = self._tables_at - _fields_size(tokens, sequences)
         end = self._tables_at + 4 * sequences * self._columns
@@ -161,31 +163,31 @@ class _Stretch:
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
-    def views(self, memory: Tensor) -> Staged:
-        """The fields of the step at hand in `memory`, which is laid out like this one."""
+    def views(self, memory: Tensor) -> DeviceFields:
+        """Return the current step's fields in `memory`, which has the layout of this buffer."""
         address = memory.data_ptr()
         if address not in self._views:
             self._views[address] = self._view(memory)
         return self._views[address]
 
-    def _view(self, memory: Tensor) -> Staged:
+    def _view(self, memory: Tensor) -> DeviceFields:
         tokens, sequences, columns = self._shape
         end = self._tables_at
         begin = end - _fields_size(tokens, sequences)
         longs = memory[begin : begin + 40 * tokens].view(torch.int64)
         ints = memory[begin + 40 * tokens : end].view(torch.int32)
         tables = memory[end:].view(torch.int32).view(self._rows, self._columns)
-        token_ids, positions, slots, sources, kept = longs.view(5, tokens)
-        query_starts, kept_starts = ints[: 2 * sequences + 2].view(2, sequences + 1)
+        token_ids, positions, slots, sources, output_rows = longs.view(5, tokens)
+        query_starts, output_starts = ints[: 2 * sequences + 2].view(2, sequences + 1)
         rest = ints[2 * sequences + 2 :]
-        return Staged(
+        return DeviceFields(
             token_ids,
             positions,
             slots,
             sources,
-            kept,
+            output_rows,
             query_starts,
-            kept_starts,
+            output_starts,
             context_lengths=rest[:sequences],
             block_tables=tables[:sequences, :columns],
         )
@@ -195,10 +197,10 @@ class _Stretch:
         return _fields_size(self._tokens, self._rows)
 
 
-_NAMES = tuple(Fields.__dataclass_fields__)
+_NAMES = tuple(HostFields.__dataclass_fields__)
 
 
 def _fields_size(tokens: int, sequences: int) -> int:
-    """Bytes before the tables: five int64 for each token, three int32 for each sequence and two."""
+    """Return the aligned bytes of five int64 per token, three int32 per sequence, and two int32."""
     size = 40 * tokens + 4 * (3 * sequences + 2)
     return -(-size // _ALIGNMENT) * _ALIGNMENT

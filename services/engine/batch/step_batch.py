@@ -1,27 +1,27 @@
-"""The flat batch that one engine step runs through the decoder."""
+"""Flat batch of one engine step, the input of the decoder."""
 
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-__all__ = ["Kept", "StepBatch"]
+__all__ = ["OutputRows", "StepBatch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The rows that somebody looks at: of each sequence its last ones, at least one."""
+class OutputRows:
+    """Rows whose hidden states the step returns: the last rows of each sequence, at least one."""
 
-    rows: Tensor
-    """int64 [kept], where they stand among the step's tokens"""
+    indices: Tensor
+    """int64 [rows], indices among the step's tokens"""
     starts: Tensor
-    """int32 [sequences + 1], where each sequence's begin among them; the last entry is `kept`"""
+    """int32 [sequences + 1], first row of each sequence; the last entry is `rows`"""
     lengths_host: tuple[int, ...]
-    """How many they are of each sequence, for decisions that must not wait for a device"""
+    """Rows of each sequence, on the host: a decision must not wait for the device"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step's flat batch: sequences that decode one token first, then prefill chunks.
+    """One step's tokens: sequences that decode one token first, then prefill chunks.
 
     `tokens` counts the query tokens of all sequences, in the order of the sequences.
     """
@@ -37,24 +37,25 @@ class StepBatch:
     context_lengths: Tensor
     """int32 [sequences], tokens in the cache after this step"""
     block_tables: Tensor
-    """int32 [sequences, widest], rows perhaps apart; past a sequence's blocks stand any others"""
+    """int32 [sequences, width]; rows may be strided, and entries past a sequence's blocks are
+    arbitrary"""
     num_decodes: int
-    """The first `num_decodes` sequences have exactly one query token."""
+    """The first `num_decodes` sequences have exactly one query token"""
     query_lengths_host: tuple[int, ...]
-    """Query tokens of each sequence, for decisions that must not wait for a device"""
+    """Query tokens of each sequence, on the host: a decision must not wait for the device"""
     context_lengths_host: tuple[int, ...]
-    """`context_lengths` once more, for the same reason"""
-    kept: Kept | None = None
-    """The rows whose hidden states are of interest, or None for all of them"""
+    """`context_lengths`, on the host"""
+    output_rows: OutputRows | None = None
+    """Rows whose hidden states are returned; None = all"""
 
     @property
     def narrowed(self) -> "StepBatch":
-        """The batch whose queries are those rows. It still writes keys and values of all tokens."""
-        if self.kept is None:
+        """This batch with the output rows as its only queries. Keys and values stay complete."""
+        if self.output_rows is None:
             return self
         return replace(
             self,
-            query_starts=self.kept.starts,
-            query_lengths_host=self.kept.lengths_host,
-            kept=None,
+            query_starts=self.output_rows.starts,
+            query_lengths_host=self.output_rows.lengths_host,
+            output_rows=None,
         )

@@ -1,13 +1,13 @@
-"""Between the host and a device, without waiting for either. On the CPU nothing is copied."""
+"""Asynchronous copies between host and device. On the CPU nothing is copied."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["Fetch", "to_device"]
+__all__ = ["HostCopy", "to_device"]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, for what is launched from now on; the host does not wait.
+    """Return a host tensor's copy on a device, for later launches, without waiting.
 
     An ordinary copy of memory that is not pinned waits for everything launched before it.
     """
@@ -16,8 +16,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Fetch:
-    """A tensor on its way to the host, there once what was launched before has run."""
+class HostCopy:
+    """A tensor's copy to the host, complete once everything launched before it has run."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -29,7 +29,7 @@ class Fetch:
             self._event.record()
 
     def wait(self) -> Tensor:
-        """The tensor on the host; returns when it is there."""
+        """Wait for the copy, and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

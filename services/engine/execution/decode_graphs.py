@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch instead of some ten for each layer.
+"""CUDA graphs of decode steps: one launch instead of about ten per layer.
 
 Not yet run on a GPU.
 """
@@ -15,7 +15,7 @@ from services.engine.model.decoder import Decoder
 __all__ = ["DecodeGraphs"]
 
 _WARM_UPS = 2
-"""Passes before the capture: they compile kernels and make the libraries allocate what they keep"""
+"""Passes before a capture: kernels are compiled and libraries allocate their workspaces there"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +23,18 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     hidden: Tensor
     held: object
-    """What it reads and writes besides: kept, so that nothing else comes to lie there"""
+    """References to the memory that the graph reads and writes, which must not be freed"""
 
 
 class DecodeGraphs:
-    """Runs decode steps, each size as a graph that is captured when the size first comes up.
+    """A graph for each size of decode step, captured at the size's first step.
 
-    A size is a number of rows and a width of the block tables (`buckets`), so there are few; the
-    first step of each takes as long as some passes, and seconds where attention's kernel has to be
-    compiled for it. All graphs share one pool of memory, as large as the largest needs, besides the
-    decoder's own buffers. A graph reads and writes where it did when it was captured: the memory
-    that batches lie in must have been reserved.
+    A size is a number of rows and a width of the block tables (`buckets`), so there are few. The
+    first step of a size takes several passes, and seconds more where attention compiles a kernel.
+    All graphs share one memory pool, as large as the largest graph needs. A graph replays with the
+    addresses of its capture, so the memory of batches must be reserved beforehand.
 
-    On the CPU there are no graphs: the same padded batches are run as they are.
+    On the CPU there are no graphs: padded batches run directly.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
@@ -46,7 +45,7 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, ...], _Captured] = {}
 
     def run(self, batch: StepBatch) -> Tensor:
-        """Hidden states [rows, hidden_size] of a padded batch that only decodes."""
+        """Return hidden states [rows, hidden_size] of a padded batch without prefill chunks."""
         if not self._is_cuda:
             return self._decoder.forward(batch, self._cache)
         tables = batch.block_tables
@@ -61,10 +60,10 @@ class DecodeGraphs:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):  # writes the same keys and values each time
+            for _ in range(_WARM_UPS):  # each pass writes the same keys and values
                 self._decoder.forward(batch, self._cache)
         torch.cuda.current_stream().wait_stream(stream)
-        # a batch of its own: attention keeps what it makes of one, and this belongs into the graph
+        # Copy the batch: attention caches metadata on it, which must be captured.
         own = replace(batch)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

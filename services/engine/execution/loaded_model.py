@@ -1,4 +1,4 @@
-"""A model in memory with its KV cache: what every rank has before it can compute."""
+"""One rank's loaded model: weights, buffers and KV cache."""
 
 import logging
 import time
@@ -8,15 +8,15 @@ import torch
 
 from services.common.settings import StartupError
 from services.engine.execution.memory_budget import choose_num_blocks, require_memory
-from services.engine.execution.model_runner import most_logits
+from services.engine.execution.model_runner import max_logit_rows
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import touch
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, resolve_dtype
+from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
-from services.engine.ranks.team import Team
 from services.engine.settings import EngineSettings
 
 __all__ = ["LoadedModel", "load"]
@@ -26,28 +26,32 @@ _LOG = logging.getLogger("loop")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """This rank's part of it."""
+    """This rank's part of the model, ready to compute."""
 
     decoder: Decoder
     cache: KVCache
-    team: Team
+    ranks: RankGroup
     num_blocks: int
-    """Of the cache, for the scheduler to give away"""
+    """KV blocks that the scheduler may allocate"""
     fingerprint: str
-    """Of the whole model's weights"""
+    """Fingerprint of the whole model's weights"""
     kv_bytes: int
-    """Of all ranks together, as is the next"""
+    """Bytes of the KV cache, over all ranks"""
     weight_bytes: int
+    """Bytes of the weights, over all ranks"""
 
 
 def load(settings: EngineSettings) -> LoadedModel:
-    """Load this rank's part, beside the other ranks. Raises CheckpointError or StartupError."""
+    """Load this rank's part, together with the other ranks.
+
+    Raises CheckpointError or StartupError.
+    """
     rank = Rank.from_environment()
     device = _device(settings.device, rank)
     if threads := rank.threads(settings.threads):
         torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
-    team = Team.join(rank, device)
+    ranks = RankGroup.join(rank, device)
     dtype = resolve_dtype(settings.dtype)
     decoder = load_model(
         settings.model,
@@ -55,11 +59,11 @@ def load(settings: EngineSettings) -> LoadedModel:
         progress=rank.leads,
         device=device,
         weights=settings.weights,
-        team=team,
+        ranks=ranks,
     )
-    _reserve(settings, decoder, team)
+    _reserve(settings, decoder, ranks)
     fingerprint = weights_fingerprint(settings.model, settings.weights)
-    team.agree(
+    ranks.require_agreement(
         {
             "weights": fingerprint,
             "--dtype": str(dtype),
@@ -68,58 +72,58 @@ def load(settings: EngineSettings) -> LoadedModel:
         }
     )
     per_block = KVCache.bytes_per_block(decoder.spec, decoder.block_size, decoder.dtype)
-    num_blocks = _choose_num_blocks(settings, decoder, team, per_block)
+    num_blocks = _choose_num_blocks(settings, decoder, ranks, per_block)
     return LoadedModel(
         decoder,
         _allocate_cache(decoder, num_blocks, per_block),
-        team,
+        ranks,
         num_blocks,
         fingerprint,
-        kv_bytes=team.total(num_blocks * per_block),
-        weight_bytes=team.total(decoder.weight_bytes),
+        kv_bytes=ranks.total(num_blocks * per_block),
+        weight_bytes=ranks.total(decoder.weight_bytes),
     )
 
 
-def _reserve(settings: EngineSettings, decoder: Decoder, team: Team) -> None:
-    """Take what the largest step writes into."""
+def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> None:
+    """Allocate the buffers of the largest step, or raise StartupError."""
     tokens = settings.max_step_tokens + settings.max_running
-    rows = most_logits(settings.max_running)
+    rows = max_logit_rows(settings.max_running)
     require_memory(
         decoder.bytes_to_reserve(tokens, rows),
         f"A step of --max-step-tokens {settings.max_step_tokens} and "
         f"--max-running {settings.max_running}",
         decoder.device,
-        _sharers(decoder, team),
+        _sharers(decoder, ranks),
     )
     decoder.reserve(tokens, rows)
 
 
 def _choose_num_blocks(
-    settings: EngineSettings, decoder: Decoder, team: Team, per_block: int
+    settings: EngineSettings, decoder: Decoder, ranks: RankGroup, per_block: int
 ) -> int:
-    """As many blocks, of so many bytes each, as every rank has room for."""
+    """Return the number of blocks of `per_block` bytes that every rank has memory for."""
     least = -(-decoder.spec.context_length // decoder.block_size)
-    return team.least(
+    return ranks.minimum(
         choose_num_blocks(
             settings.kv_memory,
             per_block,
             least * settings.max_running,
             least,
             decoder.device,
-            _sharers(decoder, team),
+            _sharers(decoder, ranks),
         )
     )
 
 
-def _sharers(decoder: Decoder, team: Team) -> int:
-    """Ranks that take of the same memory."""
-    return team.rank.local_count if decoder.device.type == "cpu" else 1
+def _sharers(decoder: Decoder, ranks: RankGroup) -> int:
+    """Return how many ranks share this rank's memory."""
+    return ranks.rank.local_count if decoder.device.type == "cpu" else 1
 
 
 def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCache:
     size, is_on_gpu = decoder.block_size, decoder.device.type == "cuda"
     allocating = time.monotonic()
-    # on a GPU one more, which the padding of decode graphs writes to
+    # padded rows of decode graphs on a GPU write to one more block
     cache = decoder.allocate_cache(num_blocks + is_on_gpu, size)
     if not is_on_gpu:
         touch((*cache.keys, *cache.values))
@@ -136,12 +140,12 @@ def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCach
 def _device(name: str, rank: Rank) -> torch.device:
     count = torch.cuda.device_count()
     if name == "cuda" and not count:
-        raise StartupError("--device cuda: torch finds no CUDA device.")
+        raise StartupError("--device cuda: torch finds no CUDA device; use --device cpu.")
     if name == "cpu" or not count:
         return torch.device("cpu")
     if rank.local_number >= count:
         raise StartupError(
-            f"{rank.local_count} ranks on this machine need as many CUDA devices; it has {count}."
+            f"{rank.local_count} ranks on this machine need a CUDA device each; it has {count}."
         )
     device = torch.device("cuda", rank.local_number)
     torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""How many KV blocks the machine has room for."""
+"""Memory budget: the number of KV blocks that fit into free memory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +11,14 @@ from services.engine.settings import parse_bytes
 __all__ = ["available_memory", "choose_num_blocks", "require_memory"]
 
 _SHARES = {"cpu": 0.25, "cuda": 0.85}
-"""Of the free memory, what the KV cache takes by itself; a machine has other uses for its memory"""
+"""Share of free memory that the KV cache takes by default; a machine has other uses for the rest"""
 _RESERVE = 512 * 2**20
-"""Bytes kept for activations and everything else"""
+"""Bytes left for activations and everything else"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cgroup:
-    """Where a version of Linux's control groups tells of memory."""
+    """Files in which one version of Linux's control groups reports memory."""
 
     folder: str
     limit: str
@@ -45,11 +45,11 @@ def choose_num_blocks(
     device: torch.device,
     sharers: int = 1,
 ) -> int:
-    """Blocks for "auto" or an amount of memory; never more than `most_blocks`.
+    """Return the number of blocks for `wanted`: "auto" or an amount of memory.
 
-    most_blocks: what all sequences that may run could use; least_blocks: what one sequence of the
-    full context uses; sharers: processes that do the same in the same memory. Raises StartupError
-    with the bytes that are missing.
+    most_blocks: upper bound, enough for all running sequences; least_blocks: enough for one
+    sequence of the full context; sharers: processes that share the memory evenly. Raises
+    StartupError with the number of missing bytes.
     """
     free, share = available_memory(device) // sharers, _SHARES[device.type]
     if wanted == "auto":
@@ -58,20 +58,24 @@ def choose_num_blocks(
             missing = int(least_blocks * bytes_per_block / share) - free
             raise StartupError(
                 f"The KV cache of one full context takes {least_blocks * bytes_per_block:,} bytes; "
-                f"{missing:,} bytes of memory are missing (or set --kv-memory)."
+                f"{missing:,} bytes of memory are missing. Free some, or set --kv-memory."
             )
         return number
     number = parse_bytes(wanted) // bytes_per_block
     if number < 1:
-        raise StartupError(f"--kv-memory {wanted} holds no block of {bytes_per_block:,} bytes.")
+        raise StartupError(
+            f"--kv-memory {wanted} is less than one block of {bytes_per_block:,} bytes; raise it."
+        )
     missing = number * bytes_per_block + _RESERVE - free
     if missing > 0:
-        raise StartupError(f"--kv-memory {wanted}: {missing:,} bytes of memory are missing.")
+        raise StartupError(
+            f"--kv-memory {wanted}: {missing:,} bytes of memory are missing; lower it."
+        )
     return min(number, most_blocks)
 
 
 def require_memory(needed: int, purpose: str, device: torch.device, sharers: int = 1) -> None:
-    """Raises StartupError with the bytes that are missing for that purpose, if there are any."""
+    """Raise StartupError with the number of missing bytes unless `needed` bytes are free."""
     missing = needed - available_memory(device) // sharers
     if missing > 0:
         raise StartupError(
@@ -80,9 +84,9 @@ def require_memory(needed: int, purpose: str, device: torch.device, sharers: int
 
 
 def available_memory(device: torch.device, root: Path = Path("/")) -> int:
-    """Bytes that can still be allocated on a device: on the CPU, within this container.
+    """Return the bytes that can be allocated on a device: on the CPU, within the container's limit.
 
-    root: where /proc and /sys are.
+    root: parent of /proc and /sys.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -93,7 +97,7 @@ def available_memory(device: torch.device, root: Path = Path("/")) -> int:
         if limit.exists() and (most := limit.read_text().strip()) != "max":
             counts = _counts(folder / "memory.stat")
             cached = sum(counts.get(key, 0) for key in group.file_pages)
-            # pages of files, such as the checkpoint's, count as used until somebody needs memory
+            # page cache, such as the checkpoint's, counts as used but is freed under pressure
             free = min(free, int(most) - int((folder / group.used).read_text()) + cached)
     return free
 

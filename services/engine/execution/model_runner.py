@@ -1,4 +1,4 @@
-"""Runs a step plan through the decoder."""
+"""Model runner: step plans in, hidden states and logits out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,73 +8,72 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.buckets import row_bucket
-from services.engine.batch.staging import Staging
-from services.engine.batch.step_batch import Kept, StepBatch
+from services.engine.batch.staging import HostFields, Staging
+from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.execution.decode_graphs import DecodeGraphs
 from services.engine.model.attention import KVCache
 from services.engine.model.decoder import Decoder
-from services.engine.scheduling.scheduler import StepPlan
 from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.step_plan import StepPlan
 
-__all__ = ["SCORED_ROWS", "Drawn", "ModelRunner", "StepRoom", "most_logits"]
+__all__ = ["SCORED_ROWS", "DeviceTokens", "ModelRunner", "StepCapacity", "max_logit_rows"]
 
 SCORED_ROWS = 256
-"""Prompt rows whose logits exist at once"""
+"""Prompt rows whose logits are computed at a time"""
 
 
-def most_logits(max_running: int) -> int:
-    """Rows whose logits a step needs memory for: those of streams, or of a prompt's pieces."""
+def max_logit_rows(max_running: int) -> int:
+    """Return the rows of logits that a step needs memory for: all streams, or one prompt's part."""
     return max(max_running, SCORED_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """Newest tokens that are still on the device."""
+class DeviceTokens:
+    """Newest tokens of sequences, drawn on the device and not yet on the host."""
 
     ids: Tensor
     """int64 [rows]"""
-    places: Mapping[Sequence, int]
-    """Where each sequence's newest token lies in `ids`"""
+    indices: Mapping[Sequence, int]
+    """Index of each sequence's newest token in `ids`"""
 
 
 @dataclass(frozen=True, slots=True)
-class StepRoom:
-    """The most that one step can hold."""
+class StepCapacity:
+    """Size of the largest step."""
 
     tokens: int
     sequences: int
     blocks: int
-    """Of one sequence"""
+    """Blocks of one sequence"""
 
 
 class ModelRunner:
-    """Turns plans into flat batches, and batches into hidden states and logits."""
+    """Builds a flat batch from each plan, and runs it through the decoder."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, graphs_for: StepRoom | None = None
+        self, decoder: Decoder, cache: KVCache, graph_capacity: StepCapacity | None = None
     ) -> None:
-        """graphs_for: on a GPU, run decode steps as graphs, where no step is larger than that.
-
-        Rows are then padded, and the last block of the cache is what padding writes to.
-        """
+        """graph_capacity: pad decode steps, and run them as CUDA graphs on a GPU. No step may be
+        larger. Padding writes to the last block of the cache."""
         self._decoder = decoder
         self._cache = cache
         self._staging = Staging(decoder.device)
         self._spare = [cache.num_blocks - 1]
         self._graphs: DecodeGraphs | None = None
         self.device = decoder.device
-        if graphs_for is not None:
-            rows = row_bucket(graphs_for.sequences)
-            self._staging.reserve(max(graphs_for.tokens, rows), rows, graphs_for.blocks)
-            decoder.reserve(max(graphs_for.tokens, rows), rows)
+        if graph_capacity is not None:
+            rows = row_bucket(graph_capacity.sequences)
+            tokens = max(graph_capacity.tokens, rows)
+            self._staging.reserve(tokens, rows, graph_capacity.blocks)
+            decoder.reserve(tokens, rows)
             self._graphs = DecodeGraphs(decoder, cache)
 
-    def forward(self, plan: StepPlan, drawn: Drawn | None = None) -> Tensor:
-        """Compute the plan. Returns hidden states [rows, hidden], in the order of the plan: a row
-        for each decode, and so many for each chunk as it keeps.
+    def forward(self, plan: StepPlan, drawn: DeviceTokens | None = None) -> Tensor:
+        """Compute the plan. Return hidden states [rows, hidden], valid until the next call.
 
-        Valid until the next call. `drawn`: of sequences with a token in flight, that token.
+        Rows are in the order of the plan: one per decode, `num_outputs` per chunk. drawn: the
+        newest tokens of the sequences that have one in flight.
         """
         if self._graphs is None or plan.chunks:
             return self._decoder.forward(self._batch(plan, drawn), self._cache)
@@ -82,76 +81,56 @@ class ModelRunner:
         return self._graphs.run(self._batch(plan, drawn, padding))
 
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """float32 [len(rows), vocabulary] of some rows of `forward`'s result, in rising order.
+        """Return the logits of some rows of `forward`'s result, valid until the next call.
 
-        Valid until the next call.
+        rows: in rising order. Returns float32 [len(rows), vocabulary].
         """
         return self._decoder.logits(_rows_of(hidden, rows))
 
     @property
     def finds_most_likely(self) -> bool:
-        """Whether it has `most_likely`."""
+        """Whether `most_likely` works with this model."""
         return self._decoder.finds_most_likely
 
     def most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
-        """The ids whose `logits` are highest, the first of equals; -1 where they are NaN."""
+        """Return each row's id with the highest logit, the lowest of equals; -1 for NaN."""
         ids: list[int] = self._decoder.most_likely(_rows_of(hidden, rows)).tolist()
         return ids
 
     def wait(self) -> None:
-        """Return when everything launched so far has run."""
+        """Wait until everything launched so far has run."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _batch(self, plan: StepPlan, drawn: Drawn | None, padding: int = 0) -> StepBatch:
-        """The plan's batch; `padding`: rows to add to a plan without chunks."""
+    def _batch(self, plan: StepPlan, drawn: DeviceTokens | None, padding: int = 0) -> StepBatch:
+        """Build the plan's batch. padding: rows to add to a plan without chunks."""
         decodes, chunks = plan.decodes, plan.chunks
-        # a padded row is a sequence of one token, in a block that is nobody's
+        # a padded row is a sequence of one token, in the spare block
         counts = [1] * (len(decodes) + padding) + [chunk.count for chunk in chunks]
         ends = [s.length + s.in_flight for s in decodes] + [chunk.end for chunk in chunks]
         ends += [1] * padding
         tables = [s.blocks for s in decodes] + [chunk.sequence.blocks for chunk in chunks]
         tables += [self._spare] * padding
+        outputs = [1] * (len(decodes) + padding) + [chunk.num_outputs for chunk in chunks]
         fields = self._staging.lay_out(sum(counts), tables)
-        starts, contexts, ids = fields.query_starts, fields.context_lengths, fields.token_ids
-        starts[0] = 0
-        np.cumsum(counts, out=starts[1:])
-        contexts[:] = ends
-        ids[: len(decodes)] = [sequence.newest for sequence in decodes]
-        ids[len(ids) - padding :] = 0
-        for start, chunk in zip(starts[len(decodes) :].tolist(), chunks, strict=False):
-            known = chunk.count - len(chunk.draft)
-            ids[start : start + known] = chunk.sequence.tokens[chunk.start : chunk.start + known]
-            ids[start + known : start + chunk.count] = chunk.draft
-        owners = np.arange(len(counts))
-        positions = fields.positions
-        if chunks:
-            owners = np.repeat(owners, counts)
-            np.add(np.arange(len(ids)), (contexts - starts[1:])[owners], out=positions)
-        else:
-            np.subtract(contexts, 1, out=positions)
-        blocks, offsets = np.divmod(positions, self._cache.block_size)
-        slots = fields.block_tables[owners, blocks].astype(np.int64) * self._cache.block_size
-        np.add(slots, offsets, out=fields.slots)
+        fields.query_starts[0] = 0
+        np.cumsum(counts, out=fields.query_starts[1:])
+        fields.context_lengths[:] = ends
+        _fill_token_ids(fields, plan, padding)
+        self._fill_slots(fields, counts)
         if drawn is not None:
             fields.sources[: len(decodes)] = [
-                drawn.places.get(s, -1) if s.in_flight else -1 for s in decodes
+                drawn.indices.get(s, -1) if s.in_flight else -1 for s in decodes
             ]
-        kept_counts = [1] * (len(decodes) + padding) + [chunk.kept for chunk in chunks]
-        if keeps_some := kept_counts != counts:
-            kept_starts = fields.kept_starts
-            kept_starts[0] = 0
-            np.cumsum(kept_counts, out=kept_starts[1:])
-            # each row is as far from the end of its sequence's as among those that are kept
-            shifts = np.repeat(starts[1:] - kept_starts[1:], kept_counts)
-            np.add(np.arange(len(shifts)), shifts, out=fields.kept[: len(shifts)])
+        if is_partial := outputs != counts:
+            _fill_output_rows(fields, outputs)
         staged = self._staging.send()
         if drawn is not None:
-            _take(staged.token_ids[: len(decodes)], staged.sources[: len(decodes)], drawn.ids)
-        kept = None
-        if keeps_some:
-            rows = staged.kept[: sum(kept_counts)]
-            kept = Kept(rows, staged.kept_starts, tuple(kept_counts))
+            _insert(staged.token_ids[: len(decodes)], staged.sources[: len(decodes)], drawn.ids)
+        output_rows = None
+        if is_partial:
+            indices = staged.output_rows[: sum(outputs)]
+            output_rows = OutputRows(indices, staged.output_starts, tuple(outputs))
         return StepBatch(
             token_ids=staged.token_ids,
             positions=staged.positions,
@@ -162,8 +141,42 @@ class ModelRunner:
             num_decodes=len(decodes) + padding,
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
-            kept=kept,
+            output_rows=output_rows,
         )
+
+    def _fill_slots(self, fields: HostFields, counts: list[int]) -> None:
+        """Fill in positions and slots. counts: tokens of each sequence."""
+        positions, contexts = fields.positions, fields.context_lengths
+        owners = np.arange(len(counts))
+        if len(positions) > len(counts):
+            owners = np.repeat(owners, counts)
+            shifts = (contexts - fields.query_starts[1:])[owners]
+            np.add(np.arange(len(positions)), shifts, out=positions)
+        else:
+            np.subtract(contexts, 1, out=positions)
+        blocks, offsets = np.divmod(positions, self._cache.block_size)
+        slots = fields.block_tables[owners, blocks].astype(np.int64) * self._cache.block_size
+        np.add(slots, offsets, out=fields.slots)
+
+
+def _fill_token_ids(fields: HostFields, plan: StepPlan, padding: int) -> None:
+    ids, count = fields.token_ids, len(plan.decodes)
+    ids[:count] = [sequence.newest for sequence in plan.decodes]
+    ids[len(ids) - padding :] = 0
+    for start, chunk in zip(fields.query_starts[count:].tolist(), plan.chunks, strict=False):
+        known = chunk.count - len(chunk.draft)
+        ids[start : start + known] = chunk.sequence.tokens[chunk.start : chunk.start + known]
+        ids[start + known : start + chunk.count] = chunk.draft
+
+
+def _fill_output_rows(fields: HostFields, outputs: list[int]) -> None:
+    """Fill in the last rows of each sequence. outputs: rows of each sequence."""
+    starts = fields.output_starts
+    starts[0] = 0
+    np.cumsum(outputs, out=starts[1:])
+    # a row's distance from the last row of its sequence is the same in both numberings
+    shifts = np.repeat(fields.query_starts[1:] - starts[1:], outputs)
+    np.add(np.arange(len(shifts)), shifts, out=fields.output_rows[: len(shifts)])
 
 
 def _rows_of(hidden: Tensor, rows: list[int]) -> Tensor:
@@ -173,6 +186,6 @@ def _rows_of(hidden: Tensor, rows: list[int]) -> Tensor:
     return hidden.index_select(0, index)
 
 
-def _take(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
-    """Put what was drawn where a source is named. All int64; the first two [rows]."""
+def _insert(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
+    """Replace each id with a source >= 0 by `drawn` there. All int64; the first two [rows]."""
     token_ids.copy_(torch.where(sources < 0, token_ids, drawn[sources.clamp(min=0)]))

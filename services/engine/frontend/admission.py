@@ -1,4 +1,4 @@
-"""Checks requests before anything is done for them, and applies the defaults."""
+"""Validation of generate requests, with the defaults of their fields."""
 
 import math
 import secrets
@@ -7,9 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
-import numpy as np
 
+from services.common.contract import (
+    DEFAULT_MAX_TOKENS,
+    DRY_ALLOWED_LENGTH,
+    DRY_BASE,
+    MAX_BAD_IDS,
+    MAX_BAD_SPELLINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_K,
+)
 from services.engine.messages import (
+    CheckedRequest,
     DrySettings,
     LogitBias,
     MirostatSettings,
@@ -17,6 +26,7 @@ from services.engine.messages import (
     Resume,
     SamplingSettings,
     StoppingSettings,
+    bitmask,
 )
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest, ResumedSequence
@@ -28,59 +38,36 @@ from tokenwire.pb.types.v1.types_pb2 import (
     TokenIds,
 )
 
-__all__ = [
-    "MAX_SEQUENCES",
-    "Admission",
-    "CheckedRequest",
-    "default_sampling",
-    "resolved_sampling",
-]
+__all__ = ["Admission"]
 
-MAX_SEQUENCES = 128
-"""prompts x n of one request, however many may wait and run"""
-_MAX_STOP_TOKENS = 128 + 16  # those of a client, and what infill adds
-_MAX_BAD_WORDS = 1_024
-_MAX_BAD_IDS = 16_384  # of all bad words: the step loop arranges them
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A request that the engine can run, with its defaults applied."""
-
-    prompts: Sequence[Sequence[int]]
-    n: int
-    sampling: SamplingSettings
-    stopping: StoppingSettings
-    logprobs: int | None
-    prompt_logprobs: int | None
-    resume: Sequence[Resume]
-    constrained: bool
+_MAX_STOP_TOKENS = MAX_STOP_TOKEN_IDS + 16
+"""Ids that a client may name, and 16 that infill may add"""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What requests to this engine must keep to."""
+    """Limits of this engine and its model, which every request must respect."""
 
     model_id: str
     model: ModelDescription
     max_logprobs: int
     max_sequences: int
-    """prompts x n of one request"""
-    grammar: bool
-    """Whether there is a grammar service"""
+    """Upper bound of prompts x n"""
+    has_grammars: bool
+    """True if a grammar service is configured"""
 
     def check(self, request: GenerateRequest) -> CheckedRequest:
-        """Raises ServiceError with the field to blame."""
+        """Return the request with its defaults. Raises ServiceError that names the bad field."""
         if request.model not in ("", self.model_id):
             raise ServiceError(
                 grpc.StatusCode.NOT_FOUND,
                 "MODEL_NOT_FOUND",
-                f"The model {request.model!r} is not served here; {self.model_id!r} is.",
+                f"This engine serves {self.model_id!r}, not {request.model!r}.",
                 field="model",
             )
         n = request.n if request.HasField("n") else 1
         if not 1 <= n <= self.max_sequences:
-            raise invalid("n", f"n must be between 1 and {self.max_sequences}, not {n}.")
+            raise invalid("n", f"n must be between 1 and {self.max_sequences}, got {n}.")
         stopping = self._stopping(request.stopping)
         return CheckedRequest(
             prompts=self._prompts(request.prompts, n, stopping),
@@ -97,9 +84,9 @@ class Admission:
         self, prompts: Sequence[TokenIds], n: int, stopping: StoppingSettings
     ) -> Sequence[Sequence[int]]:
         if not prompts:
-            raise invalid("prompts", "At least one prompt is needed.")
+            raise invalid("prompts", "The request needs at least one prompt.")
         if len(prompts) * n > self.max_sequences:
-            message = f"prompts x n must be at most {self.max_sequences}, not {len(prompts) * n}."
+            message = f"prompts x n must be at most {self.max_sequences}, got {len(prompts) * n}."
             raise invalid("n" if n > 1 else "prompts", message)
         most = stopping.context_length - min(stopping.max_tokens, 1)
         for i, prompt in enumerate(prompts):
@@ -109,8 +96,8 @@ class Admission:
                 raise ServiceError(
                     grpc.StatusCode.OUT_OF_RANGE,
                     "CONTEXT_LENGTH_EXCEEDED",
-                    f"Prompt {i} has {len(prompt.ids)} tokens; the context is "
-                    f"{stopping.context_length} tokens, prompt and output together.",
+                    f"Prompt {i} has {len(prompt.ids)} tokens; prompt and output together may have "
+                    f"at most {stopping.context_length}.",
                     field=f"prompts[{i}].ids",
                 )
             self._check_ids(prompt.ids, f"prompts[{i}].ids")
@@ -119,18 +106,23 @@ class Admission:
     def _check_ids(self, ids: Sequence[int], field: str) -> None:
         if ids and max(ids) >= self.model.vocabulary_size:
             index = next(i for i, token in enumerate(ids) if token >= self.model.vocabulary_size)
-            message = f"{ids[index]} is no id: the vocabulary has {self.model.vocabulary_size}."
-            raise invalid(f"{field}[{index}]", message)
+            raise invalid(f"{field}[{index}]", self._not_an_id(ids[index]))
+
+    def _not_an_id(self, token: int) -> str:
+        return f"Token ids must be below {self.model.vocabulary_size}, got {token}."
 
     def _stopping(self, params: StoppingParams) -> StoppingSettings:
-        max_tokens = params.max_tokens if params.HasField("max_tokens") else 16
+        max_tokens = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
         if params.min_tokens > max_tokens:
             raise invalid(
                 "stopping.min_tokens",
-                f"min_tokens ({params.min_tokens}) is over max_tokens ({max_tokens}).",
+                f"min_tokens must be at most max_tokens ({max_tokens}), got {params.min_tokens}.",
             )
         if len(params.stop_token_ids) > _MAX_STOP_TOKENS:
-            raise invalid("stopping.stop_token_ids", f"At most {_MAX_STOP_TOKENS} ids.")
+            raise invalid(
+                "stopping.stop_token_ids",
+                f"stop_token_ids may have at most {_MAX_STOP_TOKENS} ids.",
+            )
         self._check_ids(params.stop_token_ids, "stopping.stop_token_ids")
         stop_token_ids = frozenset(params.stop_token_ids)
         context_length = self.model.context_length
@@ -145,7 +137,7 @@ class Admission:
     def _sampling(self, params: SamplingParams) -> SamplingSettings:
         temperature = _number(params, "temperature", 1.0, lambda v: 0 <= v <= 2, "between 0 and 2")
         top_p = _number(params, "top_p", 1.0, lambda v: 0 <= v <= 1, "between 0 and 1")
-        top_k = int(_number(params, "top_k", 0, lambda v: v <= 128, "at most 128"))
+        top_k = int(_number(params, "top_k", 0, lambda v: v <= MAX_TOP_K, f"at most {MAX_TOP_K}"))
         min_p = _number(params, "min_p", 0.0, lambda v: 0 <= v <= 1, "between 0 and 1")
         if params.HasField("mirostat"):
             clashes = {
@@ -156,7 +148,7 @@ class Admission:
             }
             for field, clash in clashes.items():
                 if clash:
-                    message = f"mirostat takes the place of {field}: give one of them."
+                    message = f"mirostat replaces {field}: set only one of them."
                     raise invalid(f"sampling.{field}", message)
         return SamplingSettings(
             temperature=temperature,
@@ -183,21 +175,23 @@ class Admission:
         if not params.HasField("allowed_token_ids"):
             if len(params.bad_token_ids) < size:
                 return None
-            ids = range(size)  # bad words may leave none of them, which is seen in a mask
+            ids = range(size)  # so many bad words may forbid every id, which only a mask shows
         if not ids:
-            raise invalid(field, "At least one id is needed: nothing could be generated.")
+            raise invalid(
+                field, "allowed_token_ids needs at least one id; leave it out to allow every id."
+            )
         if len(ids) > size:
-            raise invalid(field, f"At most {size} ids: the vocabulary has no more.")
+            raise invalid(field, f"allowed_token_ids has more ids than the vocabulary ({size}).")
         self._check_ids(ids, f"{field}.ids")
-        bits = bytearray(-(-size // 8))
-        for token in ids:
-            bits[token >> 3] |= 1 << (token & 7)
-        return bytes(bits)
+        return bitmask(ids, size)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         words, field = params.bad_token_ids, "sampling.bad_token_ids"
-        if len(words) > _MAX_BAD_WORDS or sum(len(word.ids) for word in words) > _MAX_BAD_IDS:
-            message = f"At most {_MAX_BAD_WORDS:,} bad words of {_MAX_BAD_IDS:,} ids in all."
+        if len(words) > MAX_BAD_SPELLINGS or sum(len(word.ids) for word in words) > MAX_BAD_IDS:
+            message = (
+                f"bad_token_ids may have at most {MAX_BAD_SPELLINGS:,} bad words with "
+                f"{MAX_BAD_IDS:,} ids in total."
+            )
             raise invalid(field, message)
         for i, word in enumerate(words):
             if not word.ids:
@@ -205,7 +199,7 @@ class Admission:
             self._check_ids(word.ids, f"{field}[{i}].ids")
         allowed = params.allowed_token_ids.ids or range(self.model.vocabulary_size)
         if {word.ids[0] for word in words if len(word.ids) == 1}.issuperset(allowed):
-            raise invalid(field, "The bad words leave no token to generate: give fewer of them.")
+            raise invalid(field, "The bad words forbid every allowed token; remove some of them.")
         return tuple(tuple(word.ids) for word in words)
 
     def _logit_bias(self, params: SamplingParams) -> LogitBias | None:
@@ -214,10 +208,9 @@ class Admission:
         for token, bias in params.logit_bias.items():
             field = f"sampling.logit_bias[{token}]"
             if token >= self.model.vocabulary_size:
-                message = f"{token} is no id: the vocabulary has {self.model.vocabulary_size}."
-                raise invalid(field, message)
-            if not -100 <= bias <= 100:  # NaN is in no range
-                raise invalid(field, f"A logit bias must be between -100 and 100, not {bias:g}.")
+                raise invalid(field, self._not_an_id(token))
+            if not -100 <= bias <= 100:  # also true for NaN
+                raise invalid(field, f"A logit bias must be between -100 and 100, got {bias:g}.")
         return LogitBias(
             array("q", params.logit_bias.keys()), array("f", params.logit_bias.values())
         )
@@ -226,18 +219,20 @@ class Admission:
         prefix = "sampling.dry"
         multiplier = params.multiplier
         if not 0 <= multiplier < math.inf:
-            message = f"multiplier must be a finite number, at least 0, not {multiplier:g}."
+            message = f"multiplier must be finite and at least 0, got {multiplier:g}."
             raise invalid(f"{prefix}.multiplier", message)
         base = _number(
-            params, "base", 1.75, lambda v: 1 <= v < math.inf, "finite, at least 1", prefix
+            params, "base", DRY_BASE, lambda v: 1 <= v < math.inf, "finite and at least 1", prefix
         )
         if len(params.breaker_ids) > self.model.vocabulary_size:
-            message = f"At most {self.model.vocabulary_size} ids: the vocabulary has no more."
+            size = self.model.vocabulary_size
+            message = f"breaker_ids has more ids than the vocabulary ({size})."
             raise invalid(f"{prefix}.breaker_ids", message)
         self._check_ids(params.breaker_ids, f"{prefix}.breaker_ids")
         if multiplier == 0:
             return None
-        allowed_length = params.allowed_length if params.HasField("allowed_length") else 2
+        has_length = params.HasField("allowed_length")
+        allowed_length = params.allowed_length if has_length else DRY_ALLOWED_LENGTH
         return DrySettings(multiplier, base, allowed_length, frozenset(params.breaker_ids))
 
     def _width(self, field: str, request: GenerateRequest) -> int | None:
@@ -245,7 +240,7 @@ class Admission:
             return None
         width: int = getattr(request, field)
         if width > self.max_logprobs:
-            raise invalid(field, f"{field} must be at most {self.max_logprobs}, not {width}.")
+            raise invalid(field, f"{field} must be at most {self.max_logprobs}, got {width}.")
         return min(width, self.model.vocabulary_size)
 
     def _resume(self, request: GenerateRequest, n: int) -> Sequence[Resume]:
@@ -254,7 +249,7 @@ class Admission:
         for i, resumed in enumerate(request.resume):
             field = f"resume[{i}]"
             if resumed.sequence >= count or resumed.sequence in seen:
-                message = f"Sequence {resumed.sequence} does not exist or is named twice."
+                message = f"Sequence {resumed.sequence} does not exist or is resumed twice."
                 raise invalid(f"{field}.sequence", message)
             seen.add(resumed.sequence)
             ids = resumed.generated.ids
@@ -262,7 +257,10 @@ class Admission:
             self._check_ids(ids, f"{field}.generated.ids")
             prompt = request.prompts[resumed.sequence // n].ids
             if len(prompt) + len(ids) > self.model.context_length:
-                message = "Prompt and generated ids are longer than the context."
+                message = (
+                    f"Prompt and generated ids together have {len(prompt) + len(ids)} tokens; the "
+                    f"context has {self.model.context_length}."
+                )
                 raise invalid(f"{field}.generated.ids", message)
         return [
             Resume(
@@ -276,64 +274,16 @@ class Admission:
     def _constrained(self, request: GenerateRequest) -> bool:
         if not request.HasField("grammar"):
             return False
-        if not self.grammar:
-            raise _unsupported("grammar")
+        if not self.has_grammars:
+            message = "This engine has no grammar service; start it with --grammar."
+            code = grpc.StatusCode.UNIMPLEMENTED
+            raise ServiceError(code, "NOT_IMPLEMENTED", message, field="grammar")
         if request.grammar.WhichOneof("spec") is None:
             raise invalid("grammar", "A grammar needs one of its fields.")
         if request.stopping.ignore_eos:
-            message = "ignore_eos contradicts a grammar, which says where the output ends."
+            message = "ignore_eos contradicts a grammar, which decides where the output ends."
             raise invalid("stopping.ignore_eos", message)
         return True
-
-
-def default_sampling(model: ModelDescription) -> SamplingParams:
-    """What the checkpoint recommends, as a message."""
-    recommended = model.recommended
-    return SamplingParams(
-        temperature=recommended.temperature,
-        top_p=recommended.top_p,
-        top_k=recommended.top_k,
-        min_p=recommended.min_p,
-        repetition_penalty=recommended.repetition_penalty,
-    )
-
-
-def resolved_sampling(settings: SamplingSettings) -> SamplingParams:
-    """What requests are told: every default, and of what is off nothing."""
-    params = SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        seed=settings.seed,
-        frequency_penalty=settings.frequency_penalty,
-        presence_penalty=settings.presence_penalty,
-        repetition_penalty=settings.repetition_penalty,
-    )
-    if settings.allowed is not None:
-        bits = np.unpackbits(np.frombuffer(settings.allowed, np.uint8), bitorder="little")
-        params.allowed_token_ids.ids.extend(bits.nonzero()[0].tolist())
-    params.bad_token_ids.extend(TokenIds(ids=word) for word in settings.bad_words)
-    bias, dry, mirostat = settings.logit_bias, settings.dry, settings.mirostat
-    if bias is not None:
-        params.logit_bias.update(zip(bias.ids, bias.values, strict=True))
-    if dry is not None:
-        params.dry.CopyFrom(
-            DryParams(
-                multiplier=dry.multiplier,
-                base=dry.base,
-                allowed_length=dry.allowed_length,
-                breaker_ids=sorted(dry.breaker_ids),
-            )
-        )
-    if mirostat is not None:
-        params.mirostat.CopyFrom(
-            MirostatParams(
-                target_perplexity=mirostat.target_perplexity,
-                learning_rate=mirostat.learning_rate,
-            )
-        )
-    return params
 
 
 def _penalty(params: SamplingParams, field: str) -> float:
@@ -344,20 +294,22 @@ def _mirostat(params: MirostatParams) -> MirostatSettings:
     prefix = "sampling.mirostat"
 
     def positive(field: str, default: float) -> float:
-        return _number(params, field, default, lambda v: 0 < v < math.inf, "finite, over 0", prefix)
+        return _number(
+            params, field, default, lambda v: 0 < v < math.inf, "finite and above 0", prefix
+        )
 
     return MirostatSettings(positive("target_perplexity", 1.5), positive("learning_rate", 0.1))
 
 
 def _check_mu(resumed: ResumedSequence, in_use: bool, field: str) -> None:
-    """Mirostat's state is what ids do not tell: without it the rest would be drawn otherwise."""
+    """Require Mirostat's state for a resumed sequence: token ids don't restore it."""
     if resumed.HasField("mirostat_mu"):
         if not in_use:
-            raise invalid(field, "mirostat_mu is only for requests that use mirostat.")
+            raise invalid(field, "mirostat_mu is only valid in requests that use mirostat.")
         if not math.isfinite(resumed.mirostat_mu):
             raise invalid(field, "mirostat_mu must be finite.")
     elif in_use and resumed.generated.ids:
-        raise invalid(field, "With mirostat, what was generated needs its mirostat_mu.")
+        raise invalid(field, "A sequence that resumes with mirostat needs its mirostat_mu.")
 
 
 def _number(
@@ -372,10 +324,5 @@ def _number(
         return default
     value: float = getattr(params, field)
     if math.isnan(value) or not accepted(value):
-        raise invalid(f"{prefix}.{field}", f"{field} must be {rule}, not {value:g}.")
+        raise invalid(f"{prefix}.{field}", f"{field} must be {rule}, got {value:g}.")
     return value
-
-
-def _unsupported(field: str) -> ServiceError:
-    message = f"This engine does not implement {field}."
-    return ServiceError(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", message, field=field)

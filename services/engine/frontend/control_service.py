@@ -1,20 +1,21 @@
-"""EngineControlService over the frontend."""
+"""EngineControlService: model, load, abort, drain and cache flush."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, TypeAlias
 
 import grpc
 
-from services.engine.frontend.admission import default_sampling
 from services.engine.frontend.frontend import Frontend
 from services.engine.settings import EngineSettings
 from tokenwire.errors import invalid
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2 import Capability
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceServicer
+from tokenwire.pb.types.v1.types_pb2 import SamplingParams
 
 __all__ = ["EngineControlServicer"]
 
@@ -37,7 +38,7 @@ SetServing: TypeAlias = Callable[[bool], None]
 
 
 class EngineControlServicer(EngineControlServiceServicer):
-    """What the model is, how busy the engine is, and what an operator may do about it."""
+    """Describes the model and the load, and carries out an operator's commands."""
 
     def __init__(
         self, frontend: Frontend, settings: EngineSettings, set_serving: SetServing
@@ -60,7 +61,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             vocabulary_size=model.vocabulary_size,
             eos_token_ids=model.eos_token_ids,
             bos_token_id=model.bos_token_id,
-            recommended_sampling=default_sampling(model),
+            recommended_sampling=SamplingParams(**asdict(model.recommended)),
             capabilities=(*_CAPABILITIES, *grammar),
             max_logprobs=settings.max_logprobs,
             max_sequences_per_request=self._frontend.admission.max_sequences,
@@ -84,7 +85,10 @@ class EngineControlServicer(EngineControlServiceServicer):
     ) -> AsyncIterator[engine_pb2.WatchLoadResponse]:
         interval = request.interval_seconds if request.HasField("interval_seconds") else 0.5
         if not 0.05 <= interval <= 60:
-            raise invalid("interval_seconds", "The interval must be between 0.05 and 60 s.")
+            raise invalid(
+                "interval_seconds",
+                f"interval_seconds must be between 0.05 and 60, got {interval:g}.",
+            )
         while True:
             version = self._frontend.version
             yield engine_pb2.WatchLoadResponse(load=self._load())
@@ -95,7 +99,7 @@ class EngineControlServicer(EngineControlServiceServicer):
         self, request: engine_pb2.AbortRequest, context: Context
     ) -> engine_pb2.AbortResponse:
         if not request.all and not request.request_ids:
-            raise invalid("request_ids", "Name requests, or set `all`.")
+            raise invalid("request_ids", "Set request_ids, or set all to abort every request.")
         ids = None if request.all else request.request_ids
         return engine_pb2.AbortResponse(aborted=self._frontend.abort(ids))
 
@@ -104,8 +108,10 @@ class EngineControlServicer(EngineControlServiceServicer):
     ) -> engine_pb2.DrainResponse:
         timeout = request.timeout_seconds if request.HasField("timeout_seconds") else 30.0
         if not 0 <= timeout <= 3600:
-            raise invalid("timeout_seconds", "The timeout must be between 0 and 3600 s.")
-        self._frontend.draining = True
+            raise invalid(
+                "timeout_seconds", f"timeout_seconds must be between 0 and 3600, got {timeout:g}."
+            )
+        self._frontend.drain()
         self._set_serving(False)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._frontend.drained(), timeout)

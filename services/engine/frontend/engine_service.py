@@ -1,4 +1,4 @@
-"""EngineService over the frontend."""
+"""EngineService: generation in calls of their own and in Sessions."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,8 +10,8 @@ from services.common.errors import cut_stalled
 from services.common.interceptor import metadata_priority, metadata_value
 from services.common.logging import request_id, traceparent
 from services.engine.frontend import metrics
+from services.engine.frontend.event_queue import EventQueue
 from services.engine.frontend.frontend import Caller, Frontend
-from services.engine.frontend.outbox import Outbox
 from services.engine.frontend.session import Session
 from services.engine.frontend.sink import Sink
 from services.engine.settings import EngineSettings
@@ -33,7 +33,7 @@ SessionContext: TypeAlias = "grpc.aio.ServicerContext[SessionRequest, SessionRes
 
 
 class EngineServicer(EngineServiceServicer):
-    """Requests of calls of their own, and of Sessions."""
+    """Streams the events of requests to clients."""
 
     def __init__(self, frontend: Frontend, settings: EngineSettings) -> None:
         self._frontend = frontend
@@ -47,23 +47,23 @@ class EngineServicer(EngineServiceServicer):
         try:
             handle = await self._frontend.submit(request, _caller(context), None, call)
         except asyncio.CancelledError:
-            metrics.REQUESTS.labels("cancelled").inc()
+            metrics.count_request("cancelled")
             raise
-        watching = self._watch(call.outbox, context, lambda: self._frontend.drop(handle))
+        watching = self._watch(call.events, context, lambda: self._frontend.drop(handle))
         try:
-            while call.outbox.pending or not call.ended:
-                events = await call.outbox.take(self._heartbeat_seconds)
-                if not events and call.is_accepted and not call.ended:
-                    events = [GenerateResponse(heartbeat=engine_pb2.Heartbeat())]
-                for event in events:
-                    call.outbox.sending()
-                    yield event
-                    call.outbox.sent()
+            while call.events.pending or not call.ended:
+                responses = await call.events.take(self._heartbeat_seconds)
+                if not responses and call.is_accepted and not call.ended:
+                    responses = [GenerateResponse(heartbeat=engine_pb2.Heartbeat())]
+                for response in responses:
+                    call.events.begin_send()
+                    yield response
+                    call.events.end_send()
             if call.error is not None:
                 raise call.error
         finally:
             watching.cancel()
-            call.outbox.close()
+            call.events.close()
             self._frontend.drop(handle)
 
     async def Session(
@@ -71,35 +71,35 @@ class EngineServicer(EngineServiceServicer):
     ) -> AsyncIterator[SessionResponse]:
         session = Session(self._frontend)
         reading = asyncio.ensure_future(session.read(requests))
-        watching = self._watch(session.outbox, context, session.close)
+        watching = self._watch(session.events, context, session.close)
         try:
-            while session.outbox.pending or not session.ended:
-                events = await session.outbox.take(self._heartbeat_seconds)
+            while session.events.pending or not session.ended:
+                events = await session.events.take(self._heartbeat_seconds)
                 if not events and not session.ended:
                     session.add(heartbeat=engine_pb2.Heartbeat())
                 for response in session.take_responses():
-                    session.outbox.sending()
+                    session.events.begin_send()
                     yield response
-                    session.outbox.sent()
+                    session.events.end_send()
             if session.error is not None:
                 raise session.error
         finally:
             reading.cancel()
             watching.cancel()
-            session.outbox.close()
+            session.events.close()
             session.close()
 
     def _watch(
-        self, outbox: Outbox[Any], context: Context, abandon: Callable[[], None]
+        self, events: EventQueue[Any], context: Context, abandon: Callable[[], None]
     ) -> asyncio.Task[None]:
-        return asyncio.create_task(_cut_when_stalled(outbox, context, abandon, self._stall_seconds))
+        return asyncio.create_task(_cut_when_stalled(events, context, abandon, self._stall_seconds))
 
 
 class _Call(Sink[GenerateResponse]):
     """The sink of a Generate call."""
 
     def __init__(self) -> None:
-        super().__init__(Outbox(), GenerateResponse)
+        super().__init__(EventQueue(), GenerateResponse)
         self.is_accepted = False
         self.ended = False
         self.error: ServiceError | None = None
@@ -115,20 +115,20 @@ class _Call(Sink[GenerateResponse]):
     def on_error(self, error: ServiceError) -> None:
         self.error = error
         self.ended = True
-        self.outbox.wake()
+        self.events.wake()
 
 
 async def _cut_when_stalled(
-    outbox: Outbox[Any], context: Context, abandon: Callable[[], None], stall_seconds: float
+    events: EventQueue[Any], context: Context, abandon: Callable[[], None], stall_seconds: float
 ) -> None:
-    """End a call whose client takes nothing for too long."""
+    """End a call whose client has taken no message for `stall_seconds`."""
     while True:
-        left = stall_seconds - outbox.sending_seconds
+        left = stall_seconds - events.sending_seconds
         if left <= 0:
             break
         await asyncio.sleep(left)
     abandon()
-    outbox.clear()
+    events.clear()
     await cut_stalled(context, stall_seconds)
 
 

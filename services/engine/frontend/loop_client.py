@@ -1,4 +1,4 @@
-"""The gRPC side's handle on the step loop's process."""
+"""Client of the loop process: start, commands, outputs and end."""
 
 import asyncio
 import multiprocessing
@@ -11,12 +11,13 @@ from services.common.settings import StartupError
 from services.engine.framing import Unpacker, pack
 from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription, StepOutput
 from services.engine.settings import EngineSettings
+from tokenwire.serving.exit_status import exit_status
 
-__all__ = ["EngineProcess", "set_thread_waiting"]
+__all__ = ["LoopClient", "limit_thread_spinning"]
 
 
-class EngineProcess(asyncio.Protocol):
-    """Starts the loop, sends it commands, and hands on what it reports."""
+class LoopClient(asyncio.Protocol):
+    """Starts the loop process, sends it commands, and hands its outputs to a callback."""
 
     def __init__(
         self,
@@ -31,18 +32,19 @@ class EngineProcess(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._unpacker = Unpacker()
         self._first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        """The first message; None where the process dies without one"""
-        self._is_up = False
+        """The first message; None if the process dies without one"""
+        self._is_ready = False
+        """True from LoopReady until `stop`"""
 
     async def start(self) -> ModelDescription:
         """Start the process and wait until the model is loaded. Raises StartupError."""
         ours, theirs = socket.socketpair()
-        # imported there alone: this process must stay free of torch
+        # spawn: a fork of this process would share its event loop and threads
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(
             target=_run, args=(self._settings, theirs), name="tokenwire-engine-loop", daemon=True
         )
-        set_thread_waiting()
+        limit_thread_spinning()
         self._process.start()
         theirs.close()
         await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
@@ -50,7 +52,9 @@ class EngineProcess(asyncio.Protocol):
         if isinstance(first, LoopFailed):
             raise StartupError(first.message)
         if not isinstance(first, LoopReady):
-            raise StartupError(f"The engine's process died while it loaded ({self._exit_code()}).")
+            raise StartupError(
+                f"The loop process died while it loaded the model ({self._exit_code()})."
+            )
         return first.model
 
     def send(self, command: Command) -> None:
@@ -59,8 +63,8 @@ class EngineProcess(asyncio.Protocol):
             self._transport.write(pack(command))
 
     async def stop(self) -> None:
-        """End the process; what it still runs is lost."""
-        self._is_up = False
+        """End the process, with all requests that still run."""
+        self._is_ready = False
         if self._transport is not None:
             self._transport.close()
         if self._process is not None:
@@ -78,32 +82,33 @@ class EngineProcess(asyncio.Protocol):
             if isinstance(message, StepOutput):
                 self._on_output(message)
             elif not self._first.done():
-                self._is_up = isinstance(message, LoopReady)
+                self._is_ready = isinstance(message, LoopReady)
                 self._first.set_result(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._first.done():
             self._first.set_result(None)
-        elif self._is_up:
-            self._on_death(f"The engine's process died ({self._exit_code()}).")
+        elif self._is_ready:
+            self._on_death(f"The loop process died ({self._exit_code()}).")
 
     def _exit_code(self) -> str:
         if self._process is None:
             return "never started"
         self._process.join(1)
-        return f"exit code {self._process.exitcode}"
+        return exit_status(self._process.exitcode)
 
 
 def _run(settings: EngineSettings, link: socket.socket) -> None:
+    # imported in the loop process only: the gRPC process must stay free of torch
     from services.engine.loop.loop_process import run
 
     run(settings, link)
 
 
-def set_thread_waiting() -> None:
-    """Let OpenMP's threads spin only briefly between operators.
+def limit_thread_spinning() -> None:
+    """Let OpenMP threads spin only briefly, in this process and its children.
 
-    Without spinning each operator pays a wake-up; without a bound the threads take the cores from
-    the other services.
+    Without spinning, each operator pays for a wake-up; without a limit, the threads take the cores
+    from the other services.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")

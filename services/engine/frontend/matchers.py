@@ -1,7 +1,7 @@
-"""Every constrained sequence's matcher in the grammar service, kept through losses of it.
+"""Matchers of all constrained sequences in the grammar service, restored after a loss.
 
-Everything here runs on the event loop. Tokens are the state: a matcher that is lost is opened
-again, there or at another replica, with what its sequence has generated, and goes on as before.
+All of it runs on the event loop. A matcher's state follows from its tokens: a lost matcher is
+opened again, there or at another replica, with the tokens that its sequence has generated.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.engine.frontend.mask_stream import GRAMMAR_HANGS, GrammarClient, MaskState, MaskStream
-from services.engine.messages import Guessed, Mask, Token
+from services.engine.messages import DraftTokens, Mask, Token
 from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
@@ -20,17 +20,17 @@ from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 __all__ = ["Matchers"]
 
 _ANSWER_SECONDS = 10.0
-"""How long the answer to a step may take; a service that takes longer hangs"""
-_PAUSE = 0.1
-"""Seconds between attempts to reach it"""
-_MOST_RETURNS = 3
-"""Times that a sequence may find its grammar gone, or its service hanging"""
+"""Time limit of an answer; a service that takes longer counts as hanging"""
+_RETRY_SECONDS = 0.1
+"""Time between attempts to reach the service"""
+_MAX_RESTORES = 3
+"""Times that a sequence may lose its grammar or meet a hanging service"""
 _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 @dataclass(slots=True, eq=False)
 class _Matcher:
-    """One constrained sequence."""
+    """Matcher of one constrained sequence."""
 
     number: int
     handle: int
@@ -38,23 +38,23 @@ class _Matcher:
     grammar_id: str
     spec: GrammarSpec
     generated: list[int]
-    known: int
-    """Tokens that the service has been fed, or has forced"""
-    resumed: int | None
-    """Its place among the sequences of its request that go on with tokens from elsewhere"""
+    num_consumed: int
+    """Tokens that the service has been fed or has forced"""
+    resume_index: int | None
+    """Index within the request's `resume`; None = a new sequence"""
     is_open: bool = True
-    """Whether the service has it; if not, it will be opened again"""
-    is_asked: bool = True
-    """Whether the service has yet to answer what it was told last"""
-    returns: int = 0
-    guesses: Sequence[int] = ()
-    """What it was asked along with that"""
+    """False while the matcher waits to be opened again"""
+    awaits_answer: bool = True
+    """True until the service has answered the last command"""
+    restores: int = 0
+    draft: Sequence[int] = ()
+    """Draft tokens whose masks the last command requested"""
 
 
 class Matchers:
-    """Opens matchers, feeds them what was drawn, and hands on what may follow.
+    """Opens matchers, feeds them drawn tokens, and hands their masks on.
 
-    `on_masks` gets the masks of a step; `on_failed` a request that can't go on, by its handle.
+    `on_masks` gets the masks of a step; `on_failed` gets the handle and error of a failed request.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Matchers:
         lost_seconds: float = LOST_SECONDS,
         wait_seconds: float = 60.0,
     ) -> None:
-        """wait_seconds: how long constrained requests wait for a grammar service that is lost."""
+        """wait_seconds: time limit of constrained requests that wait for a lost grammar service."""
         self._wait_seconds = wait_seconds
         self._channel = connect(target, lost_seconds)
         self._grammar = GrammarClient(self._channel)
@@ -85,17 +85,30 @@ class Matchers:
         self._on_failed = on_failed
         self._numbers = itertools.count(1)
         self._matchers: dict[int, _Matcher] = {}
-        self._places: dict[tuple[int, int], _Matcher] = {}
+        """By matcher number"""
+        self._by_sequence: dict[tuple[int, int], _Matcher] = {}
         """By handle and sequence"""
         self._restoring: dict[str, asyncio.Task[None]] = {}
-        """By grammar"""
+        """Running compilations of lost grammars, by grammar id"""
 
     async def compile(self, spec: GrammarSpec) -> str:
-        """Return the grammar's id. A service that is not there is waited for, as those do that run.
+        """Return the grammar's id, once the service is reachable.
 
-        Raises ServiceError.
+        Raises ServiceError, also when no service compiles the grammar in time.
         """
-        return await self._compile(spec)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._wait_seconds
+        while True:
+            try:
+                return await self._grammar.compile(spec, deadline - loop.time(), waits=True)
+            except ServiceError as error:
+                if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    message = "The grammar service is unreachable or does not answer."
+                    code = grpc.StatusCode.UNAVAILABLE
+                    raise ServiceError(code, "GRAMMAR_LOST", message, retry_seconds=1) from None
+                if error.code not in _TRANSIENT or loop.time() + _RETRY_SECONDS >= deadline:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS)
 
     def open(
         self,
@@ -105,9 +118,11 @@ class Matchers:
         spec: GrammarSpec,
         generated: Mapping[int, Sequence[int]],
     ) -> None:
-        """Make matchers for the sequences of a request; some may have generated tokens already, in
-        the order in which the request names them."""
-        places = {sequence: place for place, sequence in enumerate(generated)}
+        """Open matchers for the sequences of a request.
+
+        generated: tokens of resumed sequences, in the order of the request's `resume`.
+        """
+        resume_indices = {sequence: index for index, sequence in enumerate(generated)}
         for sequence in range(count):
             tokens = list(generated.get(sequence, ()))
             matcher = _Matcher(
@@ -118,30 +133,30 @@ class Matchers:
                 spec,
                 tokens,
                 len(tokens),
-                places.get(sequence),
+                resume_indices.get(sequence),
             )
             self._matchers[matcher.number] = matcher
-            self._places[handle, sequence] = matcher
+            self._by_sequence[handle, sequence] = matcher
             self._masks.open(matcher.number, grammar_id, tokens)
 
-    def feed(self, outputs: Iterable[Token | Guessed]) -> None:
-        """Tell what sequences generated in a step, and what they guess; masks will be handed on."""
-        fed: dict[_Matcher, Sequence[int]] = {}
+    def feed(self, outputs: Iterable[Token | DraftTokens]) -> None:
+        """Feed the tokens of a step, and request masks for its draft tokens."""
+        drafts: dict[_Matcher, Sequence[int]] = {}
         for output in outputs:
-            matcher = self._places.get((output.handle, output.sequence))
+            matcher = self._by_sequence.get((output.handle, output.sequence))
             if matcher is None:
                 continue
-            fed.setdefault(matcher, ())
+            drafts.setdefault(matcher, ())
             if isinstance(output, Token):
                 matcher.generated.append(output.id)
             else:
-                fed[matcher] = output.ids
-        for matcher, guesses in fed.items():
-            self._catch_up(matcher, guesses)
+                drafts[matcher] = output.ids
+        for matcher, draft in drafts.items():
+            self._catch_up(matcher, draft)
 
     def close(self, handle: int, sequence: int) -> None:
-        """Forget a sequence."""
-        matcher = self._places.pop((handle, sequence), None)
+        """Close the matcher of a sequence."""
+        matcher = self._by_sequence.pop((handle, sequence), None)
         if matcher is not None:
             del self._matchers[matcher.number]
             if matcher.is_open:
@@ -161,61 +176,61 @@ class Matchers:
         for state in states:
             matcher = self._matchers.get(state.matcher)
             if matcher is None:
-                continue  # its sequence ended while this was under way
-            matcher.is_asked = False
+                continue  # the sequence has ended in the meantime
+            matcher.awaits_answer = False
             if state.error is None:
-                guesses, matcher.guesses = matcher.guesses[len(state.forced) :], ()
+                draft, matcher.draft = matcher.draft[len(state.forced) :], ()
                 masks.append(
                     Mask(
                         matcher.handle,
                         matcher.sequence,
-                        matcher.known,
+                        matcher.num_consumed,
                         state.forced,
                         state.mask,
                         state.terminated,
-                        list(zip(guesses, state.ahead, strict=False)),
+                        list(zip(draft, state.draft_masks, strict=False)),
                     )
                 )
-                matcher.known += len(state.forced)
+                matcher.num_consumed += len(state.forced)
                 self._catch_up(matcher)
-            elif state.error.reason == "GRAMMAR_NOT_FOUND" and matcher.returns < _MOST_RETURNS:
-                matcher.returns += 1
+            elif state.error.reason == "GRAMMAR_NOT_FOUND" and matcher.restores < _MAX_RESTORES:
+                matcher.restores += 1
                 self._restore([matcher])
             else:
-                _blame(matcher, state.error)
+                _name_field(matcher, state.error)
                 self._on_failed(matcher.handle, state.error)
         if masks:
             self._on_masks(masks)
 
-    def _catch_up(self, matcher: _Matcher, guesses: Sequence[int] = ()) -> None:
-        """Feed what the service has not seen, but not while it still answers what came before.
+    def _catch_up(self, matcher: _Matcher, draft: Sequence[int] = ()) -> None:
+        """Feed the tokens that the service has not consumed, once it has answered.
 
-        It may force tokens in that answer, and then has seen them.
+        The pending answer may force some of these tokens, which the service has then consumed.
         """
-        unseen = matcher.generated[matcher.known :]
-        if not unseen or matcher.is_asked or not matcher.is_open:
+        unconsumed = matcher.generated[matcher.num_consumed :]
+        if not unconsumed or matcher.awaits_answer or not matcher.is_open:
             return
-        matcher.known = len(matcher.generated)
-        if unseen[-1] in self._eos_token_ids:
+        matcher.num_consumed = len(matcher.generated)
+        if unconsumed[-1] in self._eos_token_ids:
             return
-        matcher.is_asked, matcher.guesses = True, guesses
-        self._masks.accept(matcher.number, unseen)
-        if guesses:
-            self._masks.ask_ahead(matcher.number, guesses)
+        matcher.awaits_answer, matcher.draft = True, draft
+        self._masks.accept(matcher.number, unconsumed)
+        if draft:
+            self._masks.ask_draft_masks(matcher.number, draft)
 
     def _on_lost(self, error: ServiceError) -> None:
         lost = [matcher for matcher in self._matchers.values() if matcher.is_open]
         if error.reason == GRAMMAR_HANGS:
-            for matcher in [each for each in lost if each.is_asked]:
-                matcher.returns += 1
-                if matcher.returns > _MOST_RETURNS:
+            for matcher in [each for each in lost if each.awaits_answer]:
+                matcher.restores += 1
+                if matcher.restores > _MAX_RESTORES:
                     lost.remove(matcher)
                     matcher.is_open = False
                     self._on_failed(matcher.handle, error)
         self._restore([matcher for matcher in lost if matcher.number in self._matchers])
 
     def _restore(self, matchers: Sequence[_Matcher]) -> None:
-        """Open matchers again that the service has forgotten, once their grammars are compiled."""
+        """Compile the grammars of lost matchers, and then open the matchers again."""
         for matcher in matchers:
             matcher.is_open = False
             if matcher.grammar_id not in self._restoring:
@@ -226,7 +241,7 @@ class Matchers:
     async def _restore_grammar(self, grammar_id: str, spec: GrammarSpec) -> None:
         failure: ServiceError | None = None
         try:
-            await self._compile(spec)
+            await self.compile(spec)
         except ServiceError as error:
             failure = error
         finally:
@@ -237,29 +252,13 @@ class Matchers:
             if failure is not None:
                 self._on_failed(matcher.handle, failure)
             else:
-                matcher.is_open = matcher.is_asked = True
-                matcher.known = len(matcher.generated)
+                matcher.is_open = matcher.awaits_answer = True
+                matcher.num_consumed = len(matcher.generated)
                 self._masks.open(matcher.number, grammar_id, matcher.generated)
 
-    async def _compile(self, spec: GrammarSpec) -> str:
-        """Raises ServiceError if no service does it in time."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._wait_seconds
-        while True:
-            try:
-                return await self._grammar.compile(spec, deadline - loop.time(), waits=True)
-            except ServiceError as error:
-                if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    message = "The grammar service can't be reached, or does not answer."
-                    code = grpc.StatusCode.UNAVAILABLE
-                    raise ServiceError(code, "GRAMMAR_LOST", message, retry_seconds=1) from None
-                if error.code not in _TRANSIENT or loop.time() + _PAUSE >= deadline:
-                    raise
-            await asyncio.sleep(_PAUSE)
 
-
-def _blame(matcher: _Matcher, error: ServiceError) -> None:
-    """Name the field that the client knows; the commands to the grammar service are ours."""
+def _name_field(matcher: _Matcher, error: ServiceError) -> None:
+    """Replace the field of a grammar service command by the client's field."""
     if error.field.startswith("commands"):
-        refused = error.reason == "TOKEN_REFUSED" and matcher.resumed is not None
-        error.field = f"resume[{matcher.resumed}].generated.ids" if refused else ""
+        refused = error.reason == "TOKEN_REFUSED" and matcher.resume_index is not None
+        error.field = f"resume[{matcher.resume_index}].generated.ids" if refused else ""

@@ -1,4 +1,4 @@
-"""The requests of one EngineService.Session."""
+"""One EngineService.Session: commands in, events of all its requests out."""
 
 import asyncio
 import logging
@@ -13,8 +13,8 @@ from services.common.errors import internal_error
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import failure, request_id, traceparent
 from services.engine.frontend import metrics
+from services.engine.frontend.event_queue import EventQueue
 from services.engine.frontend.frontend import Caller, Frontend
-from services.engine.frontend.outbox import Outbox
 from services.engine.frontend.sink import Sink
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1 import engine_pb2
@@ -25,40 +25,42 @@ from tokenwire.pb.engine.v1.engine_pb2 import (
     SessionRequest,
     SessionResponse,
 )
-from tokenwire.turns import Turns
+from tokenwire.time_slice import TimeSlice
 
 __all__ = ["Session"]
 
 _LOG = logging.getLogger("engine")
 _MESSAGE_BYTES = 16 << 20
-"""Of events that go in one message, but for one that alone has more; gRPC refuses 64 MiB"""
+"""Bytes of events in one message; a single larger event goes alone. gRPC refuses 64 MiB."""
 
 
 class Session:
-    """The requests of one Session stream."""
+    """Requests of one Session stream."""
 
     def __init__(self, frontend: Frontend) -> None:
-        self.outbox: Outbox[SessionEvent] = Outbox()
+        self.events: EventQueue[SessionEvent] = EventQueue()
         self.ended = False
         self.error: Exception | None = None
         self._frontend = frontend
         self._handles: dict[int, int] = {}
-        """The client's handle to the engine's"""
+        """Frontend's handles by the client's"""
         self._response = SessionResponse()
-        """Of the events that wait in the outbox"""
-        self._used: int = -1
+        """Response that holds the queued events"""
+        self._last_handle = -1
+        """Highest handle that the client has used"""
         self._starting: dict[int, asyncio.Task[None]] = {}
+        """Requests that the frontend has not accepted yet, by the client's handle"""
 
     async def read(self, requests: AsyncIterator[SessionRequest]) -> None:
-        """Carry out the client's commands until it closes its side; what runs then goes on."""
+        """Carry out commands until the client closes its side, and wait for the last request."""
         try:
             async for request in requests:
-                turns = Turns()
+                time_slice = TimeSlice()
                 for command in request.commands:
                     self._carry_out(command)
-                    if turns.is_over:
-                        await turns.others()
-        except (ServiceError, grpc.aio.AbortError) as error:  # the latter: the client was cut
+                    if time_slice.is_over:
+                        await time_slice.renew()
+        except (ServiceError, grpc.aio.AbortError) as error:  # AbortError: a stalled client was cut
             self._fail(error)
             return
         except Exception:
@@ -68,14 +70,14 @@ class Session:
         while self._handles or self._starting:
             await self._frontend.changed_since(self._frontend.version)
         self.ended = True
-        self.outbox.wake()
+        self.events.wake()
 
     def add(self, **event: Any) -> SessionEvent:
-        """A new event, made in the response that it will leave with."""
+        """Return a new event within the response to be sent."""
         return self._response.events.add(**event)
 
     def take_responses(self) -> Iterator[SessionResponse]:
-        """What to send, after all events were taken from the outbox: a message, or several."""
+        """Return the events taken from the queue, in one or several messages."""
         response, self._response = self._response, SessionResponse()
         if response.ByteSize() <= _MESSAGE_BYTES:
             if response.events:
@@ -91,7 +93,7 @@ class Session:
         yield part
 
     def close(self) -> None:
-        """Abort everything that the Session started, and drop what it was to be told."""
+        """Abort all requests of the Session and drop their events."""
         for task in self._starting.values():
             task.cancel()
         for handle in self._handles.values():
@@ -99,17 +101,17 @@ class Session:
         self._handles.clear()
         self._response = SessionResponse()
 
-    def ended_request(self, client_handle: int) -> None:
-        """A request had its terminal event."""
-        self._handles.pop(client_handle, None)
+    def on_request_end(self, handle: int) -> None:
+        """Forget the client's handle of a request after its terminal event."""
+        self._handles.pop(handle, None)
 
     def _fail(self, error: Exception) -> None:
         self.error = error
         self.ended = True
-        self.outbox.wake()
+        self.events.wake()
 
     def _carry_out_later(self, command: SessionCommand) -> None:
-        """What a request was told while it was starting."""
+        """Carry out a command that came while its request was starting."""
         try:
             self._carry_out(command)
         except ServiceError as error:
@@ -120,6 +122,7 @@ class Session:
             case "start":
                 self._start(command)
             case "cancel" | "credit" if (task := self._starting.get(command.handle)) is not None:
+                # cancel the task, or carry out the command once the request has started
                 is_cancelled = command.HasField("cancel") and not command.cancel.sequences
                 if not (is_cancelled and task.cancel()):
                     task.add_done_callback(lambda _: self._carry_out_later(command))
@@ -128,17 +131,18 @@ class Session:
                     self._frontend.cancel(self._handles[command.handle], command.cancel.sequences)
             case "credit":
                 if command.credit.tokens < 1:
-                    raise invalid("credit.tokens", "Credit must be at least 1 token.")
+                    raise invalid("credit.tokens", "credit.tokens must be at least 1, got 0.")
                 if command.handle in self._handles:
                     self._frontend.grant(self._handles[command.handle], command.credit.tokens)
             case None:
-                raise invalid("commands", "A command needs one of its fields.")
+                raise invalid("commands", "A command needs one of start, cancel and credit.")
 
     def _start(self, command: SessionCommand) -> None:
         handle, start = command.handle, command.start
-        if handle <= self._used:
-            raise invalid("handle", f"Handle {handle} is not above those used before.")
-        self._used = handle
+        if handle <= self._last_handle:
+            message = f"Handles must increase: got {handle} after {self._last_handle}."
+            raise invalid("handle", message)
+        self._last_handle = handle
         caller = Caller(
             sane_request_id(start.request_id),
             sane_traceparent(start.traceparent),
@@ -149,17 +153,19 @@ class Session:
         credit = start.credit if start.HasField("credit") else None
         task = asyncio.ensure_future(self._submit(handle, start.request, caller, credit))
         self._starting[handle] = task
-        # not in the task itself: one that is cancelled before its first step never runs
+        # a callback, because a task that is cancelled before its first step never runs
         task.add_done_callback(lambda task: self._started(handle, task))
 
     def _started(self, handle: int, task: asyncio.Task[None]) -> None:
         del self._starting[handle]
         if task.cancelled():
-            metrics.REQUESTS.labels("cancelled").inc()
+            metrics.count_request("cancelled")
             _SessionSink(self, handle).on_error(
-                ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "Cancelled by the client.")
+                ServiceError(
+                    grpc.StatusCode.CANCELLED, "CANCELLED", "The client cancelled the request."
+                )
             )
-        self._frontend.notify()  # `read` may wait for the last one
+        self._frontend.notify()  # `read` may wait for the last request
 
     async def _submit(
         self, handle: int, request: GenerateRequest, caller: Caller, credit: int | None
@@ -169,7 +175,7 @@ class Session:
         sink = _SessionSink(self, handle)
         try:
             if caller.timeout_seconds is not None and math.isnan(caller.timeout_seconds):
-                raise invalid("timeout_seconds", "The timeout must be a number.")
+                raise invalid("timeout_seconds", "timeout_seconds must be a number, not NaN.")
             self._handles[handle] = await self._frontend.submit(request, caller, credit, sink)
             _LOG.info(
                 "started",
@@ -184,16 +190,16 @@ class Session:
 
 
 class _SessionSink(Sink[SessionEvent]):
-    """The sink of one request within a Session."""
+    """Sink of one request within a Session."""
 
     def __init__(self, session: Session, handle: int) -> None:
-        super().__init__(session.outbox, partial(session.add, handle=handle), handle)
+        super().__init__(session.events, partial(session.add, handle=handle), handle)
         self._session = session
 
     def on_completed(self, completed: engine_pb2.Completed) -> None:
         super().on_completed(completed)
-        self._session.ended_request(self._handle)
+        self._session.on_request_end(self._handle)
 
     def on_error(self, error: ServiceError) -> None:
-        self.outbox.put(self._add(error=error.to_status()))
-        self._session.ended_request(self._handle)
+        self.events.put(self._add(error=error.to_status()))
+        self._session.on_request_end(self._handle)

@@ -1,4 +1,4 @@
-"""A rank of a tensor-parallel engine other than the first: computes along, and serves nobody."""
+"""Process of a rank other than 0 in a tensor-parallel engine: it computes, and serves no client."""
 
 import logging
 import os
@@ -15,15 +15,16 @@ from services.engine.settings import EngineSettings
 
 __all__ = ["run"]
 
-_LOG = logging.getLogger("worker")
+_LOG = logging.getLogger("follower")
 
 
 def run(settings: EngineSettings) -> NoReturn:
-    """The life of the process: 0 once rank 0 disbands the team, 1 if a rank is lost, 2 if it
-    could not start.
+    """Compute the steps of rank 0 until it dissolves the group.
+
+    Exits with 0 then, with 1 if a rank is lost or a step fails, with 2 if the process can't start.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
-    service_logging.configure("engine", "warning")  # the rest rank 0 says for all
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
+    service_logging.configure("engine", "warning")  # rank 0 logs everything else
     try:
         model = load(settings)
     except (CheckpointError, StartupError) as error:
@@ -31,11 +32,11 @@ def run(settings: EngineSettings) -> NoReturn:
         os._exit(2)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to stop
-    model.team.watch()
+    model.ranks.watch()
     try:
-        follow(model.decoder, model.cache, model.team)
+        follow(model.decoder, model.cache, model.ranks)
     except Exception:
-        model.team.look_around()
+        model.ranks.exit_if_rank_lost()
         _LOG.exception("a step failed")
         os._exit(1)
     os._exit(0)  # skips torch's slow teardown; nothing is left to save

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 from services.engine.execution.loaded_model import LoadedModel, load
-from services.engine.execution.model_runner import ModelRunner, StepRoom, most_logits
-from services.engine.loop.requests import LoopLimits
+from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
+from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import ModelDescription
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.settings import EngineSettings
 
 __all__ = ["LoadedLoop", "load_loop"]
@@ -38,7 +39,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
             block_size=cache.block_size,
             rows_at_once=decoder.rows_at_once,
             speculate=settings.speculate == "ngram",
-            most_logits=most_logits(settings.max_running),
+            max_logit_rows=max_logit_rows(settings.max_running),
         ),
         pool,
     )
@@ -64,18 +65,19 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     )
     runner = ModelRunner(decoder, cache, _graph_room(settings, model))
     overlaps = decoder.device.type == "cuda"
-    alone = model.team.rank.is_alone
+    alone = model.ranks.rank.is_alone
     steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
     return LoadedLoop(steps, pool, model, description)
 
 
-def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepRoom | None:
-    """Return the largest decode step where decode steps run as CUDA graphs, else None.
+def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
+    """Return the size of the largest decode step if decode steps run as CUDA graphs.
 
-    Of several ranks none runs graphs: a graph would leave out what the host tells the others.
+    With several ranks they don't: a graph would leave out what rank 0's host sends to the others.
     """
     decoder = model.decoder
-    if decoder.device.type != "cuda" or not decoder.is_capturable or not model.team.rank.is_alone:
+    if decoder.device.type != "cuda" or not decoder.is_capturable or not model.ranks.rank.is_alone:
         return None
     blocks = -(-decoder.spec.context_length // decoder.block_size)
-    return StepRoom(settings.max_step_tokens + settings.max_running, settings.max_running, blocks)
+    tokens = settings.max_step_tokens + settings.max_running
+    return StepCapacity(tokens, settings.max_running, blocks)

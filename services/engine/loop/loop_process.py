@@ -1,6 +1,6 @@
-"""The process that runs the step loop: loads the model, then takes commands and sends outputs.
+"""Process of the step loop: it loads the model, then takes commands and sends outputs.
 
-It is a process of its own because a busy interpreter thread beside it stretches every step.
+A process of its own, because a busy interpreter thread beside the loop delays every step.
 """
 
 import logging
@@ -27,49 +27,50 @@ __all__ = ["run"]
 
 _LOG = logging.getLogger("loop")
 _RECEIVE_SECONDS = 0.005
-"""That commands may take before each step: the rest of a flood waits, the streams do not"""
+"""Time limit of commands before each step: the rest of a flood waits, running streams don't"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
-    """The life of the process. It ends when the other side of `link` is gone."""
+    """Run the loop until the gRPC process closes `link`; exit with 1 or 2 after a failure."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the gRPC side decides when to stop
+        signal.signal(number, signal.SIG_IGN)  # the gRPC process decides when to stop
     service_logging.configure("engine", settings.log_level)
     messages = _MessageSocket(link)
     try:
         loaded = load_loop(settings)
     except (CheckpointError, StartupError) as error:
-        with suppress(ConnectionError):  # the other side may be gone: another service failed first
+        # the gRPC process may be gone: it stops when another service fails
+        with suppress(ConnectionError):
             messages.send(LoopFailed(str(error)))
         os._exit(2)
-    team = loaded.model.team
-    team.watch()
+    ranks = loaded.model.ranks
+    ranks.watch()
     try:
         with suppress(ConnectionError, EOFError):
             messages.send(LoopReady(loaded.description))
             _run(loaded.steps, messages)
-        team.disband()
+        ranks.dissolve()
     except Exception:
-        team.look_around()
-        _LOG.exception("a step failed; what runs is lost")
+        ranks.exit_if_rank_lost()
+        _LOG.exception("a step failed; all requests are lost")
         os._exit(1)
     os._exit(0)  # skips torch's slow teardown; nothing is left to save
 
 
 def _run(loop: StepLoop, messages: "_MessageSocket") -> NoReturn:
-    """Step after step. Raises EOFError or ConnectionError when the other side is gone."""
+    """Run steps forever. Raises EOFError or ConnectionError when the gRPC process is gone."""
     timeout: float | None = None
     while True:
         messages.wait(timeout)
         output = loop.step(messages.receive)
         if output.outputs or loop.progressed or not loop.is_idle:
-            messages.send(output)  # though nothing happened: silence means that a step hangs
-        # without progress, what is left waits for credit or masks; look in on those that starve
+            messages.send(output)  # even if empty: silence would mean that a step hangs
+        # without progress, all requests wait for credit or masks: wake up to cut starved ones
         timeout = 0.0 if loop.progressed else None if loop.is_idle else 1.0
 
 
 class _MessageSocket:
-    """The link to our parent."""
+    """Messages to and from the gRPC process."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -80,13 +81,15 @@ class _MessageSocket:
         self._link.sendall(pack(message))
 
     def wait(self, timeout: float | None) -> None:
-        """Return when something has come, or after `timeout` seconds."""
+        """Return when a command has come, or after `timeout` seconds."""
         if timeout != 0 and not self._arrived:
             select.select([self._link], [], [], timeout)
 
     def receive(self) -> Iterator[Command]:
-        """The messages that have come, without waiting; where many have, those for which there is
-        time before the next step. Raises EOFError when the peer is gone."""
+        """Return the commands that have come, without waiting; the rest of a flood stays.
+
+        Raises EOFError when the peer is gone.
+        """
         end = time.monotonic() + _RECEIVE_SECONDS
         while self._arrived or select.select([self._link], [], [], 0)[0]:
             if not self._arrived:

@@ -166,14 +166,15 @@ class Decoder:
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
         """Hidden states [rows, hidden_size] before the final norm, valid until the next call.
 
-        A row for each token, or for those that `batch.kept` names. Writes the step's keys and
-        values into `cache`.
+        A row for each token, or for each of `batch.output_rows`. Writes the step's keys and values
+        into `cache`.
         """
         at = self._buffers(len(batch.token_ids))
         self._embed(batch, at.hidden)
         for rotary, rotation in zip(self._rotaries, at.rotations, strict=True):
             rotary.into(batch.positions, rotation)
-        kept = at if batch.kept is None else self._activations.first(len(batch.kept.rows))
+        outputs = batch.output_rows
+        kept = at if outputs is None else self._activations.first(len(outputs.indices))
         layers = partial(self._run_layers, batch, cache, at, kept)
         if self._recording is None:
             layers()
@@ -232,7 +233,7 @@ class Decoder:
                 norms = layer.query_norm, layer.key_norm
                 operators.rotate(heads.rotated, spec.num_heads, rotation, *norms, epsilon)
             if layer is last:
-                rows = None if batch.kept is None else batch.kept.rows
+                rows = None if batch.output_rows is None else batch.output_rows.indices
                 operators.keep(at.hidden, rows)
                 operators.keep(heads.queries, rows)
                 at, batch = kept, batch.narrowed

@@ -25,7 +25,7 @@ from services.engine.model.operators.native_operators import NativeOperators, Ti
 from services.engine.model.operators.torch_operators import TorchOperators
 from services.engine.model.reader import Reader
 from services.engine.model.shard import Shard
-from services.engine.ranks.team import ALONE, Team
+from services.engine.ranks.group import SINGLE_RANK, RankGroup
 
 __all__ = [
     "CheckpointError",
@@ -64,20 +64,20 @@ def load_model(
     progress: bool = False,
     device: torch.device = _CPU,
     weights: str = "full",
-    team: Team = ALONE,
+    ranks: RankGroup = SINGLE_RANK,
 ) -> Decoder:
     """Loads a checkpoint, one layer at a time from the mapped files.
 
     progress: show a bar on a terminal, or log a few lines where there is none.
     weights: "full", in `dtype`, or "int8", rounded to that for all products.
-    team: what ranks hold the model together. This one loads its shard, and if it leads, its decoder
-    has the others follow.
+    ranks: ranks that share the model. This one loads its shard; the decoder of rank 0
+    makes the others follow.
     Raises CheckpointError; nothing is loaded unless every tensor is there in its right shape.
     Raises StartupError where this machine can't multiply int8 weights, or the model be cut so.
     """
     directory = Path(path)
     whole = load_spec(directory)
-    shard = Shard(team.rank.number, team.rank.count)
+    shard = Shard(ranks.rank.number, ranks.rank.count)
     spec = shard.of(whole)
     operators = _choose_operators(spec, dtype, device, weights)
     with Checkpoint(directory) as checkpoint:
@@ -93,8 +93,8 @@ def load_model(
         finally:
             bar.finish()
     attention = choose_backend(spec, dtype, device, read.sinks)
-    if team.leads_others:
-        return LeadingDecoder(team, spec, dtype, read.weights, operators, attention)
+    if ranks.leads_others:
+        return LeadingDecoder(ranks, spec, dtype, read.weights, operators, attention)
     return Decoder(spec, dtype, read.weights, operators, attention)
 
 

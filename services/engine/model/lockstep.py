@@ -9,12 +9,12 @@ of some hidden states.
 import torch
 from torch import Tensor
 
-from services.engine.batch.step_batch import Kept, StepBatch
+from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.decoder import Decoder, DecoderWeights
 from services.engine.model.operators.interface import Operators
-from services.engine.ranks.team import Team
+from services.engine.ranks.group import RankGroup
 
 __all__ = ["LeadingDecoder", "follow"]
 
@@ -27,7 +27,7 @@ class LeadingDecoder(Decoder):
 
     def __init__(
         self,
-        team: Team,
+        ranks: RankGroup,
         spec: ModelSpec,
         dtype: torch.dtype,
         weights: DecoderWeights,
@@ -35,22 +35,22 @@ class LeadingDecoder(Decoder):
         attention: AttentionBackend,
     ) -> None:
         super().__init__(spec, dtype, weights, operators, attention)
-        self._team = team
+        self._ranks = ranks
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
         tokens, width = len(batch.token_ids), batch.block_tables.shape[1]
         queries, contexts = batch.query_lengths_host, batch.context_lengths_host
-        kept = queries if batch.kept is None else batch.kept.lengths_host
-        self._team.tell([tokens, width, batch.num_decodes, *queries, *kept, *contexts])
-        self._team.share(_pack(batch))
+        kept = queries if batch.output_rows is None else batch.output_rows.lengths_host
+        self._ranks.send_numbers([tokens, width, batch.num_decodes, *queries, *kept, *contexts])
+        self._ranks.broadcast(_pack(batch))
         return super().forward(batch, cache)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         hidden = hidden.contiguous()
-        self._team.tell([len(hidden)])
-        self._team.share(hidden)
+        self._ranks.send_numbers([len(hidden)])
+        self._ranks.broadcast(hidden)
         return super().logits(hidden)
 
     @property
@@ -59,25 +59,25 @@ class LeadingDecoder(Decoder):
 
 
 @torch.inference_mode()
-def follow(decoder: Decoder, cache: KVCache, team: Team) -> None:
-    """Every other rank's part: compute what rank 0 says, until it disbands the team."""
-    while order := team.hear():
+def follow(decoder: Decoder, cache: KVCache, ranks: RankGroup) -> None:
+    """Every other rank's part: compute what rank 0 says, until it dissolves the group."""
+    while order := ranks.receive_numbers():
         if len(order) == 1:
             shape = (order[0], decoder.spec.hidden_size)
             hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-            decoder.logits(team.share(hidden))
+            decoder.logits(ranks.broadcast(hidden))
         else:
-            decoder.forward(_receive(order, team, decoder.device), cache)
+            decoder.forward(_receive(order, ranks, decoder.device), cache)
 
 
-def _receive(order: list[int], team: Team, device: torch.device) -> StepBatch:
+def _receive(order: list[int], ranks: RankGroup, device: torch.device) -> StepBatch:
     tokens, width, num_decodes, *lengths = order
     count = len(lengths) // 3
     queries, kept, contexts = (tuple(lengths[i * count : (i + 1) * count]) for i in range(3))
     sizes = [tokens, tokens, tokens, count + 1, count, count * width]
     if keeps_some := kept != queries:
         sizes += [sum(kept), count + 1]
-    packed = team.share(torch.empty(sum(sizes), dtype=torch.int64, device=device))
+    packed = ranks.broadcast(torch.empty(sum(sizes), dtype=torch.int64, device=device))
     token_ids, positions, slots, *rest = packed.split_with_sizes(sizes)
     query_starts, context_lengths, block_tables = (part.to(torch.int32) for part in rest[:3])
     return StepBatch(
@@ -90,7 +90,7 @@ def _receive(order: list[int], team: Team, device: torch.device) -> StepBatch:
         num_decodes=num_decodes,
         query_lengths_host=queries,
         context_lengths_host=contexts,
-        kept=Kept(rest[3], rest[4].to(torch.int32), kept) if keeps_some else None,
+        output_rows=OutputRows(rest[3], rest[4].to(torch.int32), kept) if keeps_some else None,
     )
 
 
@@ -104,6 +104,6 @@ def _pack(batch: StepBatch) -> Tensor:
         batch.context_lengths,
         batch.block_tables,
     ]
-    if batch.kept is not None:
-        tensors += [batch.kept.rows, batch.kept.starts]
+    if batch.output_rows is not None:
+        tensors += [batch.output_rows.indices, batch.output_rows.starts]
     return torch.cat([tensor.flatten().to(torch.int64) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Which rank of a tensor-parallel engine this process is. Free of torch."""
+"""Rank of this process in a tensor-parallel engine, from the environment. Free of torch."""
 
 import os
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of the processes that hold a model together; by itself, the only one."""
+    """One of the processes that share a model; by default, the only one."""
 
     number: int = 0
     count: int = 1
     local_number: int = 0
-    """Among those on this machine: the number of its GPU"""
+    """Rank on this machine, which is also the index of its GPU"""
     local_count: int = 1
 
     @staticmethod
     def from_environment() -> "Rank":
-        """What torchrun tells its processes. Raises StartupError when that is not whole."""
+        """Read the variables that torchrun sets. Raises StartupError if some are missing."""
         if "WORLD_SIZE" not in os.environ:
             return Rank()
         try:
@@ -38,17 +38,18 @@ class Rank:
 
     @property
     def leads(self) -> bool:
-        """Whether it is the one that has the server, schedules and draws."""
+        """True for rank 0, which has the server, schedules and draws tokens."""
         return self.number == 0
 
     @property
     def is_alone(self) -> bool:
+        """True without tensor parallelism."""
         return self.count == 1
 
     def threads(self, wanted: int) -> int:
-        """Threads that compute, of `wanted` or else its share of the cores; 0: torch's choice.
+        """Return the number of compute threads: `wanted`, else a share of the cores; 0 = torch's.
 
-        torch can't be asked where ranks share a machine: torchrun sets OMP_NUM_THREADS to 1.
+        torch's default is wrong with several ranks on a machine: torchrun sets OMP_NUM_THREADS=1.
         """
         if wanted or self.local_count == 1:
             return wanted
@@ -56,5 +57,5 @@ class Rank:
 
 
 def _count_cores() -> int:
-    """Cores this process may use, each of which may be several processors."""
+    """Return the number of physical cores that this process may use."""
     return len({Path(_SIBLINGS.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})

@@ -1,4 +1,4 @@
-"""Bad words: the ids that would complete a run of ids that is never generated."""
+"""Bad words: runs of ids that must not be generated. Masks of ids, and their intersection."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BadWords", "narrowed"]
+__all__ = ["BadWords", "intersect_masks"]
 
 
 @dataclass(slots=True)
 class _Node:
-    """A run of ids, read backwards from its end."""
+    """Trie node: a run of ids, read backwards from its end."""
 
     before: "dict[int, _Node]" = field(default_factory=dict)
-    """By the id in front of the run"""
-    completing: list[int] = field(default_factory=list)
-    """Ids that complete a word behind this run"""
+    """Longer runs, by the id in front of this one"""
+    forbidden: list[int] = field(default_factory=list)
+    """Ids that complete a bad word after this run"""
 
 
 class BadWords:
-    """The words of a request. It has no state: all sequences of the request share it."""
+    """A request's bad words as a trie. Stateless: all sequences of the request share it."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         """words: runs of ids, none of them empty."""
@@ -29,29 +29,35 @@ class BadWords:
             node = self._root
             for token in reversed(before):
                 node = node.before.setdefault(token, _Node())
-            node.completing.append(last)
+            node.forbidden.append(last)
 
     @property
     def looks_back(self) -> bool:
-        """Whether what was generated changes which ids complete a word."""
+        """Whether the forbidden ids depend on the tokens generated before."""
         return bool(self._root.before)
 
-    def completing(self, generated: npt.NDArray[np.int32]) -> Sequence[int]:
-        """The ids that complete a word behind these: int32 [generated]. Ids may occur twice."""
-        found = list(self._root.completing)
+    def forbidden_after(self, generated: npt.NDArray[np.int32]) -> Sequence[int]:
+        """Return the ids that would complete a bad word after `generated`, int32 [length].
+
+        Ids may repeat.
+        """
+        forbidden = list(self._root.forbidden)
         node: _Node | None = self._root
         place = len(generated)
         while place and node is not None and node.before:
             place -= 1
             node = node.before.get(int(generated[place]))
             if node is not None:
-                found += node.completing
-        return found
+                forbidden += node.forbidden
+        return forbidden
 
 
-def narrowed(mask: bytes | None, allowed: bytes | None, forbidden: Sequence[int]) -> bytes:
-    """What a grammar and a request allow both, without the forbidden ids: a mask without zeros at
-    its end, so that b"" allows nothing. None = every id; one of the masks is not None."""
+def intersect_masks(mask: bytes | None, allowed: bytes | None, forbidden: Sequence[int]) -> bytes:
+    """Return the mask of the ids that both masks allow, without `forbidden`.
+
+    None stands for every id; at least one mask is not None. The result has no trailing zero bytes,
+    so b"" means that no id is left.
+    """
     masks = [each for each in (mask, allowed) if each is not None]
     bits = int.from_bytes(masks[0], "little")
     for other in masks[1:]:

@@ -1,6 +1,6 @@
-"""DRY: a token that would extend a repetition loses the more, the longer the repetition is.
+"""DRY: a penalty that grows with the length of the repetition that a token would extend.
 
-As in llama.cpp: of each id, the longest repetition that it would extend counts.
+As in llama.cpp, the longest repetition that an id would extend decides.
 """
 
 import numpy as np
@@ -11,23 +11,23 @@ from services.engine.messages import DrySettings
 __all__ = ["Repetitions"]
 
 _MOST = 1e30
-"""A penalty of base**n soon leaves what a float can hold; this one outweighs any logit"""
+"""Largest penalty: base**n overflows a float, and this outweighs any logit"""
 
 
 class Repetitions:
-    """How much of a sequence's end occurred before, by place; follows the sequence as it grows.
+    """Lengths of the repetitions at the end of one growing sequence.
 
-    A step costs one pass over the tokens so far, a few operations each.
+    An update costs one pass over the tokens so far, a few operations each.
     """
 
     def __init__(self, settings: DrySettings) -> None:
         self._settings = settings
         self._runs = np.zeros(0, dtype=np.int32)
-        """[d] = tokens at the end that also stand d places earlier, none of them a breaker"""
+        """[d] = number of last tokens that equal those d places earlier, none of them a breaker"""
         self._length = 0
 
-    def follow(self, tokens: npt.NDArray[np.int32]) -> None:
-        """Take in what was added. tokens: int32 [length], the whole sequence."""
+    def update(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Take in the new tokens. tokens: int32 [length], the whole sequence."""
         if len(tokens) >= len(self._runs):
             self._runs = np.resize(self._runs, 2 * len(tokens))
         if self._length == 0:
@@ -39,7 +39,7 @@ class Repetitions:
     def penalties(
         self, tokens: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Ids, each once, and what they lose. tokens: int32 [length], what was followed."""
+        """Return distinct ids and their penalties. tokens: int32 [length], as last updated."""
         settings = self._settings
         runs = self._runs[1 : len(tokens)]
         places = np.flatnonzero(runs >= settings.allowed_length)
@@ -55,7 +55,7 @@ class Repetitions:
         return ids, np.minimum(amounts, _MOST).astype(np.float32)
 
     def _add(self, tokens: npt.NDArray[np.int32]) -> None:
-        """Take in the next token: a run that it does not lengthen ends."""
+        """Take in the next token: it lengthens some runs and ends the others."""
         length = self._length
         runs, token = self._runs[: length + 1], tokens[length]
         runs[length] = 0
@@ -68,16 +68,16 @@ class Repetitions:
 
 
 def _runs(tokens: npt.NDArray[np.int32], breakers: frozenset[int]) -> npt.NDArray[np.int32]:
-    """The runs of a sequence from scratch: int32 [length].
+    """Compute the runs of a sequence from scratch: int32 [length].
 
-    The Z algorithm, backwards: each token is compared about twice, however much repeats.
+    This is the Z algorithm, backwards: it compares each token about twice, whatever repeats.
     """
     runs = np.zeros(len(tokens), dtype=np.int32)
     ids = tokens[::-1].tolist()
     limit = next((n for n, token in enumerate(ids) if token in breakers), len(ids))
     if limit == 0:
         return runs
-    begin = end = 0  # the stretch that reaches farthest among those known to repeat ids[0:]
+    begin = end = 0  # of the known matches of ids[0:], the one that ends last
     for place in (np.flatnonzero(tokens[-2::-1] == tokens[-1]) + 1).tolist():
         run = min(int(runs[place - begin]), end - place) if place < end else 0
         while run < limit and place + run < len(ids) and ids[place + run] == ids[run]:

@@ -1,4 +1,4 @@
-"""Mirostat 2.0: keeps the surprise of what is drawn near a target.
+"""Mirostat 2.0: sampling that holds the surprise of drawn tokens near a target.
 
 Basu et al., "Mirostat: a neural text decoding algorithm that directly controls perplexity" (2020).
 """
@@ -9,36 +9,36 @@ from services.engine.messages import MirostatSettings
 
 __all__ = ["Mirostat"]
 
-_FARTHEST = 1e30
-"""Bits; keeps a target or learning rate beyond reason from ending in infinity"""
+_LARGEST = 1e30
+"""Largest |mu| in bits: extreme targets and learning rates must not produce infinity"""
 
 
 class Mirostat:
-    """mu, the largest surprise that the next token may have. In bits."""
+    """One sequence's state: mu, the largest surprise of the next token, in bits."""
 
-    __slots__ = ("_kept", "_settings", "mu")
+    __slots__ = ("_committed", "_settings", "mu")
 
     def __init__(self, settings: MirostatSettings, mu: float | None = None) -> None:
-        """`mu` continues an earlier sequence; None = from the beginning, twice the target."""
+        """mu: state of the sequence that this one resumes; None = initial, twice the target."""
         self._settings = settings
         self.mu = _rounded(2 * settings.target_surprise if mu is None else mu)
-        self._kept = self.mu
+        self._committed = self.mu
 
     def observe(self, surprise: float) -> None:
-        """A token was drawn, and this was -log2 of its probability before any were dropped."""
+        """Update mu after a draw. surprise: -log2 of the token's untruncated probability."""
         settings = self._settings
         error = surprise - settings.target_surprise
         self.mu = _rounded(self.mu - settings.learning_rate * error)
 
-    def keep(self) -> None:
-        """What was observed belongs to the sequence."""
-        self._kept = self.mu
+    def commit(self) -> None:
+        """Make the observations permanent: their tokens were appended."""
+        self._committed = self.mu
 
     def roll_back(self) -> None:
-        """Drop what was observed since the last `keep`: the token was not appended."""
-        self.mu = self._kept
+        """Undo the observations since the last `commit`: their tokens were not appended."""
+        self.mu = self._committed
 
 
 def _rounded(mu: float) -> float:
-    """As the contract carries it, so that a sequence goes on elsewhere from the same number."""
-    return float(np.float32(min(max(mu, -_FARTHEST), _FARTHEST)))
+    """Round to float32, which messages carry: a resumed sequence then has exactly the same mu."""
+    return float(np.float32(min(max(mu, -_LARGEST), _LARGEST)))

@@ -1,4 +1,4 @@
-"""How one token is drawn."""
+"""Parameters for drawing one token from one row of logits."""
 
 import hashlib
 import struct
@@ -12,31 +12,31 @@ from services.engine.sampling.penalties import Penalties
 __all__ = ["NOTHING_ALLOWED", "Row", "uniform"]
 
 NOTHING_ALLOWED = -2
-"""In the place of a drawn id: the row's limits leave none"""
+"""Replaces the drawn id of a row whose limits exclude every id"""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one row of logits is drawn from."""
+    """Parameters and state that decide which token is drawn from one row."""
 
     settings: SamplingSettings
     choice: int
     position: int
-    """Tokens generated before, counted from the end of the original prompt"""
+    """Index of the token among the generated ones, from the end of the original prompt"""
     banned: Sequence[int] = ()
-    """Ids that are not drawn unless nothing else is left"""
+    """Ids that are drawn only where nothing else is left"""
     mask: bytes | None = None
-    """Bit i, least significant first, = id i may be drawn; none past its end. None = every id"""
+    """Bit i, least significant first, allows id i; past the end are zeros. None = every id"""
     penalties: Penalties | None = None
-    """Where the tokens so far change the logits"""
+    """Penalties from the tokens so far, where the request asks for some"""
     mirostat: Mirostat | None = None
-    """Where mirostat restricts the row; the draw moves it on"""
+    """Mirostat state that restricts the row; a draw updates it"""
     forbidden: Sequence[int] = ()
-    """Ids that are never drawn, fewer than there are; some may stand here twice"""
+    """Ids that are never drawn, fewer than the vocabulary; ids may repeat"""
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether the logits are changed before anything is drawn."""
+        """Whether the logits change before the draw."""
         return (
             bool(self.banned)
             or bool(self.forbidden)
@@ -47,17 +47,17 @@ class Row:
 
     @property
     def allows_nothing(self) -> bool:
-        """Whether no id is left to draw: what was drawn from this row stands for nothing."""
+        """Whether the mask excludes every id: a token drawn from this row is invalid."""
         return self.mask == b""
 
     @property
     def noise(self) -> float:
-        """The uniform number that picks the token."""
+        """The uniform number in [0, 1) that picks the token."""
         return uniform(self.settings.seed, self.choice, self.position)
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1), the same for the same arguments on every machine."""
+    """Return a number in [0, 1), a function of its arguments alone on every machine."""
     key = struct.pack("<qQQ", seed, choice, position)
     bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     return (bits >> 11) * 2.0**-53

@@ -1,4 +1,4 @@
-"""What the model itself thinks of tokens."""
+"""Log-probabilities, ranks and top candidates of tokens under the model's own logits."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ __all__ = ["score"]
 
 
 def score(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:
-    """Score one id per row, and report the `width` most likely ids, or all where there are fewer.
+    """Score one id per row, with the row's `width` most likely ids, or the whole vocabulary.
 
-    logits: float32 [rows, vocabulary]. Logprobs are the log-softmax of these logits. On a CPU, one
-    of our kernels does it.
+    logits: float32 [rows, vocabulary]. Logprobs are the log-softmax of these logits. On a CPU a
+    native kernel computes them.
     """
     width = min(width, logits.shape[1])
     if native is not None and logits.device.type == "cpu":
@@ -31,7 +31,7 @@ def score(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:
     top = logits.topk(width, dim=-1)
     top_ids, top_logprobs = top.indices.tolist(), (top.values - normaliser).tolist()
     columns = zip(logprobs, ranks, top_ids, top_logprobs, strict=True)
-    return [Score(p, rank + 1, some, theirs) for p, rank, some, theirs in columns]
+    return [Score(p, rank + 1, best, best_logprobs) for p, rank, best, best_logprobs in columns]
 
 
 def _score_by_kernel(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:
@@ -46,4 +46,4 @@ def _score_by_kernel(logits: Tensor, ids: Sequence[int], width: int) -> list[Sco
         call.top_logprobs = top_logprobs.ctypes.data + i * width * top_logprobs.itemsize
     native.score_tokens(calls, len(ids), logits.shape[1], width)
     columns = zip(calls, top_ids.tolist(), top_logprobs.tolist(), strict=True)
-    return [Score(call.logprob, call.rank, some, theirs) for call, some, theirs in columns]
+    return [Score(call.logprob, call.rank, best, logprobs) for call, best, logprobs in columns]

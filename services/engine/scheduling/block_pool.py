@@ -1,8 +1,8 @@
-"""KV blocks: who holds which, and which prefixes they contain.
+"""Pool of KV blocks: allocation, reference counts, prefix lookup.
 
-A full block is known by a hash of its parent's hash and its own ids, so that equal prefixes, the n
-choices of one prompt and a preempted sequence all find their blocks again. A block that nobody
-holds keeps its contents until it is needed for something else, oldest first.
+A full block is identified by a hash of its parent's hash and its own ids. Equal prefixes, the n
+choices of a prompt and a preempted sequence all find their blocks by it. A block without a holder
+keeps its contents until it is allocated again, the oldest first.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ __all__ = ["BlockPool", "OutOfBlocksError", "hash_block"]
 
 
 class OutOfBlocksError(Exception):
-    """No free block is left."""
+    """Fewer blocks are free than were requested."""
 
 
 def hash_block(parent: bytes, ids: npt.NDArray[np.int32]) -> bytes:
-    """The name of a full block: 16 bytes over its parent's name and its own ids.
+    """Return the hash of a full block: 16 bytes over its parent's hash and its own ids.
 
     The parent of a sequence's first block is its cache salt.
     """
@@ -28,40 +28,36 @@ def hash_block(parent: bytes, ids: npt.NDArray[np.int32]) -> bytes:
 
 
 class BlockPool:
-    """Hands out blocks, counts their holders, and remembers the prefixes in them."""
+    """Reference counts and cached hashes of all KV blocks."""
 
     def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self._holders = [0] * num_blocks
-        self._names: list[bytes | None] = [None] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
-        # Blocks without a holder, the next to be reused first; those that cache nothing lead.
+        # blocks without a holder in the order of reuse; uncached ones come first
         self._free: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks in all."""
-        return len(self._holders)
-
-    @property
     def num_free(self) -> int:
-        """Blocks without a holder; what they cache is lost when they are handed out."""
+        """Number of blocks without a holder, cached ones among them."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks with one holder each. Raises OutOfBlocksError and hands out none if too few."""
+        """Allocate blocks with one holder each. Raises OutOfBlocksError if fewer are free."""
         if count > len(self._free):
             raise OutOfBlocksError
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self._forget(block)
+            self._uncache(block)
             self._holders[block] = 1
         return blocks
 
-    def find(self, names: Iterable[bytes]) -> list[int]:
-        """The blocks that hold the longest known run of `names` from its start."""
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest cached prefix of `hashes`."""
         found: list[int] = []
-        for name in names:
-            block = self._cached.get(name)
+        for block_hash in hashes:
+            block = self._cached.get(block_hash)
             if block is None:
                 break
             found.append(block)
@@ -75,58 +71,58 @@ class BlockPool:
             self._holders[block] += 1
 
     def count_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of some blocks nobody holds."""
+        """Count the blocks that have no holder."""
         return sum(self._holders[block] == 0 for block in blocks)
 
-    def count_freed(self, blocks: Iterable[int]) -> int:
-        """How many of a sequence's blocks nobody else holds."""
+    def count_unshared(self, blocks: Iterable[int]) -> int:
+        """Count the blocks that have one holder: a sequence that releases them frees these."""
         return sum(self._holders[block] == 1 for block in blocks)
 
-    def name(self, block: int, name: bytes) -> None:
-        """Make the contents of a held, full block known. The first block of a name keeps it."""
-        if self._names[block] is None and name not in self._cached:
-            self._names[block] = name
-            self._cached[name] = block
+    def cache(self, block: int, block_hash: bytes) -> None:
+        """Cache a held, full block under its hash, unless another block has that hash."""
+        if self._hashes[block] is None and block_hash not in self._cached:
+            self._hashes[block] = block_hash
+            self._cached[block_hash] = block
 
-    def void(self, blocks: Iterable[int]) -> None:
-        """Forget what held blocks contain: it was not written."""
+    def invalidate(self, blocks: Iterable[int]) -> None:
+        """Remove held blocks from the cache: their contents were not written."""
         for block in blocks:
-            self._forget(block)
+            self._uncache(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take a holder from blocks, given in the order of the sequence.
+        """Remove a holder from each of a sequence's blocks, given in the order of the sequence.
 
-        The last blocks of a sequence are reused first: a prefix is of use without its end, but not
-        the other way round.
+        The last blocks are reused first: a prefix is useful without its end, an end without its
+        prefix is not.
         """
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 self._free[block] = None
-                if self._names[block] is None:
+                if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
 
     def flush(self) -> int:
-        """Forget what blocks without a holder cache. Returns how many there were."""
-        cached = [block for block in self._free if self._names[block] is not None]
+        """Remove the blocks without a holder from the cache. Return their number."""
+        cached = [block for block in self._free if self._hashes[block] is not None]
         for block in cached:
-            self._forget(block)
+            self._uncache(block)
         return len(cached)
 
-    def check(self, holders: Iterable[Sequence[int]]) -> None:
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the pool agrees with the block tables of all sequences."""
         counts = [0] * self.num_blocks
-        for blocks in holders:
+        for blocks in tables:
             for block in blocks:
                 counts[block] += 1
         assert counts == self._holders, "holders differ from the block tables"
         free = {block for block, count in enumerate(counts) if count == 0}
         assert free == set(self._free), "a block is lost, or free while it is held"
-        for name, block in self._cached.items():
-            assert self._names[block] == name, "a cached name points to another block"
+        for block_hash, block in self._cached.items():
+            assert self._hashes[block] == block_hash, "a cached hash points to another block"
 
-    def _forget(self, block: int) -> None:
-        name = self._names[block]
-        if name is not None:
-            del self._cached[name]
-            self._names[block] = None
+    def _uncache(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._cached[block_hash]
+            self._hashes[block] = None

@@ -1,98 +1,97 @@
-"""Prompt tokens of a step: as many as the streams beside them, and the prompts themselves, bear."""
+"""Budget of prompt tokens per step, a balance between running streams and waiting prompts."""
 
 import math
 from dataclasses import dataclass
 
 from services.engine.scheduling.step_cost import StepCost
+from services.engine.scheduling.step_plan import SchedulerLimits
 
-__all__ = ["Allowance", "Crowd", "PromptBudget"]
+__all__ = ["Allowance", "Backlog", "PromptBudget"]
 
-_CROWD_SECONDS = 0.8
-"""Longest step that several prompts share. In one step all of them would wait for the last one; in
-many short steps they would finish far apart, and later decode in small batches"""
-_LEAST_CROWD_TOKENS = 256
-"""Fewest tokens of such a step: smaller ones would read the weights too often"""
+_SHARED_STEP_SECONDS = 0.9
+"""Longest step that several prompts share. A longer one makes all of them wait for the last; many
+short ones complete them far apart, and small batches decode later"""
+_SHARED_STEP_MIN_TOKENS = 256
+"""Fewest tokens of such a step: smaller steps read the weights too often"""
 _STREAMS_PER_PROMPT = 3
-"""Short prompts go first while there are at most so many streams for each of them"""
-_SHORT_STEPS = 16
-"""A prompt is short if it takes at most as long as so many steps that only decode"""
-_CROWD, _SHORT_CROWD = 4, 24
-"""Where prompts and streams share a step, each prompt but the first counts for as many streams: the
-first number where prompts are long, the second where they are short"""
-_BRIEF_STEPS = 4
-"""The second number holds up to prompts that take so many mixed steps, and falls from there on"""
+"""Short prompts precede streams if there are at most this many streams per prompt"""
+_SHORT_PROMPT_DECODE_STEPS = 16
+"""A prompt is short if it takes at most as long as this many steps without prompts"""
+_SHORT_PROMPT_WEIGHT, _LONG_PROMPT_WEIGHT = 24, 4
+"""Streams that each prompt beyond the first few outweighs in a mixed step"""
+_FEW_LONG = 8
+"""Long prompts that do not slow the streams down beyond the factor"""
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
-    """The prompts that could go on in a step."""
+class Backlog:
+    """Prompts that the next step could compute."""
 
     count: int
     tokens: int
-    """Of all of them, still to be computed"""
+    """Uncomputed tokens of all these prompts"""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What a step may compute of prompts."""
+    """Prompt tokens that a step may compute."""
 
     tokens: int
     slack: int = 0
-    """Tokens beyond that, if they complete a prompt"""
+    """Further tokens, if they complete a prompt"""
 
 
 class PromptBudget:
-    """Decides how many prompt tokens a step takes."""
+    """Policy for the number of prompt tokens in a step."""
 
-    def __init__(
-        self, cost: StepCost, max_step_tokens: int, mixed_step_factor: float, rows_at_once: int
-    ) -> None:
-        """max_step_tokens: of any step. mixed_step_factor: how many times as long as without
-        prompts a step may take that also decodes. rows_at_once: a product of fewer rows takes as
-        long as one of so many."""
+    def __init__(self, cost: StepCost, limits: SchedulerLimits) -> None:
         self._cost = cost
-        self._most = max_step_tokens
-        self._factor = mixed_step_factor
-        self._rows = rows_at_once
+        self._most = limits.max_step_tokens
+        self._factor = limits.mixed_step_factor
+        self._rows = limits.rows_at_once
 
-    def allow(self, streams: int, decode_tokens: int, crowd: Crowd) -> Allowance:
-        """Prompt tokens for a step in which `streams` sequences decode `decode_tokens` tokens."""
-        if crowd.count == 0:
+    def allow(self, streams: int, decode_tokens: int, backlog: Backlog) -> Allowance:
+        """Return the prompt tokens of a step in which `streams` decode `decode_tokens` tokens."""
+        if backlog.count == 0:
             return Allowance(0)
         if streams == 0:
-            return self._step_of(crowd)
-        budget = self._cost.prompt_tokens(decode_tokens, self._factor)
-        if budget is None:  # the cost of decoding has to be measured first
-            return Allowance(0)
-        if self._goes_first(crowd, streams, decode_tokens):
-            return self._step_of(crowd)
-        return Allowance(self._beside(streams, decode_tokens, budget, crowd))
+            return self._allow_alone(backlog)
+        if self._cost.prompt_tokens(decode_tokens, self._factor) is None:
+            return Allowance(0)  # a step without prompts measures the cost of decoding first
+        if self._precedes_streams(backlog, streams, decode_tokens):
+            return self._allow_alone(backlog)
+        return Allowance(self._mixed_step_tokens(streams, decode_tokens, backlog))
 
-    def _step_of(self, crowd: Crowd) -> Allowance:
-        """The next of the equal steps that a crowd is computed in."""
-        if crowd.count == 1:
+    def _allow_alone(self, backlog: Backlog) -> Allowance:
+        """Split the backlog into equal steps, and allow the next one."""
+        if backlog.count == 1:
             return Allowance(self._most)
-        largest = max(self._cost.tokens_within(_CROWD_SECONDS), _LEAST_CROWD_TOKENS)
-        steps = max(1, math.ceil(crowd.tokens / largest))
-        tokens = min(math.ceil(crowd.tokens / steps), self._most)
+        largest = max(self._cost.tokens_within(_SHARED_STEP_SECONDS), _SHARED_STEP_MIN_TOKENS)
+        steps = max(1, math.ceil(backlog.tokens / largest))
+        tokens = min(math.ceil(backlog.tokens / steps), self._most)
         return Allowance(tokens, min(tokens // 4, self._most - tokens))
 
-    def _goes_first(self, crowd: Crowd, streams: int, decode_tokens: int) -> bool:
-        """Whether few streams wait for many short prompts: all then decode together the sooner."""
-        if crowd.count == 1 or streams > _STREAMS_PER_PROMPT * crowd.count:
-            return False
-        mean = crowd.tokens / crowd.count
-        return self._cost.prompt_seconds(mean) <= _SHORT_STEPS * self._cost.decode_seconds(
-            decode_tokens
-        )
+    def _precedes_streams(self, backlog: Backlog, streams: int, decode_tokens: int) -> bool:
+        """Return whether a few streams wait for many short prompts, to decode together sooner."""
+        is_few = 1 < backlog.count >= streams / _STREAMS_PER_PROMPT
+        return is_few and self._is_short(backlog, decode_tokens)
 
-    def _beside(self, streams: int, decode_tokens: int, budget: int, crowd: Crowd) -> int:
-        """Tokens that slow the streams down by the factor, or by more the more prompts wait."""
-        steps = crowd.tokens / crowd.count / max(budget, 1)
-        weight = min(max(_SHORT_CROWD * _BRIEF_STEPS / max(steps, 1e-9), _CROWD), _SHORT_CROWD)
-        factor = self._factor * max(1.0, weight * (crowd.count - 1) / streams)
+    def _is_short(self, backlog: Backlog, decode_tokens: int) -> bool:
+        mean = self._cost.prompt_seconds(backlog.tokens / backlog.count)
+        return mean <= _SHORT_PROMPT_DECODE_STEPS * self._cost.decode_seconds(decode_tokens)
+
+    def _mixed_step_tokens(self, streams: int, decode_tokens: int, backlog: Backlog) -> int:
+        """Return the prompt tokens of a mixed step.
+
+        The step may take longer by the factor, or by more while many prompts wait.
+        """
+        if self._is_short(backlog, decode_tokens):
+            weight = _SHORT_PROMPT_WEIGHT * (backlog.count - 1)
+        else:
+            weight = _LONG_PROMPT_WEIGHT * max(0, backlog.count - _FEW_LONG)
+        factor = self._factor * max(1.0, weight / streams)
         budget = self._cost.prompt_tokens(decode_tokens, factor) or 0
-        # Round down to full tiles, but leave prompts at least one: they go on however many decode.
+        # Round down to full tiles, but leave prompts at least one: none waits forever.
         rows = (decode_tokens + budget) // self._rows * self._rows
         least = (-(-decode_tokens // self._rows) + 1) * self._rows
         return min(max(rows, least) - decode_tokens, self._most)

@@ -1,4 +1,4 @@
-"""Sequences and the requests they belong to. Owned by the step loop alone."""
+"""Sequences and the requests they belong to. The step loop's thread alone uses them."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -6,19 +6,20 @@ from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from services.engine.messages import AddRequest, Mask, Resume
-from services.engine.sampling import BadWords, Mirostat, Penalties
-from services.engine.scheduling.block_pool import hash_block
-from services.engine.scheduling.speculation import DraftWidth, Precedents
+from services.engine.sampling.bad_words import BadWords
+from services.engine.sampling.mirostat import Mirostat
+from services.engine.sampling.penalties import Penalties
+from services.engine.scheduling.speculation import Speculation
 from services.engine.scheduling.tenants import Tenant
+from services.engine.scheduling.token_ids import Prompt, TokenIds
 
-__all__ = ["Prompt", "Request", "Sequence", "SequenceState"]
+__all__ = ["Request", "Sequence", "SequenceState"]
 
 
 class SequenceState(Enum):
-    """Where a sequence stands."""
+    """Lifecycle of a sequence."""
 
     WAITING = "waiting"
     """Holds no blocks: new or preempted"""
@@ -27,36 +28,21 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
-class Prompt:
-    """A prompt: its ids and the names of its blocks, which all its choices share."""
+@dataclass(slots=True, eq=False)
+class QueueEntry:
+    """A sequence's place in the waiting queue."""
 
-    def __init__(self, ids: Items[int], cache_salt: bytes, block_size: int) -> None:
-        self.ids = np.array(ids, dtype=np.int32)
-        """int32 [length]; not writeable"""
-        self.ids.flags.writeable = False
-        self.num_blocks = len(ids) // block_size
-        """Blocks that it fills"""
-        self._salt = cache_salt
-        self._block_size = block_size
-        self._names: list[bytes] = []
-
-    def block_names(self, count: int) -> list[bytes]:
-        """Return the names of its first `count` blocks, `num_blocks` at most."""
-        size = self._block_size
-        for start in range(len(self._names) * size, count * size, size):
-            parent = self._names[-1] if self._names else self._salt
-            self._names.append(hash_block(parent, self.ids[start : start + size]))
-        return self._names[:count]
-
-    def block_name(self, index: int) -> bytes:
-        """Return the name of one of its blocks."""
-        if index >= len(self._names):
-            self.block_names(index + 1)
-        return self._names[index]
+    due: float
+    """Sort key within a tenant and priority, in time.monotonic(): the arrival, plus the seconds
+    that the prompt takes, plus a delay for each earlier choice of the request"""
+    tokens: int = 0
+    """Tokens that the prefix cache lacked when the sequence was queued"""
+    awaited_block: bytes | None = None
+    """Hash of the first block that the cache lacks, and that another sequence may compute"""
 
 
 class Sequence:
-    """One choice of one prompt: its tokens so far, and how far their KV is computed."""
+    """One choice of one prompt: its tokens, KV blocks, credit and sampling state."""
 
     def __init__(
         self,
@@ -65,221 +51,205 @@ class Sequence:
         prompt: Prompt,
         resume: Resume | None,
         max_tokens: int,
-        block_size: int,
     ) -> None:
+        command, checked = request.command, request.command.checked
+        sampling = checked.sampling
         self.request = request
         self.index = index
-        self.prompt_index = index // request.command.n
-        self.choice = index % request.command.n
+        """Index among the request's sequences, n per prompt"""
         self.prompt_length = len(prompt.ids)
         self.max_tokens = max_tokens
+        self._ids = TokenIds(prompt, resume.generated if resume is not None else ())
+
         self.state = SequenceState.WAITING
+        self.tenant = Tenant(command.cache_salt)
+        """Replaced by the scheduler's tenant when the sequence is queued"""
+        self.queued = QueueEntry(command.arrival)
         self.blocks: list[int] = []
-        """KV blocks. The list only grows: a sequence that starts anew gets another one"""
+        """KV blocks. This list only grows; a sequence that starts again gets a new list"""
         self.num_computed = 0
-        """Tokens whose KV is written (or will be by the step at hand)"""
+        """Tokens whose KV is written, by the current step at the latest"""
         self.in_flight = 0
-        """Tokens that a running step has drawn and whose ids are not here yet"""
+        """Tokens that a running step has drawn and that have not reached the host"""
         self.cached_tokens: int | None = None
-        """Prompt tokens found in the prefix cache at first; None = never scheduled"""
-        # one choice speaks for its prompt
-        scores = request.command.prompt_logprobs is not None and self.choice == 0
-        self.scored = 1 if scores else self.prompt_length
-        """Prompt tokens before this one need no score (any more)"""
-        self.credit = request.command.credit
+        """Prompt tokens found in the prefix cache at the first start; None = never started"""
+        is_scored = checked.prompt_logprobs is not None and index % checked.n == 0
+        self.scored = 1 if is_scored else self.prompt_length
+        """Index of the first prompt token to score; only the first choice of a prompt scores it"""
+
+        self.credit = command.credit
         self.starved_since: float | None = None
-        """When it ran out of credit, in time.monotonic()"""
+        """Time when credit ran out, in time.monotonic()"""
         self.mask: Mask | None = None
-        """What it must and may draw next, if it is constrained and the mask has come"""
-        self.guesses: tuple[int, Items[int]] = (-1, ())
-        """Of a constrained sequence: a position, and what may come from there on"""
-        self.held_logits: torch.Tensor | None = None
-        """float32 [1 + guesses, vocabulary], kept while it may not draw"""
-        self.queued_tokens = 0
-        """Tokens that were not in the prefix cache when it began to wait"""
-        self.tenant = Tenant(request.command.cache_salt)
-        """The scheduler's, once it has been queued there"""
-        self.due = request.command.arrival
-        """Sorts the waiting sequences of a tenant, in time.monotonic(): the arrival, and later the
-        longer the prompt is and the more choices of the request come before this one"""
-        self.awaited_block: bytes | None = None
-        """The block that another sequence is about to compute for it"""
-        self.draft_width = DraftWidth()
-        self.precedents = Precedents()
-        command, sampling = request.command, request.command.sampling
+        """The newest mask of a constrained sequence; None while it is awaited"""
+        self.held_logits: object = None
+        """The step loop's logits for this position, kept until a draw is allowed; None = none"""
+
+        self.speculation = Speculation()
         self.penalties = Penalties(sampling, self.prompt_length) if sampling.penalises else None
         self.mirostat: Mirostat | None = None
         if sampling.mirostat is not None:
             mu = resume.mirostat_mu if resume is not None else None
             self.mirostat = Mirostat(sampling.mirostat, mu)
-        self.is_plainly_greedy = (
-            sampling.temperature == 0
-            and sampling.logit_bias is None
-            and not sampling.penalises
-            and not sampling.limits_ids
-            and command.stopping.min_tokens == 0
-            and not command.constrained
-        )
-        """Whether it takes the most likely token, whichever that is"""
-        self.needs_no_logits = self.is_plainly_greedy and command.logprobs is None
-        """Whether nothing but that token is of interest"""
-        self.runs_ahead = (
-            self.is_guessable
-            and not command.constrained
-            and command.logprobs is None
-            and max_tokens > 0
-        )
-        """Whether a token can be drawn while the one before is not here yet: nothing that the host
-        makes of tokens decides about the next, and the host scores none"""
-        generated = resume.generated if resume is not None else ()
-        self._block_size = block_size
-        self._prompt = prompt
-        self._tokens = prompt.ids
-        """Shared until the first token of its own"""
-        if generated:
-            self._tokens = np.concatenate((prompt.ids, np.array(generated, dtype=np.int32)))
-        self.length = len(self._tokens)
-        self._names: list[bytes] = []
-        """Of the blocks behind those that the prompt fills"""
+
+    @property
+    def prompt_index(self) -> int:
+        """Index of the prompt in the request."""
+        return self.index // self.request.command.checked.n
+
+    @property
+    def length(self) -> int:
+        """Number of prompt and generated tokens."""
+        return self._ids.length
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """Prompt and generated ids: int32 [length], a view."""
-        return self._tokens[: self.length]
+        return self._ids.array
 
     @property
     def newest(self) -> int:
         """The last token."""
-        return int(self._tokens[self.length - 1])
+        return self._ids.newest
 
     @property
     def position(self) -> int:
-        """Tokens generated, counted from the end of the original prompt."""
-        return self.length - self.prompt_length
+        """Number of generated tokens, from the end of the original prompt."""
+        return self._ids.length - self.prompt_length
 
     @property
     def forced(self) -> Items[int]:
-        """The next tokens, where its mask leaves no choice."""
+        """The next tokens, where the mask allows one id only."""
         if self.mask is None:
             return ()
         return self.mask.forced[self.position - self.mask.position :]
 
     @property
     def is_at_end(self) -> bool:
-        """Whether its grammar is complete."""
+        """Whether the grammar is complete."""
         return self.mask is not None and self.mask.terminated and self.position == self.mask.end
 
     @property
     def has_credit(self) -> bool:
-        """Whether it may draw a token more than those that it has drawn."""
+        """Whether credit is left for a token beyond those in flight."""
         return self.credit is None or self.credit > self.in_flight
 
     @property
     def is_paused(self) -> bool:
-        """Whether its client has granted no credit for the next token."""
+        """Whether the client has granted no credit for the next token."""
         return self.starved_since is not None
 
     @property
     def may_draw(self) -> bool:
-        """Whether it knows what it may draw next, and has credit for it."""
+        """Whether credit and mask for the next token are here."""
         return self.may_draw_at(self.position)
 
     def may_draw_at(self, position: int) -> bool:
-        """The same for a position that it may have come to by then."""
-        if not self.has_credit or not self.request.command.constrained:
+        """Return whether credit and mask for the token at `position` are here."""
+        if not self.has_credit or not self.request.command.checked.constrained:
             return self.has_credit
         return self.mask is not None and position <= self.mask.last
 
     @property
-    def is_guessable(self) -> bool:
-        """Whether a token can be drawn without the one before: none but the row's own logits count.
-
-        What penalties, mirostat and bad words of several tokens do depends on the token drawn
-        before. So does a mask, but the grammar service tells those behind guesses that it was told.
-        """
-        words = self.request.bad_words
-        looks_back = words is not None and words.looks_back
-        return self.penalties is None and self.mirostat is None and not looks_back
-
-    @property
     def order(self) -> tuple[int, float, int, int]:
-        """Sorts sequences: the first are scheduled first and preempted last."""
+        """Sort key: the first sequences are scheduled first and preempted last."""
         return (*self.request.order, self.index)
 
     @property
     def uncomputed(self) -> int:
-        """Tokens whose KV is still to be written; 0 while it waits for a mask, or for credit.
+        """Tokens without KV; 0 while the sequence waits for a mask or for credit.
 
-        One that is in flight counts, unless nothing comes after it.
+        A token in flight counts, unless it is the last one of the sequence.
         """
         left = self.length - self.num_computed
         if self.in_flight and self.position + self.in_flight < self.max_tokens:
             left += self.in_flight
         return left
 
-    def append(self, token: int) -> None:
-        """Add a generated token: logits and mask that were held for its place are spent."""
-        self.held_logits = None
-        if self.mask is not None and not self.mask.outlives(self.position, token):
-            self.mask = None
-        if self.length == len(self._tokens):
-            grown = np.empty(self.length + max(64, self.length // 4), dtype=np.int32)
-            grown[: self.length] = self._tokens
-            self._tokens = grown
-        self._tokens[self.length] = token
-        self.length += 1
+    @property
+    def room(self) -> int:
+        """Tokens that may follow the next one, by `max_tokens` and credit."""
+        room = self.max_tokens - self.position - 1
+        if self.credit is not None:
+            room = min(room, self.credit - 1)
+        return max(room, 0)
 
-    def leave_guesses(self) -> None:
-        """Use masks behind guesses no more: the grammar hears what came true, and answers anew."""
+    def append(self, token: int) -> None:
+        """Append a generated token. Logits and mask of its position are used up."""
+        self.held_logits = None
+        if self.mask is not None and not self.mask.holds_after(self.position, token):
+            self.mask = None
+        self._ids.append(token)
+
+    def drop_draft_masks(self) -> None:
+        """Drop the mask once a draft token was accepted: the grammar service sends a new one."""
         if self.mask is not None and self.position > self.mask.end:
             self.mask = None
 
-    def block_name(self, index: int) -> bytes:
-        """The name of full block `index` of this sequence."""
-        own = index - self._prompt.num_blocks
-        if own < 0:
-            return self._prompt.block_name(index)
-        while len(self._names) <= own:
-            last = self._prompt.num_blocks + len(self._names)
-            parent = self.block_name(last - 1) if last else self.request.command.cache_salt
-            tokens = self._tokens[last * self._block_size : (last + 1) * self._block_size]
-            self._names.append(hash_block(parent, tokens))
-        return self._names[own]
+    def block_hash(self, index: int) -> bytes:
+        """Return the hash of a full block."""
+        return self._ids.block_hash(index)
 
-    def readable_names(self) -> list[bytes]:
-        """Names of the full blocks that the prefix cache may serve.
+    def reusable_hashes(self) -> list[bytes]:
+        """Return the hashes of the full blocks that the prefix cache may serve.
 
-        At least one token is always computed, for its logits; so is every token whose successor
-        still has to be scored.
+        At least the last token is always computed, for its logits. So is every token whose
+        successor is still to be scored.
         """
         last = self.length - 1
         if self.scored < self.prompt_length:
             last = self.scored - 1
-        count, shared = last // self._block_size, self._prompt.num_blocks
-        names = self._prompt.block_names(min(count, shared))
-        return names + [self.block_name(i) for i in range(shared, count)]
+        return self._ids.block_hashes(last)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What was asked for, and what has become of it."""
+    """A request and its progress."""
 
     command: AddRequest
     sequences: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
+    """Sequences that have not finished"""
     running: int = 0
-    """Sequences that hold a place"""
+    """Sequences that run"""
     started: float | None = None
-    """time.monotonic() of the first step that held a token of it"""
+    """time.monotonic() of the first step that computed a token of the request"""
     first_token: float | None = None
     """time.monotonic() of the first generated token"""
     bad_words: BadWords | None = field(init=False)
+    draws_independently: bool = field(init=False)
+    """Whether a draw depends on its row of logits alone, not on the token before. Penalties,
+    mirostat and bad words of several tokens depend on it. So does a mask, but the grammar service
+    sends the masks that follow reported draft tokens"""
+    is_plainly_greedy: bool = field(init=False)
+    """Whether each token is the most likely one, without adjustments"""
+    needs_no_logits: bool = field(init=False)
+    """Whether the most likely token is all that a step must return"""
+    runs_ahead: bool = field(init=False)
+    """Whether the device may draw a token before the host has the previous one"""
 
     def __post_init__(self) -> None:
-        words = self.command.sampling.bad_words
-        self.bad_words = BadWords(words) if words else None
+        checked, sampling = self.command.checked, self.command.checked.sampling
+        self.bad_words = BadWords(sampling.bad_words) if sampling.bad_words else None
+        self.draws_independently = (
+            not sampling.penalises
+            and sampling.mirostat is None
+            and not (self.bad_words is not None and self.bad_words.looks_back)
+        )
+        self.is_plainly_greedy = (
+            sampling.temperature == 0
+            and sampling.logit_bias is None
+            and not sampling.penalises
+            and not sampling.limits_ids
+            and checked.stopping.min_tokens == 0
+            and not checked.constrained
+        )
+        self.needs_no_logits = self.is_plainly_greedy and checked.logprobs is None
+        self.runs_ahead = (
+            self.draws_independently and not checked.constrained and checked.logprobs is None
+        )
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sorts requests: higher priority first, then earlier arrival."""
+        """Sort key: higher priority first, then earlier arrival."""
         return (-self.command.priority, self.command.arrival, self.command.handle)

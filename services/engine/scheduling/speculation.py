@@ -1,75 +1,82 @@
-"""Speculation by prompt look-up: what followed the last few tokens before may follow them again.
+"""Speculation by prompt lookup: draft tokens are those that followed the same n-gram before.
 
-A step over a few more tokens costs hardly more than one over one token, because it reads the same
-weights. So guesses are computed along with the newest token, and each is kept only if it is what
-would have been drawn anyway: the output is that of decoding one token a step.
+A step over a few more tokens costs little more than one over one token, because it reads the same
+weights. So draft tokens are computed with the newest token, and accepted if they are the tokens
+that would have been drawn anyway. The output is the same as without speculation.
 
 Saxena, "Prompt lookup decoding" (2023).
 """
 
+from collections.abc import Sequence as Items
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DraftWidth", "Precedents"]
+__all__ = ["NgramIndex", "Speculation"]
 
 _LONGEST, _SHORTEST = 4, 2
-"""Tokens that must have occurred before, the longest run first"""
-_FIRST_WIDTH, _WIDEST = 4, 15
+"""Tokens of an n-gram; the longest that occurred before decides"""
+_FIRST_LENGTH, _MAX_LENGTH = 4, 15
+"""Draft tokens, at first and at most"""
 _PATIENCE = 4
-"""Failures in a row that are borne: the guesses are few by then, and cost little"""
-_REST_STEPS = 16
-"""Steps without guesses after more"""
+"""Rejected drafts in a row without a pause: they are short by then, and cost little"""
+_PAUSE_STEPS = 16
+"""Steps without a draft after more rejections than that"""
 
 
-class Precedents:
-    """Where in a sequence each run of tokens occurred last."""
+class NgramIndex:
+    """Latest occurrence of each n-gram in one growing sequence."""
 
     def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}
-        """The place behind each run that something follows"""
+        self._next: dict[tuple[int, ...], int] = {}
+        """Index of the token after the latest occurrence, by n-gram"""
         self._length = 0
 
-    def propose(self, tokens: npt.NDArray[np.int32], width: int) -> list[int]:
-        """`width` tokens that may follow, or none; to be called with a growing sequence.
+    def propose(self, tokens: npt.NDArray[np.int32], count: int) -> list[int]:
+        """Return `count` draft tokens, or none if the last tokens have not occurred before.
 
-        tokens: int32 [length]. The latest earlier place where the longest run of last tokens occurs
-        decides; what goes on up to the end is taken to go round.
+        tokens: int32 [length], the sequence so far. The latest occurrence of the longest n-gram
+        decides. If fewer than `count` tokens follow it, they repeat.
         """
         begin = max(self._length - _LONGEST, 0)
         ids = tokens[begin:].tolist()
         for end in range(max(self._length - begin, 1), len(ids)):
             for run in range(_SHORTEST, min(_LONGEST, end) + 1):
-                self._after[tuple(ids[end - run : end])] = begin + end
+                self._next[tuple(ids[end - run : end])] = begin + end
         self._length = len(tokens)
         for run in range(min(_LONGEST, len(ids)), _SHORTEST - 1, -1):
-            place = self._after.get(tuple(ids[-run:]))
+            place = self._next.get(tuple(ids[-run:]))
             if place is not None:
-                ahead: list[int] = tokens[place : place + width].tolist()
-                return (ahead * width)[:width]
+                following: list[int] = tokens[place : place + count].tolist()
+                return (following * count)[:count]
         return []
 
 
-class DraftWidth:
-    """How many tokens to guess for one sequence: more after success, a rest after failure."""
+class Speculation:
+    """Draft state of one sequence: its draft grows with acceptance and pauses after rejections."""
 
     def __init__(self) -> None:
-        self._width = _FIRST_WIDTH
+        self.reported: tuple[int, Items[int]] = (-1, ())
+        """Draft whose masks were requested: its position and tokens"""
+        self._index = NgramIndex()
+        self._length = _FIRST_LENGTH
         self._failures = 0
-        self._rest = 0
+        self._pause = 0
 
-    def next(self) -> int:
-        """Tokens to guess in this step."""
-        if self._rest:
-            self._rest -= 1
-            return 0
-        return self._width
+    def propose(self, tokens: npt.NDArray[np.int32], most: int) -> list[int]:
+        """Return at most `most` draft tokens. tokens: int32 [length], the sequence so far."""
+        if self._pause:
+            self._pause -= 1
+            return []
+        count = min(self._length, most)
+        return self._index.propose(tokens, count) if count else []
 
-    def learn(self, guessed: int, kept: int) -> None:
-        """What became of a guess."""
-        if kept == guessed:
-            self._width = min(2 * self._width, _WIDEST)
-        elif 2 * kept < guessed:
-            self._width = max(self._width // 2, 2)
-        self._failures = 0 if kept else self._failures + 1
+    def learn(self, proposed: int, accepted: int) -> None:
+        """Adapt to the outcome of a draft."""
+        if accepted == proposed:
+            self._length = min(2 * self._length, _MAX_LENGTH)
+        elif 2 * accepted < proposed:
+            self._length = max(self._length // 2, 2)
+        self._failures = 0 if accepted else self._failures + 1
         if self._failures > _PATIENCE:
-            self._failures, self._rest = 0, _REST_STEPS
+            self._failures, self._pause = 0, _PAUSE_STEPS

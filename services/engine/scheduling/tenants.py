@@ -1,7 +1,7 @@
-"""Service that tenants got, by the virtual token counter of Sheng et al. (OSDI 2024).
+"""Fair service of tenants by the virtual token counter of Sheng et al. (OSDI 2024).
 
-The tenant that was served least is next. One that comes back is lifted to the least served of those
-that are here: what it did not use while it was away gives it no claim.
+The tenant with the least service is next. A tenant that returns is raised to the least service of
+the present tenants: service that it did not use while absent gives it no claim.
 """
 
 from collections import OrderedDict
@@ -11,26 +11,26 @@ from dataclasses import dataclass
 __all__ = ["GENERATED_WEIGHT", "Tenant", "Tenants"]
 
 GENERATED_WEIGHT = 2
-"""A generated token counts as so many prompt tokens, as in the paper"""
-_MOST_REMEMBERED = 4096
-"""Tenants without a sequence whose counters are kept; else a short leave would clear a debt"""
+"""Service of a generated token, in prompt tokens, as in the paper"""
+_MAX_ABSENT = 4096
+"""Absent tenants whose counters are kept: otherwise a short absence would clear a debt"""
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant."""
+    """A tenant's counters."""
 
     name: bytes
     served: float = 0.0
-    """Weighted tokens"""
+    """Service received, in weighted tokens"""
     waiting: int = 0
-    """Sequences"""
+    """Waiting sequences"""
     running: int = 0
-    """Sequences"""
+    """Running sequences"""
 
 
 class Tenants:
-    """Those that have sequences here, and for a while those that had some."""
+    """Tenants that have sequences, and the counters of recent ones."""
 
     def __init__(self) -> None:
         self._present: dict[bytes, Tenant] = {}
@@ -43,12 +43,12 @@ class Tenants:
         return len(self._present)
 
     def waiting_of(self, name: bytes) -> int:
-        """Sequences of a tenant that wait."""
+        """Return the number of a tenant's waiting sequences."""
         tenant = self._present.get(name)
         return tenant.waiting if tenant is not None else 0
 
     def enter(self, name: bytes) -> Tenant:
-        """The tenant, which is about to get a sequence."""
+        """Return the tenant of a new sequence, present from now on."""
         tenant = self._present.get(name)
         if tenant is None:
             tenant = self._absent.pop(name, None) or Tenant(name)
@@ -58,10 +58,10 @@ class Tenants:
         return tenant
 
     def leave(self, tenant: Tenant) -> None:
-        """Take a tenant that has no sequence any more out of the comparison."""
+        """Make a tenant absent if it has no sequence."""
         if tenant.waiting or tenant.running:
             return
         del self._present[tenant.name]
         self._absent[tenant.name] = tenant
-        if len(self._absent) > _MOST_REMEMBERED:
+        if len(self._absent) > _MAX_ABSENT:
             self._absent.popitem(last=False)

@@ -1,8 +1,8 @@
-"""Waiting sequences, in the order in which they should start.
+"""Queue of waiting sequences, and the order in which prompts are computed.
 
-Higher priority first, then the tenant that was served least, then short prompts before long ones.
-Nobody starves: a priority rises while its sequence waits, and a long prompt is passed only by what
-arrives within the time that it takes itself.
+The order is: priority, then the service of the tenant, then short prompts before long ones. No
+sequence starves: its priority rises while it waits, and later arrivals pass a long prompt only for
+as long as the prompt itself takes.
 """
 
 from bisect import bisect_left, insort
@@ -11,32 +11,35 @@ from dataclasses import dataclass
 
 from services.engine.scheduling.sequence import Sequence
 
-__all__ = ["Turn", "Turns", "WaitingQueue"]
+__all__ = ["PrefillCandidates", "PromptOrder", "WaitingQueue"]
 
 _SECONDS_PER_PRIORITY = 10.0
-"""A sequence that has waited so long counts as one of the next higher priority"""
+"""Waiting time that raises a sequence's priority by one"""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What the order of sequences depends on, beside the sequences."""
+class PromptOrder:
+    """The order of sequences at one moment."""
 
     now: float
     """Seconds, on the clock of arrivals"""
     highest: int
-    """Highest priority of all sequences that want tokens. No other one rises above it: among equal
-    priorities waiting gives nothing, and tenants share evenly"""
+    """Highest priority of all prompts, the limit for raised ones. Waiting thus gives no advantage
+    among equal priorities, and tenants share evenly"""
 
-    def of(self, sequence: Sequence) -> tuple[int, float, float, int, int]:
-        """Sorts sequences: the least is next."""
+    def key(self, sequence: Sequence) -> tuple[float, ...]:
+        """Return a sort key: the least is next."""
         command = sequence.request.command
         raised = int(max(self.now - command.arrival, 0.0) / _SECONDS_PER_PRIORITY)
         level = min(command.priority + raised, self.highest)
-        return (-level, sequence.tenant.served, *_place(sequence))
+        return (-level, sequence.tenant.served, *_queue_key(sequence))
 
 
 class WaitingQueue:
-    """A sorted list for each tenant and priority; who is next among them changes with each step."""
+    """Waiting sequences: a sorted list for each tenant and priority.
+
+    The order between the lists changes with each step, the order within them does not.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[tuple[bytes, int], list[Sequence]] = {}
@@ -46,31 +49,33 @@ class WaitingQueue:
         return self._count
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All of them, in no particular order."""
+        """Yield all sequences, in no particular order."""
         return (sequence for queue in self._queues.values() for sequence in queue)
 
     @property
     def highest(self) -> int | None:
-        """Highest priority."""
+        """Highest priority of a waiting sequence."""
         return max((priority for _, priority in self._queues), default=None)
 
     def add(self, sequence: Sequence) -> None:
-        """Put it in its place."""
-        insort(self._queues.setdefault(_queue_of(sequence), []), sequence, key=_place)
+        """Insert a sequence."""
+        insort(self._queues.setdefault(_queue_of(sequence), []), sequence, key=_queue_key)
         self._count += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Take it out."""
+        """Remove a sequence."""
         name = _queue_of(sequence)
         queue = self._queues[name]
-        del queue[bisect_left(queue, _place(sequence), key=_place)]
+        del queue[bisect_left(queue, _queue_key(sequence), key=_queue_key)]
         self._count -= 1
         if not queue:
             del self._queues[name]
 
-    def in_turn(self, turn: Turn) -> Iterator[Sequence]:
-        """The sequences that want to start, the next one first. Each may be removed, and its tenant
-        served, before the one after it is asked for."""
+    def in_order(self, order: PromptOrder) -> Iterator[Sequence]:
+        """Yield the sequences that are not paused, the next one first.
+
+        The caller may remove a sequence, and charge its tenant, before it asks for another one.
+        """
         places = dict.fromkeys(self._queues, 0)
         while places:
             heads = {}
@@ -85,46 +90,47 @@ class WaitingQueue:
                     heads[name] = queue[place]
             if not heads:
                 return
-            name = min(heads, key=lambda each: turn.of(heads[each]))
+            name = min(heads, key=lambda each: order.key(heads[each]))
             yield heads[name]
             queue = self._queues.get(name, [])
             if places[name] < len(queue) and queue[places[name]] is heads[name]:
                 places[name] += 1
 
 
-class Turns:
-    """Prompts that are under way and sequences that wait, the next one first."""
+class PrefillCandidates:
+    """Partly computed prompts and waiting sequences, merged in order."""
 
-    def __init__(self, under_way: Iterable[Sequence], waiting: WaitingQueue, turn: Turn) -> None:
-        self._turn = turn
-        self._under_way = sorted(under_way, key=turn.of, reverse=True)
-        self._waiting = waiting.in_turn(turn)
+    def __init__(
+        self, started: Iterable[Sequence], waiting: WaitingQueue, order: PromptOrder
+    ) -> None:
+        self._order = order
+        self._started = sorted(started, key=order.key, reverse=True)
+        self._waiting = waiting.in_order(order)
         self._next_waiting = next(self._waiting, None)
 
     def __iter__(self) -> Iterator[Sequence]:
-        while self._under_way or self._next_waiting is not None:
+        while self._started or self._next_waiting is not None:
             waiting = self._next_waiting
-            if waiting is None or self._comes_before(waiting):
-                yield self._under_way.pop()
+            if waiting is None or self._started_precedes(waiting):
+                yield self._started.pop()
             else:
                 yield waiting
                 if self._next_waiting is not None:
                     self._next_waiting = next(self._waiting, None)
 
-    def end_starts(self) -> None:
-        """Leave out those that wait from now on."""
+    def skip_waiting(self) -> None:
+        """Leave out waiting sequences from now on."""
         self._next_waiting = None
 
-    def _comes_before(self, waiting: Sequence) -> bool:
-        """Whether a prompt that is under way does."""
-        if not self._under_way:
+    def _started_precedes(self, waiting: Sequence) -> bool:
+        if not self._started:
             return False
-        return self._turn.of(self._under_way[-1]) <= self._turn.of(waiting)
+        return self._order.key(self._started[-1]) <= self._order.key(waiting)
 
 
 def _queue_of(sequence: Sequence) -> tuple[bytes, int]:
     return sequence.tenant.name, sequence.request.command.priority
 
 
-def _place(sequence: Sequence) -> tuple[float, int, int]:
-    return sequence.due, sequence.request.command.handle, sequence.index
+def _queue_key(sequence: Sequence) -> tuple[float, int, int]:
+    return sequence.queued.due, sequence.request.command.handle, sequence.index

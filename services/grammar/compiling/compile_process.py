@@ -1,12 +1,12 @@
-"""Where foreign grammars are tried first: `python -m services.grammar.compiling.compile_process`.
+"""The compile process: `python -m services.grammar.compiling.compile_process`.
 
-llguidance can overflow its stack, loop or eat memory over a hostile grammar, and nothing cancels
-it. So each grammar is tried in a fork of this process, under limits of CPU time and memory that the
-kernel enforces; only what survives is compiled again where it is served. This process imports no
-grpc and has one thread, so that forking it is safe and cheap and shares the tokenizer.
+A hostile grammar can make llguidance overflow its stack, loop or exhaust memory, and no call
+cancels it. So each grammar is first compiled in a fork of this process, under limits of CPU time
+and memory that the kernel enforces. The service compiles only the survivors again. This process
+does not import grpc and has one thread: forks are safe and cheap, and share the tokenizer.
 
-Jobs come on stdin: a header (job, CPU seconds, bytes that follow) and a GrammarSpec. Verdicts leave
-on stdout, a JSON line each, short enough that lines of several forks never mix.
+Jobs arrive on stdin: a header (job, CPU seconds, length in bytes) and a GrammarSpec. Verdicts leave
+on stdout, one JSON line each, shorter than PIPE_BUF: lines of different forks don't mix.
 """
 
 import contextlib
@@ -26,43 +26,49 @@ from typing import NoReturn
 
 from llguidance import LLMatcher, LLTokenizer
 
-from services.grammar import specification
-from services.grammar.error import GrammarError
-from services.grammar.matching.prototype import compile_prototype, reason_of, shortened
+from services.grammar import GrammarError, specification
+from services.grammar.matching.prototype import compile_prototype, reason_of
 from services.grammar.matching.vocabulary import load
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, JsonObject
 
 __all__ = ["HEADER", "READY", "TIMED_OUT", "Verdict"]
 
 HEADER = struct.Struct("<QdI")
-TIMED_OUT = signal.SIGPROF  # ends a job that used up its CPU time
-READY = 0  # the job of the line that says that the process is ready
+TIMED_OUT = signal.SIGPROF
+"""The signal that ends a job at its limit of CPU time"""
+READY = 0
+"""The job of the first verdict, which reports that the process takes jobs"""
 _STDIN, _STDOUT = 0, 1
-_MEMORY = 1 << 30  # bytes that compiling may add
-_STACK = 4 << 20  # bytes; half of what the serving threads have: what fits here fits there
-_SLOWEST_MASK = 0.25  # CPU seconds; an engine's step waits for its slowest mask
+_MEMORY = 1 << 30  # bytes that a compilation may allocate
+_STACK = 4 << 20  # bytes; half of the serving threads' stack, so a survivor never overflows that
+_MAX_MASK_SECONDS = 0.25  # CPU seconds; an engine's step waits for its slowest mask
 _WALK = 8  # tokens
+_MAX_REASON = 600  # characters, which JSON escapes with 6 bytes each: less than PIPE_BUF
 _PAGE = resource.getpagesize()
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a job."""
+    """The result of a job."""
 
     job: int
-    error: str = ""  # empty: it compiles
-    size: int = 0  # bytes that the compiled grammar takes, about
-    killed: int = 0  # the signal that ended the attempt
-    seconds: float = 0.0  # CPU time that it took
+    error: str = ""
+    """The reason of a refusal; empty: the grammar compiles"""
+    size: int = 0
+    """Approximate memory of the compiled grammar, in bytes"""
+    killed: int = 0
+    """The signal that ended the fork; 0: none"""
+    seconds: float = 0.0
+    """CPU seconds"""
 
 
 def serve(directory: Path) -> None:
-    """Try jobs until stdin ends."""
+    """Run jobs until stdin ends."""
     tokenizer = load(directory).tokenizer
-    with contextlib.suppress(GrammarError):  # a vocabulary that can't spell an object
-        # what the library sets up once is in place then, and no fork counts it as its grammar's
+    with contextlib.suppress(GrammarError):  # raised if the vocabulary can't spell an object
+        # run the library's one-time set-up here, so that no fork counts it as its grammar's memory
         compile_prototype(tokenizer, specification.translate(GrammarSpec(json_object=JsonObject())))
-    os.nice(5)  # the engine beside it comes first
+    os.nice(5)  # give way to an engine on the same machine
     jobs: dict[int, int] = {}  # process id -> job
     ended = _child_signals()
     selector = selectors.DefaultSelector()
@@ -87,7 +93,7 @@ def serve(directory: Path) -> None:
 
 
 def _child_signals() -> socket.socket:
-    """Readable when a child has ended."""
+    """Return a socket that becomes readable when a child has ended."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
@@ -108,11 +114,13 @@ def _reap(jobs: dict[int, int]) -> None:
 
 
 def _try(job: int, content: bytes, tokenizer: LLTokenizer, timeout: float) -> NoReturn:
-    """The life of a fork. `timeout` is in seconds of CPU time: a busy machine must not change the
-    verdict."""
+    """Run one job in a fork, and exit.
+
+    `timeout` is in CPU seconds, so that a busy machine does not change the verdict.
+    """
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(TIMED_OUT, signal.SIG_DFL)  # ends the process, whatever it is doing
+        signal.signal(TIMED_OUT, signal.SIG_DFL)  # ends the process even inside the library
         signal.setitimer(signal.ITIMER_PROF, timeout)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         before = _memory()
@@ -131,7 +139,7 @@ def _try(job: int, content: bytes, tokenizer: LLTokenizer, timeout: float) -> No
 
 
 def _judge(job: int, content: bytes, tokenizer: LLTokenizer, before: int) -> Verdict:
-    """`before`: bytes of memory that the process took then."""
+    """`before`: the process's memory before the job, in bytes."""
     try:
         spec = GrammarSpec.FromString(content)
         specification.check(spec)
@@ -139,7 +147,7 @@ def _judge(job: int, content: bytes, tokenizer: LLTokenizer, before: int) -> Ver
         _walk(matcher.deep_copy())
         return Verdict(job, size=max(_memory()[1] - before, len(content)))
     except GrammarError as error:
-        return Verdict(job, shortened(str(error)))
+        return Verdict(job, _shortened(str(error)))
 
 
 def _compile(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
@@ -151,12 +159,12 @@ def _compile(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
 
 
 def _walk(matcher: LLMatcher) -> None:
-    """Take the first steps of some text; raises GrammarError where they cost too much, or fail."""
+    """Follow one text for a few tokens; raise GrammarError if a step fails or takes too long."""
     for _ in range(_WALK):
         began = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         matcher.compute_ff_tokens()
-        if time.thread_time() - began > _SLOWEST_MASK:
+        if time.thread_time() - began > _MAX_MASK_SECONDS:
             raise GrammarError("The grammar is too expensive to match; make it shorter.")
         if matcher.is_stopped() and not matcher.is_error():
             return
@@ -166,7 +174,7 @@ def _walk(matcher: LLMatcher) -> None:
 
 
 def _memory() -> tuple[int, int]:
-    """Virtual bytes of this process, and those in memory that no file backs."""
+    """Return the virtual and the resident anonymous memory of this process, in bytes."""
     virtual, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return int(virtual) * _PAGE, (int(resident) - int(shared)) * _PAGE
 
@@ -175,8 +183,14 @@ def _report(verdict: Verdict) -> None:
     os.write(_STDOUT, json.dumps(asdict(verdict)).encode() + b"\n")
 
 
+def _shortened(reason: str) -> str:
+    """Leave out the middle of a long reason: its start has the place, its end the fault."""
+    half = _MAX_REASON // 2
+    return reason if len(reason) <= _MAX_REASON else f"{reason[:half]} … {reason[-half:]}"
+
+
 def _read(length: int) -> bytes:
-    """So many bytes of stdin; fewer only at its end."""
+    """Read `length` bytes from stdin; fewer only at its end."""
     content = b""
     while len(content) < length and (piece := os.read(_STDIN, length - len(content))):
         content += piece

@@ -1,4 +1,4 @@
-"""Slots for compilations, which bound how many run at once and how long a queue may get."""
+"""Slots for compilations: limits on concurrency and on the time in the queue."""
 
 import asyncio
 from collections import deque
@@ -14,27 +14,27 @@ __all__ = ["CompileSlots"]
 @dataclass(frozen=True, slots=True)
 class _Waiter:
     turn: asyncio.Future[None]
-    spent: float
-    """CPU seconds that all compilations had taken when it came"""
+    arrival: float
+    """`CompileSlots._spent` when the waiter arrived"""
 
 
 class CompileSlots:
-    """A queue for `count` slots, first come, first served.
+    """A first-in, first-out queue for `count` slots.
 
-    The patience of a waiter is counted in CPU seconds of the compilations that end before it has a
-    slot. In wall time, a busy machine would refuse grammars that an idle one compiles.
+    The limit on waiting is measured in CPU seconds of other compilations, not in wall time: a busy
+    machine must not refuse grammars that an idle one compiles.
     """
 
     def __init__(self, count: int, patience: float) -> None:
-        """patience: CPU seconds of each slot."""
+        """`patience`: CPU seconds per slot that others may take before a waiter is refused."""
         self._free = count
         self._patience = patience
-        self._most = count * patience
-        self._spent = 0.0
+        self._limit = count * patience
+        self._spent = 0.0  # CPU seconds of all ended compilations
         self._waiting: deque[_Waiter] = deque()
 
     async def take(self) -> None:
-        """Wait for a slot. Raises ServiceError: RESOURCE_EXHAUSTED when others take too long."""
+        """Wait for a slot. Raises ServiceError, RESOURCE_EXHAUSTED, when others take too long."""
         if self._free:
             self._free -= 1
             return
@@ -44,11 +44,11 @@ class CompileSlots:
             await waiter.turn
         except asyncio.CancelledError:
             if not waiter.turn.cancelled() and waiter.turn.exception() is None:
-                self.give_back(0.0)  # the slot came together with the cancellation
+                self.give_back(0.0)  # the waiter got a slot in the same turn as its cancellation
             raise
 
     def give_back(self, seconds: float) -> None:
-        """Hand a slot on, after a compilation that took so many CPU seconds."""
+        """Release a slot after a compilation that took `seconds` of CPU time."""
         self._spent += seconds
         waiting = [waiter for waiter in self._waiting if not waiter.turn.done()]
         if waiting:
@@ -58,7 +58,7 @@ class CompileSlots:
         self._waiting = deque(waiter for waiter in waiting if not self._refuses(waiter))
 
     def _refuses(self, waiter: _Waiter) -> bool:
-        is_late = self._spent - waiter.spent > self._most
+        is_late = self._spent - waiter.arrival > self._limit
         if is_late:
             waiter.turn.set_exception(
                 ServiceError(

@@ -1,4 +1,4 @@
-"""Tries grammars in a process that may die of them."""
+"""The client of the compile process."""
 
 import asyncio
 import json
@@ -9,23 +9,24 @@ from pathlib import Path
 import grpc
 
 from services.common.settings import StartupError
-from services.common.signals import ending
+from services.grammar import GrammarError
 from services.grammar.compiling.compile_process import HEADER, READY, TIMED_OUT, Verdict
 from services.grammar.compiling.compile_slots import CompileSlots
-from services.grammar.error import GrammarError
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
+from tokenwire.serving.exit_status import exit_status
 
 __all__ = ["Compiler"]
 
 _LOG = logging.getLogger("compiler")
-_QUICK = 0.5  # CPU seconds in which nearly all grammars compile
+_QUICK = 0.5  # CPU seconds; nearly all grammars compile within them
 
 
 class Compiler:
-    """The client of a compile process, which it starts, and starts again when it is gone.
+    """Trial compiles in a child process, which is restarted when it ends.
 
-    What takes long is stopped and tried again apart, so that it holds up only its like.
+    A slow compilation is stopped and restarted in separate slots, so that it delays only other slow
+    ones.
     """
 
     def __init__(self, model: Path, timeout: float, concurrency: int) -> None:
@@ -41,8 +42,8 @@ class Compiler:
         self._stopped = False
 
     async def start(self) -> None:
-        """Start the process unless it runs; returns when it takes jobs. Raises StartupError."""
-        async with self._starting:  # a request may come before the service has started it
+        """Start the process unless it runs, and wait until it takes jobs. Raises StartupError."""
+        async with self._starting:  # a request may arrive during the service's own start
             if self._reader is None or self._reader.done():
                 await self._launch()
 
@@ -52,7 +53,7 @@ class Compiler:
             str(self._model),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the service, which then closes stdin
+            start_new_session=True,  # Ctrl-C reaches the service alone, which then closes stdin
         )
         assert self._process.stdout is not None
         if not await self._process.stdout.readline():
@@ -60,7 +61,7 @@ class Compiler:
         self._reader = asyncio.ensure_future(self._read(self._process, self._process.stdout))
 
     async def stop(self) -> None:
-        """End the process and what it is at; nothing starts it again."""
+        """Kill the process with its jobs, for good."""
         self._stopped = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
@@ -69,17 +70,17 @@ class Compiler:
             await self._reader
 
     async def try_out(self, spec: GrammarSpec) -> int:
-        """Bytes that the compiled grammar takes.
+        """Compile a grammar once, and return its approximate memory in bytes.
 
-        Raises GrammarError with what is wrong with it, and ServiceError where that is unknown:
-        RESOURCE_EXHAUSTED when too many others compile, UNAVAILABLE when the process was lost.
+        Raises GrammarError with the reason of a refusal. Raises ServiceError without a verdict:
+        RESOURCE_EXHAUSTED when too many others compile, UNAVAILABLE when the process ended.
         """
         content = spec.SerializeToString()
         verdict = await self._run(content, self._slots, min(_QUICK, self._timeout))
         if verdict.killed == TIMED_OUT and self._timeout > _QUICK:
             verdict = await self._run(content, self._slots_for_slow, self._timeout)
         if verdict.killed:
-            _LOG.warning("the compilation of a grammar ended with %s", ending(-verdict.killed))
+            _LOG.warning("the compilation of a grammar ended with %s", exit_status(-verdict.killed))
             raise GrammarError(self._cause(verdict.killed))
         if verdict.error:
             raise GrammarError(verdict.error)
@@ -99,7 +100,7 @@ class Compiler:
         if self._stopped:
             raise _lost()
         await self.start()
-        if self._stopped:  # while it started
+        if self._stopped:  # during the start
             raise _lost()
         assert self._process is not None
         assert self._process.stdin is not None
@@ -122,7 +123,7 @@ class Compiler:
                 waiting.set_exception(_lost())
         code = await process.wait()
         if not self._stopped:
-            _LOG.error("the process that compiles grammars ended with %s", ending(code))
+            _LOG.error("the process that compiles grammars ended with %s", exit_status(code))
 
     def _cause(self, number: int) -> str:
         if number == TIMED_OUT:

@@ -1,4 +1,4 @@
-"""Compiled grammars by id."""
+"""A cache of compiled grammars."""
 
 import time
 from collections import OrderedDict
@@ -7,29 +7,32 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
-from services.grammar.matching.steering import Steering
+from services.grammar.matching.uniqueness import UniquenessState
 
 __all__ = ["CompiledGrammar", "GrammarCache"]
 
-_KEEP = 600.0  # seconds after the last use
+_LIFETIME = 600.0  # seconds after the last use
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar, ready to be matched."""
+    """A grammar with the initial states of its matchers."""
 
     grammar_id: str
-    prototype: LLMatcher  # copied for each sequence, never fed
-    size: int  # bytes of memory, about
-    steering: Steering | None = None  # where a sequence begins; None where nothing may repeat
+    prototype: LLMatcher
+    """Copied for each sequence; never accepts a token itself"""
+    size: int
+    """Approximate memory, in bytes"""
+    uniqueness: UniquenessState | None = None
+    """None: the grammar allows no repeated keys or items"""
 
 
 class GrammarCache:
-    """Holds grammars for 10 minutes after their last use: at most `entries` of them, and `size`
-    bytes, or one that is larger.
+    """Grammars by id, for 10 minutes after their last use.
 
-    Over that the least recently used goes first, so that a flood of grammars can't fill it. What
-    goes harms no matcher: each has a copy, and whoever finds a grammar gone compiles it again.
+    At most `entries` grammars and `size` bytes are cached, or one larger grammar. Beyond that, the
+    least recently used is evicted. Eviction harms no matcher, because each has a copy of its
+    grammar. Engines compile an evicted grammar again.
     """
 
     def __init__(self, entries: int, size: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -43,16 +46,16 @@ class GrammarCache:
         return len(self._held)
 
     def get(self, grammar_id: str) -> CompiledGrammar | None:
-        """The grammar, which counts as a use; None when it is not held."""
+        """Return a grammar and count this as a use; None if it is not cached."""
         self._drop_expired()
-        held = self._held.get(grammar_id)
-        if held is None:
+        entry = self._held.get(grammar_id)
+        if entry is None:
             return None
-        self.put(held[0])
-        return held[0]
+        self.put(entry[0])
+        return entry[0]
 
     def put(self, grammar: CompiledGrammar) -> None:
-        """Hold a grammar."""
+        """Add or replace a grammar."""
         self._drop(grammar.grammar_id)
         self._held[grammar.grammar_id] = (grammar, self._now())
         self._bytes += grammar.size
@@ -67,7 +70,7 @@ class GrammarCache:
             self._bytes -= self._held.pop(grammar_id)[0].size
 
     def _drop_expired(self) -> None:
-        oldest = self._now() - _KEEP
+        oldest = self._now() - _LIFETIME
         while self._held:
             grammar, used = next(iter(self._held.values()))
             if used >= oldest:

@@ -1,4 +1,4 @@
-"""Computes the masks of a batch of matchers in parallel."""
+"""Parallel computation of the masks of many matchers."""
 
 import ctypes
 import time
@@ -12,33 +12,36 @@ from services.grammar.matching.vocabulary import Vocabulary
 
 __all__ = ["MaskFiller"]
 
-_SUSPICIOUS = 0.01  # seconds that the masks of a step may take before they are watched
-_WATCHED_STEPS = 256
+_SLOW = 0.01  # seconds; after a slower step, the next ones are measured
+_MEASURED_STEPS = 256
 
 
 class MaskFiller:
-    """Masks of one width, as integers whose bit i says whether id i is allowed."""
+    """Masks of one width, as integers: bit i = id i is allowed."""
 
     def __init__(self, vocabulary: Vocabulary, executor: LLExecutor, width: int) -> None:
         self._executor = executor
         self._width = width
-        self._row = (vocabulary.size + 31) // 32 * 4  # bytes of a mask as llguidance writes it
+        self._row = (vocabulary.size + 31) // 32 * 4  # bytes of one of llguidance's masks
         self._buffer = (ctypes.c_uint32 * 0)()
-        self._watched_steps = 0
-        # llguidance allows its own end ids where the grammar may end; each request has others
+        self._measured_steps = 0  # steps still to measure
+        # llguidance allows its own end ids where the grammar may end; each request has its own ones
         every_id = (1 << min(width, vocabulary.size)) - 1
         self._text_ids = every_id & ~_bits(vocabulary.end_ids, vocabulary.size)
 
     def fill(self, matchers: Sequence[Matcher]) -> list[int]:
-        """One mask per matcher. This may break a matcher: ask `inner.is_error()`, `is_too_slow`."""
+        """Return one mask per matcher.
+
+        This may break a matcher: check `inner.is_error()` and `is_too_slow` afterwards.
+        """
         if not matchers:
             return []
         size = self._row * len(matchers)
         if ctypes.sizeof(self._buffer) < size:
             self._buffer = (ctypes.c_uint32 * (size // 4))()
         began = time.perf_counter()
-        if self._watched_steps:
-            self._watched_steps -= 1
+        if self._measured_steps:
+            self._measured_steps -= 1
             self._compute_each(matchers)
         else:
             self._executor.unsafe_compute_mask_ptr(
@@ -47,8 +50,8 @@ class MaskFiller:
                 self._row,
                 len(matchers),
             )
-        if time.perf_counter() - began > _SUSPICIOUS:
-            self._watched_steps = _WATCHED_STEPS
+        if time.perf_counter() - began > _SLOW:
+            self._measured_steps = _MEASURED_STEPS
         rows = memoryview(self._buffer).cast("B")
         return [
             self._finish(matcher, rows[row * self._row : (row + 1) * self._row])
@@ -56,7 +59,7 @@ class MaskFiller:
         ]
 
     def _compute_each(self, matchers: Sequence[Matcher]) -> None:
-        """One after the other, so that each can be charged with what it takes."""
+        """Compute the masks one by one, and charge each matcher with its CPU time."""
         for row, matcher in enumerate(matchers):
             began = time.thread_time()
             address = ctypes.addressof(self._buffer) + row * self._row

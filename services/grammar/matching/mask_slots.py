@@ -1,4 +1,4 @@
-"""Which masks the engine holds, by slot."""
+"""The masks that an engine keeps, by slot."""
 
 import hashlib
 from collections import OrderedDict
@@ -7,7 +7,7 @@ __all__ = ["MaskSlots"]
 
 
 class MaskSlots:
-    """The slots of one engine, which are chosen here alone; the least recently used is replaced."""
+    """The slots of one engine. A new mask replaces the least recently used one."""
 
     def __init__(self, slots: int) -> None:
         self._free = slots
@@ -15,7 +15,7 @@ class MaskSlots:
         self._held: OrderedDict[bytes, int] = OrderedDict()  # digest of the mask -> slot
 
     def place(self, mask: bytes) -> tuple[int | None, bool]:
-        """The mask's slot, and whether the engine already holds it there. None without slots."""
+        """Return the slot of a mask, None without slots, and whether the engine has the mask."""
         if self._free == 0 and not self._held:
             return None, False
         digest = hashlib.blake2b(mask, digest_size=16).digest()

@@ -1,24 +1,24 @@
-"""One sequence's place in its grammar."""
+"""The state of one sequence in its grammar."""
 
 from collections.abc import Sequence
 
 from llguidance import LLMatcher
 
 from services.grammar.matching.prototype import reason_of
-from services.grammar.matching.steering import Steering
+from services.grammar.matching.uniqueness import UniquenessState
 
 __all__ = ["Matcher", "RefusedTokenError"]
 
-_MOST_FORCED = 64  # ids taken at once; a grammar can force without end
+_MAX_FORCED = 64  # ids at once; a grammar can force an endless sequence
 _ALLOWANCE, _ALLOWANCE_PER_MASK = 0.25, 0.005  # CPU seconds
 
 
 class RefusedTokenError(Exception):
-    """A token was fed that the grammar does not allow there."""
+    """The grammar does not allow an accepted token."""
 
 
 class _Cost:
-    """What the masks of a matcher, and of all that are forked from it, have taken."""
+    """CPU seconds and number of the masks of a matcher and all its forks."""
 
     def __init__(self) -> None:
         self.masks = 0
@@ -26,49 +26,50 @@ class _Cost:
 
 
 class Matcher:
-    """Follows a sequence. End-of-sequence ids are kept out of the grammar.
+    """A matcher of one sequence.
 
-    They are allowed wherever it may end, and only counted when they are fed.
+    The grammar does not contain end-of-sequence ids. They are allowed wherever it may end, and
+    accepted ones are only counted.
     """
 
-    __slots__ = ("_cost", "_ended", "_steering", "end_ids", "inner")
+    __slots__ = ("_cost", "_ended", "_uniqueness", "end_ids", "inner")
 
     def __init__(
         self,
         inner: LLMatcher,
         end_ids: tuple[int, ...],
-        steering: Steering | None = None,
+        uniqueness: UniquenessState | None = None,
         cost: _Cost | None = None,
     ) -> None:
-        """`steering`: what forbids repetitions; None where the grammar forbids all that it must."""
+        """`uniqueness`: the initial state of duplicate detection, None where none is needed."""
         self.inner = inner
         self.end_ids = end_ids
-        self._steering = steering
+        self._uniqueness = uniqueness
         self._cost = cost or _Cost()
-        self._ended = 0  # end ids fed
+        self._ended = 0  # accepted end ids
 
     @property
     def terminated(self) -> bool:
-        """Nothing may follow but the end. Right once the mask has been computed."""
+        """True if only the end may follow. Valid once the mask has been computed."""
         return self._ended > 0 or bool(self.inner.is_stopped())
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether its masks have taken more time than those beside it can be made to wait."""
+        """True if the masks took more CPU time than other matchers of the batch can wait for."""
         return self._cost.seconds > _ALLOWANCE + _ALLOWANCE_PER_MASK * self._cost.masks
 
     def charge(self, seconds: float) -> None:
-        """Count the CPU time of a mask."""
+        """Add the CPU seconds of a mask to the matcher's cost."""
         self._cost.masks += 1
         self._cost.seconds += seconds
 
     @property
     def may_end(self) -> bool:
-        """Whether an end id is allowed next."""
+        """True if an end id is allowed next."""
         return self.terminated or bool(self.inner.is_accepting())
 
     def accept(self, ids: Sequence[int], vocabulary_size: int) -> None:
-        """Feed tokens, each checked first; raises RefusedTokenError at the first misfit."""
+        """Accept tokens; raise RefusedTokenError for the first that is not allowed."""
         body, ends = self._split(ids)
         for position, token in enumerate(body):
             if token >= vocabulary_size:
@@ -83,10 +84,8 @@ class Matcher:
                 raise RefusedTokenError(f"The grammar can't be followed: {reason_of(self.inner)}")
             raise RefusedTokenError(f"Token {taken}, id {body[taken]}, does not fit the grammar.")
         for position, token in enumerate(body):
-            if not self._steer(token):
-                raise RefusedTokenError(
-                    f"Token {position}, id {token}, repeats a key or an item that was there."
-                )
+            if not self._advance(token):
+                raise RefusedTokenError(f"Token {position}, id {token}, repeats a key or an item.")
         if ends and not self.may_end:
             raise RefusedTokenError(f"Token {taken}, id {ends[0]}, ends an unfinished sequence.")
         if any(token not in self.end_ids for token in ends):
@@ -94,66 +93,69 @@ class Matcher:
         self._ended += len(ends)
 
     def rollback(self, count: int) -> None:
-        """Take the last tokens back; raises RefusedTokenError for more than were fed."""
+        """Undo the last `count` tokens; raise RefusedTokenError if fewer were accepted."""
         ends = min(count, self._ended)
         self._ended -= ends
         if count > ends and not self.inner.rollback(count - ends):
-            raise RefusedTokenError(f"{count} tokens can't be taken back; fewer were fed.")
+            raise RefusedTokenError(f"{count} tokens can't be rolled back; fewer were accepted.")
         for _ in range(count - ends):
-            self._steering = self._steering and self._steering.previous
+            self._uniqueness = self._uniqueness and self._uniqueness.previous
 
     def fork(self) -> "Matcher":
-        """Another matcher in the same state."""
-        copy = Matcher(self.inner.deep_copy(), self.end_ids, self._steering, self._cost)
+        """Return an independent matcher in the same state."""
+        copy = Matcher(self.inner.deep_copy(), self.end_ids, self._uniqueness, self._cost)
         copy._ended = self._ended
         return copy
 
     def walk(self, ids: Sequence[int], vocabulary_size: int) -> list["Matcher"]:
-        """Matchers in the states behind each of some guessed ids, as far as these fit."""
+        """Return matchers in the states after each guessed id, up to the first misfit."""
         states: list[Matcher] = []
         state = self
         for token in self._split(ids)[0]:
             state = state.fork()
             if token >= vocabulary_size or not state.inner.consume_token(token):
                 break
-            if not state._steer(token):
+            if not state._advance(token):
                 break
             states.append(state)
         return states
 
     def take_forced(self, vocabulary_size: int) -> list[int]:
-        """Go on to where there is a choice; the ids on the way, each the only one allowed there.
+        """Accept ids as long as only one is allowed; return them.
 
-        One by one, so that it makes no difference where a sequence stood when it was asked.
+        They are taken one by one, so that they don't depend on the state in which the call comes.
         """
         forced: list[int] = []
-        while len(forced) < _MOST_FORCED and not self.terminated:
-            ahead = self.inner.compute_ff_tokens()
-            if not ahead or ahead[0] >= vocabulary_size or ahead[0] in self.end_ids:
+        while len(forced) < _MAX_FORCED and not self.terminated:
+            following = self.inner.compute_ff_tokens()
+            if not following:
                 break
-            if self._steering is not None and self._steering.after(ahead[0]) is None:
+            token = following[0]
+            if token >= vocabulary_size or token in self.end_ids:
                 break
-            if not self.inner.consume_token(ahead[0]):
-                break  # the mask tells what is wrong
-            self._steer(ahead[0])
-            forced.append(ahead[0])
+            if self._uniqueness is not None and self._uniqueness.after(token) is None:
+                break
+            if not self.inner.consume_token(token):
+                break  # computing the mask reports the error
+            self._advance(token)
+            forced.append(token)
         return forced
 
     def allowed(self, mask: int) -> int:
-        """The tokens of the grammar's mask that repeat nothing, as bits."""
-        return mask if self._steering is None else mask & ~self._steering.forbidden(mask)
+        """Return the grammar's mask without the tokens that repeat a key or an item."""
+        return mask if self._uniqueness is None else mask & ~self._uniqueness.forbidden(mask)
 
-    def _steer(self, token: int) -> bool:
-        """Go on behind a token; false where it repeats something."""
-        if self._steering is not None:
-            following = self._steering.after(token)
+    def _advance(self, token: int) -> bool:
+        """Advance duplicate detection by a token; return False if the token repeats something."""
+        if self._uniqueness is not None:
+            following = self._uniqueness.after(token)
             if following is None:
                 return False
-            self._steering = following
+            self._uniqueness = following
         return True
 
     def _split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The ids before the first end id, and the rest."""
+        """Return the ids before the first end id, and the rest."""
         for position, token in enumerate(ids):
             if token in self.end_ids:
                 return list(ids[:position]), list(ids[position:])

@@ -1,4 +1,4 @@
-"""The tokens of a checkpoint, as llguidance sees them."""
+"""The vocabulary of a checkpoint for llguidance."""
 
 import hashlib
 import json
@@ -14,12 +14,15 @@ __all__ = ["Vocabulary", "load"]
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer, ready for matchers."""
+    """A tokenizer in llguidance's form."""
 
     tokenizer: LLTokenizer
-    size: int  # ids of the tokenizer; the model's logits may be wider
-    end_ids: tuple[int, ...]  # the ids that llguidance takes for the end of a sequence
-    fingerprint: str  # SHA-256 of tokenizer.json
+    size: int
+    """Number of ids; the model's logits may be wider"""
+    end_ids: tuple[int, ...]
+    """Ids that end a sequence for llguidance"""
+    fingerprint: str
+    """SHA-256 of tokenizer.json, in hex"""
 
 
 def load(directory: Path) -> Vocabulary:
@@ -31,7 +34,7 @@ def load(directory: Path) -> Vocabulary:
         raise StartupError(f"Can't read {path}: {error.strerror}.") from None
     ends = _end_ids(directory)
     try:
-        # llguidance guesses the end from well-known names, and takes id 0 where it knows none
+        # without ids, llguidance looks for well-known names, and uses id 0 if it finds none
         tokenizer = LLTokenizer(str(path), eos_token=ends or None)
     except ValueError as error:
         raise StartupError(f"llguidance can't use {path}: {error}.") from None
@@ -42,7 +45,7 @@ def load(directory: Path) -> Vocabulary:
 
 
 def _end_ids(directory: Path) -> list[int]:
-    """eos_token_id of generation_config.json and config.json."""
+    """Return eos_token_id of generation_config.json and config.json."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         path = directory / name

@@ -1,7 +1,7 @@
-"""The formats of JSON Schema that the compiler's own expressions take too widely.
+"""Formats of JSON Schema for which llguidance's own expressions are too wide.
 
-They are narrower here than their sources where these set no bound: a model that may repeat digits
-does so until its output is cut.
+Where the standards set no bound on digits, these expressions do: a model may otherwise repeat
+digits until its output is cut.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ __all__ = ["FORMATS", "Format"]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What its texts are."""
+    """The texts of a format."""
 
     expressions: Sequence[str]
-    """In the compiler's syntax, each of the whole text; all of them hold."""
+    """In llguidance's syntax; each one must match the whole text"""
     max_length: int | None = None
-    """In characters"""
+    """In characters; None: unlimited"""
 
 
-# RFC 3339, 5.6. There is no year 0 in what most programs read, and February has its 29th in leap
-# years alone. A second :60 is at 23:59:60 UTC alone.
+# RFC 3339, 5.6. Most date libraries have no year 0. February 29 exists only in leap years, and leap
+# seconds only at 23:59:60 UTC.
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = (
@@ -40,15 +40,15 @@ _COUNT = "[0-9]{1,9}"
 _TIME_SPAN = f"T(?:{_COUNT}H(?:{_COUNT}M(?:{_COUNT}S)?)?|{_COUNT}M(?:{_COUNT}S)?|{_COUNT}S)"
 _DATE_SPAN = f"(?:{_COUNT}Y(?:{_COUNT}M(?:{_COUNT}D)?)?|{_COUNT}M(?:{_COUNT}D)?|{_COUNT}D)"
 _DURATION = f"P(?:{_DATE_SPAN}(?:{_TIME_SPAN})?|{_TIME_SPAN}|{_COUNT}W)"
-# RFC 1123, 2.1, with the lengths of RFC 1035, 2.3.4; RFC 5891, 4.2.3.1 keeps "--" behind two
-# characters for names in other scripts.
+# RFC 1123, 2.1, with the lengths of RFC 1035, 2.3.4. RFC 5891, 4.2.3.1 reserves "--" after two
+# characters for internationalized names.
 _LETTER = "[0-9A-Za-z]"
 _LABEL = (
     f"(?:{_LETTER}(?:[0-9A-Za-z-]{{0,2}}{_LETTER})?"
     f"|{_LETTER}[0-9A-Za-z-](?:{_LETTER}[0-9A-Za-z-]|-{_LETTER})[0-9A-Za-z-]{{0,58}}{_LETTER})"
 )
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
-# RFC 5321, 4.1.2, with the lengths of 4.5.3.1; neither quoted names nor IPv6 addresses
+# RFC 5321, 4.1.2, with the lengths of 4.5.3.1, without quoted local parts and IPv6 addresses
 _WORD = "[0-9A-Za-z!#$%&'*+\\-/=?^_`{|}~]+"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _EMAIL = rf"{_WORD}(?:\.{_WORD})*@(?:{_HOSTNAME}|\[(?:{_BYTE}\.){{3}}{_BYTE}\])"
@@ -62,4 +62,4 @@ FORMATS: Mapping[str, Format] = {
     "hostname": Format([_HOSTNAME], max_length=253),
     "time": Format([_TIME]),
 }
-"""By name; the compiler's own expressions hold the others that are enforced."""
+"""By name. llguidance's own expressions enforce the other ENFORCED_FORMATS."""

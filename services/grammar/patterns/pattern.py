@@ -1,7 +1,7 @@
-"""Regular expressions of ECMA-262 with the flag "u", which JSON Schema's patterns are, as trees.
+"""Syntax trees of ECMA-262 regular expressions with the flag "u", the patterns of JSON Schema.
 
-Source: ECMA-262, "RegExp (Regular Expression) Objects"; of its Annex B only what means the same to
-every engine: escaped punctuation, braces that are no quantifier, and hyphens beside a set.
+Source: ECMA-262, "RegExp (Regular Expression) Objects". From its Annex B, the parser accepts only
+what all engines agree on: escaped punctuation, literal braces, and hyphens beside a set.
 """
 
 import re
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
-from services.grammar.error import GrammarError
-from services.grammar.patterns.characters import (
+from services.grammar import GrammarError
+from services.grammar.patterns.character_sets import (
     DIGITS,
     LINE_ENDS,
     SPACES,
@@ -20,61 +20,71 @@ from services.grammar.patterns.characters import (
     union,
 )
 
-__all__ = ["Ahead", "Characters", "Choice", "Edge", "Node", "Repeat", "Sequenced", "parse"]
+__all__ = [
+    "Alternation",
+    "Anchor",
+    "CharacterClass",
+    "Concatenation",
+    "Lookahead",
+    "Node",
+    "Repetition",
+    "parse",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Characters:
+class CharacterClass:
     """One character of a set."""
 
     ranges: Ranges
     properties: tuple[str, ...] = ()
-    """Of Unicode, with those of `ranges`: \\p{…} and \\P{…}"""
+    """Unicode properties, \\p{…} and \\P{…}, whose characters are in the set too"""
     is_negated: bool = False
     ignores_case: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
-    """The start or the end of the text."""
+class Anchor:
+    """The start or the end of the text: ^ or $."""
 
     is_start: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """What must follow, without being taken."""
+class Lookahead:
+    """A positive lookahead, (?=…)."""
 
     body: "Node"
     place: int
-    """Of its first character in the pattern, from 1"""
+    """Position of its first character in the pattern, from 1"""
 
 
 @dataclass(frozen=True, slots=True)
-class Sequenced:
-    """One after the other."""
+class Concatenation:
+    """Several nodes in sequence."""
 
     parts: Sequence["Node"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One of several."""
+class Alternation:
+    """One of several nodes."""
 
     options: Sequence["Node"]
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
-    """Again and again."""
+class Repetition:
+    """A node with a quantifier. `most` None: unbounded."""
 
     body: "Node"
     least: int
     most: int | None
     place: int
+    """Position of the quantifier in the pattern, from 1"""
 
 
-Node: TypeAlias = Characters | Edge | Ahead | Sequenced | Choice | Repeat
+Node: TypeAlias = CharacterClass | Anchor | Lookahead | Concatenation | Alternation | Repetition
 
 _MAX_DEPTH = 100  # groups within groups
 _MAX_COUNT = 1_000_000
@@ -86,7 +96,7 @@ _SETS = {
     "d": DIGITS, "D": complement(DIGITS), "s": SPACES, "S": complement(SPACES),
     "w": WORD, "W": complement(WORD),
 }  # fmt: skip
-# U+017F and U+212A are "s" and "k" where case is ignored.
+# Case folding maps U+017F to "s" and U+212A to "k".
 _WORD_OF_ANY_CASE = union((*WORD, (0x17F, 0x17F), (0x212A, 0x212A)))
 _PROPERTY = re.compile(r"\{(?:(?P<name>\w+)=)?(?P<value>\w+)\}")
 _PROPERTY_NAMES = frozenset({
@@ -118,8 +128,11 @@ _BINARY = frozenset({
 
 
 def parse(pattern: str) -> Node:
-    """The tree of a pattern. Raises GrammarError for what is no such expression, and by its name
-    for what no grammar can hold: word boundaries, references back, lookarounds but for `(?=`."""
+    """Return the syntax tree of a pattern.
+
+    Raises GrammarError for syntax errors, and for constructs that no grammar can enforce: word
+    boundaries, back references, and lookarounds other than `(?=`.
+    """
     parser = _Parser(pattern)
     node = parser.choice(depth=0)
     if parser.rest:
@@ -128,7 +141,7 @@ def parse(pattern: str) -> Node:
 
 
 class _Parser:
-    """Reads a pattern from left to right."""
+    """A recursive-descent parser."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -138,29 +151,29 @@ class _Parser:
 
     @property
     def rest(self) -> str:
-        """The next character; empty at the end."""
+        """The next character, empty at the end."""
         return self._pattern[self._at : self._at + 1]
 
     def refuse(self, why: str, at: int | None = None) -> NoReturn:
-        """Say what is wrong, and where."""
+        """Raise GrammarError with a reason and the position, by default the current one."""
         place = (self._at if at is None else at) + 1
         raise GrammarError(f"{why} (character {place})")
 
     def choice(self, depth: int) -> Node:
-        """Alternatives, up to the end of the group."""
+        """Parse alternatives up to the end of the group."""
         if depth > _MAX_DEPTH:
             self.refuse(f"groups are nested deeper than {_MAX_DEPTH} levels")
         options = [self._sequence(depth)]
         while self._take("|"):
             options.append(self._sequence(depth))
-        return options[0] if len(options) == 1 else Choice(options)
+        return options[0] if len(options) == 1 else Alternation(options)
 
     def _sequence(self, depth: int) -> Node:
         parts: list[Node] = []
         while self.rest not in ("", "|", ")"):
             can_repeat = not self._pattern.startswith(("^", "$", "(?="), self._at)
             parts.append(self._quantified(self._atom(depth), can_repeat))
-        return parts[0] if len(parts) == 1 else Sequenced(parts)
+        return parts[0] if len(parts) == 1 else Concatenation(parts)
 
     def _quantified(self, body: Node, can_repeat: bool) -> Node:
         place = self._at
@@ -176,11 +189,11 @@ class _Parser:
         else:
             return body
         if not can_repeat:
-            self.refuse("nothing is there to repeat", place)
-        self._take("?")  # as few as possible: of one text, it changes nothing
+            self.refuse("there is nothing to repeat", place)
+        self._take("?")  # laziness does not change whether a text matches
         if self.rest and self.rest in "*+?":
             self.refuse(f'"{self.rest}" follows another quantifier')
-        return Repeat(body, *bounds, place + 1)
+        return Repetition(body, *bounds, place + 1)
 
     def _counts(self, counted: re.Match[str]) -> tuple[int, int | None]:
         low, has_comma, high = counted.groups()
@@ -201,12 +214,12 @@ class _Parser:
         if character == "\\":
             return self._escape()
         if character in "*+?" or _QUANTIFIER.match(self._pattern, self._at):
-            self.refuse("nothing is there to repeat")
+            self.refuse("there is nothing to repeat")
         self._at += 1
         if character == ".":
-            return Characters(() if self._dot_is_all else LINE_ENDS, is_negated=True)
+            return CharacterClass(() if self._dot_is_all else LINE_ENDS, is_negated=True)
         if character in "^$":
-            return Edge(character == "^")
+            return Anchor(character == "^")
         return self._one(ord(character))
 
     def _group(self, depth: int) -> Node:
@@ -220,13 +233,13 @@ class _Parser:
         self._ignores_case, self._dot_is_all = before
         if not self._take(")"):
             self.refuse("a group is not closed", start)
-        return Ahead(body, start + 1) if is_ahead else body
+        return Lookahead(body, start + 1) if is_ahead else body
 
     def _open_special(self, start: int) -> None:
         if self._take("?:"):
             return
         if self._pattern.startswith(("?!", "?<=", "?<!"), self._at):
-            self.refuse("lookarounds are not supported, but for (?=…) behind ^", start)
+            self.refuse("the only supported lookaround is (?=…) after ^", start)
         if name := _GROUP_NAME.match(self._pattern, self._at):
             self._at = name.end()
             return
@@ -235,10 +248,7 @@ class _Parser:
             self.refuse("ECMA-262 has no such group", start)
         on, off, end = flags[1], flags[2] or "", flags[3]
         if end == ")" or not (on or off) or set(on + off) - set("is"):
-            self.refuse(
-                "of flags within a pattern there are those of a group alone, (?i:…) and (?s:…)",
-                start,
-            )
+            self.refuse("the only supported flags are those of a group, (?i:…) and (?s:…)", start)
         self._ignores_case = ("i" in on or self._ignores_case) and "i" not in off
         self._dot_is_all = ("s" in on or self._dot_is_all) and "s" not in off
         self._at = flags.end()
@@ -271,15 +281,15 @@ class _Parser:
                     self.refuse("the range is out of order", place)
                 ranges.append((first, last))
                 continue
-            ranges.append((_HYPHEN, _HYPHEN))  # a set is no end of a range
+            ranges.append((_HYPHEN, _HYPHEN))  # beside a set, a hyphen is literal
             for member in (first, last):
                 node = self._one(member) if isinstance(member, int) else member
                 ranges += node.ranges
                 properties += node.properties
-        return Characters(union(ranges), tuple(properties), is_negated, self._ignores_case)
+        return CharacterClass(union(ranges), tuple(properties), is_negated, self._ignores_case)
 
-    def _member(self) -> int | Characters:
-        """A character of a class, or a set in it."""
+    def _member(self) -> int | CharacterClass:
+        """Parse a member of a class: a character or a set."""
         if self.rest != "\\":
             self._at += 1
             return ord(self._pattern[self._at - 1])
@@ -291,21 +301,23 @@ class _Parser:
         is_one = self._pattern[start + 1] not in "dDsSwWpP"
         return node.ranges[0][0] if is_one else node
 
-    def _escape(self) -> Characters:
+    def _escape(self) -> CharacterClass:
         start = self._at
         letter = self._pattern[start + 1 : start + 2]
         self._at += 2
         if letter in _SETS:
             if self._ignores_case and letter in "wW":
                 word = _WORD_OF_ANY_CASE
-                return Characters(word if letter == "w" else complement(word), ignores_case=True)
-            return Characters(_SETS[letter])
+                return CharacterClass(
+                    word if letter == "w" else complement(word), ignores_case=True
+                )
+            return CharacterClass(_SETS[letter])
         if letter in ("p", "P"):
             return self._property(letter, start)
         return self._one(self._escaped(letter, start))
 
     def _escaped(self, letter: str, start: int) -> int:
-        """The code point of an escape that stands for one character."""
+        """Parse an escape that stands for one character; return its code point."""
         if not letter:
             self.refuse("the pattern ends with a backslash", start)
         if letter in _SHORT:
@@ -323,14 +335,14 @@ class _Parser:
         if letter in ("b", "B"):
             self.refuse(f"\\{letter}, a word boundary, is not supported", start)
         if letter == "k" or letter.isdecimal():
-            self.refuse("references back to a group are not supported", start)
+            self.refuse("back references are not supported", start)
         if letter.isalpha():
             remedy = "; use ^ and $" if letter in "AZz" else ""
             self.refuse(f"ECMA-262 has no \\{letter}{remedy}", start)
         return ord(letter)
 
     def _code_point(self, start: int) -> int:
-        """Of \\u0000, of \\u{0}, or of two halves of a surrogate pair."""
+        """Parse the rest of \\u0000, \\u{0} or an escaped surrogate pair."""
         if self.rest == "{":
             code = self._hexadecimal(r"\{0*([0-9a-fA-F]{1,6})\}", start)
             if code > 0x10FFFF:
@@ -350,7 +362,7 @@ class _Parser:
         self._at = digits.end()
         return int(digits[1], 16)
 
-    def _property(self, letter: str, start: int) -> Characters:
+    def _property(self, letter: str, start: int) -> CharacterClass:
         found = _PROPERTY.match(self._pattern, self._at)
         if found is None:
             self.refuse(f"\\{letter} needs the name of a property in braces", start)
@@ -361,13 +373,13 @@ class _Parser:
         if self._ignores_case:
             self.refuse(f"\\{letter}{found[0]} where case is ignored is not supported", start)
         self._at = found.end()
-        return Characters((), (f"\\{letter}{found[0]}",))
+        return CharacterClass((), (f"\\{letter}{found[0]}",))
 
-    def _one(self, code: int) -> Characters:
-        return Characters(((code, code),), ignores_case=self._ignores_case)
+    def _one(self, code: int) -> CharacterClass:
+        return CharacterClass(((code, code),), ignores_case=self._ignores_case)
 
     def _take(self, text: str) -> bool:
-        """Go on behind the text, if it comes next."""
+        """Skip a text if it comes next; return whether it did."""
         if not self._pattern.startswith(text, self._at):
             return False
         self._at += len(text)

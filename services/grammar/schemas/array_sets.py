@@ -1,4 +1,4 @@
-"""Sets of arrays that their items and lengths describe."""
+"""Sets of arrays: items, lengths, "contains" and uniqueness."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,25 +8,26 @@ from services.grammar.schemas.conjunction import ALWAYS, NEVER, Conjunction, bot
 
 __all__ = ["EVERY_ARRAY", "ArraySet", "Contained"]
 
-_FIRST = 8  # items among which those must be that an array has to contain
-_MOST_CHOICES = 128
+_WINDOW = 8  # items among which an array's contained items are placed
+_MAX_ALTERNATIVES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Contained:
-    """How many items from `start` on hold. `most` None: any number."""
+    """Bounds on the number of items, from index `start` on, that satisfy a conjunction."""
 
     item: Conjunction
     fails: tuple[Conjunction, ...]
-    """The cases in which an item does not hold"""
+    """The alternatives in which an item does not satisfy it"""
     start: int = 0
     fewest: int = 1
     most: int | None = None
+    """None: unbounded"""
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySet:
-    """The arrays that meet all that is said here."""
+    """The arrays that satisfy all constraints."""
 
     prefix: tuple[Conjunction, ...] = ()
     rest: Conjunction = ALWAYS
@@ -35,9 +36,10 @@ class ArraySet:
     contained: frozenset[Contained] = frozenset()
     unique: bool = False
     repeats: bool = False
+    """Some items must be equal: the negation of `unique`"""
 
     def intersection(self, other: "ArraySet") -> "ArraySet | None":
-        """None where nothing is in both, as far as that can be told."""
+        """Return the arrays in both sets, or None if they are known to be disjoint."""
         length = max(len(self.prefix), len(other.prefix))
         highs = [high for high in (self.high, other.high) if high is not None]
         merged = ArraySet(
@@ -49,10 +51,10 @@ class ArraySet:
             self.unique or other.unique,
             self.repeats or other.repeats,
         )
-        return merged.settled()
+        return merged.normalized()
 
-    def settled(self) -> "ArraySet | None":
-        """The same, in a shorter form."""
+    def normalized(self) -> "ArraySet | None":
+        """Return the set with the shortest prefix and tightest length, or None if it is empty."""
         limit = len(self.prefix) if self.rest == NEVER else None
         for index, item in enumerate(self.prefix):
             if item == NEVER:
@@ -67,29 +69,32 @@ class ArraySet:
         return replace(self, prefix=prefix, high=high)
 
     def item(self, index: int) -> Conjunction:
-        """What an item must be."""
+        """Return the conjunction that an item must satisfy."""
         return self.prefix[index] if index < len(self.prefix) else self.rest
 
     def needed(self) -> Iterator[Conjunction]:
-        """What must be possible for there to be any."""
+        """Yield the conjunctions that must be satisfiable for the set not to be empty."""
         yield from (self.item(index) for index in range(min(self.low, len(self.prefix) + 1)))
 
     def obstacle(self) -> str | None:
-        """The keyword that no grammar can hold here."""
+        """Return the keyword that no grammar can enforce, or None."""
         return '"not" over "uniqueItems"' if self.repeats else None
 
-    def choices(self) -> Iterator["ArraySet"]:
-        """The same without `contained`; beyond the first items some are left out."""
+    def alternatives(self) -> Iterator["ArraySet"]:
+        """Yield sets without `contained` whose union is the set, or a part of it.
+
+        Contained items are placed among the first few; other placements are left out.
+        """
         if not self.contained:
             yield self
             return
         contained = min(self.contained, key=repr)
         others = replace(self, contained=self.contained - {contained})
-        for choice in itertools.islice(others._placed(contained), _MOST_CHOICES):
-            yield from choice.choices()
+        for placed in itertools.islice(others._placed(contained), _MAX_ALTERNATIVES):
+            yield from placed.alternatives()
 
     def _placed(self, contained: Contained) -> Iterator["ArraySet"]:
-        end = contained.start + _FIRST
+        end = contained.start + _WINDOW
         if self.high is not None:
             end = min(end, self.high)
         end = max(end, contained.start + contained.fewest)
@@ -97,7 +102,7 @@ class ArraySet:
         for count in range(contained.fewest, most + 1):
             for places in itertools.combinations(range(contained.start, end), count):
                 if contained.most is None:
-                    yield from self._with(places, contained, contained.start + _FIRST, None)
+                    yield from self._with(places, contained, contained.start + _WINDOW, None)
                 else:
                     for fails in contained.fails:
                         yield from self._with(places, contained, end, fails)
@@ -105,7 +110,7 @@ class ArraySet:
     def _with(
         self, places: tuple[int, ...], contained: Contained, end: int, fails: Conjunction | None
     ) -> Iterator["ArraySet"]:
-        """With items at places that hold and, if any is given, others that fail."""
+        """Require contained items at `places`, and `fails` of all others unless it is None."""
         length = max(len(self.prefix), places[-1] + 1 if places else 0)
         if fails is not None:
             length = max(length, end)
@@ -117,7 +122,7 @@ class ArraySet:
                 prefix[index] = both(prefix[index], fails)
         low = max(self.low, places[-1] + 1 if places else 0)
         rest = self.rest if fails is None else both(self.rest, fails)
-        placed = replace(self, prefix=tuple(prefix), rest=rest, low=low).settled()
+        placed = replace(self, prefix=tuple(prefix), rest=rest, low=low).normalized()
         if placed is not None:
             yield placed
 

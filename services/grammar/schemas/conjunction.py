@@ -1,4 +1,4 @@
-"""Conjunctions of subschemas and of negated ones, by number: what a member or an item must be."""
+"""Conjunctions of subschemas and negated subschemas, which members and items must satisfy."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,14 +10,14 @@ from services.grammar.schemas.references import References
 __all__ = ["ALWAYS", "NEVER", "Conjunction", "Literals", "both"]
 
 Conjunction: TypeAlias = frozenset[int]
-"""Literals that must all hold: twice a schema's number, and one more where it must not hold."""
+"""Literals, all of which must hold: 2n for schema n, 2n + 1 for its negation"""
 
 ALWAYS: Conjunction = frozenset()
-NEVER: Conjunction = frozenset([0])  # the literal of schema 0, which is false
+NEVER: Conjunction = frozenset([0])  # schema 0 is false
 
 
 def both(*parts: Conjunction) -> Conjunction:
-    """What holds where all parts hold."""
+    """Return the conjunction of all parts; NEVER for a contradiction."""
     joined: Conjunction = frozenset().union(*parts)
     if 0 in joined or any(literal ^ 1 in joined for literal in joined):
         return NEVER
@@ -25,25 +25,25 @@ def both(*parts: Conjunction) -> Conjunction:
 
 
 class Literals:
-    """Numbers for the schemas of a document. Equal ones have one number."""
+    """The numbered schemas of a document. Equal schemas share a number."""
 
     def __init__(self, references: References) -> None:
         self.references = references
         self._schemas: list[Mapping[str, Json]] = [{}]
         self._numbers: dict[int, int] = {}
         self._by_content: dict[str, int] = {}
-        self._kept: list[Mapping[str, Json]] = []  # so that no other gets the id of one
+        self._alive: list[Mapping[str, Json]] = []  # keeps the ids in `_numbers` unique
 
     def schema(self, literal: int) -> Mapping[str, Json]:
-        """What a literal speaks of."""
+        """Return the schema of a literal, without its sign."""
         return self._schemas[literal >> 1]
 
     def path_of(self, literals: Iterable[int]) -> str:
-        """Where the first of them is."""
+        """Return the path of the first of the literals."""
         return self.references.path_of(self._schemas[min(literals, default=0) >> 1])
 
     def holds(self, schema: Json) -> Conjunction:
-        """That a schema holds."""
+        """Return the conjunction that requires a schema."""
         for _ in range(100):
             if isinstance(schema, Mapping) and schema.keys() == {"$ref"}:
                 schema = self.references.target(schema)
@@ -52,7 +52,7 @@ class Literals:
         return NEVER if schema is False else ALWAYS
 
     def fails(self, schema: Json) -> Conjunction:
-        """That a schema does not hold."""
+        """Return the conjunction that requires the negation of a schema."""
         holds = self.holds(schema)
         if holds == NEVER:
             return ALWAYS
@@ -68,5 +68,5 @@ class Literals:
                 self._schemas.append(schema)
                 self._by_content[content] = number
             self._numbers[id(schema)] = number
-            self._kept.append(schema)
+            self._alive.append(schema)
         return number

@@ -1,4 +1,4 @@
-"""Which parts of a plain JSON Schema speak of a place in a text."""
+"""Positions in a JSON text: the subschemas that may apply to the value there."""
 
 import functools
 import json
@@ -6,31 +6,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from services.common.json_values import Json
-from services.grammar.schemas.json_schema import subschemas
+from services.grammar.schemas.subschemas import resolve_pointer, subschemas
 from services.grammar.schemas.word_sets import WordSet
 
-__all__ = ["UNIQUE", "JsonPositions", "Position", "may_repeat"]
+__all__ = ["UNIQUE", "JsonPositions", "Position", "allows_repeats"]
 
-UNIQUE = "x-tokenwire-unique"  # marks arrays in plain schemas; llguidance takes no notice of it
+UNIQUE = "x-tokenwire-unique"
+"""Stands for uniqueItems in lowered schemas; llguidance ignores it"""
 
 Position: TypeAlias = frozenset[int]
-"""Numbers of the schemas that may be meant at a place"""
+"""Numbers of the subschemas that may apply"""
 
-_LEADING = frozenset({"$defs", "$ref", "allOf", "anyOf", "definitions", "description", "title"})
-_ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
+_TRANSPARENT = frozenset({"$defs", "$ref", "allOf", "anyOf", "definitions", "description", "title"})
+_IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
 
 _Schema: TypeAlias = Mapping[str, Any]
 
 
 class JsonPositions:
-    """Finds the schemas of members and items as a text goes on.
+    """The positions of a lowered schema.
 
-    Where a place may be of one schema or another, both are meant: what one of them forbids is
-    avoided.
+    A position has the subschemas of all alternatives. What one of them forbids is avoided.
     """
 
     def __init__(self, schema: _Schema, options: _Schema) -> None:
-        """`options`: the members of a schema that tell llguidance how JSON is written."""
+        """`options`: members of a schema that tell llguidance how to write JSON."""
         self._root = schema
         self._options = options
         self._schemas: list[_Schema] = []
@@ -55,7 +55,7 @@ class JsonPositions:
         return any(UNIQUE in schema for schema in self._of(position))
 
     def _items_of(self, position: Position) -> WordSet | None:
-        """The texts that items can be; None for any."""
+        """Return the words that items can be, or None if that is not known."""
         items: list[Any] = []
         for schema in self._of(position):
             if schema.get("type", "array") == "array":
@@ -65,7 +65,7 @@ class JsonPositions:
         return self._words({"anyOf": items})
 
     def _keys_of(self, position: Position) -> WordSet | None:
-        """The texts that keys can be that match patterns; None where others may come, too."""
+        """Return the words that unnamed keys can be, or None if no patterns limit them."""
         patterns: list[str] = []
         for schema in self._of(position):
             if schema.get("type", "object") == "object":
@@ -82,7 +82,7 @@ class JsonPositions:
 
     def _position(self, schemas: Any) -> Position:
         return frozenset(
-            self._number(plain) for schema in schemas for plain in self._plain(schema, 0)
+            self._number(one) for schema in schemas for one in self._alternatives(schema, 0)
         )
 
     def _of(self, position: Position) -> list[_Schema]:
@@ -95,23 +95,18 @@ class JsonPositions:
             self._schemas.append(schema)
         return number
 
-    def _plain(self, schema: Any, depth: int) -> Iterator[_Schema]:
-        """The alternatives of a schema."""
+    def _alternatives(self, schema: Any, depth: int) -> Iterator[_Schema]:
+        """Yield the parts of a schema behind references, "anyOf" and "allOf"."""
         if not isinstance(schema, Mapping) or depth > 100:
             return
         if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-            found: Any = self._root
-            for part in reference.split("/")[1:]:
-                name = part.replace("~1", "/").replace("~0", "~")
-                if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                    found = found[int(name)]
-                else:
-                    found = found.get(name, {}) if isinstance(found, Mapping) else {}
-            yield from self._plain(found, depth + 1)
+            target = resolve_pointer(self._root, reference[1:])
+            if target is not None:
+                yield from self._alternatives(target[0], depth + 1)
         for keyword in ("anyOf", "allOf"):
             for one in schema.get(keyword, ()):
-                yield from self._plain(one, depth + 1)
-        if not schema.keys() <= _LEADING:
+                yield from self._alternatives(one, depth + 1)
+        if not schema.keys() <= _TRANSPARENT:
             yield schema
 
 
@@ -124,7 +119,7 @@ def _item_of(schema: _Schema, index: int) -> Any:
 
 
 def _values_of(schema: _Schema, name: str) -> Iterator[Any]:
-    """What a member may be: its own schema, or any of those for keys that are not named."""
+    """Yield the schema of a named member, or those of all unnamed members."""
     properties = schema.get("properties", {})
     if name in properties:
         yield properties[name]
@@ -133,16 +128,18 @@ def _values_of(schema: _Schema, name: str) -> Iterator[Any]:
         yield schema.get("additionalProperties", {})
 
 
-def may_repeat(schema: Json) -> bool:
-    """Whether some object may have keys that are not named, or some array is marked."""
-    return any(isinstance(one, Mapping) and _may_repeat(one) for one, _ in subschemas(schema, "$"))
+def allows_repeats(schema: Json) -> bool:
+    """Return whether some object may have unnamed keys, or some array has UNIQUE."""
+    return any(
+        isinstance(one, Mapping) and _allows_repeats(one) for one, _ in subschemas(schema, "$")
+    )
 
 
-def _may_repeat(schema: _Schema) -> bool:
+def _allows_repeats(schema: _Schema) -> bool:
     if UNIQUE in schema:
         return True
     kinds = schema.get("type")
-    if kinds is None and schema.keys() & _ELSEWHERE:
+    if kinds is None and schema.keys() & _IN_PLACE:
         return False
     if kinds is not None and "object" not in ([kinds] if isinstance(kinds, str) else kinds):
         return False

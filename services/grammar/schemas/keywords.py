@@ -1,10 +1,10 @@
-"""What single keywords of JSON Schema say, as sets of values, and what their negations say."""
+"""Single keywords of JSON Schema, and their negations, as sets of values."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from services.common.json_values import Json
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from services.grammar.schemas.array_sets import EVERY_ARRAY, ArraySet
 from services.grammar.schemas.conjunction import NEVER
 from services.grammar.schemas.number_sets import EVERY_NUMBER, NumberSet, number_of
@@ -12,13 +12,25 @@ from services.grammar.schemas.object_sets import EVERY_OBJECT, ObjectSet
 from services.grammar.schemas.string_sets import EVERY_STRING, StringSet
 
 __all__ = [
-    "EVERYTHING", "KINDS", "NormalForm", "Set", "array_of", "count_of", "items_of", "limit_of",
-    "not_simple", "numbers_of", "object_of", "restricted", "strings_of", "union",
-]  # fmt: skip
+    "EVERYTHING",
+    "KINDS",
+    "NormalForm",
+    "Set",
+    "array_of",
+    "assertion_form",
+    "count_of",
+    "items_of",
+    "limit_of",
+    "negated_assertion_form",
+    "numbers_of",
+    "object_of",
+    "strings_of",
+    "union",
+]
 
 Set: TypeAlias = frozenset[bool | None] | NumberSet | StringSet | ArraySet | ObjectSet
 NormalForm: TypeAlias = Mapping[str, Sequence[Set]]
-"""The values of each kind: those of any of its sets"""
+"""A union of sets of values for each kind in KINDS"""
 
 KINDS = ("null", "boolean", "number", "string", "array", "object")
 EVERYTHING: dict[str, Sequence[Any]] = {
@@ -32,15 +44,16 @@ EVERYTHING: dict[str, Sequence[Any]] = {
 
 
 def union(*forms: NormalForm) -> dict[str, Any]:
-    """What is in any of the forms."""
+    """Return the union of normal forms."""
     return {kind: list(dict.fromkeys(one for form in forms for one in form[kind]))
             for kind in KINDS}  # fmt: skip
 
 
-def restricted(schema: Mapping[str, Any], simple: Mapping[str, Any]) -> NormalForm:
-    form = {kind: [simple[kind]] if kind in simple else EVERYTHING[kind] for kind in KINDS}
-    array = form["array"][0].settled()
-    value = form["object"][0].settled()
+def assertion_form(schema: Mapping[str, Any], sets: Mapping[str, Any]) -> NormalForm:
+    """Return the normal form of "type" and of the given sets by kind."""
+    form = {kind: [sets[kind]] if kind in sets else EVERYTHING[kind] for kind in KINDS}
+    array = form["array"][0].normalized()
+    value = form["object"][0].normalized()
     form |= {"array": [array] if array else [], "object": [value] if value else []}
     kinds = schema.get("type")
     if kinds is None:
@@ -53,8 +66,8 @@ def restricted(schema: Mapping[str, Any], simple: Mapping[str, Any]) -> NormalFo
     return {kind: form[kind] if kind in named else [] for kind in KINDS}
 
 
-def not_simple(schema: Mapping[str, Any], path: str) -> NormalForm:
-    """Where one of the keywords fails that speak of a value without its members."""
+def negated_assertion_form(schema: Mapping[str, Any], path: str) -> NormalForm:
+    """Return the values that violate an assertion of a schema, other than on members or items."""
     form: dict[str, list[Any]] = {kind: [] for kind in KINDS}
     kinds = schema.get("type")
     if kinds is not None:
@@ -74,8 +87,8 @@ def not_simple(schema: Mapping[str, Any], path: str) -> NormalForm:
         form["string"].append(StringSet(low=strings.high + 1))
     form["string"] += [StringSet(not_patterns=frozenset([p])) for p in strings.patterns]
     form["string"] += [StringSet(not_formats=frozenset([name])) for name in strings.formats]
-    form["array"] += _not_between(schema, "Items", path, ArraySet)
-    form["object"] += _not_between(schema, "Properties", path, ObjectSet)
+    form["array"] += _outside_bounds(schema, "Items", path, ArraySet)
+    form["object"] += _outside_bounds(schema, "Properties", path, ObjectSet)
     if schema.get("uniqueItems") is True:
         form["array"].append(ArraySet(repeats=True))
     required = schema.get("required")
@@ -84,7 +97,7 @@ def not_simple(schema: Mapping[str, Any], path: str) -> NormalForm:
     return form
 
 
-def _not_between(
+def _outside_bounds(
     schema: Mapping[str, Any], what: str, path: str, make: Callable[..., Any]
 ) -> Iterable[Any]:
     if low := count_of(schema, f"min{what}", path):
@@ -94,11 +107,12 @@ def _not_between(
 
 
 def numbers_of(schema: Mapping[str, Any], path: str) -> NumberSet:
+    """Return the numbers that a schema's own keywords allow; raise GrammarError for bad bounds."""
     result: NumberSet | None = EVERY_NUMBER
     for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
         bound = schema.get(keyword)
         is_open = keyword.startswith("exclusive")
-        if bound is True and is_open:  # as in draft 4
+        if bound is True and is_open:  # draft-04
             bound = schema.get(keyword.removeprefix("exclusive").lower())
         if bound is None or isinstance(bound, bool):
             continue
@@ -116,6 +130,7 @@ def numbers_of(schema: Mapping[str, Any], path: str) -> NumberSet:
 
 
 def strings_of(schema: Mapping[str, Any], path: str) -> StringSet:
+    """Return the strings that a schema's own keywords allow."""
     pattern, name = schema.get("pattern"), schema.get("format")
     return StringSet(
         low=count_of(schema, "minLength", path),
@@ -126,7 +141,7 @@ def strings_of(schema: Mapping[str, Any], path: str) -> StringSet:
 
 
 def items_of(schema: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
-    """The schemas of the first items, and that of the rest."""
+    """Return the schemas of the first items, and the schema of all further items."""
     items = schema.get("items", True)
     if isinstance(items, list):
         return items, schema.get("additionalItems", True)
@@ -134,11 +149,13 @@ def items_of(schema: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
 
 
 def count_of(schema: Mapping[str, Any], keyword: str, path: str, default: int = 0) -> int:
+    """Return a keyword's count, or `default`; raise GrammarError if it is not a count."""
     limit = limit_of(schema, keyword, path)
     return default if limit is None else limit
 
 
 def limit_of(schema: Mapping[str, Any], keyword: str, path: str) -> int | None:
+    """Return a keyword's count, or None; raise GrammarError if it is not a count."""
     if keyword not in schema:
         return None
     number = number_of(schema[keyword])
@@ -148,12 +165,14 @@ def limit_of(schema: Mapping[str, Any], keyword: str, path: str) -> int | None:
 
 
 def array_of(value: Json, path: str) -> Sequence[Json]:
+    """Return a non-empty array; raise GrammarError for anything else."""
     if not isinstance(value, list) or not value:
-        raise GrammarError(f"{path} must be an array, and not empty.")
+        raise GrammarError(f"{path} must be an array and not empty.")
     return value
 
 
 def object_of(value: Json, path: str) -> Mapping[str, Json]:
+    """Return an object; raise GrammarError for anything else."""
     if not isinstance(value, Mapping):
         raise GrammarError(f"{path} must be an object.")
     return value

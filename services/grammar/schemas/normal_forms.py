@@ -1,4 +1,4 @@
-"""What schemas mean, as unions of plain sets of values: "not", "oneOf" and the like resolved."""
+"""Normal forms of JSON Schemas: unions of sets of values, without "not", "oneOf" and the like."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from services.common.json_values import Json
-from services.grammar.error import GrammarError
-from services.grammar.patterns.whole_match import rewrite
+from services.grammar import GrammarError
+from services.grammar.patterns.full_match import full_match_expressions
 from services.grammar.schemas.array_sets import ArraySet, Contained
 from services.grammar.schemas.conjunction import ALWAYS, NEVER, Conjunction, Literals, both
 from services.grammar.schemas.keywords import (
@@ -16,109 +16,111 @@ from services.grammar.schemas.keywords import (
     NormalForm,
     Set,
     array_of,
+    assertion_form,
     count_of,
     items_of,
     limit_of,
-    not_simple,
+    negated_assertion_form,
     numbers_of,
     object_of,
-    restricted,
     strings_of,
     union,
 )
 from services.grammar.schemas.number_sets import NumberSet, number_of
-from services.grammar.schemas.object_sets import Exceptional, ObjectSet
+from services.grammar.schemas.object_sets import ObjectSet, Witness
 from services.grammar.schemas.string_sets import EVERY_STRING, StringSet, are_disjoint
 
 __all__ = ["NormalForms", "TooManyCombinationsError"]
 
-# expressions of `whole_match`: of every text, of texts with anything in a line, of empty lines
+# Expressions of `full_match`: any text, any text with a non-empty line, only line ends
 _ANY = re.compile(r"\^\(\?:(\(\?s:\.\)\*)*((\[[^\]]+\]|\w)\*)?\(\?s:\.\)\*\)\$")
-_ANYTHING = frozenset(expression for p in (".", ".+") for expression in rewrite(p) or ())
+_ANYTHING = frozenset(
+    expression for p in (".", ".+") for expression in full_match_expressions(p) or ()
+)
 _LINE_ENDS = r"^(?:\x{a}*)$"
-_MOST_WORK = 25_000  # intersections, for a schema
-_DEEP = 3  # levels of members that are looked at to see that nothing is in both of two sets
+_MAX_INTERSECTIONS = 25_000  # per document
+_EMPTINESS_DEPTH = 3  # levels of members that the test for an empty set examines
 
 
 class TooManyCombinationsError(GrammarError):
-    """A schema has more alternatives than can be written down."""
+    """A schema has too many alternatives to enumerate."""
 
 
-class _OpenError(Exception):
-    """A form is needed to make that very form."""
+class _CycleError(Exception):
+    """A form depends on itself."""
 
 
 class NormalForms:
-    """The normal forms of the schemas of a document."""
+    """The normal forms of the conjunctions of schemas in a document, computed on demand."""
 
-    def __init__(self, literals: Literals, ignores_siblings: bool, most_sets: int) -> None:
-        """`ignores_siblings`: "$ref" stands alone in the document's draft.
+    def __init__(self, literals: Literals, ignores_siblings: bool, max_sets: int) -> None:
+        """`ignores_siblings`: the document's draft ignores keywords beside "$ref".
 
-        `most_sets`: of one kind in a form. Of more, the first are taken: what satisfies them
-        satisfies the schema, since negations are made of schemas and never of forms.
+        `max_sets` bounds the sets of one kind in a form. Further sets are dropped, which narrows
+        the form and is safe: negation applies to schemas, never to forms.
         """
         self._literals = literals
-        self._most_sets = most_sets
+        self._max_sets = max_sets
         self._ignores_siblings = ignores_siblings
         self._known: dict[Conjunction, NormalForm] = {}
-        self._never: dict[tuple[Conjunction, int], bool] = {}
-        self._open: set[Conjunction] = set()
-        self._work = 0
+        self._unsatisfiable: dict[tuple[Conjunction, int], bool] = {}
+        self._in_progress: set[Conjunction] = set()
+        self._intersections = 0
 
     def of(self, conjunction: Conjunction) -> NormalForm:
-        """The form of a conjunction; raises GrammarError where it can't be had."""
+        """Return the form of a conjunction; raise GrammarError where it depends on itself."""
         try:
-            return self._made(conjunction)
-        except _OpenError:
+            return self._form(conjunction)
+        except _CycleError:
             where = self._literals.path_of(conjunction)
             raise GrammarError(f"The schema at {where} refers to itself without end.") from None
 
-    def _made(self, conjunction: Conjunction) -> NormalForm:
+    def _form(self, conjunction: Conjunction) -> NormalForm:
         known = self._known.get(conjunction)
         if known is None:
-            if conjunction in self._open:
-                raise _OpenError
-            self._open.add(conjunction)
+            if conjunction in self._in_progress:
+                raise _CycleError
+            self._in_progress.add(conjunction)
             try:
-                known = self._form(conjunction)
+                known = self._computed(conjunction)
             finally:
-                self._open.discard(conjunction)
+                self._in_progress.discard(conjunction)
             self._known[conjunction] = known
         return known
 
-    def is_never(self, conjunction: Conjunction, depth: int = _DEEP) -> bool:
-        """Whether nothing satisfies a conjunction, as far as a look of some levels shows."""
+    def is_unsatisfiable(self, conjunction: Conjunction, depth: int = _EMPTINESS_DEPTH) -> bool:
+        """Return whether no value satisfies a conjunction, judged by `depth` levels of members."""
         if conjunction in (ALWAYS, NEVER) or not depth:
             return conjunction == NEVER
-        if conjunction in self._open:
+        if conjunction in self._in_progress:
             return False
         key = conjunction, depth
-        if key not in self._never:
+        if key not in self._unsatisfiable:
             try:
-                form = self._made(conjunction)
-            except _OpenError:
+                form = self._form(conjunction)
+            except _CycleError:
                 return False
-            self._never[key] = all(
+            self._unsatisfiable[key] = all(
                 self._is_empty(one, depth - 1) for kind in KINDS for one in form[kind]
             )
-        return self._never[key]
+        return self._unsatisfiable[key]
 
     def _is_empty(self, one: Set, depth: int) -> bool:
         if isinstance(one, ArraySet | ObjectSet):
-            return any(self.is_never(needed, depth) for needed in one.needed())
+            return any(self.is_unsatisfiable(needed, depth) for needed in one.needed())
         return False
 
-    def _form(self, conjunction: Conjunction) -> NormalForm:
+    def _computed(self, conjunction: Conjunction) -> NormalForm:
         if conjunction == NEVER:
             return union()
         literals = sorted(conjunction)
         if len(literals) != 1:
-            forms = [self._made(frozenset([literal])) for literal in literals]
+            forms = [self._form(frozenset([literal])) for literal in literals]
             return self._intersection(forms, self._literals.path_of(conjunction))
         [literal] = literals
         schema = self._literals.schema(literal)
         path = self._literals.references.path_of(schema)
-        return self._failing(schema, path) if literal & 1 else self._holding(schema, path)
+        return self._negation(schema, path) if literal & 1 else self._schema(schema, path)
 
     def _intersection(self, forms: Iterable[NormalForm], path: str) -> NormalForm:
         result: dict[str, Sequence[Set]] = dict(EVERYTHING)
@@ -130,16 +132,13 @@ class NormalForms:
         found: dict[Set, None] = {}
         for one in some:
             for other in others:
-                self._work += 1
-                if self._work > _MOST_WORK:
+                self._intersections += 1
+                if self._intersections > _MAX_INTERSECTIONS:
                     raise TooManyCombinationsError(
                         f"The schema at {path} has too many combinations of its alternatives; "
                         "simplify it."
                     )
-                if (
-                    len(found) < self._most_sets
-                    and (common := self._common(one, other)) is not None
-                ):
+                if len(found) < self._max_sets and (common := self._common(one, other)) is not None:
                     found[common] = None
         return list(found)
 
@@ -148,39 +147,40 @@ class NormalForms:
             return one & other or None
         common: Set | None = one.intersection(other)
         if isinstance(common, ObjectSet):
-            common = common.settled(lambda value: self.is_never(value, 1))
-        return None if common is None or self._is_empty(common, _DEEP - 1) else common
+            common = common.normalized(lambda value: self.is_unsatisfiable(value, 1))
+        is_empty = common is None or self._is_empty(common, _EMPTINESS_DEPTH - 1)
+        return None if is_empty else common
 
-    # What holds
+    # Schemas
 
-    def _holding(self, schema: Mapping[str, Json], path: str) -> NormalForm:
-        forms = [restricted(schema, self._simple(schema, path))]
+    def _schema(self, schema: Mapping[str, Json], path: str) -> NormalForm:
+        forms = [assertion_form(schema, self._assertion_sets(schema, path))]
         for keyword in schema:
-            forms += self._applied(keyword, schema, path)
+            forms += self._keyword(keyword, schema, path)
         return self._intersection(forms, path)
 
-    def _applied(self, keyword: str, schema: Mapping[str, Any], path: str) -> list[NormalForm]:
+    def _keyword(self, keyword: str, schema: Mapping[str, Any], path: str) -> list[NormalForm]:
         value, holds, fails = schema[keyword], self._literals.holds, self._literals.fails
         match keyword:
             case "$ref":
-                return [self._made(holds(self._literals.references.target(schema)))]
+                return [self._form(holds(self._literals.references.target(schema)))]
             case "const":
                 return [self._constant(value)]
             case "enum":
                 return [union(*map(self._constant, array_of(value, f"{path}.enum")))]
             case "allOf":
-                return [self._made(holds(part)) for part in array_of(value, f"{path}.allOf")]
+                return [self._form(holds(part)) for part in array_of(value, f"{path}.allOf")]
             case "anyOf":
                 parts = array_of(value, f"{path}.anyOf")
-                return [union(*(self._made(holds(part)) for part in parts))]
+                return [union(*(self._form(holds(part)) for part in parts))]
             case "oneOf":
                 return [self._one_of(array_of(value, f"{path}.oneOf"), path)]
             case "not":
-                return [self._made(fails(value))]
+                return [self._form(fails(value))]
             case "if" if "then" in schema or "else" in schema:
                 then = both(holds(value), holds(schema.get("then", True)))
                 otherwise = both(fails(value), holds(schema.get("else", True)))
-                return [union(self._made(then), self._made(otherwise))]
+                return [union(self._form(then), self._form(otherwise))]
             case "dependencies" | "dependentRequired" | "dependentSchemas":
                 pairs = object_of(value, f"{path}.{keyword}").items()
                 return [union(*self._dependent(name, needs)) for name, needs in pairs]
@@ -192,21 +192,21 @@ class NormalForms:
         forms = []
         for index, one in enumerate(holds):
             others = [
-                self._made(fails[at])
+                self._form(fails[at])
                 for at, other in enumerate(holds)
-                if at != index and not self.is_never(both(one, other))
+                if at != index and not self.is_unsatisfiable(both(one, other))
             ]
-            forms.append(self._intersection([self._made(one), *others], f"{path}.oneOf"))
+            forms.append(self._intersection([self._form(one), *others], f"{path}.oneOf"))
         return union(*forms)
 
     def _dependent(self, name: str, needs: Json) -> list[NormalForm]:
-        """The cases of an entry of "dependencies"."""
+        """Return the forms of both cases of an entry of "dependencies"."""
         absent = {**EVERYTHING, "object": [ObjectSet(((name, NEVER),))]}
         if isinstance(needs, list):
             required = ObjectSet(required=frozenset([name, *map(str, needs)]))
             return [absent, {**union(), "object": [required]}]
         present = {**union(), "object": [ObjectSet(required=frozenset([name]))]}
-        needed = self._made(self._literals.holds(needs))
+        needed = self._form(self._literals.holds(needs))
         return [absent, self._intersection([present, needed], "$")]
 
     def _constant(self, value: Json) -> NormalForm:
@@ -225,7 +225,7 @@ class NormalForms:
         members = ObjectSet(named, rest=NEVER, required=frozenset(value))
         return form | {"object": [members]}
 
-    def _simple(self, schema: Mapping[str, Any], path: str) -> dict[str, Set]:
+    def _assertion_sets(self, schema: Mapping[str, Any], path: str) -> dict[str, Set]:
         return {
             "number": numbers_of(schema, path),
             "string": strings_of(schema, path),
@@ -279,7 +279,7 @@ class NormalForms:
             count_of(schema, "minProperties", path),
             limit_of(schema, "maxProperties", path),
         )
-        if isinstance(required, list):  # in the order in which they are given
+        if isinstance(required, list):  # keep the client's order
             others = dict.fromkeys(str(name) for name in required if name not in properties)
             named = (*result.named, *((name, result.value(name)) for name in others))
             result = replace(result, named=named)
@@ -288,8 +288,8 @@ class NormalForms:
         return result
 
     def _with_names(self, objects: ObjectSet, names: Json) -> ObjectSet:
-        """With names of members that a schema allows."""
-        strings: Sequence[Any] = self._made(self._literals.holds(names))["string"]
+        """Restrict the names of members by "propertyNames"."""
+        strings: Sequence[Any] = self._form(self._literals.holds(names))["string"]
         if list(strings) == [EVERY_STRING]:
             return objects
         named = {name: objects.value(name) for name, _ in objects.named}
@@ -306,50 +306,52 @@ class NormalForms:
                 pattern = one.pattern()
                 if pattern is None:
                     where = self._literals.references.path_of(names)
-                    raise GrammarError(f'The keyword "propertyNames" can\'t be held at {where}.')
-                patterns[pattern] = _value_of(objects, pattern)
+                    raise GrammarError(
+                        f'The keyword "propertyNames" can\'t be enforced at {where}.'
+                    )
+                patterns[pattern] = _value_by_pattern(objects, pattern)
         return ObjectSet(
             tuple(named.items()), tuple(patterns.items()), NEVER, objects.required,
             objects.low, objects.high,
         )  # fmt: skip
 
-    # What does not hold
+    # Negations
 
-    def _failing(self, schema: Mapping[str, Json], path: str) -> NormalForm:
+    def _negation(self, schema: Mapping[str, Json], path: str) -> NormalForm:
         if "$ref" in schema and self._ignores_siblings:
-            return self._made(self._literals.fails(self._literals.references.target(schema)))
-        forms = [not_simple(schema, path), self._not_members(schema, path)]
+            return self._form(self._literals.fails(self._literals.references.target(schema)))
+        forms = [negated_assertion_form(schema, path), self._not_members(schema, path)]
         for keyword in schema:
-            forms += self._not_applied(keyword, schema, path)
+            forms += self._not_keyword(keyword, schema, path)
         return self._intersection([union(*forms)], path)
 
-    def _not_applied(self, keyword: str, schema: Mapping[str, Any], path: str) -> list[NormalForm]:
+    def _not_keyword(self, keyword: str, schema: Mapping[str, Any], path: str) -> list[NormalForm]:
         value, holds, fails = schema[keyword], self._literals.holds, self._literals.fails
         match keyword:
             case "$ref":
-                return [self._made(fails(self._literals.references.target(schema)))]
+                return [self._form(fails(self._literals.references.target(schema)))]
             case "const":
                 return [self._not_constant(value, path)]
             case "enum":
                 return [self._intersection([self._not_constant(v, path) for v in value], path)]
             case "allOf":
-                return [self._made(fails(part)) for part in value]
+                return [self._form(fails(part)) for part in value]
             case "anyOf":
-                return [self._intersection([self._made(fails(part)) for part in value], path)]
+                return [self._intersection([self._form(fails(part)) for part in value], path)]
             case "oneOf":
-                none = self._intersection([self._made(fails(part)) for part in value], path)
+                none = self._intersection([self._form(fails(part)) for part in value], path)
                 pairs = [
-                    self._made(both(holds(one), holds(other)))
+                    self._form(both(holds(one), holds(other)))
                     for index, one in enumerate(value)
                     for other in value[:index]
                 ]
                 return [none, *pairs]
             case "not":
-                return [self._made(holds(value))]
+                return [self._form(holds(value))]
             case "if" if "then" in schema or "else" in schema:
                 then = both(holds(value), fails(schema.get("then", True)))
                 otherwise = both(fails(value), fails(schema.get("else", True)))
-                return [self._made(then), self._made(otherwise)]
+                return [self._form(then), self._form(otherwise)]
             case "dependencies" | "dependentRequired" | "dependentSchemas":
                 return [
                     form
@@ -363,7 +365,7 @@ class NormalForms:
         if isinstance(needs, list):
             missing = [present.without_member(str(need)) for need in needs]
             return [{**union(), "object": [one for one in missing if one is not None]}]
-        failing = self._made(self._literals.fails(needs))
+        failing = self._form(self._literals.fails(needs))
         return [self._intersection([{**union(), "object": [present]}, failing], "$")]
 
     def _not_constant(self, value: Json, path: str) -> NormalForm:
@@ -384,7 +386,7 @@ class NormalForms:
             members: Json = {name: {"const": one} for name, one in value.items()}
             schema = {"type": "object", "properties": members, "required": list(value),
                       "additionalProperties": False}  # fmt: skip
-        return self._made(self._literals.fails(schema))
+        return self._form(self._literals.fails(schema))
 
     def _not_members(self, schema: Mapping[str, Any], path: str) -> NormalForm:
         arrays = list(self._not_items(schema))
@@ -422,21 +424,19 @@ class NormalForms:
                 yield ObjectSet(((name, fails(one)),), required=frozenset([name]))
         for pattern, one in patterns.items():
             if fails(one) != NEVER:
-                yield ObjectSet(
-                    exceptions=frozenset([Exceptional(fails(one), only_pattern=pattern)])
-                )
+                yield ObjectSet(witnesses=frozenset([Witness(fails(one), only_pattern=pattern)]))
         rest = fails(schema.get("additionalProperties", True))
         if rest != NEVER:
-            other = Exceptional(rest, frozenset(properties), frozenset(patterns))
-            yield ObjectSet(exceptions=frozenset([other]))
+            other = Witness(rest, frozenset(properties), frozenset(patterns))
+            yield ObjectSet(witnesses=frozenset([other]))
         if "propertyNames" in schema:
             key = fails(schema["propertyNames"])
             if key != NEVER:
-                yield ObjectSet(exceptions=frozenset([Exceptional(ALWAYS, key=key)]))
+                yield ObjectSet(witnesses=frozenset([Witness(ALWAYS, key=key)]))
 
 
-def _value_of(objects: ObjectSet, names: str) -> Conjunction:
-    """What all members must be whose names match a pattern."""
+def _value_by_pattern(objects: ObjectSet, names: str) -> Conjunction:
+    """Return what all members must satisfy whose names match an expression."""
     matching = [(p, value) for p, value in objects.patterns if not are_disjoint(p, names)]
     is_covered = any(p in _ANYTHING and are_disjoint(names, _LINE_ENDS) for p, _ in matching)
     values = [value for _, value in matching]

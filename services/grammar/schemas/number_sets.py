@@ -1,4 +1,4 @@
-"""Sets of JSON numbers that bounds, multiples and exceptions describe."""
+"""Sets of numbers: bounds, multiples and excluded numbers."""
 
 import math
 from collections.abc import Iterator
@@ -9,15 +9,16 @@ from services.common.json_values import Json
 
 __all__ = ["EVERY_NUMBER", "NumberSet", "number_of"]
 
-_WHOLE = 16  # numbers between which those are that are not whole
+_INTERVALS = 16  # unit intervals that stand for all fractions
 
 
 @dataclass(frozen=True, slots=True)
 class NumberSet:
-    """The numbers that meet all that is said here. None: nothing is said."""
+    """The numbers that satisfy all constraints. None: no constraint."""
 
     values: frozenset[Fraction] | None = None
     integer: bool | None = None
+    """False: fractions only"""
     low: Fraction | None = None
     low_open: bool = False
     high: Fraction | None = None
@@ -27,7 +28,7 @@ class NumberSet:
     not_values: frozenset[Fraction] = frozenset()
 
     def intersection(self, other: "NumberSet") -> "NumberSet | None":
-        """None where nothing is in both."""
+        """Return the numbers in both sets, or None if there are none."""
         if None not in (self.integer, other.integer) and self.integer != other.integer:
             return None
         low, low_open = max(
@@ -50,13 +51,13 @@ class NumberSet:
             self.not_multiples | other.not_multiples,
             self.not_values | other.not_values,
         )
-        return both._settled()
+        return both._normalized()
 
-    def _settled(self) -> "NumberSet | None":
+    def _normalized(self) -> "NumberSet | None":
         if self.multiples & self.not_multiples:
             return None
         if self.values is not None:
-            values = frozenset(value for value in self.values if self._holds(value))
+            values = frozenset(value for value in self.values if self._has(value))
             return NumberSet(values) if values else None
         if self.low is not None and self.high is not None:
             if self.low > self.high or (
@@ -64,11 +65,13 @@ class NumberSet:
             ):
                 return None
             if self.low == self.high:
-                return replace(self, values=frozenset([self.low]))._settled()
-        kept = frozenset(value for value in self.not_values if self._holds(value, but_for_it=True))
+                return replace(self, values=frozenset([self.low]))._normalized()
+        kept = frozenset(
+            value for value in self.not_values if self._has(value, ignores_exclusion=True)
+        )
         return replace(self, not_values=kept)
 
-    def _holds(self, value: Fraction, *, but_for_it: bool = False) -> bool:
+    def _has(self, value: Fraction, *, ignores_exclusion: bool = False) -> bool:
         return (
             (self.integer is None or self.integer == (value.denominator == 1))
             and (self.low is None or value > self.low or (value == self.low and not self.low_open))
@@ -79,17 +82,17 @@ class NumberSet:
             )
             and all((value / m).denominator == 1 for m in self.multiples)
             and not any((value / m).denominator == 1 for m in self.not_multiples)
-            and (but_for_it or value not in self.not_values)
+            and (ignores_exclusion or value not in self.not_values)
         )
 
     def obstacle(self) -> str | None:
-        """The keyword that no grammar can hold here."""
+        """Return the keyword that no grammar can enforce, or None."""
         if self.values is None and self.integer is False and not list(self._fractions()):
             return '"not" over "integer"'
         return '"not" over "multipleOf"' if self.values is None and self.not_multiples else None
 
     def schemas(self) -> Iterator[dict[str, Json]]:
-        """Plain schemas of which one must hold."""
+        """Yield native schemas whose union is the set, or a part of it for fractions."""
         if self.values is not None:
             yield {"enum": [_json(value) for value in sorted(self.values)]}
             return
@@ -106,13 +109,13 @@ class NumberSet:
             yield part._schema()
 
     def _fractions(self) -> Iterator[dict[str, Json]]:
-        """Some numbers that are not whole, near zero or to the bounds: between whole ones."""
-        first = -_WHOLE // 2
+        """Yield unit intervals without their integer bounds, near zero or the set's bounds."""
+        first = -_INTERVALS // 2
         if self.low is not None:
             first = max(first, math.floor(self.low))
-        if self.high is not None and (self.low is None or self.high < first + _WHOLE):
-            first = min(first, math.ceil(self.high) - _WHOLE)
-        for whole in range(first, first + _WHOLE):
+        if self.high is not None and (self.low is None or self.high < first + _INTERVALS):
+            first = min(first, math.ceil(self.high) - _INTERVALS)
+        for whole in range(first, first + _INTERVALS):
             between = NumberSet(None, None, Fraction(whole), True, Fraction(whole + 1), True)
             part = replace(self, integer=None).intersection(between)
             if part is not None and not (part.multiples or part.not_multiples):
@@ -137,7 +140,7 @@ EVERY_NUMBER = NumberSet()
 
 
 def number_of(value: Json) -> Fraction | None:
-    """A JSON number without loss as it is written; None for another value."""
+    """Return the exact decimal value of a JSON number, or None for another value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return Fraction(value) if isinstance(value, int) else Fraction(repr(value))

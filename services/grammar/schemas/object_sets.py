@@ -1,4 +1,4 @@
-"""Sets of objects that their members describe."""
+"""Sets of objects: members, names and sizes."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -7,42 +7,41 @@ from dataclasses import dataclass, replace
 from services.grammar.schemas.conjunction import ALWAYS, NEVER, Conjunction, both
 from services.grammar.schemas.string_sets import matches
 
-__all__ = ["EVERY_OBJECT", "Exceptional", "ObjectSet"]
+__all__ = ["EVERY_OBJECT", "ObjectSet", "Witness"]
 
-_MOST_CHOICES = 256
+_MAX_ALTERNATIVES = 256
 _FEW = 4  # names of which all combinations are tried
 
 
 @dataclass(frozen=True, slots=True)
-class Exceptional:
-    """A member that there must be: any but those named or matched, with a value."""
+class Witness:
+    """A member that must exist, with neither an excluded name nor a matching one."""
 
     value: Conjunction
     but_names: frozenset[str] = frozenset()
     but_patterns: frozenset[str] = frozenset()
     only_pattern: str | None = None
     key: Conjunction = ALWAYS
-    """What its name must be"""
+    """The conjunction that its name must satisfy"""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectSet:
-    """The objects that meet all that is said here."""
+    """The objects that satisfy all constraints."""
 
     named: tuple[tuple[str, Conjunction], ...] = ()
-    """Values by name; these say all that is said of the names, patterns included"""
+    """Values by name. They include the constraints of matching patterns."""
     patterns: tuple[tuple[str, Conjunction], ...] = ()
-    """Values of other members, by what their names match; all that match hold"""
+    """Values of other members by pattern; all matching ones apply"""
     rest: Conjunction = ALWAYS
-    """Values of all others"""
+    """Values of all further members"""
     required: frozenset[str] = frozenset()
     low: int = 0
     high: int | None = None
-    names: Conjunction = ALWAYS
-    exceptions: frozenset[Exceptional] = frozenset()
+    witnesses: frozenset[Witness] = frozenset()
 
     def value(self, name: str) -> Conjunction:
-        """What the member of a name must be."""
+        """Return the conjunction that the member of a name must satisfy."""
         for other, value in self.named:
             if other == name:
                 return value
@@ -51,7 +50,7 @@ class ObjectSet:
         return both(*values) if any(match for match, _ in found) else both(self.rest, *values)
 
     def intersection(self, other: "ObjectSet") -> "ObjectSet | None":
-        """None where nothing is in both, as far as that can be told."""
+        """Return the objects in both sets, or None if they are known to be disjoint."""
         names = dict.fromkeys([name for name, _ in (*self.named, *other.named)])
         named = tuple((name, both(self.value(name), other.value(name))) for name in names)
         mine, theirs = dict(self.patterns), dict(other.patterns)
@@ -67,35 +66,38 @@ class ObjectSet:
             self.required | other.required,
             max(self.low, other.low),
             min(highs, default=None),
-            both(self.names, other.names),
-            self.exceptions | other.exceptions,
-        ).settled()
+            self.witnesses | other.witnesses,
+        ).normalized()
 
-    def settled(self, is_never: Callable[[Conjunction], bool] | None = None) -> "ObjectSet | None":
-        """The same, in a shorter form; None where it is empty, as far as that can be told."""
+    def normalized(
+        self, is_unsatisfiable: Callable[[Conjunction], bool] | None = None
+    ) -> "ObjectSet | None":
+        """Forbid unsatisfiable members. Return None for a set that is known to be empty."""
         least = max(self.low, len(self.required))
         if self.high is not None and least > self.high:
             return None
-        is_never = is_never or NEVER.__eq__
-        named = tuple((name, NEVER if is_never(value) else value) for name, value in self.named)
+        is_unsatisfiable = is_unsatisfiable or NEVER.__eq__
+        named = tuple(
+            (name, NEVER if is_unsatisfiable(value) else value) for name, value in self.named
+        )
         known = {name for name, _ in named}
         for name in self.required - known:
-            if is_never(self.value(name)):
+            if is_unsatisfiable(self.value(name)):
                 return None
         if any(value == NEVER and name in self.required for name, value in named):
             return None
         return replace(self, named=named)
 
     def needed(self) -> Iterator[Conjunction]:
-        """What must be possible for there to be any."""
+        """Yield the conjunctions that must be satisfiable for the set not to be empty."""
         yield from (self.value(name) for name in self.required)
 
     def with_member(self, name: str, value: Conjunction = ALWAYS) -> "ObjectSet | None":
-        """Those that have a member."""
+        """Return the objects of the set that have a member, or None."""
         return self.intersection(ObjectSet(((name, value),), required=frozenset([name])))
 
     def without_member(self, name: str) -> "ObjectSet | None":
-        """Those that have it not."""
+        """Return the objects of the set that lack a member, or None."""
         return self.intersection(ObjectSet(((name, NEVER),)))
 
     @property
@@ -106,33 +108,33 @@ class ObjectSet:
     def _is_closed(self) -> bool:
         return self.rest == NEVER and all(value == NEVER for _, value in self.patterns)
 
-    def choices(self) -> Iterator["ObjectSet"]:
-        """The same without exceptions, and with `low` and `high` where the compiler can count.
+    def alternatives(self) -> Iterator["ObjectSet"]:
+        """Yield sets whose union is the set, or a part of it where there are too many.
 
-        Some are left out where there would be too many.
+        They have no witnesses, and bounds of size only where llguidance can count.
         """
-        if self.exceptions:
-            exception = min(self.exceptions, key=repr)
-            others = replace(self, exceptions=self.exceptions - {exception})
-            for choice in others._excepted(exception):
-                yield from choice.choices()
+        if self.witnesses:
+            witness = min(self.witnesses, key=repr)
+            others = replace(self, witnesses=self.witnesses - {witness})
+            for witnessed in others._witnessed(witness):
+                yield from witnessed.alternatives()
             return
-        yield from itertools.islice(self._counted(), _MOST_CHOICES)
+        yield from itertools.islice(self._counted(), _MAX_ALTERNATIVES)
 
-    def _excepted(self, exception: Exceptional) -> Iterator["ObjectSet"]:
-        """With a member that is an exception; where its name is free, all free ones are."""
+    def _witnessed(self, witness: Witness) -> Iterator["ObjectSet"]:
+        """Yield the cases of a witness: each named member, then some or all unnamed ones."""
         for name, _ in self.named:
-            if name in exception.but_names:
+            if name in witness.but_names:
                 continue
-            if any(matches(p, name) is not False for p in exception.but_patterns):
+            if any(matches(p, name) is not False for p in witness.but_patterns):
                 continue
-            if exception.only_pattern and matches(exception.only_pattern, name) is not True:
+            if witness.only_pattern and matches(witness.only_pattern, name) is not True:
                 continue
-            if exception.key == ALWAYS and (one := self.with_member(name, exception.value)):
+            if witness.key == ALWAYS and (one := self.with_member(name, witness.value)):
                 yield one
-        if self._is_closed or exception.key != ALWAYS:
+        if self._is_closed or witness.key != ALWAYS:
             return
-        named = dict.fromkeys((*self._optional, *sorted(exception.but_names - self.required)))
+        named = dict.fromkeys((*self._optional, *sorted(witness.but_names - self.required)))
         sizes = range(len(named) + 1) if len(named) <= _FEW else (0,)
         for size in sizes:
             for chosen in itertools.combinations(named, size):
@@ -141,17 +143,17 @@ class ObjectSet:
                     if bare is not None:
                         wanted = name in chosen
                         bare = bare.with_member(name) if wanted else bare.without_member(name)
-                if bare is not None and (one := bare._with_free(exception)) is not None:
+                if bare is not None and (one := bare._with_unnamed(witness)) is not None:
                     yield one
 
-    def _with_free(self, exception: Exceptional) -> "ObjectSet | None":
-        """With at least one member of a name that is not known; all such are exceptions then."""
+    def _with_unnamed(self, witness: Witness) -> "ObjectSet | None":
+        """Require at least one unnamed member, and that every unnamed member is a witness."""
         named = tuple((name, ALWAYS) for name, _ in self.named)
-        if only := exception.only_pattern:
-            free = ObjectSet(named, ((only, exception.value),), NEVER)
+        if only := witness.only_pattern:
+            free = ObjectSet(named, ((only, witness.value),), NEVER)
         else:
-            but = tuple((pattern, NEVER) for pattern in exception.but_patterns)
-            free = ObjectSet(named, but, exception.value)
+            but = tuple((pattern, NEVER) for pattern in witness.but_patterns)
+            free = ObjectSet(named, but, witness.value)
         return self.intersection(replace(free, low=len(self.required) + 1))
 
     def _counted(self) -> Iterator["ObjectSet"]:
@@ -166,7 +168,7 @@ class ObjectSet:
         most = len(optional) if high is None else min(len(optional), high - count)
         fewest = max(low - count, 0)
         if high is None and fewest <= len(optional):
-            # of those that are named, so many are the first
+            # the first `fewest` of the optional members that occur
             for last in range(len(optional)):
                 for chosen in itertools.combinations(range(last), fewest - 1) if fewest else ():
                     picked = {*chosen, last}

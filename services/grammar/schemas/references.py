@@ -1,20 +1,20 @@
-"""Where the references of a JSON Schema lead."""
+"""The targets of the references in a JSON Schema."""
 
 from collections.abc import Iterator, Mapping
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import urldefrag, urljoin
 
+from services.common.annotations import LITERAL_KEYWORDS
 from services.common.json_values import Json
-from services.grammar.error import GrammarError
-from services.grammar.schemas.json_schema import subschemas
+from services.grammar import GrammarError
+from services.grammar.schemas.subschemas import resolve_pointer, subschemas
 
 __all__ = ["References"]
 
 
 class References:
-    """The subschemas of a document, by pointer, anchor and URI, and the paths of all its parts."""
+    """The subschemas of a document by pointer, anchor and URI, and the paths of all its parts."""
 
     def __init__(self, root: Json, path: str = "$") -> None:
-        self._root = root
         self._paths: dict[int, str] = {}
         self._bases: dict[int, str] = {}
         self._resources: dict[str, Json] = {"": root}
@@ -35,54 +35,44 @@ class References:
                 self._anchors[f"{base}{name}"] = part
 
     def path_of(self, schema: Json) -> str:
-        """The place of a part of the document; "$" for what is none."""
+        """Return the path of a part of the document, "$" for anything else."""
         return self._paths.get(id(schema), "$")
 
     def target(self, schema: Mapping[str, Json]) -> Json:
-        """What the "$ref" of a part leads to; raises GrammarError where there is nothing."""
+        """Return the target of a schema's "$ref"; raise GrammarError where there is none."""
         reference = schema["$ref"]
         if not isinstance(reference, str):
             raise GrammarError(f"{self.path_of(schema)}.$ref must be a string.")
         base = self._bases.get(id(schema), "")
         resource, fragment = urldefrag(urljoin(base, reference) if base else reference)
-        resource = resource or base
-        if resource in self._resources:
-            found = self._follow(self._resources[resource], resource, fragment)
-            if found is not None:
-                return found
-        raise GrammarError(
-            f'"{reference}" at {self.path_of(schema)}.$ref does not exist in the schema.'
-        )
-
-    def _follow(self, start: Json, base: str, fragment: str) -> Json:
-        """None where there is nothing."""
-        if fragment and not fragment.startswith("/"):
-            return self._anchors.get(f"{base}#{fragment}")
-        found = start
-        for part in fragment.split("/")[1:] if fragment.strip("/") else ():
-            key = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and key in found:
-                found = found[key]
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-                found = found[int(key)]
-            else:
-                return None
+        found = self._find(resource or base, fragment)
+        if found is None:
+            raise GrammarError(
+                f'"{reference}" at {self.path_of(schema)}.$ref does not exist in the schema.'
+            )
         return found
+
+    def _find(self, resource: str, fragment: str) -> Json:
+        if resource not in self._resources:
+            return None
+        if fragment and not fragment.startswith("/"):
+            return self._anchors.get(f"{resource}#{fragment}")
+        found = resolve_pointer(self._resources[resource], fragment)
+        return None if found is None else found[0]
 
 
 def _parts(
     value: Json, path: str, base: str, schemas: set[int], keyword: str
 ) -> Iterator[tuple[Mapping[str, Json], str, str]]:
-    """All objects, with their paths and the URI that references in them start from."""
+    """Yield all objects with their paths and base URIs."""
     if isinstance(value, Mapping):
-        identifier = value.get(keyword)
-        if id(value) not in schemas:
-            identifier = None  # it only looks like one
+        # outside schemas, the keyword is the name of some member
+        identifier = value.get(keyword) if id(value) in schemas else None
         if isinstance(identifier, str) and identifier and not identifier.startswith("#"):
             base = urldefrag(urljoin(base, identifier))[0]
         yield value, path, base
         for key, member in value.items():
-            if key not in ("enum", "const", "default", "examples"):
+            if key not in LITERAL_KEYWORDS:
                 yield from _parts(member, f"{path}.{key}", base, schemas, keyword)
     elif isinstance(value, list):
         for index, member in enumerate(value):

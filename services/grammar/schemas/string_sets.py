@@ -1,4 +1,4 @@
-"""Sets of strings that lengths, patterns, formats and exceptions describe."""
+"""Sets of strings: lengths, patterns, formats and excluded strings."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from llguidance import LLMatcher
 
 from services.common.json_values import Json
-from services.grammar.patterns.characters import (
+from services.grammar.patterns.character_sets import (
     SPELLABLE,
     Ranges,
     as_class,
@@ -21,7 +21,7 @@ from services.grammar.patterns.characters import (
 
 __all__ = ["EVERY_STRING", "StringSet", "are_disjoint", "matches"]
 
-# Expressions as `whole_match` writes them: a text, what begins with a text, a repeated class.
+# Expressions of `full_match`: a text, a prefix, a repeated class
 _ESCAPE = re.compile(r"\\x\{([0-9a-f]+)\}")
 _TEXT = r"((?:[^\\.\[\](){}|?*+^$]|\\x\{[0-9a-f]+\})+)"
 _WHOLE = re.compile(rf"\^\(\?:{_TEXT}\)\$")
@@ -32,7 +32,7 @@ _SOME = re.compile(r"\^\(\?:\[([^\]]+)\]([+*])\)\$")
 
 @dataclass(frozen=True, slots=True)
 class StringSet:
-    """The strings that meet all that is said here. None: nothing is said."""
+    """The strings that satisfy all constraints. None: no constraint."""
 
     values: frozenset[str] | None = None
     low: int = 0
@@ -44,7 +44,7 @@ class StringSet:
     not_formats: frozenset[str] = frozenset()
 
     def intersection(self, other: "StringSet") -> "StringSet | None":
-        """None where nothing is in both, as far as that can be told."""
+        """Return the strings in both sets, or None if llguidance can tell that there are none."""
         values = self.values if other.values is None else other.values
         if self.values is not None and other.values is not None:
             values = self.values & other.values
@@ -59,22 +59,22 @@ class StringSet:
             self.not_patterns | other.not_patterns,
             self.not_formats | other.not_formats,
         )
-        return both._settled()
+        return both._normalized()
 
-    def _settled(self) -> "StringSet | None":
+    def _normalized(self) -> "StringSet | None":
         if self.high is not None and self.low > self.high:
             return None
         if self.patterns & self.not_patterns or self.formats & self.not_formats:
             return None
         if self.values is None and self.high == 0:
-            return replace(self, values=frozenset([""]))._settled()
+            return replace(self, values=frozenset([""]))._normalized()
         if self.values is not None:
             kept = frozenset(value for value in self.values if self._may_hold(value))
             rest = frozenset(p for p in self.patterns if any(matches(p, v) is None for v in kept))
             gone = frozenset(
                 p for p in self.not_patterns if any(matches(p, v) is None for v in kept)
             )
-            settled = replace(
+            normalized = replace(
                 EVERY_STRING,
                 values=kept,
                 patterns=rest,
@@ -82,8 +82,8 @@ class StringSet:
                 not_patterns=gone,
                 not_formats=self.not_formats,
             )
-            return settled if kept and settled._is_possible() else None
-        return self if self._is_possible() else None
+            return normalized if kept and normalized._is_satisfiable() else None
+        return self if self._is_satisfiable() else None
 
     def _may_hold(self, value: str) -> bool:
         return (
@@ -94,16 +94,16 @@ class StringSet:
             and not any(matches(pattern, value) for pattern in self.not_patterns)
         )
 
-    def _is_possible(self) -> bool:
+    def _is_satisfiable(self) -> bool:
         constraints = len(self.patterns) + len(self.formats)
         if not constraints or (constraints == 1 and self.values is None and not self.low
                                and self.high is None):  # fmt: skip
             return True
-        # what must not be is left out here: that makes the set larger, never smaller
-        return _is_possible(json.dumps(replace(self, not_values=frozenset())._schema()))
+        # ignoring the excluded strings makes the set larger, never smaller
+        return _is_satisfiable(json.dumps(replace(self, not_values=frozenset())._schema()))
 
     def pattern(self) -> str | None:
-        """One pattern that says all of it, where there is one."""
+        """Return one expression for the whole set, or None if it takes more."""
         if self.values is not None or self.formats or self.not_formats:
             return None
         patterns = [*self.patterns]
@@ -116,7 +116,7 @@ class StringSet:
         return patterns[0] if len(patterns) == 1 and None not in negated else None
 
     def obstacle(self) -> str | None:
-        """The keyword that no grammar can hold here."""
+        """Return the keyword that no grammar can enforce, or None."""
         if self.not_formats:
             return f'"not" over the format "{min(self.not_formats)}"'
         for pattern in self.not_patterns:
@@ -125,7 +125,7 @@ class StringSet:
         return None
 
     def schemas(self) -> Iterator[dict[str, Json]]:
-        """Plain schemas of which one must hold."""
+        """Yield native schemas whose union is the set."""
         yield self._schema()
 
     def _schema(self) -> dict[str, Json]:
@@ -156,7 +156,7 @@ EVERY_STRING = StringSet()
 
 @functools.lru_cache(maxsize=4096)
 def matches(pattern: str, text: str) -> bool | None:
-    """Whether an expression of `whole_match` is that of a text; None where Python can't tell."""
+    """Return whether an expression of `full_match` matches a text; None if Python can't tell."""
     if not text.isascii() or not text.isprintable():
         return None
     escaped = _ESCAPE.sub(lambda code: f"\\U{int(code[1], 16):08x}", pattern)
@@ -167,20 +167,20 @@ def matches(pattern: str, text: str) -> bool | None:
 
 
 def are_disjoint(first: str, second: str) -> bool:
-    """Whether no string has both patterns."""
+    """Return whether llguidance can tell that no string matches both expressions."""
     return EVERY_STRING.intersection(StringSet(patterns=frozenset([first, second]))) is None
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_possible(schema: str) -> bool:
-    """llguidance's word on it; what it can't tell is possible."""
+def _is_satisfiable(schema: str) -> bool:
+    """Return False only if llguidance proves that the schema is unsatisfiable."""
     return "nsatisfiable" not in str(
         LLMatcher.validate_grammar(f'{{"grammars":[{{"json_schema":{schema}}}]}}')
     )
 
 
 def _none_of(values: Iterable[str]) -> str:
-    """A pattern for all strings but a few."""
+    """Return an expression of all strings but the given ones."""
     return f"^(?:{_other_than(sorted(set(values)))})$"
 
 
@@ -199,7 +199,7 @@ def _other_than(values: list[str]) -> str:
 
 
 def _none_in(codes: Iterable[int]) -> str:
-    """A class of the other characters that can be written."""
+    """Return the class of all other SPELLABLE characters."""
     return _outside(union((code, code) for code in codes))
 
 
@@ -208,11 +208,11 @@ def _outside(ranges: Ranges) -> str:
 
 
 def _without(pattern: str) -> str | None:
-    """An expression of the strings that do not have one of `whole_match`, where that is simple."""
+    """Return an expression of all strings that `pattern` does not match, None if unknown."""
     if whole := _WHOLE.fullmatch(pattern):
         return _none_of([_text_of(whole[1])])
     if prefix := _PREFIX.fullmatch(pattern):
-        return f"^(?:{_not_led_by(_text_of(prefix[1]))})$"
+        return f"^(?:{_without_prefix(_text_of(prefix[1]))})$"
     if some := _SOME.fullmatch(pattern):
         ranges = [
             (ord(_text_of(first)), ord(_text_of(last or first)))
@@ -227,7 +227,7 @@ def _text_of(literal: str) -> str:
     return _ESCAPE.sub(lambda code: chr(int(code[1], 16)), literal)
 
 
-def _not_led_by(prefix: str) -> str:
+def _without_prefix(prefix: str) -> str:
     options = f"|{_none_in([ord(prefix[0])])}(?s:.*)"
     rest = prefix[1:]
-    return f"{options}|{as_literal(ord(prefix[0]))}(?:{_not_led_by(rest)})" if rest else options
+    return f"{options}|{as_literal(ord(prefix[0]))}(?:{_without_prefix(rest)})" if rest else options

@@ -13,15 +13,15 @@ import grpc
 
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.serving.keys import Tier
+from tokenwire.serving.key_file import Tier
 
 __all__ = [
     "Account",
     "Bucket",
     "GenerationRequest",
-    "drawn_choices",
+    "cap_output",
     "estimated_tokens",
-    "lower_output",
+    "sequence_count",
 ]
 
 GenerationRequest: TypeAlias = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
@@ -152,10 +152,10 @@ def estimated_tokens(request: GenerationRequest) -> int:
             ids += len(prompt.token_ids.ids)
         else:
             texts += len(prompt.text.encode())
-    return ids + math.ceil(texts / _BYTES_PER_TOKEN) + output * drawn_choices(request)
+    return ids + math.ceil(texts / _BYTES_PER_TOKEN) + output * sequence_count(request)
 
 
-def drawn_choices(request: GenerationRequest) -> int:
+def sequence_count(request: GenerationRequest) -> int:
     """How many choices the engine draws for a request: each takes a place of its own there."""
     choices = request.n if request.HasField("n") else 1
     if isinstance(request, completion_pb2.ChatRequest):
@@ -163,7 +163,7 @@ def drawn_choices(request: GenerationRequest) -> int:
     return max(choices, request.best_of) * len(request.prompts)
 
 
-def lower_output(request: GenerationRequest, limits: Iterable[int | None]) -> None:
+def cap_output(request: GenerationRequest, limits: Iterable[int | None]) -> None:
     """Lowers max_tokens, its default too, to the least of the limits; None is none."""
     limit = min((limit for limit in limits if limit is not None), default=None)
     asked, stopping = _output(request), request.stopping

@@ -9,7 +9,7 @@ import grpc
 
 from services.http_shim.accounts.account import Account
 from tokenwire.errors import ServiceError
-from tokenwire.serving.keys import Key, KeyFileError, key_id, matches, read_keys
+from tokenwire.serving.key_file import Key, KeyFileError, key_id, matches, read_keys
 
 __all__ = ["Keyring"]
 

@@ -18,7 +18,7 @@ from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.session import Listener, completion_session
 
-__all__ = ["Backend", "Patience", "Submission"]
+__all__ = ["Backend", "RetryPolicy", "Submission"]
 
 _SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name
 _CALL_SECONDS = 30.0
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """What new requests get while the tokenizer service stops, starts, or is lost."""
 
     wait_seconds: float = 60.0
@@ -90,7 +90,7 @@ class Submission:
         self._is_cancelled = True
         if self._again is not None:
             self._again.cancel()
-        self._backend.session.forget(self._handle)
+        self._backend.session.detach(self._handle)
         cancel = completion_pb2.Cancel()
         command = completion_pb2.SessionCommand(handle=self._handle, cancel=cancel)
         self._backend.session.send(command)
@@ -113,9 +113,9 @@ class Submission:
 class Backend:
     """The tokenizer service at "host:port". Make it on the event loop that uses it."""
 
-    def __init__(self, target: str, patience: Patience) -> None:
-        self._patience = patience
-        self._channel = connect(target, patience.lost_seconds)
+    def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
+        self._retry_policy = retry_policy
+        self._channel = connect(target, retry_policy.lost_seconds)
         self._waiting = 0
         self._probe: asyncio.Task[bool] | None = None
         self.session = completion_session(self._channel)
@@ -157,12 +157,12 @@ class Backend:
 
         Raises that error if it takes too long, and RESOURCE_EXHAUSTED if too many wait.
         """
-        if self._waiting >= self._patience.max_waiting:
+        if self._waiting >= self._retry_policy.max_waiting:
             message = f"{self._waiting} requests wait for the model already; try again."
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             raise ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self._probe_health(self._patience.wait_seconds))
+            self._probe = asyncio.ensure_future(self._probe_health(self._retry_policy.wait_seconds))
         self._waiting += 1
         try:
             if not await asyncio.shield(self._probe):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import grpc
 
-from services.http_shim.backends.backend import Patience
-from services.http_shim.backends.served import Connection, ServedModel, model_not_found
-from services.http_shim.formats.cards import ModelCard, catalog_card
+from services.http_shim.backends.backend import RetryPolicy
+from services.http_shim.backends.model_source import Connection, ServedModel, model_not_found
+from services.http_shim.formats.model_cards import ModelCard, catalog_card
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.serving.catalog import CatalogError, CatalogModel, read_catalog
+from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog
 
 __all__ = ["Catalog"]
 
@@ -24,9 +24,9 @@ _CARDS_AT_ONCE = 250  # of a list; more would hold other requests up
 class Catalog:
     """Finds models by name. Make it on the event loop that uses it; raises CatalogError."""
 
-    def __init__(self, path: Path, patience: Patience) -> None:
+    def __init__(self, path: Path, retry_policy: RetryPolicy) -> None:
         self._path = path
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._connections: dict[str, Connection] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._comparing: set[asyncio.Task[None]] = set()
@@ -49,7 +49,7 @@ class Catalog:
             self._retiring.add(retiring)
             retiring.add_done_callback(self._retiring.discard)
         for target in targets - self._connections.keys():
-            self._connections[target] = Connection(target, self._patience)
+            self._connections[target] = Connection(target, self._retry_policy)
         self._models = tuple(models)
         self._by_name = {name: model for model in models for name in model.names}
         self._listed = [model for model in models if not model.variant]
@@ -78,7 +78,7 @@ class Catalog:
             )
         return ServedModel(
             id=row.id,
-            name_there="",
+            backend_name="",
             connection=self._connections[row.target],
             max_output_length=row.max_output_length,
             context=row.context,

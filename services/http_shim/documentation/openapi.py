@@ -19,18 +19,18 @@ from services.http_shim.documentation.openapi_fields import (
 )
 from services.http_shim.endpoints.multi_completion import MultiAnswer
 from services.http_shim.endpoints.probes import State, Version
-from services.http_shim.endpoints.tokens import (
+from services.http_shim.endpoints.tokenization import (
     AppliedTemplate,
     Detokenized,
     Tokenized,
     TokenizerInfo,
 )
 from services.http_shim.errors import ErrorBody
-from services.http_shim.formats.cards import ModelCard, ModelList
 from services.http_shim.formats.chat_responses import ChatChoice, ChatChunkChoice
 from services.http_shim.formats.completion_responses import Choice
 from services.http_shim.formats.foreign_fields import ForeignFields
-from services.http_shim.formats.requests import (
+from services.http_shim.formats.model_cards import ModelCard, ModelList
+from services.http_shim.formats.request_bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,

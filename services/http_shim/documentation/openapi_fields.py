@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from services.http_shim.formats.chat_messages import CalledFunction, Message, MessageCall
 from services.http_shim.formats.constraint_fields import StructuralTagFormat, StructuredOutputs
-from services.http_shim.formats.conversation import CalledFunction, Message, MessageCall
-from services.http_shim.formats.requests import (
+from services.http_shim.formats.request_bodies import (
     ChatBody,
     FunctionName,
     FunctionSpec,

@@ -3,9 +3,9 @@
 import msgspec
 
 from services.http_shim.endpoints.generation import Generation
-from services.http_shim.formats.chat_responses import ChatShape
-from services.http_shim.formats.chat_translate import chat_param_of, to_chat_request
-from services.http_shim.formats.requests import ChatBody
+from services.http_shim.formats.chat_requests import chat_param_of, to_chat_request
+from services.http_shim.formats.chat_responses import ChatFormatter
+from services.http_shim.formats.request_bodies import ChatBody
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["Chat"]
@@ -22,5 +22,5 @@ class Chat(Generation[ChatBody, completion_pb2.ChatDelta]):
     def _param_of(self, path: str, body: ChatBody) -> str:
         return chat_param_of(path, body)
 
-    def _shape_of(self, body: ChatBody) -> ChatShape:
-        return ChatShape.of(body)
+    def _formatter_of(self, body: ChatBody) -> ChatFormatter:
+        return ChatFormatter.of(body)

@@ -3,9 +3,9 @@
 import msgspec
 
 from services.http_shim.endpoints.generation import Generation
-from services.http_shim.formats.completion_responses import CompletionShape
-from services.http_shim.formats.requests import CompletionBody
-from services.http_shim.formats.translate import param_of, to_complete_request
+from services.http_shim.formats.completion_requests import param_of, to_complete_request
+from services.http_shim.formats.completion_responses import CompletionFormatter
+from services.http_shim.formats.request_bodies import CompletionBody
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["Completions"]
@@ -22,5 +22,5 @@ class Completions(Generation[CompletionBody, completion_pb2.ChoiceDelta]):
     def _param_of(self, path: str, body: CompletionBody) -> str:
         return param_of(path, body)
 
-    def _shape_of(self, body: CompletionBody) -> CompletionShape:
-        return CompletionShape.of(body)
+    def _formatter_of(self, body: CompletionBody) -> CompletionFormatter:
+        return CompletionFormatter.of(body)

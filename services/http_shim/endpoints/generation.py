@@ -14,16 +14,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.http_shim.accounts.account import GenerationRequest
-from services.http_shim.backends.running import Running
-from services.http_shim.backends.served import ModelSource, ServedModel
-from services.http_shim.endpoints.events import EventStream
-from services.http_shim.endpoints.stream import CREDIT, send_stream
+from services.http_shim.backends.model_source import ModelSource, ServedModel
+from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.endpoints.event_stream import EventStream
+from services.http_shim.endpoints.stream_sender import CREDIT, send_stream
 from services.http_shim.errors import ClientGoneError
+from services.http_shim.formats.completion_requests import schema_param
 from services.http_shim.formats.prompt_logprobs import prompt_logprobs_of
-from services.http_shim.formats.requests import GenerationBody, parse
-from services.http_shim.formats.responses import Delta, Envelope, Shape, usage_of
-from services.http_shim.formats.translate import schema_param
-from services.http_shim.http.access import charged, direct
+from services.http_shim.formats.request_bodies import GenerationBody, parse
+from services.http_shim.formats.responses import ChoiceFormatter, Delta, Envelope, usage_of
+from services.http_shim.http.access import assign_model, reserved_tokens
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
@@ -32,7 +32,7 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["Generation", "watch_for_leaving"]
+__all__ = ["Generation", "watch_for_disconnect"]
 
 _INLINE = 256 * 1024  # bytes of deltas; an answer of more is put together in a thread
 Body = TypeVar("Body", bound=GenerationBody)
@@ -60,53 +60,57 @@ class Generation(ABC, Generic[Body, Delta]):
         """The client's name for a field of the request."""
 
     @abstractmethod
-    def _shape_of(self, body: Body) -> Shape[Delta]:
+    def _formatter_of(self, body: Body) -> ChoiceFormatter[Delta]:
         """How the client wants to see its choices."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         body, exchange.ignored, request = await self._bodies.read(scope, receive, self._read)
-        served = await direct(exchange, self._models, body.model, request)
-        running: Running[Delta] = Running()
+        served = await assign_model(exchange, self._models, body.model, request)
+        collector: OutputCollector[Delta] = OutputCollector()
         with (
-            self._gate.entered(running),
-            charged(exchange, request),
+            self._gate.entered(collector),
+            reserved_tokens(exchange, request),
             served.connection.used() as backend,
             self._params_named(body),
         ):
             submission = backend.submit(
                 request,
-                running,
+                collector,
                 tenant=exchange.tenant,
                 priority=priority_of(exchange, body.priority),
                 credit=CREDIT if body.stream else None,
             )
-            shape = self._shape_of(body)
-            watch = asyncio.ensure_future(watch_for_leaving(receive, running))
+            formatter = self._formatter_of(body)
+            watch = asyncio.ensure_future(watch_for_disconnect(receive, collector))
             try:
                 if body.stream:
-                    accepted = await running.admitted()
+                    accepted = await collector.admitted()
                     _note_ignored(accepted, body, exchange)
-                    envelope = _envelope(accepted, served, shape)
-                    events = EventStream(running, shape, body.stream_options, envelope, exchange)
+                    envelope = _envelope(accepted, served, formatter)
+                    events = EventStream(
+                        collector, formatter, body.stream_options, envelope, exchange
+                    )
                     stall = self._stall_seconds
-                    await send_stream(scope, send, running, submission, events, stall_seconds=stall)
+                    await send_stream(
+                        scope, send, collector, submission, events, stall_seconds=stall
+                    )
                 else:
-                    usage = await running.completed()
-                    _note_ignored(await running.admitted(), body, exchange)
-                    whole = partial(_whole, running, usage, shape, exchange, served)
-                    held = sum(d.ByteSize() for ds in running.pending.values() for d in ds)
-                    runs = running.prompt_logprobs.values()
+                    usage = await collector.completed()
+                    _note_ignored(await collector.admitted(), body, exchange)
+                    whole = partial(_whole, collector, usage, formatter, exchange, served)
+                    held = sum(d.ByteSize() for ds in collector.pending.values() for d in ds)
+                    runs = collector.prompt_logprobs.values()
                     held += sum(run.ByteSize() for prompt in runs for run in prompt)
                     response = whole() if held < _INLINE else await asyncio.to_thread(whole)
                     await response(scope, receive, send)
             finally:
                 watch.cancel()
-                if running.is_open():
+                if collector.is_open():
                     submission.cancel()
                 if body.stream:
-                    exchange.completion_tokens += _untaken_tokens(running, shape)
-        if running.gone:
+                    exchange.completion_tokens += _untaken_tokens(collector, formatter)
+        if collector.gone:
             raise ClientGoneError
 
     def _read(self, encoded: bytes) -> tuple[Body, list[str], GenerationRequest]:
@@ -125,32 +129,32 @@ class Generation(ABC, Generic[Body, Delta]):
 
 
 def _whole(
-    running: Running[Delta],
+    collector: OutputCollector[Delta],
     usage: types_pb2.Usage,
-    shape: Shape[Delta],
+    formatter: ChoiceFormatter[Delta],
     exchange: Exchange,
     served: ServedModel,
 ) -> Response:
-    accepted = running.accepted
+    accepted = collector.accepted
     assert accepted is not None
     exchange.prompt_tokens = usage.prompt_tokens
     exchange.completion_tokens = usage.completion_tokens
     choices = [
-        shape.choice(
+        formatter.choice(
             index,
-            running.pending.get(index, []),
-            running.finished[index],
-            accepted.prompts[index // shape.choices_per_prompt],
+            collector.pending.get(index, []),
+            collector.finished[index],
+            accepted.prompts[index // formatter.choices_per_prompt],
         )
-        for index in sorted(running.finished)
+        for index in sorted(collector.finished)
     ]
     total, more = usage_of(usage), None
-    if shape.prompt_logprobs:
-        runs = running.prompt_logprobs
+    if formatter.prompt_logprobs:
+        runs = collector.prompt_logprobs
         prompts = [prompt_logprobs_of(runs.get(i, ())) for i in range(len(accepted.prompts))]
-        more = shape.add_prompt_logprobs(choices, prompts)
+        more = formatter.add_prompt_logprobs(choices, prompts)
     return Response(
-        _envelope(accepted, served, shape).whole(choices, total, more),
+        _envelope(accepted, served, formatter).whole(choices, total, more),
         headers={"x-tokens-used": str(total.total_tokens)},
         media_type="application/json",
     )
@@ -164,21 +168,25 @@ def _note_ignored(
 
 
 def _envelope(
-    accepted: completion_pb2.CompleteAccepted, served: ServedModel, shape: Shape[Delta]
+    accepted: completion_pb2.CompleteAccepted,
+    served: ServedModel,
+    formatter: ChoiceFormatter[Delta],
 ) -> Envelope:
     if served.id:
         accepted.model = served.id
-    return Envelope(f"{shape.id_prefix}-{uuid.uuid4().hex}", int(time.time()), accepted, shape)
+    return Envelope(
+        f"{formatter.id_prefix}-{uuid.uuid4().hex}", int(time.time()), accepted, formatter
+    )
 
 
-def _untaken_tokens(running: Running[Delta], shape: Shape[Delta]) -> int:
+def _untaken_tokens(collector: OutputCollector[Delta], formatter: ChoiceFormatter[Delta]) -> int:
     """Generated, and of no use to a client that left before they were sent."""
-    return sum(map(shape.tokens_in, running.pending.values()))
+    return sum(map(formatter.tokens_in, collector.pending.values()))
 
 
-async def watch_for_leaving(receive: Receive, *running: Running[Any]) -> None:
+async def watch_for_disconnect(receive: Receive, *collector: OutputCollector[Any]) -> None:
     """Abandons what runs for a client when it leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    for each in running:
+    for each in collector:
         each.abandon()

@@ -3,8 +3,8 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.http_shim.backends.served import ModelSource
-from services.http_shim.formats.cards import ModelList
+from services.http_shim.backends.model_source import ModelSource
+from services.http_shim.formats.model_cards import ModelList
 from services.http_shim.http.body import json_response
 
 __all__ = ["Models"]

@@ -13,12 +13,12 @@ from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.http_shim.backends.running import Running
-from services.http_shim.backends.served import ModelSource, ServedModel
-from services.http_shim.endpoints.generation import watch_for_leaving
-from services.http_shim.formats.completion_responses import CompletionShape
-from services.http_shim.formats.requests import MultiCompletionBody, parse
-from services.http_shim.http.access import charged, direct
+from services.http_shim.backends.model_source import ModelSource, ServedModel
+from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.endpoints.generation import watch_for_disconnect
+from services.http_shim.formats.completion_responses import CompletionFormatter
+from services.http_shim.formats.request_bodies import MultiCompletionBody, parse
+from services.http_shim.http.access import assign_model, reserved_tokens
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
@@ -29,9 +29,9 @@ from tokenwire.pb.types.v1 import types_pb2
 __all__ = ["MultiAnswer", "MultiCompletion"]
 
 _DECODER = msgspec.json.Decoder(MultiCompletionBody)
-_Running = Running[completion_pb2.ChoiceDelta]
+_Collector = OutputCollector[completion_pb2.ChoiceDelta]
 _MAX_MODELS = 128  # as many as prompts may have choices elsewhere
-_PLAIN = CompletionShape(
+_PLAIN = CompletionFormatter(
     choices_per_prompt=1,
     logprobs=False,
     token_ids=False,
@@ -92,10 +92,10 @@ class MultiCompletion:
         names = _names(body)
         parts = [await self._part(exchange, name, body) for name in names]
         await self._models.require(names)
-        listeners: list[_Running] = [Running() for _ in parts]
+        listeners: list[_Collector] = [OutputCollector() for _ in parts]
         with (
             self._gate.entered(*listeners),
-            charged(exchange, *[part.request for part in parts]),
+            reserved_tokens(exchange, *[part.request for part in parts]),
         ):
             choices = await _complete_all(parts, listeners, exchange, receive)
             usage = _total(choices)
@@ -105,7 +105,7 @@ class MultiCompletion:
 
     async def _part(self, exchange: Exchange, name: str, body: MultiCompletionBody) -> _Part:
         request = _to_complete_request(body)
-        return _Part(await direct(exchange, self._models, name, request), request)
+        return _Part(await assign_model(exchange, self._models, name, request), request)
 
 
 def _names(body: MultiCompletionBody) -> list[str]:
@@ -140,40 +140,40 @@ def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.CompleteRe
 
 
 async def _complete_all(
-    parts: list[_Part], listeners: list[_Running], exchange: Exchange, receive: Receive
+    parts: list[_Part], listeners: list[_Collector], exchange: Exchange, receive: Receive
 ) -> list[ModelChoice]:
     """All of them at once; the first failure ends the others and is raised."""
-    watch = asyncio.ensure_future(watch_for_leaving(receive, *listeners))
+    watch = asyncio.ensure_future(watch_for_disconnect(receive, *listeners))
     with ExitStack() as cleanup:
         cleanup.callback(watch.cancel)
         tasks = [
-            asyncio.ensure_future(_complete(part, running, exchange))
-            for part, running in zip(parts, listeners, strict=True)
+            asyncio.ensure_future(_complete(part, collector, exchange))
+            for part, collector in zip(parts, listeners, strict=True)
         ]
         for task in tasks:
             cleanup.callback(task.cancel)
         return await asyncio.gather(*tasks)
 
 
-async def _complete(part: _Part, running: _Running, exchange: Exchange) -> ModelChoice:
+async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> ModelChoice:
     began = time.monotonic()
     with part.served.connection.used() as backend:
         submission = backend.submit(
-            part.request, running, tenant=exchange.tenant, priority=exchange.priority
+            part.request, collector, tenant=exchange.tenant, priority=exchange.priority
         )
         try:
-            usage = await running.completed()
+            usage = await collector.completed()
         except ServiceError as error:
             raise _named(error) from None
         finally:
-            if running.is_open():
+            if collector.is_open():
                 submission.cancel()
-    assert running.accepted is not None
-    choice = _PLAIN.choice(0, running.pending.get(0, []), running.finished[0], None)
+    assert collector.accepted is not None
+    choice = _PLAIN.choice(0, collector.pending.get(0, []), collector.finished[0], None)
     return ModelChoice(
         text=choice.text,
         created=int(time.time()),
-        model=part.served.id or running.accepted.model,
+        model=part.served.id or collector.accepted.model,
         finish_reason=choice.finish_reason or "stop",
         usage=_timed(usage.prompt_tokens, usage.completion_tokens, time.monotonic() - began),
     )

@@ -9,7 +9,7 @@ from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.http_shim.backends.served import ModelSource
+from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.http.body import json_response
 from services.http_shim.http.gate import Gate
 from tokenwire.errors import ServiceError

@@ -6,10 +6,10 @@ from typing import Self
 
 from msgspec import UNSET, Struct, UnsetType
 
-from services.http_shim.formats.requests import ChatBody
+from services.http_shim.formats.request_bodies import ChatBody
 from services.http_shim.formats.responses import (
+    ChoiceFormatter,
     PromptLogprobs,
-    Shape,
     finish_reason_of,
     finite,
     matched_stop_of,
@@ -18,7 +18,7 @@ from services.http_shim.formats.responses import (
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["ChatChoice", "ChatChunkChoice", "ChatPromptLogprobs", "ChatShape"]
+__all__ = ["ChatChoice", "ChatChunkChoice", "ChatFormatter", "ChatPromptLogprobs"]
 
 
 class TokenLogprob(Struct):
@@ -128,7 +128,7 @@ class ChatPromptLogprobs(Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatShape(Shape[completion_pb2.ChatDelta]):
+class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
     """What the client wants to see of each choice of a chat."""
 
     id_prefix = "chatcmpl"

@@ -7,10 +7,10 @@ from typing import Self
 
 from msgspec import UNSET, Struct, UnsetType
 
-from services.http_shim.formats.requests import CompletionBody
+from services.http_shim.formats.request_bodies import CompletionBody
 from services.http_shim.formats.responses import (
+    ChoiceFormatter,
     PromptLogprobs,
-    Shape,
     finish_reason_of,
     finite,
     matched_stop_of,
@@ -19,7 +19,7 @@ from services.http_shim.formats.responses import (
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["Choice", "CompletionShape"]
+__all__ = ["Choice", "CompletionFormatter"]
 
 _LEAST = -math.inf
 
@@ -48,7 +48,7 @@ class Choice(Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionShape(Shape[completion_pb2.ChoiceDelta]):
+class CompletionFormatter(ChoiceFormatter[completion_pb2.ChoiceDelta]):
     """What the client wants to see of each choice of a completion."""
 
     id_prefix = "cmpl"

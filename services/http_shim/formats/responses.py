@@ -13,11 +13,11 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
+    "ChoiceFormatter",
     "Delta",
     "Envelope",
     "PromptLogprobs",
     "PromptToken",
-    "Shape",
     "Usage",
     "finish_reason_of",
     "finite",
@@ -76,7 +76,7 @@ class _Head(Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape(ABC, Generic[Delta]):
+class ChoiceFormatter(ABC, Generic[Delta]):
     """What the client of an endpoint wants to see of each choice."""
 
     choices_per_prompt: int
@@ -132,16 +132,16 @@ class Envelope:
         identity: str,
         created: int,
         accepted: completion_pb2.CompleteAccepted,
-        shape: Shape[Delta],
+        formatter: ChoiceFormatter[Delta],
     ) -> None:
         def head(name: str) -> bytes:
             model, fingerprint = accepted.model, accepted.system_fingerprint
             return _encode(_Head(identity, name, created, model, fingerprint))[:-1]
 
-        self._whole = head(shape.whole_object) + b',"choices":'
-        self._chunk = b"data: " + head(shape.chunk_object) + b',"choices":['
+        self._whole = head(formatter.whole_object) + b',"choices":'
+        self._chunk = b"data: " + head(formatter.chunk_object) + b',"choices":['
         self._prompt = b""
-        if shape.prompt_on_top and shape.token_ids:
+        if formatter.prompt_on_top and formatter.token_ids:
             self._prompt = b',"prompt_token_ids":' + _encode(list(accepted.prompts[0].ids))
 
     def whole(self, choices: Sequence[Struct], usage: Usage, more: Struct | None = None) -> bytes:

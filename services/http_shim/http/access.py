@@ -9,17 +9,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.http_shim.accounts.account import (
     GenerationRequest,
-    drawn_choices,
+    cap_output,
     estimated_tokens,
-    lower_output,
+    sequence_count,
 )
 from services.http_shim.accounts.keyring import Keyring
-from services.http_shim.backends.served import ModelSource, ServedModel
+from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.http.exchange import Exchange, exchange_of
-from services.http_shim.http.handlers import refused
+from services.http_shim.http.failures import error_response
 from tokenwire.errors import ServiceError
 
-__all__ = ["AccessMiddleware", "charged", "direct", "model_for"]
+__all__ = ["AccessMiddleware", "assign_model", "authorized_model", "reserved_tokens"]
 
 
 class AccessMiddleware:
@@ -40,7 +40,7 @@ class AccessMiddleware:
         try:
             account = self._keyring.account(Headers(scope=scope).get("authorization"))
         except ServiceError as error:
-            await refused(scope, error)(scope, receive, send)
+            await error_response(scope, error)(scope, receive, send)
             return
         exchange_of(scope).account = account
 
@@ -53,12 +53,14 @@ class AccessMiddleware:
             if scope["method"] == "POST":
                 account.count_request(time.monotonic())
         except ServiceError as error:
-            await refused(scope, error)(scope, receive, send_on)
+            await error_response(scope, error)(scope, receive, send_on)
             return
         await self._app(scope, receive, send_on)
 
 
-async def model_for(exchange: Exchange, models: ModelSource, name: str | None) -> ServedModel:
+async def authorized_model(
+    exchange: Exchange, models: ModelSource, name: str | None
+) -> ServedModel:
     """The model of a name, if whoever asks may use it. Raises ServiceError."""
     served = models.find(name)
     if exchange.account is not None and exchange.account.tier.models is not None:
@@ -66,36 +68,36 @@ async def model_for(exchange: Exchange, models: ModelSource, name: str | None) -
     return served
 
 
-async def direct(
+async def assign_model(
     exchange: Exchange,
     models: ModelSource,
     name: str | None,
     request: GenerationRequest,
 ) -> ServedModel:
     """The model that a request goes to, under its limits and the key's. Raises ServiceError."""
-    served = await model_for(exchange, models, name)
-    request.model = served.name_there
+    served = await authorized_model(exchange, models, name)
+    request.model = served.backend_name
     caps = [served.max_output_length]
     if exchange.account is not None:
         caps.append(exchange.account.tier.max_tokens)
-    lower_output(request, caps)
+    cap_output(request, caps)
     if served.context is not None:
         request.stopping.context_length = served.context
     return served
 
 
 @contextmanager
-def charged(exchange: Exchange, *requests: GenerationRequest) -> Iterator[None]:
+def reserved_tokens(exchange: Exchange, *requests: GenerationRequest) -> Iterator[None]:
     """Around completions: reserves the tokens that they may use, and settles at the end.
 
-    What was refused costs nothing. Who leaves before anything is known of the usage pays what was
+    What was error_response costs nothing. Who leaves before anything is known of the usage pays what was
     reserved. Raises RESOURCE_EXHAUSTED.
     """
     account = exchange.account
     if account is None:
         yield
         return
-    choices = sum(map(drawn_choices, requests))
+    choices = sum(map(sequence_count, requests))
     reserved = account.begin(sum(map(estimated_tokens, requests)), time.monotonic(), choices)
     is_refused = False
     try:

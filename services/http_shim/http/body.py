@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from services.http_shim.errors import BodyTooLargeError, ClientGoneError
-from services.http_shim.http.extent import check_extent
+from services.http_shim.http.json_limits import check_json_limits
 from tokenwire.errors import ServiceError
 
 __all__ = ["BodyReader", "json_response"]
@@ -69,7 +69,7 @@ class BodyReader:
 
 def _make_large(body: bytearray, make: Callable[[bytes], Made]) -> Made:
     text = bytes(body)
-    check_extent(text)
+    check_json_limits(text)
     return make(text)
 
 

@@ -16,7 +16,7 @@ from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import failure, request_id, traceparent
 from services.http_shim.accounts.account import Account
 from services.http_shim.errors import ClientGoneError
-from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUESTS, SECONDS, TOKENS
+from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUEST_SECONDS, REQUESTS, TOKENS
 
 __all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
 
@@ -99,7 +99,7 @@ class ExchangeMiddleware:
         route = self._route(scope)
         seconds = time.monotonic() - exchange.began
         REQUESTS.labels(route, exchange.status).inc()
-        SECONDS.labels(route).observe(seconds)
+        REQUEST_SECONDS.labels(route).observe(seconds)
         TOKENS.labels("prompt").inc(exchange.prompt_tokens)
         TOKENS.labels("completion").inc(exchange.completion_tokens)
         fields: dict[str, object] = {

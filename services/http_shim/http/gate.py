@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from services.http_shim.backends.running import Running
+from services.http_shim.backends.output_collector import OutputCollector
 from tokenwire.errors import ServiceError
 
 __all__ = ["Gate"]
@@ -17,22 +17,22 @@ class Gate:
     """Knows the completions that run; closed, it lets no new one in."""
 
     def __init__(self) -> None:
-        self._inside: set[Running[Any]] = set()
+        self._inside: set[OutputCollector[Any]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
         self.closed = False
 
     @contextmanager
-    def entered(self, *running: Running[Any]) -> Iterator[None]:
+    def entered(self, *collector: OutputCollector[Any]) -> Iterator[None]:
         """Around what runs for one request; UNAVAILABLE when closed."""
         if self.closed:
             raise _stopping("The server is stopping.")
-        self._inside.update(running)
+        self._inside.update(collector)
         self._empty.clear()
         try:
             yield
         finally:
-            self._inside.difference_update(running)
+            self._inside.difference_update(collector)
             if not self._inside:
                 self._empty.set()
 
@@ -46,8 +46,8 @@ class Gate:
         try:
             await asyncio.wait_for(self._empty.wait(), grace)
         except TimeoutError:
-            for running in self._inside:
-                running.on_error(_stopping("The server stopped before the answer was complete."))
+            for collector in self._inside:
+                collector.on_error(_stopping("The server stopped before the answer was complete."))
             return False
         return True
 

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.http_shim.http.exchange import Exchange, exchange_of
-from services.http_shim.http.handlers import refused
+from services.http_shim.http.failures import error_response
 from tokenwire.errors import ServiceError, invalid
 
 __all__ = ["SchedulingMiddleware", "priority_of"]
@@ -59,7 +59,7 @@ class SchedulingMiddleware:
             try:
                 _follow_headers(exchange, headers)
             except ServiceError as error:
-                await refused(scope, error)(scope, receive, send)
+                await error_response(scope, error)(scope, receive, send)
                 return
         else:
             exchange.ignored_headers = [name for name in (_PRIORITY, _TENANT) if name in headers]

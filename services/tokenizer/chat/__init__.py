@@ -1,1 +1,1 @@
-"""Chats: from a conversation to the prompt, and from generated text to the message."""
+"""Chats: a conversation becomes a prompt, generated text becomes a message."""

@@ -1,6 +1,6 @@
-"""One choice: generated ids in, deltas of text out."""
+"""One choice: generated ids in, text and token columns out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 
@@ -15,19 +15,57 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["Choice", "Outcome"]
+__all__ = ["Choice", "ChoiceOutput", "Outcome"]
+
+_LARGE_COLUMNS = 1_000  # scored tokens, whose columns take megabytes
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a choice ended."""
+    """The end of a choice."""
 
     reason: "types_pb2.FinishReason.ValueType"
     match: types_pb2.StopMatch | None
+    completion_tokens: int
+
+    def write(self, index: int, finished: completion_pb2.ChoiceFinished) -> None:
+        """Put the end of the choice with this index into an event."""
+        finished.index = index
+        finished.reason = self.reason
+        finished.completion_tokens = self.completion_tokens
+        if self.match is not None:
+            finished.match.CopyFrom(self.match)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOutput:
+    """Output of one choice since the last: an echo, then new tokens, then the end."""
+
+    index: int
+    echo: Echo | None
+    position: int
+    """Tokens of the choice before those of `columns`."""
+    text: str
+    columns: Columns
+    suffix: str
+    """Text to append behind the last token."""
+    outcome: Outcome | None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether there are new tokens or text."""
+        return bool(self.columns.ids or self.text)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a response may take megabytes: a prompt, or many scored tokens."""
+        return self.echo is not None or (
+            bool(self.columns.scores) and len(self.columns.ids) > _LARGE_COLUMNS
+        )
 
 
 class _HeldToken:
-    """A token some of whose text is held, or whose text is not known in full."""
+    """A token whose text is held back in part, or not yet known in full."""
 
     __slots__ = ("candidate_texts", "name", "score", "start", "text", "token")
 
@@ -39,7 +77,7 @@ class _HeldToken:
         candidate_texts: Sequence[str],
         name: str | None,
     ) -> None:
-        """`name` is its own text, where the choice's text leaves it out."""
+        """`name` is the text of a token that the choice's text leaves out, else None."""
         self.token = token
         self.text = ""
         self.start = start
@@ -49,70 +87,70 @@ class _HeldToken:
 
 
 class Choice:
-    """Decodes, matches stop strings, and gathers what may be sent until `write` takes it."""
+    """Decodes ids, matches stop strings, and gathers output until `take`."""
 
     def __init__(
         self, index: int, plan: ChoicePlan, detokenizer: Detokenizer, echo_length: int | None
     ) -> None:
-        """`echo_length` is that of the prompt's text, in code points, where an echo will be put;
-        nothing is ready before."""
+        """`echo_length` is the length of the prompt's text in code points, None without an echo.
+
+        With an echo, there is no output before `put_echo`.
+        """
         self.index = index
         self.outcome: Outcome | None = None
         self.received: list[int] = []
-        """The ids so far, through the one that completed a stop string."""
+        """Ids so far, through the one that completed a stop string."""
         self.sent = 0
-        """How many of them were written."""
+        """Number of tokens that were taken."""
         self._plan = plan
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(plan.stops) if plan.stops is not None else None
         self._tracked = plan.scored or plan.stops is not None
         self._echo: Echo | None = None
         self._awaits_echo = self._has_echo = echo_length is not None
-        self._base = echo_length or 0  # code points in front of the generated text
-        self._ends_prompt = False  # no token goes on with the prompt's last character
-        self._logprobs: list[float] = []  # of all that was received, for best_of
-        self._text = ""  # ready to be sent, as are the columns
+        self._base = echo_length or 0  # code points before the generated text
+        self._ends_prompt = False  # no token completes the prompt's last character
+        self._logprobs: list[float] = []  # of all received tokens, for best_of
+        self._text = ""  # ready to be taken, as are the columns
         self._columns = Columns()
-        # held back, when tokens are tracked; offsets in code points of the generated text
+        # held back, if tokens are tracked; offsets in code points of the generated text
         self._held: list[_HeldToken] = []
-        self._unsettled = 0  # how many at the end of _held may still get text
+        self._unsettled = 0  # tokens at the end of _held that may still get text
         self._held_text = ""
         self._decoded = 0
-        self._finish_written = False
-
-    @property
-    def is_large(self) -> bool:
-        """Whether `write` may write megabytes: a prompt, or many scores at once."""
-        return self._echo is not None or (self._plan.scored and len(self._columns.ids) > 1_000)
+        self._is_end_taken = False
 
     @property
     def has_output(self) -> bool:
-        """Whether `write` has something to write."""
-        if self._awaits_echo or self._finish_written:
+        """Whether `take` returns anything."""
+        if self._awaits_echo or self._is_end_taken:
             return False
         if self._echo is not None and self._detokenizer.is_inherited:
-            return False  # how the echo ends is not known
+            return False  # the echo's last character is not known yet
         return bool(self._columns.ids or self._text or self._echo or self.outcome)
 
     @property
     def kept_logprobs(self) -> Sequence[float]:
-        """Of the tokens that the answer keeps, with best_of, once the choice has ended."""
+        """Logprobs of the tokens before any cut, once the choice ended; for best_of only."""
         return self._logprobs[: self.sent + len(self._columns.ids)]
 
     def put_echo(self, echo: Echo) -> None:
-        """The prompt, which is written first."""
+        """Set the echo, which comes before all other output."""
         self._echo = echo
         self._awaits_echo = False
 
     def add(self, position: int, tokens: types_pb2.TokenColumns) -> None:
-        """Generated tokens. What was received before is skipped, and so is what follows a stop
-        string. Raises INTERNAL when tokens are missing in between."""
+        """Add generated tokens, the first of which is number `position` of the choice.
+
+        Tokens that were received before are skipped, and so are those behind a stop string.
+        Raises INTERNAL if tokens are missing in between.
+        """
         if self.outcome is not None:
             return
         skip = len(self.received) - position
         if skip < 0:
             raise ServiceError(
-                grpc.StatusCode.INTERNAL, "TOKENS_LOST", "Tokens of the engine were lost."
+                grpc.StatusCode.INTERNAL, "TOKENS_LOST", "Tokens from the engine were lost."
             )
         ids: Sequence[int] = tokens.ids[skip:] if skip else tokens.ids
         if self._plan.ranked:
@@ -121,9 +159,9 @@ class Choice:
             scores = read_scores(tokens)[skip:] if self._plan.scored else None
             self._add_tracked(ids, scores)
             return
-        enders, feed, text = self._plan.enders, self._detokenizer.feed, ""
+        end_ids, feed, text = self._plan.end_ids, self._detokenizer.feed, ""
         for token in ids:
-            if token not in enders:
+            if token not in end_ids:
                 text += feed(token)
         self.received.extend(ids)
         self._columns.ids.extend(ids)
@@ -132,7 +170,7 @@ class Choice:
     def end(
         self, reason: "types_pb2.FinishReason.ValueType", match: types_pb2.StopMatch | None
     ) -> None:
-        """The engine ended the sequence."""
+        """End the choice, unless a stop string ended it before."""
         if self.outcome is not None:
             return
         if not self._tracked:
@@ -140,58 +178,24 @@ class Choice:
         elif not self._flush():
             self._release(self._decoded)
         if self.outcome is None:
-            self.outcome = Outcome(reason, match)
+            self.outcome = Outcome(reason, match, len(self.received))
 
-    def write(self, add: Callable[[], completion_pb2.CompleteResponse]) -> None:
-        """Write what is ready as events."""
-        if self._echo is not None:
-            ended = self._echo.ended if self._ends_prompt else None
-            self._write_echo(add().delta, ended or self._echo)
-            self._echo = None
-        ids = self._columns.ids
-        if ids or self._text:
-            delta = add().delta
-            delta.index = self.index
-            delta.text = self._text
-            delta.position = self.sent
-            if self._plan.scored:
-                self._columns.write(delta)
-                self._columns = Columns()
-                self.sent += len(ids)
-            elif ids:
-                delta.tokens.ids.extend(ids)
-                self.sent += len(ids)
-                ids.clear()
-            self._text = ""
-        if self.outcome is not None and not self._finish_written:
-            self._write_end(add, self.outcome)
-
-    def _write_echo(self, delta: completion_pb2.ChoiceDelta, echo: Echo) -> None:
-        delta.index = self.index
-        delta.text = echo.text
-        delta.is_prompt = True
-        echo.columns.write(delta)
-
-    def _write_end(
-        self, add: Callable[[], completion_pb2.CompleteResponse], outcome: Outcome
-    ) -> None:
-        if self._plan.suffix:
-            delta = add().delta
-            delta.index = self.index
-            delta.text = self._plan.suffix
-            delta.position = self.sent
-        finished = add().finished
-        finished.index = self.index
-        finished.reason = outcome.reason
-        finished.completion_tokens = len(self.received)
-        if outcome.match is not None:
-            finished.match.CopyFrom(outcome.match)
-        self._finish_written = True
+    def take(self) -> ChoiceOutput:
+        """Return the output that is ready, and remove it. `has_output` must be true."""
+        echo, self._echo = self._echo, None
+        if echo is not None and self._ends_prompt:
+            echo = echo.ended or echo
+        text, self._text = self._text, ""
+        columns, self._columns = self._columns, Columns()
+        position, self.sent = self.sent, self.sent + len(columns.ids)
+        self._is_end_taken = self.outcome is not None
+        suffix = self._plan.suffix if self._is_end_taken else ""
+        return ChoiceOutput(self.index, echo, position, text, columns, suffix, self.outcome)
 
     def _add_tracked(self, ids: Sequence[int], scores: Sequence[Score] | None) -> None:
         detokenizer = self._detokenizer
         for place, token in enumerate(ids):
-            ends = token in self._plan.enders
+            ends = token in self._plan.end_ids
             if ends and self._flush():
                 return
             score, name = None, None
@@ -215,7 +219,7 @@ class Choice:
             self._release(self._decoded - (self._matcher.held if self._matcher is not None else 0))
 
     def _flush(self) -> bool:
-        """Decode what the detokenizer holds back; whether that completed a stop string."""
+        """Decode the held bytes. Returns whether they complete a stop string."""
         rest = self._rest()
         unsettled = self._held[len(self._held) - self._unsettled :]
         self._unsettled = 0
@@ -228,8 +232,10 @@ class Choice:
         return self._grow(began, rest)
 
     def _rest(self) -> str:
-        """What the unfinished character at the end adds to the generated text. One that only the
-        prompt began is the echo's, if there is any."""
+        """Return the text that an unfinished character adds at the end of the generated text.
+
+        If all its bytes are the prompt's, it belongs to the echo, or to nothing without one.
+        """
         is_prompts = self._detokenizer.is_inherited
         rest = self._detokenizer.flush()
         if not is_prompts:
@@ -240,7 +246,7 @@ class Choice:
         return ""
 
     def _grow(self, held: _HeldToken, text: str) -> bool:
-        """The token adds text; whether that completed a stop string."""
+        """Add text to a held token. Returns whether the text completes a stop string."""
         held.text += text
         self._held_text += text
         self._decoded += len(text)
@@ -253,12 +259,15 @@ class Choice:
         return True
 
     def _stop_at(self, match: StopStringMatch) -> None:
-        """Cut text and tokens: those that start before the cut stay, the last one clipped, and so
-        do those just before it that add no bytes at all."""
+        """Cut text and tokens at a stop string, and end the choice.
+
+        Tokens that start before the cut stay, the last one clipped. Tokens without bytes that
+        stand directly before the cut stay too.
+        """
         cut = match.end if self._plan.include_stop else match.start
         self._held_text = self._held_text[: len(self._held_text) - (self._decoded - cut)]
         is_silent = self._detokenizer.is_silent
-        # up to the first that goes: one without bytes behind it would leave a gap
+        # end at the first token that goes: a later one without bytes would leave a gap
         self._held = list(
             takewhile(
                 lambda held: held.start < cut or (held.start == cut and is_silent(held.token)),
@@ -269,19 +278,20 @@ class Choice:
             held.text = held.text[: cut - held.start]
         self._decoded, self._unsettled = cut, 0
         self._release(cut)
-        self.outcome = Outcome(
-            types_pb2.FINISH_REASON_STOP, types_pb2.StopMatch(stop_string=match.string)
-        )
+        stop_match = types_pb2.StopMatch(stop_string=match.string)
+        self.outcome = Outcome(types_pb2.FINISH_REASON_STOP, stop_match, len(self.received))
 
     def _begins_held_text(self, held: _HeldToken, limit: int) -> bool:
-        """Whether the token's bytes are text of a later one that is held from `limit` on."""
+        """Return whether the token's bytes belong to text that is held from `limit` on."""
         if not held.start == limit < self._decoded:
             return False
         return not self._detokenizer.is_silent(held.token)
 
     def _release(self, limit: int) -> None:
-        """Make ready what ends at `limit` or before: whole tokens and, without scores, the text up
-        to there."""
+        """Make the tokens ready that end at `limit` or before.
+
+        Without scores, the text up to `limit` is ready too, even within a token.
+        """
         count = 0
         for held in self._held[: len(self._held) - self._unsettled]:
             if held.start + len(held.text) > limit or self._begins_held_text(held, limit):

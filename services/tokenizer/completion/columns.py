@@ -1,4 +1,4 @@
-"""Per-token columns of a choice, between the engine's answer and the client's."""
+"""Per-token columns of a choice, between the engine's output and the client's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _NAN = float("nan")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What is known of one token: one row of the engine's columns."""
+    """Logprob, rank and candidates of one token: one row of the engine's columns."""
 
     logprob: float
     rank: int
@@ -22,23 +22,23 @@ class Score:
     top_logprobs: Sequence[float]
 
     def candidate_texts(self, detokenizer: Detokenizer) -> list[str]:
-        """What each candidate would add; the detokenizer stands before the token."""
+        """Return the text that each candidate would add; `detokenizer` has not read the token."""
         return [detokenizer.peek(candidate) for candidate in self.top_ids]
 
     def first(self, width: int) -> "Score":
-        """The same with so many candidates at most."""
+        """Return the score with at most `width` candidates."""
         if len(self.top_ids) <= width:
             return self
         return Score(self.logprob, self.rank, self.top_ids[:width], self.top_logprobs[:width])
 
     @classmethod
     def none(cls, width: int) -> "Score":
-        """The row of a token that has no score."""
+        """Return the row of a token without a score, such as the first of a prompt."""
         return cls(_NAN, 0, [0] * width, [_NAN] * width)
 
 
 def read_scores(tokens: types_pb2.TokenColumns) -> list[Score]:
-    """The rows of scored columns."""
+    """Return the rows of scored columns."""
     width = tokens.top_width
     top_ids, top_logprobs = list(tokens.top_ids), list(tokens.top_logprobs)
     ranks = tokens.ranks or [0] * len(tokens.ids)
@@ -54,26 +54,26 @@ def read_scores(tokens: types_pb2.TokenColumns) -> list[Score]:
 
 
 class Columns:
-    """Tokens that are ready to be sent, in columns."""
+    """Tokens that are ready to be sent, in columns. Only `ids` is filled where none is scored."""
 
-    __slots__ = ("_scores", "_top_texts", "ids", "offsets", "texts")
+    __slots__ = ("_top_texts", "ids", "offsets", "scores", "texts")
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.texts: list[str] = []
         self.offsets: list[int] = []
-        self._scores: list[Score] = []
+        """Code points from the start of the text to each token."""
+        self.scores: list[Score] = []
         self._top_texts: list[str] = []
 
     def append(
         self, token: int, text: str, offset: int, score: Score, candidate_texts: Sequence[str]
     ) -> None:
-        """A token with its score; offset in code points. Among the candidates, the token itself
-        has the text that it did add."""
+        """Add a scored token. If it is among its own candidates, it has `text` there too."""
         self.ids.append(token)
         self.texts.append(text)
         self.offsets.append(offset)
-        self._scores.append(score)
+        self.scores.append(score)
         self._top_texts.extend(
             text if candidate == token else candidate_text
             for candidate, candidate_text in zip(score.top_ids, candidate_texts, strict=True)
@@ -83,12 +83,12 @@ class Columns:
         """Put the columns into a delta."""
         tokens = delta.tokens
         tokens.ids.extend(self.ids)
-        if not self._scores:
+        if not self.scores:
             return
-        tokens.logprobs.extend([score.logprob for score in self._scores])
-        tokens.ranks.extend([score.rank for score in self._scores])
-        tokens.top_width = len(self._scores[0].top_ids)
-        for score in self._scores:
+        tokens.logprobs.extend([score.logprob for score in self.scores])
+        tokens.ranks.extend([score.rank for score in self.scores])
+        tokens.top_width = len(self.scores[0].top_ids)
+        for score in self.scores:
             tokens.top_ids.extend(score.top_ids)
             tokens.top_logprobs.extend(score.top_logprobs)
         delta.token_texts.extend(self.texts)

@@ -1,92 +1,84 @@
-"""How a valid CompleteRequest will be served: what the engine is asked, and what becomes of its
-tokens."""
+"""Plan of a completion: the request to the engine, and the treatment of its tokens."""
 
-import asyncio
 import secrets
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from services.common.annotations import unenforced_in
-from services.tokenizer.completion.prompt import (
+from services.common.contract import DEFAULT_MAX_TOKENS, MAX_BAD_IDS, MAX_BAD_SPELLINGS
+from services.tokenizer.completion.prompt_encoding import (
     EncodedPrompt,
     PromptPolicy,
     encode_prompt,
     kept_tokens,
 )
 from services.tokenizer.completion.stops import StopAutomaton, compile_stops
-from services.tokenizer.completion.validation import DEFAULT_MAX_TOKENS, check_complete
-from services.tokenizer.limits import Limits
+from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.detokenizer import TokenTable
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
-from services.tokenizer.tools import call_grammar, forced_tools, unenforced_in_tools
+from services.tokenizer.tool_schemas import (
+    constrained_tools,
+    tool_call_grammar,
+    unenforced_in_tools,
+)
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = [
-    "ChoicePlan",
-    "CompletePlan",
-    "CompleteWork",
-    "Work",
-    "context_length",
-    "is_large",
-    "plan_complete",
-]
+__all__ = ["ChoicePlan", "CompletionPlan", "context_length", "plan_completion"]
 
-_INLINE = 4_096  # characters; longer texts are encoded in a thread
-_LARGE = 16_384  # bytes
-_SEED_BITS = 53  # survives JSON readers that know only doubles
-_DRY_BREAKERS = ("\n", ":", '"', "*")
-_MAX_BAD_IDS = 16_384  # of all bad words, as the engine has it
-_MAX_BAD_RUNS = 1_024
+_SEED_BITS = 53  # a JSON reader that knows only doubles keeps the seed
+_DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's defaults
 
 
 @dataclass(frozen=True, slots=True)
 class ChoicePlan:
-    """What becomes of the tokens of every choice."""
+    """Treatment of the tokens of every choice."""
 
     stops: StopAutomaton | None
     include_stop: bool
-    enders: Collection[int]
+    end_ids: Collection[int]
     """Ids that end a choice and add no text."""
     min_tokens: int
     scored: bool
-    """Whether the client is shown logprobs."""
+    """Whether the client gets logprobs."""
     ranked: bool
-    """Whether best_of needs them."""
+    """Whether best_of needs logprobs."""
     suffix: str
-    """Appended when the choice is complete."""
+    """Text to append when the choice ends."""
     skip_special_tokens: bool = True
-    """Whether special tokens add no text to the choice's."""
+    """Whether special tokens add no text."""
 
 
 @dataclass(frozen=True, slots=True)
-class CompletePlan:
+class CompletionPlan:
     """A completion, ready for the engine."""
 
     engine_request: engine_pb2.GenerateRequest
     prompts: Sequence[EncodedPrompt]
     n: int
-    """Choices per prompt that are answered, of engine_request.n that are drawn."""
+    """Choices per prompt that the client gets, of `engine_request.n` that are generated."""
     choice: ChoicePlan
-    blame: Callable[[ServiceError], None] | None
-    """Makes the refusal of a grammar speak of what it was made of; None: it is the request's."""
+    remap_error: Callable[[ServiceError], None] | None
+    """Makes a grammar's error name the request's field; None if the grammar is the request's."""
     ignored: Sequence[str]
-    """Paths of what the request's schemas say without effect"""
+    """Paths of schema keywords that are not enforced."""
     echo: bool
     whole: bool
-    limits: Limits
+    """Whether each choice is delivered at its end."""
+    limits: ModelLimits
     table: TokenTable
-    """How the output is decoded."""
+    """Texts of generated tokens."""
     prompt_logprobs: int | None
-    """Candidates per prompt token that the client is told apart from an echo; None = no scores."""
+    """Candidates per prompt token in events of their own; None without such events."""
     full_table: TokenTable
-    """What every token is on its own, special ones too."""
+    """Texts of all tokens, special ones included."""
     begins_text: bool
-    """Whether each output begins a text rather than going on with its prompt's."""
+    """Whether each output begins a text, instead of continuing its prompt's."""
+    writes_one_large: bool = False
+    """Whether `write` ends after a large output, because parsing it takes long."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -94,157 +86,133 @@ class CompletePlan:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-class Work(Protocol):
-    """A request before it is served."""
-
-    def check(self, limits: Limits) -> None:
-        """Raises the ServiceError of the first field that is wrong. Quick: what `is_large` is
-        checked by `plan`."""
-
-    def plan(self, limits: Limits) -> CompletePlan | Coroutine[None, None, CompletePlan]:
-        """How it will be served: at once, or aside where that takes a while. It was checked."""
-
-
-def is_large(request: completion_pb2.CompleteRequest | completion_pb2.ChatRequest) -> bool:
-    """Whether all work on the request is done in a thread: the loop carries everybody's tokens.
-
-    Breakers are searched for in the whole vocabulary, and each bad word is encoded by itself.
-    """
-    words = bool(request.dry_sequence_breakers) or bool(request.bad_words)
-    return words or request.ByteSize() > _LARGE
-
-
-@dataclass(frozen=True, slots=True)
-class CompleteWork:
-    """A completion."""
-
-    request: completion_pb2.CompleteRequest
-    vocabulary: Vocabulary
-    infill: InfillTemplate | None
-
-    def check(self, limits: Limits) -> None:
-        """As `check_complete`."""
-        if not is_large(self.request):
-            check_complete(self.request, limits, self.infill)
-
-    def plan(self, limits: Limits) -> CompletePlan | Coroutine[None, None, CompletePlan]:
-        """Raises as `plan_complete`, and as `check_complete` what `check` left."""
-        request = self.request
-        arguments = (request, self.vocabulary, self.infill, limits)
-        if is_large(request):
-            return asyncio.to_thread(self._check_and_plan, limits)
-        if len(request.suffix) + sum(len(prompt.text) for prompt in request.prompts) > _INLINE:
-            return asyncio.to_thread(plan_complete, *arguments)
-        return plan_complete(*arguments)
-
-    def _check_and_plan(self, limits: Limits) -> CompletePlan:
-        check_complete(self.request, limits, self.infill)
-        return plan_complete(self.request, self.vocabulary, self.infill, limits)
-
-
-def plan_complete(
+def plan_completion(
     request: completion_pb2.CompleteRequest,
     vocabulary: Vocabulary,
     infill: InfillTemplate | None,
-    limits: Limits,
-) -> CompletePlan:
-    """Encodes the prompts and resolves what the request leaves open. The request was checked.
+    limits: ModelLimits,
+) -> CompletionPlan:
+    """Encode the prompts of a valid request, and resolve its defaults.
 
-    Takes a while for long texts. Raises as `encode_prompt`.
+    Takes long for long texts. Raises as `encode_prompt`, and INVALID_ARGUMENT for bad words.
     """
-    stopping = request.stopping
-    suffix = request.suffix if request.HasField("suffix") else None
-    context = context_length(stopping, limits)
-    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS
-    keep: int | None = None
-    if request.HasField("truncate_prompt_tokens"):
-        keep = kept_tokens(request.truncate_prompt_tokens, context, max_tokens)
-    policy = PromptPolicy(
-        context_length=context,
-        max_tokens=max_tokens,
-        truncate=request.truncate_prompt,
-        refuse_overflow=request.context_overflow == completion_pb2.CONTEXT_OVERFLOW_ERROR,
-        echo=request.echo,
-        infill=infill,
-        suffix=suffix,
-        keep=keep,
-    )
+    policy = _prompt_policy(request, infill, limits)
     prompts = [
         encode_prompt(vocabulary, prompt, f"prompts[{index}]", policy)
         for index, prompt in enumerate(request.prompts)
     ]
-    stop_ids = set(stopping.stop_token_ids)
-    if infill is not None and suffix is not None and not stopping.ignore_eos:
-        stop_ids.update(infill.stop_ids)
-    n = request.n if request.HasField("n") else 1
-    ranked = request.best_of > n
-    calls = call_grammar(request.tools, request.tool_choice)
     engine_request = engine_pb2.GenerateRequest(
         prompts=[types_pb2.TokenIds(ids=prompt.ids) for prompt in prompts],
-        n=max(n, request.best_of),
+        n=max(_n(request), request.best_of),
         sampling=_sampling(request, vocabulary),
         stopping=types_pb2.StoppingParams(
             max_tokens=policy.max_tokens,
-            min_tokens=stopping.min_tokens,
-            ignore_eos=stopping.ignore_eos,
-            stop_token_ids=sorted(stop_ids),
+            min_tokens=request.stopping.min_tokens,
+            ignore_eos=request.stopping.ignore_eos,
+            stop_token_ids=sorted(_stop_ids(request, infill)),
             context_length=policy.context_length,
         ),
     )
+    _request_logprobs(request, engine_request)
+    calls = tool_call_grammar(request.tools, request.tool_choice)
     ignored: Sequence[str] = ()
     if request.HasField("grammar"):
         engine_request.grammar.CopyFrom(request.grammar)
         ignored = unenforced_in(request.grammar, "grammar")
     elif calls is not None:
         engine_request.grammar.CopyFrom(calls)
-        ignored = unenforced_in_tools(forced_tools(request.tools, request.tool_choice))
-    if ranked:
-        engine_request.logprobs = 0
-    if request.HasField("logprobs"):
-        engine_request.logprobs = request.logprobs
-        if request.echo:
-            engine_request.prompt_logprobs = request.logprobs
-    prompt_logprobs: int | None = None
-    if request.HasField("prompt_logprobs"):
-        prompt_logprobs = request.prompt_logprobs
-        # an echo has its scores of the same rows
-        engine_request.prompt_logprobs = max(engine_request.prompt_logprobs, prompt_logprobs)
-    skips = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-    enders = stop_ids if stopping.ignore_eos else stop_ids.union(limits.eos_ids)
-    choice = ChoicePlan(
-        stops=compile_stops(tuple(request.stop)) if request.stop else None,
-        include_stop=request.include_stop_string,
-        enders=() if request.include_stop_string and not skips else enders,
-        skip_special_tokens=skips,
-        min_tokens=stopping.min_tokens,
-        scored=request.HasField("logprobs"),
-        ranked=ranked,
-        suffix=suffix if suffix is not None and infill is None else "",
-    )
-    whole = request.delivery == completion_pb2.DELIVERY_WHOLE
-    return CompletePlan(
+        ignored = unenforced_in_tools(constrained_tools(request.tools, request.tool_choice))
+    choice = _choice_plan(request, infill, limits)
+    return CompletionPlan(
         engine_request=engine_request,
         prompts=prompts,
-        n=n,
+        n=_n(request),
         choice=choice,
-        blame=None if calls is None else _blame_tools,
+        remap_error=None if calls is None else _remap_to_tools,
         ignored=ignored,
         echo=request.echo,
-        whole=whole,
+        whole=request.delivery == completion_pb2.DELIVERY_WHOLE,
         limits=limits,
-        table=vocabulary.table if skips else vocabulary.full_table,
-        prompt_logprobs=prompt_logprobs,
+        table=vocabulary.table if choice.skip_special_tokens else vocabulary.full_table,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         full_table=vocabulary.full_table,
         begins_text=False,
     )
 
 
-def _blame_tools(error: ServiceError) -> None:
+def _prompt_policy(
+    request: completion_pb2.CompleteRequest, infill: InfillTemplate | None, limits: ModelLimits
+) -> PromptPolicy:
+    stopping = request.stopping
+    context = context_length(stopping, limits)
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    keep: int | None = None
+    if request.HasField("truncate_prompt_tokens"):
+        keep = kept_tokens(request.truncate_prompt_tokens, context, max_tokens)
+    return PromptPolicy(
+        context_length=context,
+        max_tokens=max_tokens,
+        truncate=request.truncate_prompt,
+        refuse_overflow=request.context_overflow == completion_pb2.CONTEXT_OVERFLOW_ERROR,
+        echo=request.echo,
+        infill=infill,
+        suffix=request.suffix if request.HasField("suffix") else None,
+        keep=keep,
+    )
+
+
+def _n(request: completion_pb2.CompleteRequest) -> int:
+    return request.n if request.HasField("n") else 1
+
+
+def _stop_ids(request: completion_pb2.CompleteRequest, infill: InfillTemplate | None) -> set[int]:
+    stop_ids = set(request.stopping.stop_token_ids)
+    if infill is not None and request.HasField("suffix") and not request.stopping.ignore_eos:
+        stop_ids.update(infill.stop_ids)
+    return stop_ids
+
+
+def _request_logprobs(
+    request: completion_pb2.CompleteRequest, engine_request: engine_pb2.GenerateRequest
+) -> None:
+    """Request the logprobs that the client, an echo or best_of needs."""
+    if request.best_of > _n(request):
+        engine_request.logprobs = 0
+    if request.HasField("logprobs"):
+        engine_request.logprobs = request.logprobs
+        if request.echo:
+            engine_request.prompt_logprobs = request.logprobs
+    if request.HasField("prompt_logprobs"):
+        # an echo uses the same rows
+        most = max(engine_request.prompt_logprobs, request.prompt_logprobs)
+        engine_request.prompt_logprobs = most
+
+
+def _choice_plan(
+    request: completion_pb2.CompleteRequest, infill: InfillTemplate | None, limits: ModelLimits
+) -> ChoicePlan:
+    skips = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+    end_ids = _stop_ids(request, infill)
+    if not request.stopping.ignore_eos:
+        end_ids.update(limits.eos_ids)
+    return ChoicePlan(
+        stops=compile_stops(tuple(request.stop)) if request.stop else None,
+        include_stop=request.include_stop_string,
+        end_ids=() if request.include_stop_string and not skips else end_ids,
+        min_tokens=request.stopping.min_tokens,
+        scored=request.HasField("logprobs"),
+        ranked=request.best_of > _n(request),
+        suffix=request.suffix if infill is None else "",
+        skip_special_tokens=skips,
+    )
+
+
+def _remap_to_tools(error: ServiceError) -> None:
     error.field = "tools"
 
 
-def context_length(stopping: types_pb2.StoppingParams, limits: Limits) -> int:
-    """The engine's, or what the request lowers it to; in tokens."""
+def context_length(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> int:
+    """Return the context length in tokens: the engine's, or the lower one of the request."""
     if stopping.HasField("context_length"):
         return min(stopping.context_length, limits.context_length)
     return limits.context_length
@@ -253,7 +221,7 @@ def context_length(stopping: types_pb2.StoppingParams, limits: Limits) -> int:
 def _sampling(
     request: completion_pb2.CompleteRequest, vocabulary: Vocabulary
 ) -> types_pb2.SamplingParams:
-    """What the engine is told: a seed always, and no field that asks for nothing."""
+    """Return the engine's parameters: always with a seed, never with a neutral penalty."""
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling)
     if not sampling.HasField("seed"):
@@ -271,25 +239,25 @@ def _sampling(
         breakers = tuple(request.dry_sequence_breakers) or _DRY_BREAKERS
         ids = {*sampling.dry.breaker_ids, *vocabulary.ids_containing(breakers)}
         sampling.dry.breaker_ids[:] = sorted(ids)
-    _forbid(request.bad_words, sampling, vocabulary)
+    _add_bad_words(request.bad_words, sampling, vocabulary)
     return sampling
 
 
-def _forbid(
+def _add_bad_words(
     words: Sequence[str], sampling: types_pb2.SamplingParams, vocabulary: Vocabulary
 ) -> None:
-    """Adds the ids of bad words. Raises INVALID_ARGUMENT for words that have none, or too many."""
+    """Add the ids of bad words. Raises INVALID_ARGUMENT for words with no ids, or too many."""
     if not words and not sampling.bad_token_ids:
         return
     for index, word in enumerate(words):
         spellings = vocabulary.spellings(word)
         if not spellings:
-            raise invalid(f"bad_words[{index}]", "A bad word must have tokens; this one has none.")
+            raise invalid(f"bad_words[{index}]", "A bad word must have at least one token.")
         sampling.bad_token_ids.extend(types_pb2.TokenIds(ids=ids) for ids in spellings)
     count = sum(len(run.ids) for run in sampling.bad_token_ids)
-    if count > _MAX_BAD_IDS or len(sampling.bad_token_ids) > _MAX_BAD_RUNS:
+    if count > MAX_BAD_IDS or len(sampling.bad_token_ids) > MAX_BAD_SPELLINGS:
         raise invalid(
             "bad_words" if words else "sampling.bad_token_ids",
-            f"Bad words must have at most {_MAX_BAD_IDS:,} tokens in all, and {_MAX_BAD_RUNS:,} "
-            f"ways to be spelled; these have {count:,} and {len(sampling.bad_token_ids):,}.",
+            f"All bad words together must have at most {MAX_BAD_IDS:,} tokens in "
+            f"{MAX_BAD_SPELLINGS:,} sequences, got {count:,} in {len(sampling.bad_token_ids):,}.",
         )

@@ -1,7 +1,7 @@
-"""Stop strings: the earliest end in a stream of text wins, then the longest.
+"""Stop strings in a stream of text: the match that ends first wins, then the longest.
 
-An Aho-Corasick automaton (Aho and Corasick 1975) over all strings: one step per character, and
-its depth says how much text might still become a match.
+An Aho-Corasick automaton (Aho and Corasick 1975) over all strings takes one step per character. Its
+depth is the length of the text that may still become a match.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from functools import lru_cache
 
 __all__ = ["StopAutomaton", "StopMatcher", "StopStringMatch", "compile_stops"]
 
-_KEPT_LENGTH = 256  # characters of all strings; a state takes some 400 bytes, and there are as many
+_MAX_CACHED_LENGTH = 256  # characters of all strings; each takes a state of some 400 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StopStringMatch:
-    """A match in the text, in code points from its start."""
+    """A match in the text. Places are in code points from the start of the text."""
 
     string: str
     start: int
@@ -24,18 +24,18 @@ class StopStringMatch:
 
 @dataclass(frozen=True, slots=True)
 class StopAutomaton:
-    """The states: 0 is the root. All lists are by state."""
+    """States of the automaton. All lists are by state; 0 is the root."""
 
     children: Sequence[dict[str, int]]
     fail: Sequence[int]
     held: Sequence[int]
     """Code points at the end of the text that are a proper prefix of a stop string."""
     matched: Sequence[str]
-    """The longest stop string that ends here; "" = none."""
+    """The longest stop string that ends in this state; "" for none."""
 
 
 class StopMatcher:
-    """Reads one text piece by piece."""
+    """Searches one text, piece by piece."""
 
     __slots__ = ("_automaton", "_position", "_state")
 
@@ -46,11 +46,11 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """Code points at the end of the text so far that might yet begin a match."""
+        """Code points at the end of the text so far that may begin a match."""
         return self._automaton.held[self._state]
 
     def feed(self, text: str, armed: bool) -> StopStringMatch | None:
-        """The first match that ends within `text`; matches that end while not `armed` are none."""
+        """Return the first match that ends within `text`; None unless `armed`, or without any."""
         children, fail = self._automaton.children, self._automaton.fail
         matched = self._automaton.matched
         state = self._state
@@ -66,13 +66,13 @@ class StopMatcher:
 
 
 def compile_stops(strings: tuple[str, ...]) -> StopAutomaton:
-    """The automaton of stop strings, none of them empty."""
-    is_short = sum(map(len, strings)) <= _KEPT_LENGTH
-    return _compile_kept(strings) if is_short else _compile(strings)
+    """Return the automaton of stop strings, none of which is empty."""
+    is_short = sum(map(len, strings)) <= _MAX_CACHED_LENGTH
+    return _compile_cached(strings) if is_short else _compile(strings)
 
 
 @lru_cache(maxsize=256)
-def _compile_kept(strings: tuple[str, ...]) -> StopAutomaton:
+def _compile_cached(strings: tuple[str, ...]) -> StopAutomaton:
     return _compile(strings)
 
 
@@ -92,7 +92,7 @@ def _compile(strings: tuple[str, ...]) -> StopAutomaton:
     fail = [0] * len(children)
     held = [length if children[state] else 0 for state, length in enumerate(depth)]
     queue = list(children[0].values())
-    for state in queue:  # breadth first; grows while it is read
+    for state in queue:  # breadth first; the queue grows while it is read
         if not matched[state]:
             matched[state] = matched[fail[state]]
         if not children[state]:

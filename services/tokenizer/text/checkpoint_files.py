@@ -1,16 +1,19 @@
-"""Files of a checkpoint."""
+"""Files of a checkpoint: text, JSON, chat templates."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from services.common.settings import StartupError
 
-__all__ = ["read_json", "read_text"]
+__all__ = ["DEFAULT_TEMPLATE", "read_chat_templates", "read_json", "read_text"]
+
+DEFAULT_TEMPLATE = "default"
 
 
 def read_text(path: Path) -> str | None:
-    """None where there is no such file. Raises StartupError for one that is no text."""
+    """Return the text of a file; None if it does not exist. Raises StartupError."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -20,7 +23,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """{} where there is no such file. Raises StartupError for one that is no JSON object."""
+    """Return the JSON object of a file; {} if the file does not exist. Raises StartupError."""
     text = read_text(path)
     if text is None:
         return {}
@@ -31,3 +34,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StartupError(f"{path} is not a JSON object.")
     return value
+
+
+def read_chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates (Jinja) by name. As in transformers, files override `config`."""
+    templates: dict[str, str] = {}
+    configured = config.get("chat_template")
+    if isinstance(configured, str):
+        templates[DEFAULT_TEMPLATE] = configured
+    elif isinstance(configured, list):
+        templates |= {str(entry["name"]): str(entry["template"]) for entry in configured}
+    further = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    for path in (directory / "chat_template.jinja", *further):
+        if (text := read_text(path)) is not None:
+            name = DEFAULT_TEMPLATE if path.stem == "chat_template" else path.stem
+            templates[name] = text
+    return {name: text for name, text in templates.items() if text}

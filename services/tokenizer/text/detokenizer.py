@@ -1,7 +1,7 @@
 """Incremental decoding: token ids in, text out as soon as it is certain.
 
-Every token adds fixed bytes to the decoded stream, so a table of bytes by id and at most three
-pending bytes are all the state there is. The table is read from the checkpoint's own decoder.
+Every token adds fixed bytes to the decoded stream. So the state is a table of bytes by id, from the
+checkpoint's decoder, and at most three pending bytes.
 """
 
 import codecs
@@ -14,7 +14,7 @@ __all__ = ["Detokenizer", "LeadingSpace", "TokenTable", "UnsupportedDecoderError
 
 _REPLACEMENT = "\ufffd"
 _PER_BYTE = "tokenwire.replace_each_byte"
-_PENDING_LIMIT = 4  # bytes; a UTF-8 character has no more
+_MAX_CHARACTER_BYTES = 4  # of UTF-8
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -27,11 +27,11 @@ codecs.register_error(_PER_BYTE, _replace_each_byte)
 
 
 class UnsupportedDecoderError(Exception):
-    """The checkpoint's decoder is of a kind that is not known here."""
+    """The checkpoint's decoder has an unsupported kind."""
 
 
 class LeadingSpace(Enum):
-    """What a decoder does to spaces at the very start of a text."""
+    """Treatment of spaces at the start of a text."""
 
     KEPT = "kept"
     ONE_STRIPPED = "one stripped"
@@ -40,22 +40,20 @@ class LeadingSpace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """What each token adds to the decoded stream, by id.
-
-    `texts` holds the text of tokens whose bytes are whole characters, None for the others.
-    """
+    """Bytes and text that each token adds to the decoded stream, by id."""
 
     pieces: Sequence[bytes]
     texts: Sequence[str | None]
+    """Texts of the pieces; None for a piece that does not consist of whole characters."""
     leading_space: LeadingSpace
     errors: str
-    """How bytes that are no UTF-8 are decoded: a name of the codecs registry."""
+    """Error handler of the codecs registry for bytes that are not UTF-8."""
     hidden: Mapping[int, str]
-    """Texts of the tokens that the decoded stream leaves out: special tokens."""
+    """Texts of the special tokens that the decoded stream leaves out."""
 
 
 class Detokenizer:
-    """Text of one sequence of ids. Holds back the bytes of an unfinished character."""
+    """Decoder of one sequence of ids. It holds back the bytes of an unfinished character."""
 
     __slots__ = ("_at_start", "_direct", "_inherited", "_pending", "_table", "_texts")
 
@@ -66,8 +64,7 @@ class Detokenizer:
         *,
         begins_text: bool = True,
     ) -> None:
-        """`prompt` is what the ids continue. Where it adds no text, they begin the text, unless
-        `begins_text` is false."""
+        """Continue `prompt`; if that adds no text, the ids begin one, given `begins_text`."""
         self._table = table
         self._texts = table.texts
         self._pending = b""
@@ -78,10 +75,10 @@ class Detokenizer:
         )
         tail = b""
         for token in reversed(prompt):
-            if token in table.hidden:  # an echo shows its text, which ends the character
+            if token in table.hidden:  # an echo contains its text, which ends the character
                 break
             tail = table.pieces[token] + tail
-            if len(tail) >= _PENDING_LIMIT:
+            if len(tail) >= _MAX_CHARACTER_BYTES:
                 break
         if tail:
             self._pending = tail[codecs.utf_8_decode(tail, table.errors, False)[1] :]
@@ -95,19 +92,19 @@ class Detokenizer:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether what is held back are bytes of the prompt alone."""
+        """Whether all held bytes are the prompt's."""
         return self._inherited
 
     def leaves_out(self, token: int) -> bool:
-        """Whether the token is a special one, whose text the stream leaves out."""
+        """Return whether the stream leaves out the text of this special token."""
         return token in self._table.hidden
 
     def is_silent(self, token: int) -> bool:
-        """Whether the token adds no bytes, whatever it follows."""
+        """Return whether the token adds no bytes in any context."""
         return not self._table.pieces[token]
 
     def feed(self, token: int) -> str:
-        """What the token adds to the text; "" while its bytes are unfinished."""
+        """Return the text that the token adds; "" if its bytes end inside a character."""
         text = self._texts[token]
         if text is not None and self._direct:
             return text
@@ -121,7 +118,7 @@ class Detokenizer:
         return text
 
     def peek(self, token: int) -> str:
-        """What the token would add to the text; for one that the text leaves out, its own."""
+        """Return the text that the token would add; its own text if the stream leaves it out."""
         if (hidden := self._table.hidden.get(token)) is not None:
             return hidden
         text = self._texts[token]
@@ -131,7 +128,7 @@ class Detokenizer:
         return codecs.utf_8_decode(self._pending + piece, self._table.errors, False)[0]
 
     def flush(self) -> str:
-        """U+FFFD for what is held back: no more ids come."""
+        """Return U+FFFD for the held bytes: no more ids follow."""
         text, _ = codecs.utf_8_decode(self._pending, self._table.errors, True)
         self._pending = b""
         self._inherited = False
@@ -139,7 +136,7 @@ class Detokenizer:
         return text
 
     def _without_leading_space(self, piece: bytes) -> tuple[bytes, bool]:
-        """The bytes that count, and whether the text is still to begin."""
+        """Return the piece as it adds to the text, and whether the text still begins after it."""
         if not self._at_start or not piece:
             return piece, self._at_start
         if self._table.leading_space is LeadingSpace.ONE_STRIPPED:
@@ -150,9 +147,9 @@ class Detokenizer:
 def token_table(
     vocabulary: Mapping[str, int], decoder: Mapping[str, Any] | None, size: int, skip: Iterable[int]
 ) -> TokenTable:
-    """Reads the "decoder" object of a tokenizer.json.
+    """Return the table of a tokenizer.json with this "decoder" object.
 
-    `skip` are ids that add nothing (special tokens); ids below `size` that no token has add nothing
+    skip: ids of special tokens, which add nothing. Ids below `size` without a token add nothing
     either. Raises UnsupportedDecoderError.
     """
     steps = _flatten(decoder)
@@ -195,13 +192,13 @@ def _leading_space(steps: Sequence[Mapping[str, Any]]) -> LeadingSpace:
 
 
 def _piece(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
-    """The bytes that a token adds, as the steps of the decoder make them."""
+    """Return the bytes that a token adds after all steps of the decoder."""
     for step in steps:
         kind = step["type"]
         if kind == "ByteLevel":
             try:
                 return bytes(_BYTE_OF[character] for character in token)
-            except KeyError:  # an added token, taken as it is
+            except KeyError:  # an added token, which stands for itself
                 return token.encode()
         if kind == "Replace":
             token = token.replace(step["pattern"]["String"], step["content"])
@@ -213,7 +210,7 @@ def _piece(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _fallback_byte(token: str) -> bytes | None:
-    """b"\\n" of "<0x0A>"."""
+    """Return the byte that a token such as "<0x0A>" names; None for other tokens."""
     if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
         return None
     try:
@@ -230,7 +227,7 @@ def _whole(piece: bytes) -> str | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte of each character of GPT-2's printable alphabet (Radford et al. 2019)."""
+    """Return the byte of each character of GPT-2's printable alphabet (Radford et al. 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {

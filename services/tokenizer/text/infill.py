@@ -1,4 +1,4 @@
-"""Infill (fill-in-the-middle) prompts: how each family puts prefix and suffix together."""
+"""Infill (fill-in-the-middle) prompts of each family of models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = [
 
 
 class InfillOrder(Enum):
-    """In which order the parts stand."""
+    """Order of the parts of a prompt."""
 
     PREFIX_SUFFIX_MIDDLE = "prefix token, prefix, suffix token, suffix, middle token"
     SUFFIX_PREFIX = "suffix token, suffix, prefix token, prefix"
@@ -24,7 +24,7 @@ class InfillOrder(Enum):
 
 @dataclass(frozen=True, slots=True)
 class InfillFamily:
-    """The control tokens of a family of models, as texts."""
+    """Control tokens of a family of models, as texts."""
 
     name: str
     order: InfillOrder
@@ -37,7 +37,7 @@ class InfillFamily:
 
 @dataclass(frozen=True, slots=True)
 class InfillTemplate:
-    """The same as ids of one vocabulary."""
+    """Control tokens of a family, as ids of one vocabulary."""
 
     family: str
     order: InfillOrder
@@ -49,11 +49,11 @@ class InfillTemplate:
 
     @property
     def control_count(self) -> int:
-        """How many ids of a prompt are not the user's."""
+        """Control tokens in a prompt."""
         return 2 + (self.middle_id is not None) + (self.bos_id is not None)
 
 
-# from the model cards of each family; tried in this order
+# from the model cards; detection tries them in this order
 INFILL_FAMILIES: Sequence[InfillFamily] = (
     InfillFamily(
         "qwen",  # and CodeGemma, and the embedded model
@@ -94,7 +94,7 @@ INFILL_FAMILIES: Sequence[InfillFamily] = (
 
 
 def infill_control_tokens() -> frozenset[str]:
-    """The control tokens of every family."""
+    """Return the control tokens of every family."""
     return frozenset(
         token
         for family in INFILL_FAMILIES
@@ -106,7 +106,7 @@ def infill_control_tokens() -> frozenset[str]:
 def detect_infill(
     vocabulary: Mapping[str, int], bos_id: int | None, families: Sequence[InfillFamily]
 ) -> InfillTemplate | None:
-    """The first family whose control tokens are all in the vocabulary."""
+    """Return the first family whose control tokens are all in the vocabulary."""
     for family in families:
         needed = [family.prefix, family.suffix, *([family.middle] if family.middle else [])]
         if all(token in vocabulary for token in needed):
@@ -125,10 +125,10 @@ def detect_infill(
 def assemble_infill(
     template: InfillTemplate, prefix: Sequence[int], suffix: Sequence[int], limit: int | None = None
 ) -> list[int]:
-    """The ids of the prompt.
+    """Return the ids of the prompt, at most `limit` of them.
 
-    With a `limit` of ids, what is farthest from the gap is cut: the prefix's start and
-    the suffix's end; the suffix keeps a quarter of the room if it needs it. Control tokens stay.
+    The cut takes the ids farthest from the gap: the prefix's start and the suffix's end. The suffix
+    keeps a quarter of the room if it needs that much. Control tokens stay.
     """
     if limit is not None and len(prefix) + len(suffix) + template.control_count > limit:
         room = max(0, limit - template.control_count)

@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer: text to ids and back, its special ids, its identity."""
+"""Tokenizer of a checkpoint: text to ids and back, special ids, identity."""
 
 import hashlib
 import json
@@ -14,9 +14,13 @@ from typing import Any
 from tokenizers import Tokenizer, processors
 
 from services.common.settings import StartupError
-from services.tokenizer.text.chat_templates import DEFAULT_TEMPLATE, read_chat_templates
-from services.tokenizer.text.checkpoint_files import read_json, read_text
-from services.tokenizer.text.coverage import bytes_per_token
+from services.tokenizer.text.bytes_per_token import bytes_per_token
+from services.tokenizer.text.checkpoint_files import (
+    DEFAULT_TEMPLATE,
+    read_chat_templates,
+    read_json,
+    read_text,
+)
 from services.tokenizer.text.detokenizer import (
     Detokenizer,
     TokenTable,
@@ -28,128 +32,108 @@ from services.tokenizer.text.infill import infill_control_tokens
 __all__ = ["TextEncoding", "Vocabulary"]
 
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-_MARKER = "☺"  # the sign that Meta's and Mistral's own infill code puts before a suffix
-_FAST_CLASS = "PreTrainedTokenizerFast"  # of a checkpoint that names none
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-_IMAGE_PLACEHOLDERS = {"<image_soft_token>"}  # Gemma 3's, in its text-only models too
-_NEVER = -1e9  # a Unigram score that no segmentation can afford
+_MARKER = "☺"  # Meta's and Mistral's infill code puts it before a suffix
+_FAST_CLASS = "PreTrainedTokenizerFast"  # the default of transformers
+_SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_IMAGE_PLACEHOLDERS = {"<image_soft_token>"}  # in Gemma 3's text-only models too
+_NEVER = -1e9  # Unigram score of a token that no segmentation contains
 _LINE = re.compile(r"\n(?=[^\W\d_])")
 _MARGIN = 16_384  # characters
 _CHUNK = 65_536  # characters
-_SPARSE = 8  # characters per token that hardly any text has
+_SPARSE = 8  # characters per token; hardly any text has more
 
 
 @dataclass(frozen=True, slots=True)
 class TextEncoding:
-    """Ids of a text, and the code points [starts[i], ends[i]) that token i came from."""
+    """Ids of a text. Token i came from the code points [starts[i], ends[i])."""
 
     ids: Sequence[int]
     tokens: Sequence[str]
     starts: Sequence[int]
     ends: Sequence[int]
     is_added: Sequence[bool]
-    """Whether the tokenizer added the token itself (a BOS, say)."""
+    """Whether the tokenizer added the token, such as a BOS."""
 
 
 class Vocabulary:
-    """A tokenizer.json with what its neighbours say about it. Safe to use from several threads."""
+    """The tokenizer.json of a checkpoint, with the files beside it. Thread-safe."""
 
     def __init__(self, directory: Path, answer_marks: Collection[str] = ()) -> None:
-        """`answer_marks`: texts of added tokens that frame calls and reasoning in any family.
+        """Read a checkpoint.
 
-        Raises StartupError when the directory holds no tokenizer that can be served.
+        answer_marks: texts of added tokens that frame tool calls and reasoning in any family.
+        Raises StartupError if the directory has no tokenizer that can be served.
         """
-        text = read_text(directory / "tokenizer.json")
-        if text is None:
-            raise StartupError(f"{directory} has no tokenizer.json.")
+        path = directory / "tokenizer.json"
+        definition, self._tokenizer = _read_tokenizer(path)
         config = read_json(directory / "tokenizer_config.json")
-        special_map = read_json(directory / "special_tokens_map.json")
         model_config = read_json(directory / "config.json")
-        try:
-            definition: dict[str, Any] = json.loads(text)
-            self._tokenizer = Tokenizer.from_str(text)
-        except Exception as error:  # tokenizers raises bare Exceptions
-            raise StartupError(f"{directory / 'tokenizer.json'} can't be read: {error}.") from None
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
 
         self.ids: Mapping[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.model_vocabulary_size = _of_text(model_config, "vocab_size")
-        self._refuse_ids_beyond_the_embedding(directory / "tokenizer.json")
-        self.size = max(max(self.ids.values()) + 1, self.model_vocabulary_size)
         self._names: Mapping[int, str] = {index: token for token, index in self.ids.items()}
+        self.model_vocabulary_size = _text_setting(model_config, "vocab_size")
+        self._check_embedding_size(path)
+        self.size = max(max(self.ids.values()) + 1, self.model_vocabulary_size)
+        self.context_length = _text_setting(model_config, "max_position_embeddings")
+        """Tokens; 0 if the checkpoint does not say."""
+
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens: Mapping[int, str] = {
             index: token.content for index, token in sorted(added.items()) if token.special
         }
-
-        def special_id(name: str) -> int | None:
-            value = config.get(name) or special_map.get(name)
-            content = value.get("content") if isinstance(value, dict) else value
-            return self.ids.get(content) if content else None
-
-        self.special_names: Mapping[str, str] = {
-            name: self._names[token]
-            for name in _SPECIAL_NAMES
-            if (token := special_id(name)) is not None
-        }
-        """Texts of the special tokens by their role ("bos_token"), as chat templates know them."""
-        self.tokenizer_class = str(config.get("tokenizer_class") or _FAST_CLASS)
-        """transformers' class of the tokenizer"""
-        self.bos_id = special_id("bos_token")
-        self.eos_id = special_id("eos_token")
-        self.pad_id = special_id("pad_token")
-        self.unk_id = special_id("unk_token")
-        self._settle_added_tokens(config)
+        roles = self._special_ids(config, read_json(directory / "special_tokens_map.json"))
+        self.special_names = {role: self._names[token] for role, token in roles.items()}
+        """Texts of special tokens by role, such as "bos_token", as chat templates use them."""
+        self.bos_id = roles.get("bos_token")
+        self.eos_id = roles.get("eos_token")
+        self.pad_id = roles.get("pad_token")
+        self.unk_id = roles.get("unk_token")
+        self._configure_added_tokens(config)
         empty = self._tokenizer.encode("", add_special_tokens=True).ids
         self.adds_bos = self.bos_id is not None and empty[:1] == [self.bos_id]
 
         self.chat_templates: Mapping[str, str] = read_chat_templates(directory, config)
-        self.context_length = _of_text(model_config, "max_position_embeddings")
         self.control_tokens = self._control_tokens(added.values(), answer_marks)
-        """Texts of the tokens that steer the model rather than spell text."""
+        """Texts of tokens that steer the model, instead of spelling text."""
         self._plain = _without_control_tokens(definition, self.control_tokens)
+        self._adds_space = self.encode_plain("a") != self._after_marker("a")
         normalizer = self._tokenizer.normalizer
         self.bytes_per_token = bytes_per_token(
             definition, normalizer.normalize_str if normalizer is not None else str
         )
-        """How much text a token stands for at most; `bytes_per_token` says how sure that is."""
-        self._adds_space = self.encode_plain("a") != self._after_marker("a")
+        """Bytes of text that a token stands for at most; see the function on its certainty."""
+
+        self._decoder = definition.get("decoder")
         try:
-            self._decoder = decoder = definition.get("decoder")
-            self.table = token_table(self.ids, decoder, self.size, self.special_tokens)
-            self.full_table = token_table(self.ids, decoder, self.size, ())
+            self.table = token_table(self.ids, self._decoder, self.size, self.special_tokens)
+            self.full_table = token_table(self.ids, self._decoder, self.size, ())
         except UnsupportedDecoderError as error:
-            raise StartupError(
-                f"{directory / 'tokenizer.json'} is not supported: {error}."
-            ) from None
-        pieces = self.table.pieces[: self.model_vocabulary_size or None]
-        self._joined_pieces = b"".join(pieces)
-        self._piece_ends = list(accumulate(map(len, pieces)))
-        self._longest_piece = max(map(len, pieces), default=0)
-        self.fingerprint = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
-        self.configuration_hash = hashlib.sha256(
-            json.dumps(model_config, sort_keys=True).encode()
-        ).hexdigest()
+            raise StartupError(f"{path} is not supported: {error}.") from None
+        self._search = _PieceSearch(self.table.pieces[: self.model_vocabulary_size or None])
+
+        self.tokenizer_class = str(config.get("tokenizer_class") or _FAST_CLASS)
+        """Name of the tokenizer's class in transformers."""
+        self.fingerprint = _hash(self._tokenizer.to_str())
+        self.configuration_hash = _hash(json.dumps(model_config, sort_keys=True))
 
     @property
     def chat_template(self) -> str:
-        """The default one; "" where there is none."""
+        """The default chat template; "" without one."""
         return self.chat_templates.get(DEFAULT_TEMPLATE, "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text: special tokens are parsed, the tokenizer's own (BOS) added if asked."""
+        """Return the ids of a text with special tokens parsed, and the tokenizer's own added."""
         ids: list[int] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )[0].ids
         return ids
 
     def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> TextEncoding:
-        """As `encode`, with offsets. Special tokens in the text are parsed either way."""
-        # of one text alone, `encode` would keep the interpreter locked meanwhile
+        """Return what `encode` does, with offsets."""
+        # `Tokenizer.encode` would hold the interpreter lock
         [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         offsets: list[tuple[int, int]] = encoding.offsets
-        # the mask also marks special tokens that stand in the text; those have a width
+        # the mask also marks special tokens in the text; those have a width
         is_added = [
             bool(special) and start == end
             for special, (start, end) in zip(encoding.special_tokens_mask, offsets, strict=True)
@@ -163,19 +147,19 @@ class Vocabulary:
         )
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a user's part: nothing is added, and no control token is parsed."""
+        """Return the ids of a user's text: nothing is added, and no control token is parsed."""
         ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """As `encode_plain`, without the space that some tokenizers put before a text."""
+        """Return what `encode_plain` does, without the space that some tokenizers prepend."""
         return self._after_marker(text) if text and self._adds_space else self.encode_plain(text)
 
     def least_tokens(self, text: str, enough: int) -> int:
-        """A number of tokens that no encoding of the text is below.
+        """Return a lower bound of the text's number of tokens.
 
-        The bytes alone tell it, where they tell more than `enough`. Else of a text that is
-        suspiciously long for `enough` tokens as much is encoded as has more.
+        If the bytes alone do not prove more than `enough` tokens, and the text is long for that
+        number, its beginning is encoded until it has more.
         """
         least = -(-len(text.encode()) // self.bytes_per_token)
         if least > enough or len(text) <= enough * _SPARSE + _CHUNK:
@@ -184,28 +168,27 @@ class Vocabulary:
         return enough + 1 if reach < len(text) else least
 
     def beginning(self, text: str, count: int) -> str:
-        """So much of a text that its first `count` tokens are those of the whole. See `end`."""
+        """Return a beginning whose first `count` tokens are those of the whole text; see `end`."""
         least = self._reach(text, count, range(0, len(text), _CHUNK)) + _MARGIN
         line = _LINE.search(text, least, least + _MARGIN)
         return text[: line.end() + 1 if line is not None else least + _MARGIN]
 
     def end(self, text: str, count: int) -> str:
-        """So much of a text that its last `count` tokens are those of the whole.
+        """Return an end whose last `count` tokens are those of the whole text.
 
-        It is cut before a line that begins with a letter: tokenizers neither join a line break to
-        that nor look back across it. Where there is no such line, the margin leaves room for the
-        tokens to become the same again, which those of an unbroken run ("xxxx") may not.
+        The cut is before a line that begins with a letter: tokenizers neither join a line break to
+        a letter nor look back across it. Without such a line, the tokens become the same again
+        within the margin, except perhaps in an unbroken run ("xxxx").
         """
         reach = self._reach(text, count, range(len(text) - _CHUNK, 0, -_CHUNK))
         last = len(text) - reach - _MARGIN
         first = max(0, last - _MARGIN)
-        # the break goes along: what a tokenizer puts before a text does not reach across it
+        # keep the line break: a space that a tokenizer prepends does not reach across it
         lines = _LINE.finditer(text, first, max(0, last))
         return text[max((line.start() for line in lines), default=first) :]
 
     def _reach(self, text: str, count: int, begins: Iterable[int]) -> int:
-        """Characters of chunks that begin at these places which hold `count` tokens of the text
-        at least."""
+        """Return the characters of chunks from these places that hold at least `count` tokens."""
         reach = min(len(text), count * self.bytes_per_token)
         if reach <= count * _SPARSE + _CHUNK:
             return reach
@@ -213,19 +196,18 @@ class Vocabulary:
         for begin in begins:
             chunk = text[begin : begin + _CHUNK]
             read += len(chunk)
-            # both halves of a token that was torn have a token per byte at most
+            # the halves of a token that the cut tore have at most a token per byte
             tokens += len(self.encode(chunk, add_special_tokens=False)) - self.bytes_per_token
             if tokens >= count:
                 return min(read, reach)
         return reach
 
     def names(self, ids: Iterable[int]) -> list[str]:
-        """The vocabulary's string of each id; "" for ids that have none."""
+        """Return the vocabulary's string of each id; "" for an id without one."""
         return [self._names.get(token, "") for token in ids]
 
     def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
-        """Ids of a text that comes in parts, each with whether it is a user's: control tokens are
-        parsed in the others."""
+        """Return the ids of a text in parts; control tokens are parsed in the parts of no user."""
         ids: list[int] = []
         for text, is_users in parts:
             if is_users:
@@ -237,8 +219,7 @@ class Vocabulary:
         return ids
 
     def spellings(self, word: str) -> list[list[int]]:
-        """Ids of a word inside a text, without a space in front of it and with one; control tokens
-        are parsed. Fewer than two where that makes no difference, or the word has no tokens."""
+        """Return the distinct ids of a word inside a text, without and with a space before it."""
         word = word.lstrip() or word
         encode = self._encode_inside if self._adds_space else self._encode_bare
         spelled = {tuple(encode(form)): None for form in (word, f" {word}")}
@@ -248,11 +229,11 @@ class Vocabulary:
         return self.encode(text, add_special_tokens=False)
 
     def _encode_inside(self, text: str) -> list[int]:
-        """The same without the space that the tokenizer puts before a text."""
+        """Return what `_encode_bare` does, without the space that the tokenizer prepends."""
         return self._encode_bare(_MARKER + text)[len(self._encode_bare(_MARKER)) :]
 
     def table_with(self, kept: Collection[str]) -> TokenTable:
-        """As `table`, with the texts of these special tokens."""
+        """Return `table` with the texts of these special tokens."""
         skipped = [token for token, text in self.special_tokens.items() if text not in kept]
         if len(skipped) == len(self.special_tokens):
             return self.table
@@ -261,8 +242,7 @@ class Vocabulary:
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, flush: bool = True
     ) -> list[str]:
-        """What each id adds to the text. Unless `flush` is false, bytes of a character that is
-        unfinished at the end become U+FFFD, added by the id that began it."""
+        """Return the text that each id adds; `flush` makes an unfinished end U+FFFD."""
         detokenizer = Detokenizer(self.table if skip_special_tokens else self.full_table)
         texts: list[str] = []
         began, is_held = 0, False
@@ -276,27 +256,23 @@ class Vocabulary:
             texts[began] += rest
         return texts
 
-    # there is one vocabulary for the life of the process
-    @lru_cache(maxsize=8)  # noqa: B019  # each may hold the whole vocabulary
+    # the process has one vocabulary
+    @lru_cache(maxsize=8)  # noqa: B019  # each entry may hold all ids
     def ids_containing(self, strings: tuple[str, ...]) -> tuple[int, ...]:
-        """The ids that the model knows whose text contains one of the strings, none of them
-        empty."""
-        found = bytearray(len(self._piece_ends))
-        for string in strings:
-            wanted = string.encode()
-            if len(wanted) > self._longest_piece:
-                continue
-            place = self._joined_pieces.find(wanted)
-            while place >= 0:
-                index = bisect_right(self._piece_ends, place)
-                end = self._piece_ends[index]
-                if place + len(wanted) <= end:
-                    found[index] = True
-                    place = end - 1
-                place = self._joined_pieces.find(wanted, place + 1)
-        return tuple(compress(range(len(found)), found))
+        """Return the model's ids whose text contains one of the strings, none of which is empty."""
+        return self._search.find(strings)
 
-    def _refuse_ids_beyond_the_embedding(self, file: Path) -> None:
+    def _special_ids(self, *configs: Mapping[str, Any]) -> dict[str, int]:
+        """Return the ids of special tokens by role; the first configuration with a role wins."""
+        found: dict[str, int] = {}
+        for role in _SPECIAL_ROLES:
+            value = next(filter(None, (config.get(role) for config in configs)), None)
+            content = value.get("content") if isinstance(value, dict) else value
+            if content and (token := self.ids.get(content)) is not None:
+                found[role] = token
+        return found
+
+    def _check_embedding_size(self, file: Path) -> None:
         beyond = {
             token: index
             for token, index in self.ids.items()
@@ -316,9 +292,8 @@ class Vocabulary:
             return self.encode_plain(text)
         return ids[len(marker) :]
 
-    def _settle_added_tokens(self, config: Mapping[str, Any]) -> None:
-        """What the configuration says outright about BOS and EOS wins over tokenizer.json, as in
-        transformers."""
+    def _configure_added_tokens(self, config: Mapping[str, Any]) -> None:
+        """Let add_bos_token and add_eos_token override tokenizer.json, as transformers does."""
         wants = {name: config.get(f"add_{name}_token") for name in ("bos", "eos")}
         if wants == {"bos": None, "eos": None}:
             return
@@ -339,8 +314,7 @@ class Vocabulary:
     def _control_tokens(
         self, added: Iterable[Any], answer_marks: Collection[str]
     ) -> frozenset[str]:
-        """Added tokens: those marked special, those of infill, of calls and of reasoning in any
-        family, and those that a chat template writes."""
+        """Return the added tokens that are special, frame parts of text, or are in templates."""
         known = infill_control_tokens().union(answer_marks)
         templates = "\0".join(self.chat_templates.values())
         return frozenset(
@@ -353,19 +327,64 @@ class Vocabulary:
         )
 
 
-def _of_text(config: Mapping[str, Any], key: str) -> int:
-    """A number of config.json, or of its section on text, if it has one; 0 for none."""
+class _PieceSearch:
+    """Search for strings in the pieces of all tokens at once."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._joined = b"".join(pieces)
+        self._ends = list(accumulate(map(len, pieces)))
+        self._longest = max(map(len, pieces), default=0)
+
+    def find(self, strings: Iterable[str]) -> tuple[int, ...]:
+        """Return the indices of the pieces that contain one of the strings."""
+        found = bytearray(len(self._ends))
+        for string in strings:
+            wanted = string.encode()
+            if len(wanted) > self._longest:
+                continue
+            place = self._joined.find(wanted)
+            while place >= 0:
+                index = bisect_right(self._ends, place)
+                end = self._ends[index]
+                if place + len(wanted) <= end:
+                    found[index] = True
+                    place = end - 1
+                place = self._joined.find(wanted, place + 1)
+        return tuple(compress(range(len(found)), found))
+
+
+def _read_tokenizer(path: Path) -> tuple[dict[str, Any], Tokenizer]:
+    """Return the definition and the tokenizer of a tokenizer.json. Raises StartupError."""
+    text = read_text(path)
+    if text is None:
+        raise StartupError(f"{path.parent} has no tokenizer.json.")
+    try:
+        definition: dict[str, Any] = json.loads(text)
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise StartupError(f"{path} can't be read: {error}.") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return definition, tokenizer
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _text_setting(config: Mapping[str, Any], key: str) -> int:
+    """Return a number of config.json or of its section on text; 0 if neither has it."""
     section = config.get("text_config")
     value = config.get(key) or (section.get(key) if isinstance(section, Mapping) else None)
     return int(value or 0)
 
 
 def _without_control_tokens(definition: Mapping[str, Any], control: frozenset[str]) -> Tokenizer:
-    """A tokenizer with the same ids that can't produce a control token from text."""
+    """Return a tokenizer with the same ids that never produces a control token from text."""
     added = [
         token for token in definition.get("added_tokens", ()) if token["content"] not in control
     ]
-    # an added token gets the next free id, whatever the file says, unless the model knows it
+    # an added token that the model does not know gets the next free id, whatever the file says
     ids = {token["content"]: token["id"] for token in added}
     model = dict(definition["model"])
     vocabulary = model.get("vocab")
@@ -376,7 +395,7 @@ def _without_control_tokens(definition: Mapping[str, Any], control: frozenset[st
             for token, index in vocabulary.items()
             if token not in control or token in merged or token == model.get("unk_token")
         } | ids
-    elif vocabulary is not None:  # Unigram: pairs whose place is their id
+    elif vocabulary is not None:  # Unigram: pairs by id
         names = {index: token for token, index in ids.items() if index >= len(vocabulary)}
         model["vocab"] = [
             [token, _NEVER if token in control else score] for token, score in vocabulary

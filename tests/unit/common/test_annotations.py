@@ -1,4 +1,4 @@
-"""What no grammar enforces is named by its path; a schema that is none raises nothing."""
+"""Annotations are reported by path, and invalid schemas raise nothing."""
 
 import json
 
@@ -27,11 +27,11 @@ PATHS = [
 ]  # fmt: skip
 
 
-def test_paths_are_those_of_the_schema_in_its_order() -> None:
+def test_annotations_are_reported_by_path_in_order() -> None:
     assert unenforced(SCHEMA, "$") == [f"$.{path}" for path in PATHS]
 
 
-def test_grammars_are_looked_into_by_their_kind() -> None:
+def test_schemas_are_found_in_every_kind_of_grammar() -> None:
     text = json.dumps(SCHEMA)
     assert unenforced_in(GrammarSpec(json_schema=text), "grammar") == [
         f"grammar.json_schema.{path}" for path in PATHS
@@ -55,10 +55,10 @@ def test_grammars_are_looked_into_by_their_kind() -> None:
     "text", ['{"format"', '"format"', '["format"]', '{"properties":["format"]}', '{"format":null}',
              '"format"' + "[" * 100_000, '{"grammars":{"format":1}}'],
 )  # fmt: skip
-def test_what_is_no_schema_has_none(text: str) -> None:
+def test_an_invalid_schema_has_no_annotations(text: str) -> None:
     assert unenforced_in(GrammarSpec(json_schema=text), "grammar") == []
     assert unenforced_in(GrammarSpec(llguidance=text), "grammar") == []
 
 
-def test_no_more_than_a_hundred_are_named() -> None:
+def test_at_most_a_hundred_annotations_are_reported() -> None:
     assert len(unenforced({"items": [{"format": "x"}] * 1000}, "$")) == 100

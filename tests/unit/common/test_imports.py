@@ -1,4 +1,4 @@
-"""What the processes of the services load."""
+"""The processes of the services that load torch."""
 
 import subprocess
 import sys
@@ -23,10 +23,11 @@ ITS_START = "import importlib, sys; importlib.import_module(sys.argv[1])"
         (EVERY_MODULE, "services.http_shim"),
         (EVERY_MODULE, "services.tokenizer"),
         (EVERY_MODULE, "services.grammar"),
+        (EVERY_MODULE, "services.engine.scheduling"),  # policy, which the step loop calls
         (ITS_START, "services.engine.__main__"),  # the gRPC side; the step loop is another process
     ],
 )
 def test_torch_is_loaded_by_the_step_loop_alone(program: str, name: str) -> None:
-    """It would cost every other process 300 MB and seconds at its start."""
+    """In any other process it would cost 300 MB and seconds at the start."""
     loads = f"{program}\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", loads, name], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""How a gRPC service says that it can't start."""
+"""A gRPC service that can't start says why."""
 
 import socket
 import subprocess
@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 
-def test_a_port_that_is_taken_is_named_with_the_reason(embedded_model: Path) -> None:
-    """gRPC itself gives none."""
+def test_a_port_in_use_is_reported_with_the_reason(embedded_model: Path) -> None:
+    """gRPC itself gives no reason."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ended = subprocess.run(

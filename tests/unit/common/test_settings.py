@@ -1,4 +1,4 @@
-"""What services refuse to be told: one sentence, instead of a failure in the middle of the work."""
+"""Invalid settings are refused at start-up with one sentence."""
 
 import dataclasses
 import sys
@@ -23,7 +23,7 @@ SERVICES: tuple[type[Any], ...] = (
 
 
 def refusal(settings: type[Any], capsys: pytest.CaptureFixture[str]) -> str:
-    """What parsing ends with; the exit code is 2."""
+    """Return the message with which parsing exits; the exit code is 2."""
     with pytest.raises(SystemExit) as ended:
         parse(settings, "python -m services.it", "TOKENWIRE_IT")
     assert ended.value.code == 2
@@ -54,22 +54,22 @@ def test_every_number_has_a_range(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One that nobody checked fails at the first request, or never: `nan <= 0` is false."""
+    """An unchecked number fails at the first request, or never: `nan <= 0` is false."""
     monkeypatch.setattr(sys, "argv", ["it", f"{flag}={value}"])
     assert refusal(settings, capsys).startswith(f"it: {flag} must be between ")
 
 
 @pytest.mark.parametrize("settings", SERVICES)
-def test_the_defaults_are_allowed(settings: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_are_valid(settings: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["it"])
     assert parse(settings, "it", "TOKENWIRE_IT") == settings()
 
 
 @pytest.mark.parametrize("in_environment", [False, True])
-def test_a_wrong_word_is_answered_with_the_right_ones(
+def test_an_invalid_choice_is_answered_with_the_valid_ones(
     in_environment: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the flag's name, wherever it came from."""
+    """The message names the flag, also for an environment variable."""
     monkeypatch.setattr(sys, "argv", ["it"] if in_environment else ["it", "--log-level", "loud"])
     if in_environment:
         monkeypatch.setenv("TOKENWIRE_IT_LOG_LEVEL", "loud")
@@ -77,7 +77,7 @@ def test_a_wrong_word_is_answered_with_the_right_ones(
     assert said == "it: --log-level must be one of debug, info, warning, error, not 'loud'.\n"
 
 
-def test_an_unknown_flag_is_one_sentence(
+def test_an_unknown_flag_is_reported_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["it", "--kv-memroy", "1GiB"])
@@ -85,6 +85,6 @@ def test_an_unknown_flag_is_one_sentence(
 
 
 def test_metrics_beyond_the_last_port_are_refused_with_the_remedy() -> None:
-    """Their port is the gRPC port + 1000, which who chose 65000 did not have in mind."""
+    """The default port of metrics is the gRPC port + 1000, which is invalid for 65000."""
     with pytest.raises(StartupError, match=r"66000.*--metrics-port"):
         serve_metrics("127.0.0.1", 66000)

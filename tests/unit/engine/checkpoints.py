@@ -31,7 +31,7 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from services.engine.batch.step_batch import Kept, StepBatch
+from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.model.decoder import Decoder
 
 VOCABULARY = 97
@@ -271,7 +271,7 @@ class Driver:
         batch = self._batch(chunks)
         counts = batch.query_lengths_host
         if kept is not None:
-            batch, counts = replace(batch, kept=keep_last(counts, kept)), tuple(kept)
+            batch, counts = replace(batch, output_rows=keep_last(counts, kept)), tuple(kept)
         hidden = self._decoder.forward(batch, self.cache)
         logits = self._decoder.logits(hidden).split(counts)
         for (index, count), rows in zip(chunks, logits, strict=True):
@@ -301,12 +301,12 @@ class Driver:
         )
 
 
-def keep_last(lengths: Sequence[int], kept: Sequence[int]) -> Kept:
+def keep_last(lengths: Sequence[int], kept: Sequence[int]) -> OutputRows:
     """The last `kept` rows of sequences with so many rows each."""
     ends = torch.tensor(lengths).cumsum(0).tolist()
     rows = [torch.arange(end - count, end) for end, count in zip(ends, kept, strict=True)]
     starts = torch.tensor([0, *kept]).cumsum(0).to(torch.int32)
-    return Kept(torch.cat(rows), starts, tuple(kept))
+    return OutputRows(torch.cat(rows), starts, tuple(kept))
 
 
 def _leading_ones(lengths: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Sampling by its definitions, in plain Python: what the engine's tensor code must equal."""
+"""Reference sampling in plain Python, which the engine's tensor code must equal."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from services.engine.messages import DrySettings, SamplingSettings
 
 MOST = 1e30
-"""What the engine takes for a penalty that a float can't hold"""
+"""The engine's largest penalty, where a float would overflow"""
 
 
 @dataclass(frozen=True, slots=True)
 class SoFar:
-    """The tokens so far, and what may not be drawn."""
+    """Tokens so far, and limits of the next draw."""
 
     prompt: Sequence[int] = ()
     generated: Sequence[int] = ()
@@ -21,7 +21,7 @@ class SoFar:
 
 
 def adjusted(logits: Sequence[float], settings: SamplingSettings, so_far: SoFar) -> list[float]:
-    """Logits after bias, penalties, DRY, mask and bans."""
+    """Return the logits after bias, penalties, DRY, mask and bans."""
     values = list(logits)
     if settings.logit_bias is not None:
         for token, bias in zip(settings.logit_bias.ids, settings.logit_bias.values, strict=True):
@@ -45,7 +45,7 @@ def adjusted(logits: Sequence[float], settings: SamplingSettings, so_far: SoFar)
 
 
 def dry_penalties(tokens: Sequence[int], dry: DrySettings) -> dict[int, float]:
-    """What each id loses: by the longest end of `tokens` that it followed before."""
+    """Return each id's penalty, by the longest end of `tokens` that it followed before."""
     losses: dict[int, float] = {}
     for place in range(1, len(tokens)):
         longest = 0
@@ -67,7 +67,7 @@ def dry_penalties(tokens: Sequence[int], dry: DrySettings) -> dict[int, float]:
 def probabilities(
     values: Sequence[float], settings: SamplingSettings, mu: float | None = None
 ) -> list[float]:
-    """What each id is drawn with: temperature, then top-k, top-p, min-p, or mirostat at mu."""
+    """Return each id's probability after temperature, and top-k, top-p, min-p, or mirostat."""
     top = max(values)
     weights = [math.exp((value - top) / settings.temperature) for value in values]
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))

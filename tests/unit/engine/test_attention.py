@@ -22,9 +22,8 @@ from services.engine.model.attention.native_backend import NativeAttention, Tile
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.loader import load_spec
-
-from .checkpoints import CONFIGS, keep_last, make_checkpoint
-from .tiles import to_rows
+from tests.unit.engine.checkpoints import CONFIGS, keep_last, make_checkpoint
+from tests.unit.engine.tiles import to_rows
 
 BLOCK = 32
 CONTEXTS = (1, 31, 32, 33, 100, 512, 513, 1300)  # of the sequences that decode
@@ -163,9 +162,9 @@ class Case:
         )
         if kept is not None:
             some = keep_last(lengths, kept)
-            batch = dataclasses.replace(batch, kept=some).narrowed
-            queries[: len(some.rows)] = queries[some.rows]
-            queries = queries[: len(some.rows)]
+            batch = dataclasses.replace(batch, output_rows=some).narrowed
+            queries[: len(some.indices)] = queries[some.indices]
+            queries = queries[: len(some.indices)]
         rows = len(queries)
         out = torch.empty(-(-rows // TILE) * TILE, queries[0].numel(), dtype=keys.dtype)
         backend.attend(0, queries, keys, values, batch, cache, out[:rows])
@@ -250,7 +249,7 @@ def test_queries_may_be_fewer_than_keys(
     lengths = [length for length, _ in case.spans]
     kept = [1] * len(CONTEXTS) + [1, 1, *(1 + length // 2 for length, _ in CHUNKS[2:])]
     attended = case.run(make_backend(kind, case.spec, dtype), stale=torch.nan, kept=kept)
-    expected = case.expected()[keep_last(lengths, kept).rows]
+    expected = case.expected()[keep_last(lengths, kept).indices]
     torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
 
 

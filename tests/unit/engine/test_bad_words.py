@@ -1,4 +1,4 @@
-"""What a request forbids is never generated, and what leaves nothing fails it."""
+"""Bad words and excluded ids are never generated; a request that allows no id fails."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from services.engine.messages import Finished, Refused, SamplingSettings, Token
 from services.engine.model.decoder import Decoder
-from services.engine.sampling import BadWords, Row, narrowed, sample
+from services.engine.sampling.bad_words import BadWords, intersect_masks
+from services.engine.sampling.row import Row
+from services.engine.sampling.sampler import sample
 from tests.unit.engine.test_constrained import generate
 from tests.unit.engine.tiny import (
     EOS,
@@ -22,6 +24,7 @@ from tests.unit.engine.tiny import (
     mask_of,
     run,
     tokens_of,
+    with_sampling,
 )
 
 WORDS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), max_size=8)
@@ -34,7 +37,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @given(words=WORDS, generated=st.lists(st.integers(1, 5), max_size=12))
-def test_a_word_is_completed_where_its_beginning_was_just_generated(
+def test_last_id_of_a_word_is_forbidden_after_its_beginning(
     words: list[list[int]], generated: list[int]
 ) -> None:
     expected = {
@@ -42,9 +45,9 @@ def test_a_word_is_completed_where_its_beginning_was_just_generated(
         for word in words
         if len(word) <= len(generated) + 1 and [*generated, word[-1]][-len(word) :] == word
     }
-    found = BadWords(words)
-    assert {*found.completing(np.array(generated, dtype=np.int32))} == expected
-    assert found.looks_back == any(len(word) > 1 for word in words)
+    bad_words = BadWords(words)
+    assert {*bad_words.forbidden_after(np.array(generated, dtype=np.int32))} == expected
+    assert bad_words.looks_back == any(len(word) > 1 for word in words)
 
 
 @given(
@@ -52,16 +55,16 @@ def test_a_word_is_completed_where_its_beginning_was_just_generated(
     allowed=st.sets(st.integers(0, VOCABULARY - 1)),
     forbidden=st.lists(st.integers(0, VOCABULARY - 1), max_size=5),
 )
-def test_a_narrowed_mask_holds_what_all_allow(
+def test_intersection_holds_the_ids_that_all_masks_allow(
     grammar: set[int] | None, allowed: set[int], forbidden: list[int]
 ) -> None:
     mask = None if grammar is None else mask_of(grammar).rstrip(b"\0")
     expected = allowed.difference(forbidden) & (allowed if grammar is None else grammar)
-    assert narrowed(mask, mask_of(allowed), forbidden) == mask_of(expected).rstrip(b"\0")
+    assert intersect_masks(mask, mask_of(allowed), forbidden) == mask_of(expected).rstrip(b"\0")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forbidden_ids_are_not_drawn_even_where_min_tokens_bans_the_others(
+def test_forbidden_ids_are_not_drawn_where_min_tokens_bans_the_others(
     temperature: float,
 ) -> None:
     logits = torch.arange(10.0).repeat(200, 1)
@@ -78,7 +81,7 @@ def test_forbidden_ids_are_not_drawn_even_where_min_tokens_bans_the_others(
     speculate=st.booleans(),
 )
 @settings(max_examples=40)
-def test_what_is_forbidden_is_never_generated(
+def test_bad_words_and_excluded_ids_are_never_generated(
     decoder: Decoder,
     words: list[list[int]],
     allowed: set[int] | None,
@@ -105,15 +108,15 @@ def has_run(tokens: Sequence[int], word: Sequence[int]) -> bool:
     return any([*tokens[place : place + len(word)]] == [*word] for place in places)
 
 
-def test_the_prompt_completes_no_word(decoder: Decoder) -> None:
+def test_prompt_is_no_beginning_of_a_bad_word(decoder: Decoder) -> None:
     greedy = make_request(1, [[3, 1, 4]], max_tokens=1)
     [first] = tokens_of(run(make_loop(decoder), [greedy]))[1, 0]
     words = ((4, first),)
-    limited = replace(greedy, sampling=replace(greedy.sampling, bad_words=words))
+    limited = with_sampling(greedy, replace(greedy.checked.sampling, bad_words=words))
     assert tokens_of(run(make_loop(decoder), [limited]))[1, 0] == [first]
 
 
-def test_the_end_of_sequence_is_drawn_only_where_it_is_allowed(decoder: Decoder) -> None:
+def test_eos_is_drawn_only_where_it_is_allowed(decoder: Decoder) -> None:
     bits = {EOS, 5, 6}
     requests = [
         make_request(
@@ -142,7 +145,7 @@ ALLOWED = st.lists(st.sets(st.integers(1, 9), min_size=1, max_size=4), min_size=
     lateness=st.lists(st.integers(0, 3), min_size=1, max_size=3),
 )
 @settings(max_examples=60)
-def test_a_grammar_is_followed_within_the_limits_or_the_request_fails(
+def test_output_satisfies_grammar_and_limits_or_the_request_fails(
     decoder: Decoder,
     grammar: list[set[int]],
     limit: set[int],
@@ -166,7 +169,7 @@ def test_a_grammar_is_followed_within_the_limits_or_the_request_fails(
     assert not any(has_run(tokens, word) for word in words)
     if isinstance(at_once[-1], Refused):
         place = len(tokens)
-        forbidden = BadWords(words).completing(np.array(tokens, dtype=np.int32))
+        forbidden = BadWords(words).forbidden_after(np.array(tokens, dtype=np.int32))
         assert not (grammar[place] & limit).difference(forbidden)
         assert at_once[-1].code == "INVALID_ARGUMENT"
         assert at_once[-1].field == "sampling.allowed_token_ids"

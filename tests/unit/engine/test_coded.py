@@ -9,8 +9,7 @@ from torch import Tensor
 from services.engine.kernels.library import Format, InstructionSet
 from services.engine.kernels.tiles import to_tiles
 from services.engine.model.operators.native_operators import Packed, TiledOperators
-
-from .machines import limited_to
+from tests.unit.engine.machines import limited_to
 
 STEP = 32
 """A step has as many inputs and outputs, and codes for 16 upper bytes: 16 powers of two here"""

@@ -1,4 +1,4 @@
-"""A grammar decides what may follow, never when: forced, guessed or late, outputs are the same."""
+"""Forced tokens, draft tokens and late masks never change the output under a grammar."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from services.engine.messages import (
     AddRequest,
     Command,
+    DraftTokens,
     Finished,
     GrantCredit,
-    Guessed,
     Mask,
     MirostatSettings,
     Output,
@@ -32,6 +32,8 @@ from tests.unit.engine.tiny import (
     load_tiny,
     make_loop,
     make_request,
+    mask_of,
+    with_resume,
 )
 
 ALLOWED = st.lists(
@@ -42,9 +44,9 @@ ALLOWED = st.lists(
     min_size=1,
     max_size=24,
 )
-"""What each position of an output may hold; the output ends after them"""
+"""Ids that each position of an output allows; the output ends after the last position"""
 REPEATED = st.one_of(ALLOWED, ALLOWED.map(lambda allowed: 6 * allowed[:4]))
-"""The same, with much to guess right"""
+"""The same with repetitions, so that many draft tokens are right"""
 
 
 @pytest.fixture(scope="module")
@@ -54,55 +56,53 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @dataclass
 class Grammar:
-    """Answers as the grammar service would, after a while."""
+    """Answers like the grammar service, after a number of steps."""
 
     allowed: Sequence[set[int]]
     jumps: bool
     lateness: Iterator[int]
+    """Steps until each answer"""
     known: dict[int, int] = field(default_factory=dict)
-    """By sequence, the position that was last asked about"""
+    """Position of the last answer, by sequence"""
     due: list[tuple[int, Mask]] = field(default_factory=list)
 
     def open(self, request: AddRequest) -> None:
-        resumed = {resume.sequence: len(resume.generated) for resume in request.resume}
-        for sequence in range(len(request.prompts) * request.n):
+        resumed = {resume.sequence: len(resume.generated) for resume in request.checked.resume}
+        for sequence in range(request.checked.num_sequences):
             self._answer(sequence, resumed.get(sequence, 0), ())
 
-    def hear(self, outputs: Sequence[Output]) -> None:
-        """What one step brought: all of it comes before the answers."""
+    def feed(self, outputs: Sequence[Output]) -> None:
+        """Take all tokens of a step, and then answer."""
         mine = [o for o in outputs if isinstance(o, Token) and o.handle == 1 and o.id != EOS]
-        guessed = {o.sequence: o.ids for o in outputs if isinstance(o, Guessed)}
+        drafts = {o.sequence: o.ids for o in outputs if isinstance(o, DraftTokens)}
         for sequence, position in {token.sequence: token.position + 1 for token in mine}.items():
             if position > self.known[sequence]:
-                self._answer(sequence, position, guessed.get(sequence, ()))
+                self._answer(sequence, position, drafts.get(sequence, ()))
 
     def masks(self) -> list[Command]:
-        """Those whose time has come."""
+        """Return the answers that are due."""
         ready = [mask for wait, mask in self.due if wait == 0]
         self.due = [(wait - 1, mask) for wait, mask in self.due if wait > 0]
         return [SetMasks(ready)] if ready else []
 
-    def _answer(self, sequence: int, position: int, guesses: Sequence[int]) -> None:
+    def _answer(self, sequence: int, position: int, draft: Sequence[int]) -> None:
         end = position
         while self.jumps and end < len(self.allowed) and len(self.allowed[end]) == 1:
             end += 1
         forced = [next(iter(ids)) for ids in self.allowed[position:end]]
         is_over = end == len(self.allowed)
         self.known[sequence] = end
-        path = guesses[len(forced) :] if list(guesses[: len(forced)]) == forced else ()
-        ahead: list[tuple[int, bytes]] = []
-        for at, guess in enumerate(path, start=end):
-            if at + 1 >= len(self.allowed) or guess not in self.allowed[at]:
+        rest = draft[len(forced) :] if list(draft[: len(forced)]) == forced else ()
+        draft_masks: list[tuple[int, bytes]] = []
+        for at, token in enumerate(rest, start=end):
+            if at + 1 >= len(self.allowed) or token not in self.allowed[at]:
                 break
-            ahead.append((guess, self._bits(at + 1)))
-        mask = Mask(1, sequence, position, forced, self._bits(end), is_over, ahead)
+            draft_masks.append((token, self._bits(at + 1)))
+        mask = Mask(1, sequence, position, forced, self._bits(end), is_over, draft_masks)
         self.due.append((next(self.lateness), mask))
 
     def _bits(self, position: int) -> bytes:
-        bits = bytearray(VOCABULARY // 8)
-        for token in self.allowed[position] if position < len(self.allowed) else {EOS}:
-            bits[token // 8] |= 1 << token % 8
-        return bytes(bits)
+        return mask_of(self.allowed[position] if position < len(self.allowed) else {EOS})
 
 
 def generate(
@@ -116,7 +116,7 @@ def generate(
     neighbours: int = 0,
     speculate: bool = False,
 ) -> list[Output]:
-    """What the request (handle 1) brings, beside some that are free."""
+    """Return the outputs of the request (handle 1), which runs beside unconstrained ones."""
     loop = make_loop(decoder, blocks=blocks, step_tokens=32, speculate=speculate)
     grammar = Grammar(allowed, jumps, _cycle(lateness))
     free = [make_request(2 + i, [[7 + i, 9]], max_tokens=20) for i in range(neighbours)]
@@ -131,7 +131,7 @@ def generate(
 
     def take(step: StepOutput) -> None:
         outputs.extend(o for o in step.outputs if o.handle == 1)  # type: ignore[union-attr]
-        grammar.hear(step.outputs)
+        grammar.feed(step.outputs)
 
     for turn in range(2000):
         take(loop.step(receive))
@@ -148,12 +148,12 @@ def _cycle(numbers: Sequence[int]) -> Iterator[int]:
         yield from numbers
 
 
-Told: TypeAlias = dict[int, list[tuple[object, ...]]]
+Seen: TypeAlias = dict[int, list[tuple[object, ...]]]
 
 
-def told(outputs: Sequence[Output]) -> tuple[Told, list[float]]:
-    """What a client sees of each choice: tokens and the end, and the numbers that come along."""
-    seen: Told = {}
+def visible(outputs: Sequence[Output]) -> tuple[Seen, list[float]]:
+    """Return what a client sees: tokens and end of each choice, and all floating-point numbers."""
+    seen: Seen = {}
     numbers: dict[tuple[int, int], list[float]] = {}
     for output in outputs:
         if isinstance(output, Token):
@@ -202,7 +202,7 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
     neighbours=st.integers(0, 2),
 )
 @settings(SAME_EXAMPLES, max_examples=12)
-def test_what_is_forced_guessed_or_late_is_not_to_be_seen(
+def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
     decoder: Decoder,
     kind: str,
     allowed: list[set[int]],
@@ -224,7 +224,7 @@ def test_what_is_forced_guessed_or_late_is_not_to_be_seen(
         neighbours=neighbours,
         speculate=speculate,
     )
-    (seen, numbers), (expected, their_numbers) = told(at_once), told(one_by_one)
+    (seen, numbers), (expected, their_numbers) = visible(at_once), visible(one_by_one)
     assert seen == expected
     assert numbers == pytest.approx(their_numbers, abs=1e-3)
     done = next(o for o in at_once if isinstance(o, RequestDone))
@@ -233,15 +233,15 @@ def test_what_is_forced_guessed_or_late_is_not_to_be_seen(
 
 @given(allowed=ALLOWED, data=st.data())
 @settings(SAME_EXAMPLES, max_examples=25)
-def test_a_sequence_goes_on_elsewhere_in_the_middle_of_what_is_forced(
+def test_sequence_resumes_in_the_middle_of_forced_tokens(
     decoder: Decoder, allowed: list[set[int]], data: st.DataObject
 ) -> None:
     request = KINDS["seeded"](max_tokens=24, ignore_eos=False, constrained=True)
-    whole = told(generate(decoder, request, allowed))[0][0]
+    whole = visible(generate(decoder, request, allowed))[0][0]
     at = data.draw(st.integers(0, len(allowed) - 1))
     generated = [int(token) for _, token, *_ in whole[:at]]  # type: ignore[call-overload]
-    rest = generate(decoder, replace(request, resume=[Resume(0, generated)]), allowed)
-    assert told(rest)[0][0] == whole[at:]
+    rest = generate(decoder, with_resume(request, Resume(0, generated)), allowed)
+    assert visible(rest)[0][0] == whole[at:]
 
 
 def num_steps(
@@ -253,7 +253,7 @@ def num_steps(
     speculate: bool,
     lateness: int = 0,
 ) -> int:
-    """Forward passes that the request takes, alone."""
+    """Return the number of steps that the request takes alone."""
     steps = 0
     loop = make_loop(decoder, speculate=speculate)
     grammar = Grammar(allowed, jumps, _cycle([lateness]))
@@ -262,21 +262,19 @@ def num_steps(
     while not (steps and loop.is_idle):
         done = loop.step(lambda: [commands.pop() for _ in commands[:1]] + grammar.masks())
         steps += loop.progressed
-        grammar.hear(done.outputs)
+        grammar.feed(done.outputs)
     return steps
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_forced_tokens_take_no_step_each(decoder: Decoder, logprobs: int | None) -> None:
+def test_forced_tokens_share_steps(decoder: Decoder, logprobs: int | None) -> None:
     allowed: list[set[int]] = [{1, 2}, *({3 + i} for i in range(12)), {1, 2}]
     request = make_request(1, [[5]], max_tokens=24, logprobs=logprobs, constrained=True)
     assert num_steps(decoder, request, allowed, jumps=True, speculate=False) < len(allowed) / 2
 
 
 @pytest.mark.parametrize("lateness", [0, 3])
-def test_what_is_guessed_right_under_a_grammar_takes_no_step_each(
-    decoder: Decoder, lateness: int
-) -> None:
+def test_accepted_draft_tokens_share_steps_under_a_grammar(decoder: Decoder, lateness: int) -> None:
     allowed: list[set[int]] = [{3}, {4}, {5}, {6}] * 6
     request = make_request(1, [[3, 4, 5, 6]], max_tokens=24, constrained=True)
     steps = {

@@ -1,32 +1,33 @@
-"""No prompt, stream, tenant or client keeps the others waiting: policy alone, on a fake clock."""
+"""Fairness among prompts, streams and tenants: scheduling policy on a fake clock."""
 
 from statistics import median
 
 import pytest
 
-from services.engine.loop.requests import LoopLimits, Requests
+from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.messages import GrantCredit, Refused
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from tests.unit.engine.tiny import make_request
 
 CONTEXT = 1 << 20
 
 
 class Machine:
-    """Steps that take as long as on two cores: 12 ms, and 0.6 ms for each row."""
+    """A scheduler whose steps take 12 ms, and 0.6 ms per row, as on two cores."""
 
     def __init__(self, running: int = 256, blocks: int = 10_000, waiting: int = 10_000) -> None:
         limits = SchedulerLimits(running, 4096, 1.7, block_size=16, rows_at_once=16)
         self.scheduler = Scheduler(limits, BlockPool(blocks))
         self.now = 1000.0
-        self.requests = Requests(
+        self.requests = RequestTable(
             self.scheduler, LoopLimits(frozenset(), waiting, 30.0), lambda: self.now
         )
         self.refused: list[int] = []
         self.firsts: dict[int, float] = {}
-        """When each request got its first token"""
+        """Time of each request's first token"""
         self.tokens: dict[int, int] = {}
         """Tokens generated for each request"""
         self._handles = 0
@@ -81,7 +82,7 @@ class Machine:
         return plan
 
     def steps_until(self, *handles: int, most: int = 3000) -> int:
-        """Steps until all of these have got a token."""
+        """Return the steps until all these requests have a token."""
         for step in range(most):
             if all(handle in self.firsts for handle in handles):
                 return step
@@ -89,14 +90,14 @@ class Machine:
         raise AssertionError(f"no token for some of {handles} in {most} steps")
 
     def decode(self, streams: int) -> list[int]:
-        """Let so many streams decode."""
+        """Start streams, and run some of their steps."""
         handles = [self.add(40, 100_000) for _ in range(streams)]
         self.steps_until(*handles)
         for _ in range(5):
             self.step()
         return handles
 
-    def places_of(self, handle: int) -> list[Sequence]:
+    def running_of(self, handle: int) -> list[Sequence]:
         running = self.scheduler.running
         return [s for s in running if s.request.command.handle == handle]
 
@@ -126,7 +127,7 @@ def test_short_prompt_passes_long_one() -> None:
     assert machine.steps_until(long)
 
 
-def test_long_prompt_ends_although_short_ones_never_cease() -> None:
+def test_long_prompt_ends_while_short_ones_keep_arriving() -> None:
     machine = Machine()
     machine.decode(4)
     long = machine.add(4_000, 1)
@@ -137,10 +138,10 @@ def test_long_prompt_ends_although_short_ones_never_cease() -> None:
         if long in machine.firsts:
             break
     assert long in machine.firsts
-    assert max(waits) <= 12  # the long one left them a share when its turn had come
+    assert max(waits) <= 12  # in its turn, the long prompt leaves them a share
 
 
-def test_low_priority_prompt_ends_although_higher_ones_never_cease() -> None:
+def test_low_priority_prompt_ends_while_higher_ones_keep_arriving() -> None:
     machine = Machine(running=4)
     low = machine.add(100, 1)
     for _ in range(2000):
@@ -148,10 +149,10 @@ def test_low_priority_prompt_ends_although_higher_ones_never_cease() -> None:
         machine.step()
         if low in machine.firsts:
             return
-    raise AssertionError("it starved")
+    raise AssertionError("the low-priority prompt starved")
 
 
-def test_first_request_of_a_tenant_does_not_wait_for_the_thousand_of_another() -> None:
+def test_first_request_of_a_tenant_passes_the_thousand_of_another() -> None:
     machine = Machine(running=32)
     crowd = [machine.add(128, 64, tenant=b"many") for _ in range(1000)]
     machine.steps_until(*crowd[:40])
@@ -159,7 +160,7 @@ def test_first_request_of_a_tenant_does_not_wait_for_the_thousand_of_another() -
     assert machine.steps_until(single) <= 4
 
 
-def test_tenants_share_evenly_however_much_each_asks_for() -> None:
+def test_tenants_share_evenly_however_many_requests_each_sends() -> None:
     machine = Machine(running=16)
     for _ in range(600):
         machine.add(64, 32, tenant=b"many")
@@ -182,10 +183,10 @@ def test_full_queue_refuses_the_tenant_that_fills_it() -> None:
     others = [machine.add(16, 1, tenant=b"one") for _ in range(6)]
     assert machine.refused == [*crowd[10:], others[5]]
     many = [machine.add(16, 1, tenant=str(i).encode()) for i in range(40)]
-    assert set(many) & set(machine.refused), "the queue has an end for all tenants together"
+    assert set(many) & set(machine.refused), "all tenants together can fill the queue"
 
 
-def test_request_of_many_choices_leaves_a_place_to_a_newcomer() -> None:
+def test_requests_of_many_choices_yield_a_place_to_a_newcomer() -> None:
     machine = Machine()
     hogs = [machine.add(20, 5_000, n=128) for _ in range(2)]
     for _ in range(100):
@@ -193,16 +194,16 @@ def test_request_of_many_choices_leaves_a_place_to_a_newcomer() -> None:
     assert machine.scheduler.free_places == 0
     bystander = machine.add(16, 4)
     assert machine.steps_until(bystander) <= 3
-    assert min(len(machine.places_of(hog)) for hog in hogs) >= 126
+    assert min(len(machine.running_of(hog)) for hog in hogs) >= 126
 
 
-def test_paused_streams_leave_their_places_to_those_that_wait() -> None:
+def test_paused_streams_yield_their_places_to_waiting_ones() -> None:
     machine = Machine(running=6)
     paused = [machine.add(40, 100, credit=2) for _ in range(6)]
     machine.steps_until(*paused)
     for _ in range(80):
         machine.step()
-    assert len(machine.scheduler.running) == 6, "nobody waits for their places"
+    assert len(machine.scheduler.running) == 6, "no sequence waits for their places"
     others = [machine.add(40, 8) for _ in range(6)]
     machine.steps_until(*others, most=20)
     before = dict(machine.tokens)
@@ -213,7 +214,7 @@ def test_paused_streams_leave_their_places_to_those_that_wait() -> None:
     assert [machine.tokens[handle] - before[handle] for handle in paused] == [5] * 6
 
 
-def test_paused_streams_leave_their_blocks_to_those_that_wait() -> None:
+def test_paused_streams_yield_their_blocks_to_a_waiting_one() -> None:
     machine = Machine(blocks=40)
     paused = [machine.add(140, 100, credit=1) for _ in range(4)]
     machine.steps_until(*paused)
@@ -223,7 +224,7 @@ def test_paused_streams_leave_their_blocks_to_those_that_wait() -> None:
     machine.steps_until(newcomer, most=5)
 
 
-def test_paused_stream_is_cut_in_time_though_it_holds_no_place() -> None:
+def test_paused_stream_without_a_place_is_cut_in_time() -> None:
     machine = Machine(running=1)
     paused = machine.add(40, 100, credit=1)
     machine.steps_until(paused)
@@ -235,8 +236,21 @@ def test_paused_stream_is_cut_in_time_though_it_holds_no_place() -> None:
     assert machine.refused == [paused]
 
 
-def test_crowd_gets_its_first_tokens_one_after_the_other() -> None:
-    """Not all at the end of one step that computes them all."""
+def test_few_long_prompts_slow_streams_down_by_the_factor_alone() -> None:
+    machine = Machine()
+    machine.decode(5)
+    began = machine.now
+    machine.step()
+    alone = machine.now - began
+    prompts = [machine.add(2_000, 1) for _ in range(5)]
+    while not machine.firsts.keys() & set(prompts):
+        began = machine.now
+        machine.step()
+        assert machine.now - began <= 1.7 * alone
+
+
+def test_prompts_that_arrive_together_get_first_tokens_one_by_one() -> None:
+    """A single step for all prompts would delay every first token to its end."""
     machine = Machine()
     machine.decode(2)
     began = machine.now
@@ -244,4 +258,4 @@ def test_crowd_gets_its_first_tokens_one_after_the_other() -> None:
     machine.steps_until(*crowd)
     waits = [machine.firsts[handle] - began for handle in crowd]
     assert median(waits) < 0.65 * max(waits)
-    assert max(waits) < 3.7  # computing them alone takes 2.5 s
+    assert max(waits) < 3.7  # the prompts alone take 2.5 s

@@ -1,10 +1,17 @@
-"""Messages come out whole, however their bytes arrive."""
+"""Messages arrive complete, however their bytes are split."""
 
 from services.engine.framing import Unpacker, pack
-from services.engine.messages import CacheFlushed, Guessed, LoadSnapshot, Score, StepOutput, Token
+from services.engine.messages import (
+    CacheFlushed,
+    DraftTokens,
+    LoadSnapshot,
+    Score,
+    StepOutput,
+    Token,
+)
 
 
-def test_pieces_of_any_size_make_the_same_messages() -> None:
+def test_pieces_of_any_size_give_the_same_messages() -> None:
     messages = ["first", list(range(1000)), ""]
     data = b"".join(map(pack, messages))
     for size in (1, 7, len(pack("first")), len(data)):
@@ -13,9 +20,9 @@ def test_pieces_of_any_size_make_the_same_messages() -> None:
         assert [message for piece in pieces for message in unpacker.feed(piece)] == messages
 
 
-def test_a_step_comes_out_as_it_went_in() -> None:
+def test_step_output_keeps_its_values_and_types() -> None:
     scored = Token(1, 0, 7, 42, Score(-0.5, 1, [42], [-0.5]), 2.5)
-    outputs = [Token(1, 0, 6, 41, None), Guessed(1, 0, [3]), CacheFlushed(2), scored]
+    outputs = [Token(1, 0, 6, 41, None), DraftTokens(1, 0, [3]), CacheFlushed(2), scored]
     step = StepOutput(outputs, LoadSnapshot(running=3))
     [message] = Unpacker().feed(pack(step))
     assert message == step

@@ -17,11 +17,11 @@ from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_model
 from services.engine.model.operators.int8_operators import Int8Operators
 from services.engine.model.operators.torch_operators import TorchOperators
+from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.machines import TILED, limited_to
+from tests.unit.engine.tiles import to_rows
 
-from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
-from .machines import TILED, limited_to
 from .test_kernels import assert_finds_largest
-from .tiles import to_rows
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,8 @@ from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.interface import Projection
 from services.engine.model.operators.native_operators import NativeOperators, TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
-
-from .machines import TILED, limited_to
-from .tiles import to_rows
+from tests.unit.engine.machines import TILED, limited_to
+from tests.unit.engine.tiles import to_rows
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -14,13 +14,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from services.engine.messages import GenerationDefaults
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.errors import CheckpointError
 from services.engine.model.checkpoint.families import FAMILIES
-from services.engine.model.checkpoint.generation import GenerationDefaults, load_generation_defaults
+from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.loader import load_model, load_spec, resolve_dtype
-
-from .checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens, reference_logits
+from tests.unit.engine.checkpoints import (
+    CONFIGS,
+    Driver,
+    make_checkpoint,
+    random_tokens,
+    reference_logits,
+)
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = {

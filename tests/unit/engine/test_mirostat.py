@@ -1,4 +1,4 @@
-"""Mirostat 2.0: equal to its definition, and it reaches its target."""
+"""Mirostat 2.0 equals its definition and reaches its target."""
 
 import math
 
@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.messages import MirostatSettings, SamplingSettings
-from services.engine.sampling import Mirostat, Row, sample
+from services.engine.sampling.mirostat import Mirostat
+from services.engine.sampling.row import Row
+from services.engine.sampling.sampler import sample
 from tests.unit.engine.reference import probabilities
 
 
@@ -26,7 +28,7 @@ def make_row(mirostat: MirostatSettings, state: Mirostat, position: int, **field
     st.floats(0.3, 2),
 )
 @settings(max_examples=50)
-def test_mu_goes_as_the_definition_says(
+def test_mu_follows_the_definition(
     seed: int, vocabulary: int, target: float, rate: float, temperature: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -45,8 +47,8 @@ def test_mu_goes_as_the_definition_says(
         mu -= rate * (surprise - math.log2(target))
 
 
-def test_the_surprise_of_what_is_drawn_comes_to_the_target() -> None:
-    """Free draws would surprise by 4.2 bits on average, the likeliest tokens by 1.8."""
+def test_mean_surprise_reaches_the_target() -> None:
+    """Unrestricted draws have a mean surprise of 4.2 bits, the likeliest tokens 1.8."""
     mirostat = MirostatSettings(target_perplexity=8.0, learning_rate=0.1)
     state = Mirostat(mirostat)
     generator = torch.Generator().manual_seed(3)
@@ -61,7 +63,7 @@ def test_the_surprise_of_what_is_drawn_comes_to_the_target() -> None:
 
 @pytest.mark.parametrize("target", [1e-45, 1e-30, 0.5, 1.0, 1e30, 3e38])
 @pytest.mark.parametrize("rate", [1e-45, 0.1, 3e38])
-def test_hostile_targets_still_draw(target: float, rate: float) -> None:
+def test_extreme_targets_still_draw(target: float, rate: float) -> None:
     mirostat = MirostatSettings(target, rate)
     state = Mirostat(mirostat)
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(4)) * 3
@@ -73,7 +75,7 @@ def test_hostile_targets_still_draw(target: float, rate: float) -> None:
         assert math.isfinite(state.mu)
 
 
-def test_a_mask_holds_under_mirostat() -> None:
+def test_mask_applies_under_mirostat() -> None:
     mirostat = MirostatSettings(1.5, 0.1)
     logits = torch.zeros(1, 16)
     logits[0, 0] = 20

@@ -14,8 +14,7 @@ import services.engine.model.loader
 from services.engine.kernels.library import InstructionSet, instruction_set, limit_instruction_set
 from services.engine.model.attention.native_backend import TiledAttention
 from services.engine.model.loader import load_model
-
-from .checkpoints import (
+from tests.unit.engine.checkpoints import (
     CONFIGS,
     Driver,
     make_checkpoint,
@@ -23,7 +22,7 @@ from .checkpoints import (
     random_tokens,
     reference_logits,
 )
-from .machines import needs_tiles
+from tests.unit.engine.machines import needs_tiles
 
 TOKENS = 75
 

@@ -1,4 +1,4 @@
-"""Steps that overlap must give what steps one after the other give."""
+"""Overlapping steps generate the same tokens as consecutive steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.model.decoder import Decoder
-from services.engine.sampling import draw
+from services.engine.sampling import sampler
 from tests.unit.engine.tiny import (
     EOS,
     SAME_EXAMPLES,
@@ -55,8 +55,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws among so few candidates that many have to be made again from all tokens."""
-    monkeypatch.setattr(draw, "_CANDIDATES", 3)
+    """Draw among so few candidates that many draws must be repeated over all tokens."""
+    monkeypatch.setattr(sampler, "_CANDIDATES", 3)
 
 
 @given(
@@ -84,7 +84,7 @@ def test_overlap_never_changes_output(
     logprobs: int | None,
     credit: int | None,
 ) -> None:
-    """Some end by a stop token, some are penalised and can't run ahead, n choices share blocks."""
+    """Some requests meet a stop token, have penalties and can't run ahead, or share blocks."""
     requests = [
         make_request(
             handle,
@@ -126,7 +126,7 @@ def test_overlap_never_changes_output(
 def run_with_credit(
     loop: StepLoop, requests: Sequence[AddRequest], credit: int, more: Sequence[GrantCredit]
 ) -> list[Output]:
-    """Let all use their credit up before they get more."""
+    """Let all requests use up their credit before they get more."""
     loop.apply(requests)
     outputs = list(loop.step(list).outputs)
     while loop.progressed:
@@ -152,18 +152,20 @@ def test_preemption_never_changes_output(
     assert plain == overlapped
 
 
-def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_reported(
+def test_step_is_launched_before_the_tokens_of_the_previous_one_are_reported(
     decoder: Decoder,
 ) -> None:
     loop = make_loop(decoder, overlaps=True)
     loop.apply([make_request(1, [[1, 2, 3]], max_tokens=4)])
     reported = [len(tokens_of(loop.step(list).outputs).get((1, 0), [])) for _ in range(5)]
     assert reported == [0, 1, 1, 1, 1]
-    assert loop.take_output().load.steps == 4  # none in vain: the end by length is foreseen
+    assert (
+        loop.take_output().load.steps == 4
+    )  # no row is wasted: the loop foresees the end by length
     assert loop.is_idle
 
 
-def test_a_sequence_that_ended_costs_one_row_in_vain(decoder: Decoder) -> None:
+def test_unforeseen_end_wastes_one_row(decoder: Decoder) -> None:
     prompt = [1, 2, 3]
     tokens = tokens_of(run(make_loop(decoder), [make_request(1, [prompt], max_tokens=20)]))[1, 0]
     stop = tokens[4]
@@ -179,8 +181,8 @@ def test_a_sequence_that_ended_costs_one_row_in_vain(decoder: Decoder) -> None:
         assert loop.progressed == was_in_flight
 
 
-def test_blocks_of_what_ran_ahead_are_found_again(decoder: Decoder) -> None:
-    """And hold what they are named after: the continuation is the same without the cache."""
+def test_blocks_of_overlapping_steps_are_cached_with_their_contents(decoder: Decoder) -> None:
+    """A continuation from the cache generates the same tokens as one without it."""
     prompt = [1, 2, 3, 4, 5]
     for overlaps in (False, True):
         loop = make_loop(decoder, overlaps=overlaps)
@@ -194,7 +196,7 @@ def test_blocks_of_what_ran_ahead_are_found_again(decoder: Decoder) -> None:
 
 
 @pytest.mark.usefixtures("few_candidates")
-def test_a_wrong_guess_is_computed_again_and_never_cached(decoder: Decoder) -> None:
+def test_wrong_assumed_token_is_computed_again_and_never_cached(decoder: Decoder) -> None:
     sampling = SamplingSettings(3.0, 0.95, 0, 0.0, 5)
     request = make_request(1, [[1, 2, 3]], max_tokens=40, sampling=sampling)
     plain, loop = make_loop(decoder), make_loop(decoder, overlaps=True)
@@ -208,8 +210,8 @@ def test_a_wrong_guess_is_computed_again_and_never_cached(decoder: Decoder) -> N
 
 
 @pytest.mark.usefixtures("few_candidates")
-def test_a_block_computed_from_a_wrong_guess_is_not_cached(decoder: Decoder) -> None:
-    """Cancelled before the right token takes its place, which no later step then writes."""
+def test_block_with_a_wrong_assumed_token_is_not_cached(decoder: Decoder) -> None:
+    """The request is cancelled before a later step writes the right token."""
     sampling = SamplingSettings(3.0, 0.95, 0, 0.0, 5)
     whole = make_request(1, [[1, 2, 3]], max_tokens=40, sampling=sampling)
     tokens = tokens_of(run(make_loop(decoder), [whole]))[1, 0]
@@ -223,7 +225,7 @@ def test_a_block_computed_from_a_wrong_guess_is_not_cached(decoder: Decoder) -> 
         assert tokens_of(run(loop, [CancelRequest(1), longer]))[2, 0] == expected
 
 
-def test_one_that_waits_for_its_mask_stops_the_overlap_and_changes_nothing(
+def test_wait_for_a_mask_suspends_overlap_and_changes_no_token(
     decoder: Decoder,
 ) -> None:
     allowed = bytes([0b11111110, *[255] * (VOCABULARY // 8 - 1)])
@@ -245,8 +247,8 @@ def test_one_that_waits_for_its_mask_stops_the_overlap_and_changes_nothing(
     assert EOS not in outcome(True)[2, 0]
 
 
-def test_padded_rows_change_nothing(decoder: Decoder) -> None:
-    """As a GPU's graphs want them; here the padded steps are run without graphs."""
+def test_padded_rows_change_no_token(decoder: Decoder) -> None:
+    """GPU graphs need padded rows; this test runs padded steps without graphs."""
     requests = [
         make_request(i, [[i + 1, 2, 3] * 4], max_tokens=6 + i, temperature=0.7, seed=i)
         for i in range(5)

@@ -1,4 +1,4 @@
-"""Bias, penalties, DRY, masks and bans: equal to their definitions, whatever the neighbours ask."""
+"""Logit adjustments equal their definitions, whatever other rows of the batch use."""
 
 import math
 from array import array
@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.messages import DrySettings, LogitBias, SamplingSettings
-from services.engine.sampling import Penalties, Row, sample
-from services.engine.sampling.adjust import adjust
+from services.engine.sampling.adjustments import adjust
 from services.engine.sampling.dry import Repetitions
+from services.engine.sampling.penalties import Penalties
+from services.engine.sampling.row import Row
+from services.engine.sampling.sampler import sample
 from tests.unit.engine.reference import SoFar, adjusted, dry_penalties
 
 VOCABULARY = 24
 SINGLE = float(np.finfo(np.float32).max)
-TINY = 1e-45  # the least that a float32 in a message can hold
+TINY = 1e-45  # the least positive float32
 
 
 def make_bias(biases: dict[int, float]) -> LogitBias | None:
@@ -47,13 +49,13 @@ def make_mask(allowed: Sequence[int]) -> bytes:
 
 
 def make_row(sampling: SamplingSettings, so_far: SoFar, position: int = 0) -> Row:
-    """A row whose penalties were told of the tokens one by one."""
+    """Return a row whose penalties were updated token by token."""
     penalties = None
     if sampling.penalises:
         penalties = Penalties(sampling, len(so_far.prompt))
         tokens = np.array([*so_far.prompt, *so_far.generated], dtype=np.int32)
         for length in range(len(so_far.prompt), len(tokens) + 1):
-            penalties.follow(tokens[:length])
+            penalties.update(tokens[:length])
     mask = None if so_far.allowed is None else make_mask(list(so_far.allowed))
     return Row(sampling, 0, position, tuple(so_far.banned), mask, penalties)
 
@@ -89,10 +91,10 @@ SO_FAR = st.builds(
     st.integers(0, 2**31),
 )
 @settings(max_examples=200)
-def test_logits_become_what_the_definitions_say(
+def test_adjusted_logits_equal_the_definitions(
     asked: list[tuple[SamplingSettings, SoFar]], seed: int
 ) -> None:
-    """Each row by what it asks for, beside others that ask for something else."""
+    """Each row has its own settings."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(asked), VOCABULARY, generator=generator) * 4
     got = logits.clone()
@@ -105,29 +107,29 @@ def test_logits_become_what_the_definitions_say(
 
 @given(st.lists(TOKENS, min_size=1, max_size=60), st.integers(1, 60), DRY)
 @settings(max_examples=300)
-def test_dry_follows_a_sequence_from_any_beginning(
+def test_dry_does_not_depend_on_how_tokens_arrive(
     tokens: list[int], begin: int, dry: DrySettings
 ) -> None:
-    """A prompt that is taken in whole and tokens that come one by one give the same."""
+    """A whole prompt and single tokens give the same penalties."""
     ids = np.array(tokens, dtype=np.int32)
     repetitions = Repetitions(dry)
     for length in range(min(begin, len(tokens)), len(tokens) + 1):
-        repetitions.follow(ids[:length])
+        repetitions.update(ids[:length])
     losses: dict[int, float] = {}
     for token, loss in zip(*repetitions.penalties(ids), strict=True):
         losses[int(token)] = max(losses.get(int(token), 0.0), float(loss))
     assert losses == pytest.approx(dry_penalties(tokens, dry), rel=1e-5)
 
 
-def test_dry_by_hand() -> None:
-    """After 1 2 3 … 1 2, a 3 would go on with a repetition of two tokens."""
+def test_dry_penalises_the_token_that_extends_a_repetition() -> None:
+    """After 1 2 3 … 1 2, a 3 extends a repetition of two tokens."""
     repetitions = Repetitions(DrySettings(1.0, 2.0, 2, frozenset()))
     tokens = np.array([1, 2, 3, 9, 1, 2], dtype=np.int32)
-    repetitions.follow(tokens)
+    repetitions.update(tokens)
     assert [column.tolist() for column in repetitions.penalties(tokens)] == [[3], [1.0]]
 
 
-HOSTILE = [
+EXTREME = [
     make_settings(bias=dict.fromkeys(range(VOCABULARY), -100.0)),
     make_settings(bias={3: 100.0, VOCABULARY - 1: 100.0}),
     make_settings(repetition=TINY),
@@ -139,10 +141,10 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("sampling", HOSTILE, ids=str)
+@pytest.mark.parametrize("sampling", EXTREME, ids=str)
 @pytest.mark.parametrize("allowed", [None, {5}, {0, 1, 7}], ids=str)
 @pytest.mark.parametrize("banned", [(), (5,), tuple(range(VOCABULARY))], ids=len)
-def test_hostile_values_draw_what_is_allowed_and_spare_neighbours(
+def test_extreme_values_draw_allowed_ids_and_leave_other_rows_alone(
     sampling: SamplingSettings, allowed: set[int] | None, banned: tuple[int, ...]
 ) -> None:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 10
@@ -160,8 +162,8 @@ def test_hostile_values_draw_what_is_allowed_and_spare_neighbours(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_of_nan_spares_its_neighbours(temperature: float) -> None:
-    """No parameter leads there, but a broken model might."""
+def test_row_of_nan_leaves_other_rows_alone(temperature: float) -> None:
+    """No parameter produces NaN, but a broken model might."""
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(2))
     row = Row(make_settings(temperature=temperature), 0, 0)
     expected = sample(logits, [row, row, row])

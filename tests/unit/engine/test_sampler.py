@@ -1,7 +1,6 @@
-"""A wrong sampler still produces text; only its statistics give it away."""
+"""Sampler statistics: a wrong sampler still produces text, and only these reveal it."""
 
 import math
-import sys
 from array import array
 from collections.abc import Iterator
 
@@ -14,13 +13,17 @@ from torch import Tensor
 
 from services.engine.kernels.library import InstructionSet, limit_instruction_set, native
 from services.engine.messages import DrySettings, LogitBias, MirostatSettings, SamplingSettings
-from services.engine.sampling import Mirostat, Penalties, Row, sample, score, uniform
+from services.engine.sampling.mirostat import Mirostat
+from services.engine.sampling.penalties import Penalties
+from services.engine.sampling.row import Row, uniform
+from services.engine.sampling.sampler import sample
+from services.engine.sampling.score import score
 from tests.unit.engine.reference import SoFar, adjusted, probabilities
 
 
 @pytest.fixture(scope="module", autouse=True, params=["torch", "kernel"])
 def how(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Draws as on a GPU, or where the kernels were not built, and as on a CPU."""
+    """Run each test with torch, as on a GPU or without built kernels, and with the CPU's kernel."""
     if request.param == "kernel" and native is None:
         pytest.skip("the kernels were not built")
     with pytest.MonkeyPatch.context() as patch:
@@ -30,8 +33,8 @@ def how(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def without_kernels(patch: pytest.MonkeyPatch) -> None:
-    for module in ("draw", "score"):
-        patch.setattr(sys.modules[f"services.engine.sampling.{module}"], "native", None)
+    for module in ("sampler", "score"):
+        patch.setattr(f"services.engine.sampling.{module}.native", None)
 
 
 def make_row(
@@ -51,7 +54,7 @@ def make_row(
 
 
 def chi_square_limit(freedom: int) -> float:
-    """What a right sampler exceeds once in 10,000 times (Wilson and Hilferty, 1931)."""
+    """Return the limit that a right sampler exceeds once in 10,000 runs (Wilson, Hilferty 1931)."""
     spread = 2 / (9 * freedom)
     return freedom * (1 - spread + 3.719 * math.sqrt(spread)) ** 3
 
@@ -91,7 +94,7 @@ def test_drawn_frequencies_follow_the_definition(sampling: SamplingSettings) -> 
     penalties = None
     if sampling.penalises:
         penalties = Penalties(sampling, len(so_far.prompt))
-        penalties.follow(np.array([*so_far.prompt, *so_far.generated], dtype=np.int32))
+        penalties.update(np.array([*so_far.prompt, *so_far.generated], dtype=np.int32))
     if sampling.mirostat is not None:
         mu = Mirostat(sampling.mirostat).mu
     rows = [
@@ -125,7 +128,7 @@ def test_drawn_frequencies_follow_the_definition(sampling: SamplingSettings) -> 
     st.booleans(),
 )
 @settings(max_examples=150)
-def test_only_tokens_that_the_definition_leaves_are_drawn(
+def test_only_tokens_within_the_limits_are_drawn(
     seed: int,
     vocabulary: int,
     temperature: float,
@@ -158,14 +161,14 @@ def test_only_tokens_that_the_definition_leaves_are_drawn(
     st.sampled_from(InstructionSet),
 )
 @settings(max_examples=200)
-def test_a_seed_means_the_same_on_every_machine(
+def test_seed_draws_the_same_tokens_on_every_machine(
     seed: int,
     vocabulary: int,
     temperature: float,
     limits: tuple[float, int, float],
     highest: InstructionSet,
 ) -> None:
-    """By torch, and by the kernel whatever the processor has."""
+    """By torch, and by the kernel with any instruction set."""
     logits = torch.randn(8, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
     logits[4:] = (logits[4:] * 2).round() / 2  # many equal logits
     top_p, top_k, min_p = limits
@@ -181,7 +184,7 @@ def test_a_seed_means_the_same_on_every_machine(
 
 
 def is_between(logits: Tensor, row: Row, one: int, other: int) -> bool:
-    """Whether the noise lies, but for rounding, where one's share ends and the other's begins."""
+    """Return whether the noise lies at the border of the two tokens' shares, up to rounding."""
     order = list(range(len(logits)))
     if row.settings.top_k or row.settings.top_p < 1 or row.settings.min_p:
         order.sort(key=lambda token: (-float(logits[token]), token))
@@ -193,8 +196,8 @@ def is_between(logits: Tensor, row: Row, one: int, other: int) -> bool:
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
-def test_a_broken_row_does_not_fail_the_others(limits: dict[str, float]) -> None:
-    """Logits that overflowed somewhere in the model."""
+def test_broken_row_leaves_other_draws_alone(limits: dict[str, float]) -> None:
+    """Its logits overflowed in the model."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(5))
     row = make_row(seed=7, **limits)  # type: ignore[arg-type]
     [expected] = sample(logits[:1], [row])
@@ -209,7 +212,7 @@ def test_greedy_takes_the_most_likely_token() -> None:
     assert sample(logits, [make_row(temperature=0), make_row(temperature=0)]) == [1, 0]
 
 
-def test_neighbours_do_not_change_a_draw() -> None:
+def test_draw_does_not_depend_on_other_rows() -> None:
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1))
     rows = [
         make_row(seed=1),
@@ -224,7 +227,7 @@ def test_neighbours_do_not_change_a_draw() -> None:
     assert together == alone
 
 
-def test_a_mask_is_never_left() -> None:
+def test_only_ids_of_the_mask_are_drawn() -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(2))
     allowed = {3, 17, 29}
     mask = bytearray(4)
@@ -234,20 +237,22 @@ def test_a_mask_is_never_left() -> None:
     assert drawn == allowed
 
 
-def test_a_mask_outweighs_a_ban() -> None:
+def test_mask_takes_precedence_over_a_ban() -> None:
     logits = torch.zeros(1, 8)
     assert sample(logits, [make_row(banned=(3,), mask=bytes([0b1000]))]) == [3]
     assert sample(logits, [make_row(banned=(3,), mask=bytes([0b11000]))]) == [4]
 
 
-def test_sampling_leaves_the_logits_that_are_reported_alone() -> None:
+def test_sampling_does_not_modify_the_logits() -> None:
     logits = torch.zeros(1, 8)
     sample(logits, [make_row(banned=(0, 1), mask=bytes([0b110]))])
     assert torch.equal(logits, torch.zeros(1, 8))
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 127), st.integers(0, 10**6))
-def test_noise_is_a_function_of_its_arguments(seed: int, choice: int, position: int) -> None:
+def test_noise_is_a_function_of_seed_choice_and_position(
+    seed: int, choice: int, position: int
+) -> None:
     value = uniform(seed, choice, position)
     assert 0 <= value < 1
     assert value == uniform(seed, choice, position)
@@ -273,8 +278,8 @@ def test_scores_are_the_log_softmax(vocabulary: int, highest: InstructionSet) ->
         assert result.rank == order.index(token) + 1
 
 
-def test_a_broken_row_is_scored_beside_the_others() -> None:
-    """Logits that overflowed somewhere in the model."""
+def test_broken_row_leaves_other_scores_alone() -> None:
+    """Its logits overflowed in the model."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(5))
     [expected] = score(logits[:1], [7], 3)
     logits[1:] = torch.tensor([torch.nan, -torch.inf])[:, None]
@@ -283,20 +288,20 @@ def test_a_broken_row_is_scored_beside_the_others() -> None:
     assert all(len(other.top_ids) == 3 and math.isnan(other.logprob) for other in others)
 
 
-def test_of_a_small_vocabulary_all_are_listed() -> None:
+def test_candidates_are_the_whole_of_a_small_vocabulary() -> None:
     [result] = score(torch.tensor([[0.0, 2.0, 1.0]]), [0], 20)
     assert list(result.top_ids) == [1, 2, 0]
 
 
-def test_of_equal_candidates_the_lower_is_listed_first(how: str) -> None:
+def test_equal_candidates_are_listed_by_id(how: str) -> None:
     if how == "torch":
-        pytest.skip("torch lists them in any order")
+        pytest.skip("torch lists equal candidates in any order")
     logits = torch.zeros(1, 2000)
     logits[0, [1900, 3, 700]] = 1.0
     assert list(score(logits, [0], 5)[0].top_ids) == [3, 700, 1900, 0, 1]
 
 
-def test_the_chosen_token_has_the_logprob_of_its_own_candidate() -> None:
+def test_chosen_token_has_the_logprob_of_its_candidate() -> None:
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(4)) * 3
     best = logits.argmax(-1).tolist()
     for token, result in zip(best, score(logits, best, 3), strict=True):

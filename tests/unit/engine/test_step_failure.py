@@ -1,4 +1,4 @@
-"""A step that raises costs the requests their answers that it raised over, and nobody else."""
+"""A step that raises fails only the requests that raise again on their own."""
 
 from collections.abc import Sequence as Items
 
@@ -9,35 +9,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.engine.execution.model_runner import Drawn, ModelRunner
-from services.engine.loop.requests import LoopLimits, Requests
+from services.engine.execution.model_runner import DeviceTokens, ModelRunner
+from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.messages import AddRequest, MirostatSettings, Output, Refused, SamplingSettings
 from services.engine.model.decoder import Decoder
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
-from services.engine.scheduling.sequence import Prompt, Request, Sequence
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
+from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import BLOCK, load_tiny, make_loop, make_request, run, tokens_of
 
 POISON = 7
-"""A step over a sequence whose prompt holds this id raises"""
+"""Id that makes every step raise that computes a prompt with it"""
 PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=24)
 MIROSTAT = SamplingSettings(1.0, 1.0, -1, 0.0, 1, mirostat=MirostatSettings(4.0, 0.1))
 
 
 class FaultyRunner(ModelRunner):
-    """Raises over steps that hold a poisoned sequence, and whenever `raises_once` was set."""
+    """Raises in steps with a poisoned sequence, and once after `raises_once` is set."""
 
     error: Exception = RuntimeError("The tensor has a bad shape.")
     raises_once = False
 
-    def forward(self, plan: StepPlan, drawn: Drawn | None = None) -> Tensor:
+    def forward(self, plan: StepPlan, drawn: DeviceTokens | None = None) -> Tensor:
         sequences = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
         if any(POISON in sequence.tokens[: sequence.prompt_length] for sequence in sequences):
             raise self.error
         hidden = super().forward(plan, drawn)
         if self.raises_once:
             self.raises_once = False
-            raise self.error  # keys and values are written, but nobody was told
+            raise self.error  # keys and values are written, but no token is drawn
         return hidden
 
 
@@ -60,7 +62,7 @@ def refusals(outputs: Items[Output]) -> dict[int, str]:
 def test_step_that_raises_fails_one_request_and_the_others_keep_their_output(
     decoder: Decoder, overlaps: bool, prompts: list[list[int]], step_tokens: int, place: int
 ) -> None:
-    """The poisoned prompt begins as another one does: what it leaves must not be found again."""
+    """The poisoned prompt shares a prefix: the blocks of its failed step must not be reused."""
     good = [
         make_request(i, [prompt], max_tokens=6, temperature=i % 2, n=1 + i % 2)
         for i, prompt in enumerate(prompts)
@@ -79,9 +81,7 @@ def test_step_that_raises_fails_one_request_and_the_others_keep_their_output(
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("at", [0, 2, 5])
-def test_step_that_raises_once_costs_nobody_anything(
-    decoder: Decoder, overlaps: bool, at: int
-) -> None:
+def test_step_that_raises_once_changes_no_output(decoder: Decoder, overlaps: bool, at: int) -> None:
     requests = [
         make_request(1, [[1, 2, 3]], max_tokens=8),
         make_request(2, [[3, 2, 1, 3]], max_tokens=8, n=2, temperature=1.0),
@@ -104,7 +104,7 @@ def test_step_that_raises_once_costs_nobody_anything(
     assert tokens_of(outputs) == undisturbed
 
 
-def test_out_of_memory_is_told_as_such(decoder: Decoder) -> None:
+def test_out_of_memory_has_its_own_reason(decoder: Decoder) -> None:
     for error in (
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory."),
@@ -116,40 +116,40 @@ def test_out_of_memory_is_told_as_such(decoder: Decoder) -> None:
         assert tokens_of(run(loop, [make_request(2, [[1]], max_tokens=2)]))
 
 
-def test_command_that_raises_fails_its_request_alone(decoder: Decoder) -> None:
+def test_command_that_raises_fails_only_its_request(decoder: Decoder) -> None:
     loop = make_loop(decoder)
     bad = make_request(1, [[1, 2]])
-    object.__setattr__(bad, "prompts", [["no id"]])
+    object.__setattr__(bad.checked, "prompts", [["no id"]])
     outputs = run(loop, [bad, make_request(2, [[1, 2]], max_tokens=3)])
     loop.check()
     assert refusals(outputs) == {1: "STEP_FAILED"}
     assert len(tokens_of(outputs)[2, 0]) == 3
 
 
-def test_choices_of_a_prompt_share_its_ids_and_the_names_of_its_blocks() -> None:
-    """128 copies and hashes of a prompt of 128,000 tokens would stop all streams for seconds."""
+def test_choices_of_a_prompt_share_its_ids_and_block_hashes() -> None:
+    """128 copies and hashes of a prompt of 128,000 tokens would stall all streams for seconds."""
     limits = SchedulerLimits(64, 64, 2.0, BLOCK, 32)
     scheduler = Scheduler(limits, BlockPool(64))
-    requests = Requests(scheduler, LoopLimits(frozenset(), 64), lambda: 0.0)
+    requests = RequestTable(scheduler, LoopLimits(frozenset(), 64), lambda: 0.0)
     requests.carry_out(make_request(1, [list(range(1, 12))], n=3))
     first, *others = scheduler.waiting
     for other in others:
         assert np.shares_memory(first.tokens, other.tokens)
-        assert first.block_name(1) is other.block_name(1)
-        assert first.readable_names()[0] is other.readable_names()[0]
+        assert first.block_hash(1) is other.block_hash(1)
+        assert first.reusable_hashes()[0] is other.reusable_hashes()[0]
 
 
-def test_block_names_depend_on_tokens_alone() -> None:
-    """Not on where the prompt ends and what was generated begins: a resumed sequence finds them."""
+def test_block_hashes_depend_only_on_tokens() -> None:
+    """The length of the prompt does not matter, so that a resumed sequence finds its blocks."""
     ids = list(range(1, 14))
     names = []
     for length in range(1, 14):
         request = Request(make_request(1, [ids[:length]], salt=b"salt"))
         prompt = Prompt(ids[:length], b"salt", BLOCK)
-        sequence = Sequence(request, 0, prompt, None, 20, BLOCK)
+        sequence = Sequence(request, 0, prompt, None, 20)
         for token in ids[length:]:
             sequence.append(token)
-        names.append([sequence.block_name(i) for i in range(len(ids) // BLOCK)])
+        names.append([sequence.block_hash(i) for i in range(len(ids) // BLOCK)])
         assert sequence.tokens.tolist() == ids
-        assert sequence.readable_names() == names[0]
+        assert sequence.reusable_hashes() == names[0]
     assert all(each == names[0] for each in names)

@@ -16,12 +16,17 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
 from services.engine.model.lockstep import follow
 from services.engine.model.shard import Shard
+from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
-from services.engine.ranks.team import Team
 from tests.stack import free_ports
-
-from .checkpoints import CONFIGS, Driver, make_checkpoint, make_packed_checkpoint, random_tokens
-from .machines import needs_tiles
+from tests.unit.engine.checkpoints import (
+    CONFIGS,
+    Driver,
+    make_checkpoint,
+    make_packed_checkpoint,
+    random_tokens,
+)
+from tests.unit.engine.machines import needs_tiles
 
 RANKS = 2
 TOKENS = 60
@@ -101,16 +106,16 @@ def by_two(
 def _run_rank(rank: Rank, port: int, checkpoints: dict[str, Path], out: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    team = Team.join(rank, torch.device("cpu"))
+    ranks = RankGroup.join(rank, torch.device("cpu"))
     computed = {}
     for name, path in checkpoints.items():
-        decoder = load_model(path, _dtype(name), team=team)
+        decoder = load_model(path, _dtype(name), ranks=ranks)
         driver = _driver(decoder)
         if rank.leads:
             computed[name] = _drive(driver)
-            team.disband()
+            ranks.dissolve()
         else:
-            follow(decoder, driver.cache, team)
+            follow(decoder, driver.cache, ranks)
     if rank.leads:
         torch.save(computed, out)
 

@@ -16,8 +16,7 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
-
-from .checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
 
 backend = pytest.importorskip("services.engine.model.attention.xformers_backend")
 

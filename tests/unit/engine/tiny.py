@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import accumulate, cycle
 from pathlib import Path
 
@@ -10,35 +11,38 @@ import torch
 from hypothesis import settings
 from safetensors.torch import save_file
 
-from services.engine.execution.model_runner import ModelRunner, StepRoom
-from services.engine.loop.requests import LoopLimits
+from services.engine.execution.model_runner import ModelRunner, StepCapacity
+from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
     AddRequest,
+    CheckedRequest,
     Command,
     Output,
     Resume,
     SamplingSettings,
     StoppingSettings,
     Token,
+    bitmask,
 )
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step_plan import SchedulerLimits
 
 VOCABULARY = 48
 CONTEXT = 96
 EOS = 0
 BLOCK = 4
 SAME_EXAMPLES = settings(derandomize=True)
-"""For tests that compare drawn tokens of two paths, whose logprobs differ by up to 1e-5. Where the
-noise of an example lies as near to the border between two tokens, rounding decides: of examples by
-chance, one in some hundred thousand draws would fail."""
+"""Settings of tests that compare tokens drawn on two paths, whose logprobs differ by up to 1e-5.
+If the noise lies that close to the border between two tokens, rounding decides. With random
+examples, one draw in some hundred thousand would fail."""
 
 
 def make_checkpoint(directory: Path) -> Path:
-    """A Llama of 2 layers whose greedy output varies with its input."""
+    """Write a Llama of 2 layers whose greedy output depends on its input."""
     hidden, inner, heads, kv_heads, dim = 32, 48, 4, 2, 8
     generator = torch.Generator().manual_seed(5)
 
@@ -102,9 +106,9 @@ def make_loop(
     block: int = BLOCK,
     runner: type[ModelRunner] = ModelRunner,
 ) -> StepLoop:
-    """A loop whose clock goes on by `ticks`, over and over, each time it is read.
+    """Return a loop whose clock advances by the next of `ticks`, in a cycle, at each reading.
 
-    padded: run decode steps with as many rows as a GPU would.
+    padded: pad decode steps like a GPU.
     """
     limits = SchedulerLimits(running, step_tokens, 2.0, block, 32, speculate)
     clock = accumulate(cycle(ticks))
@@ -113,7 +117,7 @@ def make_loop(
         runner(
             decoder,
             decoder.allocate_cache(blocks + 1, block),
-            StepRoom(step_tokens + running, running, CONTEXT // block) if padded else None,
+            StepCapacity(step_tokens + running, running, CONTEXT // block) if padded else None,
         ),
         LoopLimits(frozenset({EOS}), waiting),
         lambda: next(clock),
@@ -143,8 +147,7 @@ def make_request(
     context: int = CONTEXT,
     arrival: float | None = None,
 ) -> AddRequest:
-    return AddRequest(
-        handle=handle,
+    checked = CheckedRequest(
         prompts=prompts,
         n=n,
         sampling=sampling or SamplingSettings(temperature, 1.0, 0, 0.0, seed),
@@ -153,23 +156,28 @@ def make_request(
         prompt_logprobs=prompt_logprobs,
         resume=resume,
         constrained=constrained,
-        credit=credit,
-        cache_salt=salt,
-        priority=priority,
-        arrival=time.monotonic() if arrival is None else arrival,
     )
+    now = time.monotonic() if arrival is None else arrival
+    return AddRequest(handle, checked, credit, salt, priority, now)
+
+
+def with_sampling(request: AddRequest, sampling: SamplingSettings) -> AddRequest:
+    """Return a copy of the request with other sampling settings."""
+    return replace(request, checked=replace(request.checked, sampling=sampling))
+
+
+def with_resume(request: AddRequest, *resume: Resume) -> AddRequest:
+    """Return a copy of the request that resumes these sequences."""
+    return replace(request, checked=replace(request.checked, resume=resume))
 
 
 def mask_of(ids: Collection[int]) -> bytes:
-    """A mask of the whole vocabulary with these bits set."""
-    bits = bytearray(-(-VOCABULARY // 8))
-    for token in ids:
-        bits[token // 8] |= 1 << token % 8
-    return bytes(bits)
+    """Return the bitmask of these ids."""
+    return bitmask(ids, VOCABULARY)
 
 
 def run(loop: StepLoop, commands: Sequence[Command], *, most_steps: int = 3000) -> list[Output]:
-    """Give all commands at once and step until nothing is left; no block may be lost on the way."""
+    """Send all commands at once, step until no request is left, and check the blocks each time."""
     outputs: list[Output] = []
     pending = list(commands)
     for _ in range(most_steps):
@@ -182,7 +190,7 @@ def run(loop: StepLoop, commands: Sequence[Command], *, most_steps: int = 3000) 
 
 
 def tokens_of(outputs: Sequence[Output]) -> dict[tuple[int, int], list[int]]:
-    """Generated ids by (handle, sequence)."""
+    """Return generated ids by (handle, sequence)."""
     tokens: dict[tuple[int, int], list[int]] = {}
     for output in outputs:
         if isinstance(output, Token):

@@ -1,4 +1,4 @@
-"""Outputs that a schema allows, drawn by walking its masks at random; and whether it allows one."""
+"""Random outputs of a schema, drawn from its masks, and membership tests."""
 
 import json
 import random
@@ -18,12 +18,12 @@ __all__ = ["BYTES", "TOKENIZERS", "Drawing"]
 BYTES = LLTokenizer("byte")
 TOKENIZERS = {"bytes": BYTES, "model": load(embedded_checkpoint()).tokenizer}
 _ASCII = (1 << 128) - 1
-_PATIENCE = 40  # tokens, after which the walk takes what ends a value where it can
+_PATIENCE = 40  # tokens; after them, the walk prefers tokens that end a value
 _MOST = 2_000  # tokens
 
 
 class Drawing:
-    """A schema, compiled."""
+    """A compiled schema."""
 
     def __init__(self, schema: Any, tokenizer: LLTokenizer = BYTES) -> None:
         """Raises GrammarError as the service does."""
@@ -35,12 +35,12 @@ class Drawing:
         self._prototype = compile_prototype(tokenizer, translate(spec))
 
     def draw(self, count: int, seed: int = 0) -> list[Any]:
-        """So many values."""
+        """Return `count` random values."""
         source = random.Random(seed)
         return [json.loads(self._walk(source)) for _ in range(count)]
 
     def allows(self, text: str) -> bool:
-        """Whether the JSON text may come out. The tokens are bytes."""
+        """Return whether the schema allows a JSON text. The tokens must be bytes."""
         matcher, content = self._prototype.deep_copy(), list(text.encode())
         return matcher.try_consume_tokens(content) == len(content) and matcher.is_accepting()
 
@@ -61,7 +61,7 @@ class Drawing:
 
 @cache
 def _ends(tokenizer: LLTokenizer) -> list[int]:
-    """The tokens that may end a string, an object or an array."""
+    """Return the tokens that may end a string, an object or an array."""
     return [
         token
         for token in range(tokenizer.vocab_size)
@@ -70,6 +70,6 @@ def _ends(tokenizer: LLTokenizer) -> list[int]:
 
 
 def _any(allowed: int, source: random.Random) -> int:
-    """One of the bits that are set, if any is."""
+    """Return the position of a random set bit."""
     start = source.randrange(allowed.bit_length())
     return start + ((allowed >> start) & -(allowed >> start)).bit_length() - 1

@@ -1,8 +1,8 @@
-"""A grammar in GBNF allows what llama.cpp lets it allow, and its author is told what is wrong."""
+"""GBNF has the meaning that llama.cpp gives it, and faults are reported with their place."""
 
 import pytest
 
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from services.grammar.gbnf import to_lark
 from tests.unit.grammar.test_specification import accepts
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
@@ -52,8 +52,10 @@ ws    ::= [ \t\n]*
         ('root ::= "ab" root "\x7f" | "\\"\\n"', ['"\n', 'ab"\n\x7f'], ["\n"]),
     ],
 )
-def test_what_is_allowed(grammar: str, allowed: list[str], forbidden: list[str]) -> None:
-    """However tokens could be cut: in GBNF there are none."""
+def test_gbnf_accepts_exactly_its_texts(
+    grammar: str, allowed: list[str], forbidden: list[str]
+) -> None:
+    """The result does not depend on a lexer's tokens, which GBNF does not have."""
     spec = GrammarSpec(gbnf=grammar)
     assert accepts(spec, *allowed) == [True] * len(allowed)
     assert accepts(spec, *forbidden) == [False] * len(forbidden)
@@ -62,30 +64,30 @@ def test_what_is_allowed(grammar: str, allowed: list[str], forbidden: list[str])
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        ('root = "a"', "Nothing of GBNF begins with '=' (line 1, column 6)."),
+        ('root = "a"', "No GBNF token begins with '=' (line 1, column 6)."),
         ("root ::=\n foo", "There is no rule foo (line 2, column 2)."),
-        ('x ::= "a"', "The grammar has no rule root, which is the whole of it."),
+        ('x ::= "a"', "The grammar has no rule root, with which it must start."),
         ('root ::= ("a"', "This ( is not closed (line 1, column 10)."),
         ('root ::= "a")', "This ) closes nothing (line 1, column 13)."),
         ("root ::= [z-a]", "The range from 'z' to 'a' is empty (line 1, column 11)."),
         (r'root ::= "\q"', r"The escape \q is not known (line 1, column 11)."),
-        (r'root ::= "\ud800"', r"\ud800 is no character (line 1, column 11)."),
-        ("root ::= []", "No character is in [] (line 1, column 10)."),
-        ("root ::= *", "* stands where an item must stand (line 1, column 10)."),
+        (r'root ::= "\ud800"', r"\ud800 is not a character (line 1, column 11)."),
+        ("root ::= []", "[] is empty (line 1, column 10)."),
+        ("root ::= *", "An item is expected, not * (line 1, column 10)."),
         ('root ::= "a"{3,1}', "The limits of {3,1} are the wrong way round (line 1, column 13)."),
         ('root ::= "a"\nroot ::= "b"', "There are two rules root (line 2, column 1)."),
         ('"a"', "A rule must begin with its name and ::= (line 1, column 1)."),
         ("root ::= " + "(" * 101, "This is nested deeper than 100 levels (line 1, column 110)."),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(grammar: str, message: str) -> None:
+def test_faults_are_reported_with_line_and_column(grammar: str, message: str) -> None:
     with pytest.raises(GrammarError) as caught:
         to_lark(grammar)
     assert str(caught.value) == message
 
 
 def test_a_part_of_an_llguidance_grammar_may_be_gbnf() -> None:
-    """A chat puts the grammar of its content behind that of its reasoning."""
+    """The grammar of a chat has reasoning before the content."""
     parts = '[{"lark_grammar": "start: \\"<\\" @inner \\">\\""}, {"name": "inner", "gbnf": %s}]'
     spec = GrammarSpec(llguidance='{"grammars": %s}' % (parts % '"root ::= \\"a\\"+"'))
     assert accepts(spec, "<aa>", "<>") == [True, False]

@@ -1,4 +1,4 @@
-"""What a client means and what the compiler is given are the same."""
+"""The translation of a grammar has the meaning of the original."""
 
 import json
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.specification import check, identity, locate, translate
 from tokenwire.pb.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject, StructuralTag
@@ -27,7 +27,7 @@ def matches(matcher: LLMatcher, content: list[int]) -> bool:
 
 @settings(max_examples=50)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
-def test_every_choice_is_possible_and_nothing_else(choices: list[str]) -> None:
+def test_exactly_the_choices_are_accepted(choices: list[str]) -> None:
     spec = GrammarSpec(choice=ChoiceList(choices=choices))
     longest = max(choices, key=lambda choice: len(choice.encode()))
     assert accepts(spec, *choices) == [True] * len(choices)
@@ -43,7 +43,7 @@ def test_json_is_compact(schema: str) -> None:
 
 
 def test_a_key_has_one_spelling() -> None:
-    """Else one that the schema forbids or types could come by its code points."""
+    """Otherwise escapes could hide a key that the schema forbids or types."""
     spec = GrammarSpec(json_schema=json.dumps({
         "properties": {"x": {"type": "integer"}, "no": False},
         "patternProperties": {"^b": {"type": "null"}},
@@ -54,13 +54,13 @@ def test_a_key_has_one_spelling() -> None:
     assert accepts(spec, *forbidden) == [False] * len(forbidden)
 
 
-def test_fewest_properties_hold_although_keys_may_come_again() -> None:
+def test_min_properties_holds_although_the_compiler_counts_repeated_keys() -> None:
     schema = {"required": ["a"], "minProperties": 2, "additionalProperties": {"type": "integer"}}
     spec = GrammarSpec(json_schema=json.dumps({"type": "object"} | schema))
     assert accepts(spec, '{"a":1,"b":2}', '{"a":1}', '{"a":1,"a":2}') == [True, False, False]
 
 
-def test_json_object_is_an_object_and_nothing_else() -> None:
+def test_json_object_accepts_only_objects() -> None:
     spec = GrammarSpec(json_object=JsonObject())
     assert accepts(spec, '{"a":[1,null]}', "[]") == [True, False]
 
@@ -103,7 +103,7 @@ def test_grammars_of_different_kinds_never_share_an_id() -> None:
         ),
     ],
 )
-def test_nonsense_is_refused(spec: GrammarSpec, message: str) -> None:
+def test_invalid_grammars_are_refused(spec: GrammarSpec, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         check(spec)
 
@@ -120,7 +120,7 @@ def test_nonsense_is_refused(spec: GrammarSpec, message: str) -> None:
         ),
     ],
 )
-def test_the_compilers_reason_is_passed_on(spec: GrammarSpec, message: str) -> None:
+def test_reasons_of_llguidance_are_passed_on(spec: GrammarSpec, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         compile_prototype(BYTES, translate(spec))
 
@@ -139,9 +139,9 @@ def test_the_compilers_reason_is_passed_on(spec: GrammarSpec, message: str) -> N
         ),
     ],
 )
-def test_a_place_is_one_of_what_was_sent(spec: GrammarSpec, message: str) -> None:
-    """Its author never sees what it was translated to."""
+def test_places_refer_to_the_grammar_as_sent(spec: GrammarSpec, message: str) -> None:
+    """The client never sees the translation."""
     with pytest.raises(GrammarError) as caught:
         compile_prototype(BYTES, translate(spec))
-    first, _, _ = locate(spec, str(caught.value)).partition("\n   1 |")  # a lark grammar is shown
+    first, _, _ = locate(spec, str(caught.value)).partition("\n   1 |")  # llguidance quotes Lark
     assert first == message

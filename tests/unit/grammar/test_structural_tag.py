@@ -1,4 +1,4 @@
-"""Free text whose triggers start what a schema rules."""
+"""Structural tags: triggers in free text start parts that follow a schema."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from services.grammar.error import GrammarError
+from services.grammar import GrammarError
 from tests.unit.grammar.test_specification import accepts
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, StructuralTag, TaggedStructure
 
@@ -32,21 +32,21 @@ def test_text_is_free_until_a_trigger() -> None:
     assert accepts(spec, *forbidden) == [False] * len(forbidden)
 
 
-def test_a_shorter_trigger_counts() -> None:
+def test_the_shorter_of_two_triggers_takes_effect() -> None:
     spec = GrammarSpec(
         structural_tag=tag(("<a", INTEGER, ""), ("<ab", INTEGER, ""), triggers=("<ab", "<a"))
     )
     assert accepts(spec, "<a1", "<ab1", "<ax") == [True, True, False]
 
 
-def test_a_part_of_an_llguidance_grammar_may_be_one() -> None:
-    """In a chat, the content stands behind reasoning."""
+def test_a_part_of_an_llguidance_grammar_may_be_a_structural_tag() -> None:
+    """The grammar of a chat has reasoning before the content."""
     inner = {"name": "x", "structural_tag": MessageToDict(CALLS, preserving_proto_field_name=True)}
     grammars = [{"lark_grammar": 'start: "> " @x'}, inner]
     spec = GrammarSpec(llguidance=json.dumps({"grammars": grammars}))
     assert accepts(spec, "> <f=a>1</f>", "> <f=a>x</f>", "free") == [True, False, False]
     inner["structural_tag"] = {"structures": 7}
-    with pytest.raises(GrammarError, match="no structural tag"):
+    with pytest.raises(GrammarError, match="not a structural tag"):
         accepts(GrammarSpec(llguidance=json.dumps({"grammars": grammars})))
 
 
@@ -57,11 +57,14 @@ def test_a_part_of_an_llguidance_grammar_may_be_one() -> None:
         (tag(("<f=a", INTEGER, ""), triggers=()), "triggers must have 1 to 128 elements, got 0."),
         (tag(("<f=a", INTEGER, ""), triggers=("",)), "triggers[0] is empty."),
         (tag(("a", INTEGER, ""), ("<f=", "", "")), "structures[0].begin starts with none of the"),
-        (tag(("<f=", "", ""), triggers=("<f=", "b")), "triggers[1] starts the begin of no"),
+        (
+            tag(("<f=", "", ""), triggers=("<f=", "b")),
+            "begin starts with triggers[1].",
+        ),
         (tag(("<f=", '{"extends": {}}', "")), 'The keyword "extends" at structures[0]'),
         (tag(("<f=", "{", "")), "structures[0].schema: This is not JSON: "),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(wrong: StructuralTag, message: str) -> None:
+def test_faults_are_reported_with_their_place(wrong: StructuralTag, message: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(message)):
         accepts(GrammarSpec(structural_tag=wrong))

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from services.http_shim.backends.running import Running
-from services.http_shim.formats.completion_responses import CompletionShape
-from services.http_shim.formats.requests import CompletionBody
+from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.formats.completion_responses import CompletionFormatter
+from services.http_shim.formats.request_bodies import CompletionBody
 from services.http_shim.formats.responses import Delta, Envelope
 from services.http_shim.http.exchange import Exchange
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -99,7 +99,7 @@ def finished(
 
 
 def feed(
-    running: Running[Delta],
+    collector: OutputCollector[Delta],
     *events: completion_pb2.ChoiceDelta
     | completion_pb2.ChatDelta
     | completion_pb2.ChoiceFinished
@@ -112,7 +112,7 @@ def feed(
         match event:
             case completion_pb2.ChatDelta():
                 chat = completion_pb2.ChatResponse(delta=event)
-                running.on_event(completion_pb2.SessionEvent(handle=1, chat=chat))
+                collector.on_event(completion_pb2.SessionEvent(handle=1, chat=chat))
                 continue
             case completion_pb2.ChoiceDelta():
                 response.delta.CopyFrom(event)
@@ -122,12 +122,12 @@ def feed(
                 response.accepted.CopyFrom(event)
             case types_pb2.Usage():
                 response.completed.usage.CopyFrom(event)
-        running.on_event(completion_pb2.SessionEvent(handle=1, complete=response))
+        collector.on_event(completion_pb2.SessionEvent(handle=1, complete=response))
 
 
 def envelope() -> Envelope:
-    shape = CompletionShape.of(CompletionBody())
-    return Envelope("cmpl-1", 1700000000, ACCEPTED, shape)
+    formatter = CompletionFormatter.of(CompletionBody())
+    return Envelope("cmpl-1", 1700000000, ACCEPTED, formatter)
 
 
 def exchange() -> Exchange:

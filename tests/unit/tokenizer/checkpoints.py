@@ -1,4 +1,4 @@
-"""Tiny tokenizers of the kinds that models have, as directories."""
+"""Tiny tokenizers of the kinds that models have, and their checkpoints."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ _WORDS = ("def", " the", " a", "re", "turn", " return", "\n\n", "ab", "é", "<|"
 def byte_level(
     specials: tuple[str, ...] = ("<s>", "</s>"), plain: tuple[str, ...] = ()
 ) -> Tokenizer:
-    """Byte-level BPE, as in GPT-2, Llama 3 and Qwen."""
+    """Return byte-level BPE, as in GPT-2, Llama 3 and Qwen."""
     vocabulary = {character: index for index, character in enumerate(sorted(_ALPHABET))}
     merges: list[tuple[str, str]] = []
     for word in _WORDS:
@@ -44,7 +44,7 @@ def byte_level(
 
 
 def byte_fallback(specials: tuple[str, ...] = ("<s>", "</s>")) -> Tokenizer:
-    """BPE over whole texts with ▁ for spaces and bytes for what it doesn't know, as in Llama 2."""
+    """Return BPE with ▁ for spaces and bytes for unknown characters, as in Llama 2."""
     tokens = ["<unk>", *specials, *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["▁", *"abcdefghijklmnopqrstuvwxyz(:)", "é", "▁a", "▁d", "▁de", "▁def"]
     merges = [("▁", "a"), ("▁", "d"), ("▁d", "e"), ("▁de", "f")]
@@ -81,7 +81,7 @@ def write_checkpoint(
     eos: str = "</s>",
     **config: object,
 ) -> Path:
-    """A directory with all that the service reads of a checkpoint."""
+    """Write the files of a checkpoint that the service reads; return their directory."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"bos_token": bos, "eos_token": eos, **config}

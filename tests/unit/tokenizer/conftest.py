@@ -1,4 +1,4 @@
-"""Vocabularies of tiny checkpoints."""
+"""Fixtures: vocabularies of tiny checkpoints."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def byte_fallback_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabu
 
 @pytest.fixture(scope="session", params=["byte_level", "byte_fallback"])
 def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
-    """Each kind in turn."""
+    """Return a vocabulary of each kind in turn."""
     found: Vocabulary = request.getfixturevalue(f"{request.param}_vocabulary")
     return found
 

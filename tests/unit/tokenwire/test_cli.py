@@ -1,4 +1,4 @@
-"""The command line, where no server is needed."""
+"""Command line without a server."""
 
 import subprocess
 import sys
@@ -13,29 +13,31 @@ def tokenwire(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def assert_sentence(result: subprocess.CompletedProcess[str], exit_code: int, *said: str) -> None:
-    """One on stderr, nothing on stdout."""
+def assert_sentence(
+    result: subprocess.CompletedProcess[str], exit_code: int, *messages: str
+) -> None:
+    """Require one line on stderr and nothing on stdout."""
     assert result.returncode == exit_code, result.stderr
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1, result.stderr
-    for words in said:
-        assert words in result.stderr
+    for message in messages:
+        assert message in result.stderr
 
 
-def test_no_server_is_one_sentence_and_exit_code_1() -> None:
+def test_missing_server_is_one_sentence_and_exit_code_1() -> None:
     for command in (["complete", "x"], ["tokenize", "x"], ["models"]):
         result = tokenwire(*command, "--target", NOWHERE)
         assert_sentence(result, 1, f"No server answers at {NOWHERE}")
 
 
-def test_health_of_nothing_is_not_serving() -> None:
-    """Container health checks rest on the exit code."""
+def test_health_of_a_missing_server_exits_with_1() -> None:
+    """Container health checks use the exit code."""
     assert tokenwire("health", NOWHERE).returncode == 1
     assert tokenwire("health", f"http://{NOWHERE}/ready").returncode == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("complete", "x", "--max-tokens", "-1"), "max_tokens"),
         (("complete", "x", "--n", "-1"), "n "),
@@ -47,16 +49,16 @@ def test_health_of_nothing_is_not_serving() -> None:
         (("health", "http://[::1"), "http://[::1"),
     ],
 )
-def test_what_can_not_be_asked_is_one_sentence(
-    arguments: tuple[str | bytes, ...], said: str
+def test_invalid_argument_is_refused_in_one_sentence(
+    arguments: tuple[str | bytes, ...], message: str
 ) -> None:
-    """Not a traceback, and not a script that goes on."""
+    """A script must see a failure, and a user no traceback."""
     command = [sys.executable, "-m", "tokenwire", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert_sentence(result, 1, "tokenwire: ", said)
+    assert_sentence(result, 1, "tokenwire: ", message)
 
 
-def test_standard_input_that_is_no_text_is_one_sentence() -> None:
+def test_standard_input_that_is_not_utf8_is_refused_in_one_sentence() -> None:
     result = subprocess.run(
         [sys.executable, "-X", "utf8", "-m", "tokenwire", "complete", "-"],
         input=b"caf\xe9",
@@ -69,5 +71,5 @@ def test_standard_input_that_is_no_text_is_one_sentence() -> None:
     assert b"utf-8" in result.stderr
 
 
-def test_a_folder_that_takes_no_logs_is_one_sentence() -> None:
+def test_unwritable_log_folder_is_refused_in_one_sentence() -> None:
     assert_sentence(tokenwire("serve", "--log-dir", "/proc/x"), 2, "No log", "/proc/x")

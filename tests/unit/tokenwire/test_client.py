@@ -1,4 +1,4 @@
-"""How options become requests, and what is refused before anything is sent."""
+"""Client: requests from options, and refusals before anything is sent."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from tokenwire.errors import ServiceError
 NOWHERE = "127.0.0.1:1"
 
 
-async def test_a_server_that_is_not_there_is_a_service_error() -> None:
+async def test_missing_server_raises_service_error() -> None:
     async with Client(NOWHERE) as client:
         with pytest.raises(ServiceError) as refused:
             await client.complete("x")
@@ -21,21 +21,21 @@ async def test_a_server_that_is_not_there_is_a_service_error() -> None:
             await client.encode("x")
 
 
-async def test_a_closed_client_says_so() -> None:
-    """It must not keep whoever asks it waiting for ever."""
+async def test_closed_client_refuses_requests() -> None:
+    """A call to a closed client must not wait forever."""
     client, engine = Client(NOWHERE), EngineClient(NOWHERE)
     await client.aclose()
     await engine.aclose()
-    every = (client.complete("x"), client.chat("x"), client.encode("x"), engine.generate([1]))
-    for asked in (*every, engine.load()):
+    calls = (client.complete("x"), client.chat("x"), client.encode("x"), engine.generate([1]))
+    for call in (*calls, engine.load()):
         with pytest.raises(ServiceError, match="closed") as refused:
-            await asyncio.wait_for(asked, 30)
+            await asyncio.wait_for(call, 30)
         assert refused.value.code.name == "UNAVAILABLE"
 
 
-async def test_closing_a_client_ends_what_it_has_just_begun() -> None:
+async def test_closing_a_client_ends_a_stream_that_has_not_connected() -> None:
     client = Client(NOWHERE)
-    stream = client.stream("x")  # what opens the connection has had no turn yet
+    stream = client.stream("x")  # the task that connects has not run yet
     await client.aclose()
     with pytest.raises(ServiceError) as lost:
         await asyncio.wait_for(anext(stream), 30)
@@ -53,8 +53,10 @@ async def test_closing_a_client_ends_what_it_has_just_begun() -> None:
         ({"stop": ["ok", "\udcff"]}, "stop"),
     ],
 )
-async def test_a_value_that_no_field_holds_is_named(options: dict[str, Any], field: str) -> None:
-    """As the server would say it of one that a field holds."""
+async def test_value_out_of_a_fields_range_names_the_field(
+    options: dict[str, Any], field: str
+) -> None:
+    """The error is that of the server for a value which the field can hold."""
     async with Client(NOWHERE) as client:
         for ask in (client.complete, client.chat):
             with pytest.raises(ServiceError) as refused:
@@ -64,10 +66,10 @@ async def test_a_value_that_no_field_holds_is_named(options: dict[str, Any], fie
             assert field in refused.value.message
 
 
-async def test_texts_and_ids_that_can_not_be_sent_are_refused() -> None:
-    text = "\udcff"  # what Python makes of a byte that is no UTF-8
+async def test_texts_and_ids_that_protobuf_cannot_hold_are_refused() -> None:
+    text = "\udcff"  # Python's form of a byte that is not UTF-8
     async with Client(NOWHERE) as client, EngineClient(NOWHERE) as engine:
-        for asked, field in (
+        for call, field in (
             (client.complete(text), "prompts.text"),
             (client.complete([1, -1]), "prompts.ids"),
             (client.chat([Message("user", "x"), Message("user", text)]), "messages[1]"),
@@ -77,12 +79,12 @@ async def test_texts_and_ids_that_can_not_be_sent_are_refused() -> None:
             (engine.generate([1], n=-1), "n"),
         ):
             with pytest.raises(ServiceError) as refused:
-                await asked
+                await call
             assert (refused.value.code.name, refused.value.field) == ("INVALID_ARGUMENT", field)
 
 
-async def test_a_misspelt_option_is_an_error() -> None:
-    """An option that nobody reads would be a lie."""
+async def test_misspelt_option_raises() -> None:
+    """An option without effect must not be accepted."""
     async with Client(NOWHERE) as client, EngineClient(NOWHERE) as engine:
         with pytest.raises(ValueError, match="max_token"):
             await client.complete("x", max_token=3)  # type: ignore[call-arg]

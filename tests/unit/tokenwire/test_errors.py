@@ -1,4 +1,4 @@
-"""Errors quote what clients sent: whatever that is, they must reach them."""
+"""ServiceError: errors that quote a request must reach the client, whatever they quote."""
 
 import base64
 
@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from tokenwire.errors import ServiceError, invalid
 
 LIMIT = 8 * 1024
-"""Bytes of metadata that gRPC lets through for certain"""
+"""Bytes of metadata that gRPC always transmits"""
 REST = 500
-"""Bytes for what else is among the trailers: the request's id, the status, names of keys"""
+"""Bytes for the other trailers: the request's id, the status, names of keys"""
 
 
 def trailers(error: ServiceError) -> int:
-    """Bytes of the two that carry it: the message percent-encoded, the details in base64."""
+    """Return the bytes of the message, percent-encoded, and of the details, in base64."""
     message = error.to_status().message.encode()
     encoded = sum(1 if 0x20 <= byte <= 0x7E and byte != 0x25 else 3 for byte in message)
     return encoded + len(base64.b64encode(error.to_status().SerializeToString()))
 
 
 @pytest.mark.parametrize("text", ["x", "%", "\x01", "é", "名", "😀", "\udcff"])
-def test_megabytes_of_anything_fit_into_the_trailers(text: str) -> None:
-    """gRPC drops what does not, and the client learns a wrong code instead."""
+def test_error_that_quotes_megabytes_fits_into_the_trailers(text: str) -> None:
+    """gRPC drops larger trailers, and the client then sees a wrong code."""
     error = invalid(text * 1_000_000, f"The model {text * 1_000_000} does not exist.")
     assert trailers(error) + REST < LIMIT
     assert error.message.startswith("The model ")
@@ -33,14 +33,14 @@ def test_megabytes_of_anything_fit_into_the_trailers(text: str) -> None:
 
 
 @given(st.text(max_size=300))
-def test_a_sentence_stays_as_it_is(text: str) -> None:
+def test_short_message_is_unchanged(text: str) -> None:
     error = ServiceError(grpc.StatusCode.NOT_FOUND, "X", text, field=text[:50])
     again = ServiceError.from_status(error.to_status())
     assert (again.message, again.field) == (error.message, error.field) == (text, text[:50])
 
 
 @given(st.integers(1_000, 1_500), st.sampled_from("xé名😀"))
-def test_what_was_shortened_is_not_shortened_again(length: int, text: str) -> None:
+def test_shortened_message_is_not_shortened_again(length: int, text: str) -> None:
     """An error passes through three services."""
     error = invalid("", text * length)
     assert invalid("", error.message).message == error.message

@@ -1,4 +1,4 @@
-"""What the client makes of messages."""
+"""Results that the client reads from protobuf."""
 
 import math
 
@@ -41,7 +41,7 @@ def _message(width: int, rows: list[tuple[int, float, list[int]]]) -> completion
 
 
 @given(_columns, st.integers(0, 8))
-def test_deltas_join_to_what_one_delta_would_have_said(
+def test_deltas_join_to_the_same_choice_as_one_delta(
     columns: tuple[int, list[tuple[int, float, list[int]]]], cut: int
 ) -> None:
     """Streamed and whole answers must agree, scores included."""
@@ -59,11 +59,11 @@ def test_deltas_join_to_what_one_delta_would_have_said(
         assert len(lengths) == 1
 
 
-def test_tokens_without_scores_have_none() -> None:
+def test_token_columns_without_logprobs_have_no_scores() -> None:
     assert Scores.read(types_pb2.TokenColumns(ids=[1, 2])) is None
 
 
-def test_the_first_token_of_a_prompt_keeps_its_place() -> None:
+def test_first_prompt_token_keeps_its_place_without_a_score() -> None:
     """Evaluations slice by position: an unscored token must not shift the others."""
     columns = types_pb2.TokenColumns(ids=[4, 5], logprobs=[math.nan, -1.5], ranks=[0, 2])
     scores = Scores.read(columns)

@@ -1,23 +1,11 @@
 """generation_config.json: how a checkpoint's makers have it generate."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from services.engine.messages import GenerationDefaults
 from services.engine.model.checkpoint.config import Config
 
-__all__ = ["GenerationDefaults", "generation_config", "load_generation_defaults"]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """The sampling its makers recommend (generation_config.json); None where it says nothing."""
-
-    temperature: float | None = None
-    """0 where do_sample is false"""
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+__all__ = ["generation_config", "load_generation_defaults"]
 
 
 def load_generation_defaults(path: str | Path) -> GenerationDefaults:

@@ -50,18 +50,18 @@ class Recording:
         seconds: Array[c_double] | None = None,
     ) -> None:
         """seconds: [kinds of kernels], to which is added what each takes."""
-        kept = batch.kept
+        kept = batch.output_rows
         rows = PassCall(
             batch.slots.data_ptr(),
             batch.query_starts.data_ptr(),
             batch.context_lengths.data_ptr(),
             batch.block_tables.data_ptr(),
-            None if kept is None else kept.rows.data_ptr(),
+            None if kept is None else kept.indices.data_ptr(),
             None if kept is None else kept.starts.data_ptr(),
             batch.block_tables.stride(0),
             len(batch.slots),
             len(batch.context_lengths),
-            0 if kept is None else len(kept.rows),
+            0 if kept is None else len(kept.indices),
             seconds,
         )
         self._native.replay(operations, len(operations), byref(rows))

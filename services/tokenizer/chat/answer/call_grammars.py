@@ -1,6 +1,6 @@
-"""Grammars of messages: calls in the model's own form, beside free or constrained content.
+"""Grammars of messages: calls in the model's own form, with free or constrained content.
 
-They are Lark grammars in llguidance's dialect; the schemas in them are grammars of their own.
+They are Lark grammars in llguidance's dialect. Each schema in them is a grammar of its own.
 """
 
 import json
@@ -19,46 +19,46 @@ from services.tokenizer.chat.answer.call_readers import (
     properties_of,
 )
 from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
-from services.tokenizer.tools import PlacedTool, arguments_schema, moved_schema
+from services.tokenizer.tool_schemas import IndexedTool, arguments_schema, rebase_references
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["MessageGrammar", "ReasoningState"]
 
-_ROOT = "#/$defs/root"  # where the schema of all arguments goes in that of one
-# a JSON Schema's keywords that say nothing about which strings are meant
-_REMARKS = ENCODINGS | {
+_ROOT = "#/$defs/root"  # place of the whole schema inside the schema of one argument
+# keywords of JSON Schema that constrain nothing
+_ANNOTATIONS = ENCODINGS | {
     "$comment", "default", "deprecated", "description", "examples", "readOnly", "title",
     "writeOnly",
 }  # fmt: skip
-_OF_OBJECTS = frozenset({
+_OBJECT_KEYWORDS = frozenset({
     "$defs", "$ref", "additionalProperties", "definitions", "properties", "required", "type",
 })  # fmt: skip
 
 
 class ReasoningState(Enum):
-    """How reasoning stands at the end of a prompt."""
+    """State of reasoning at the end of a prompt."""
 
-    NONE = "the model does not reason, or no more"
-    POSSIBLE = "the model may begin it"
-    OPEN = "the prompt has begun it"
+    NONE = "the model does not reason, or has finished"
+    POSSIBLE = "the model may begin to reason"
+    OPEN = "the prompt ends inside reasoning"
 
 
 class MessageGrammar:
-    """Grows rule by rule."""
+    """Builder of the grammar of one message."""
 
     def __init__(self, calls: ToolFormat, token_ids: Mapping[str, int]) -> None:
-        """`token_ids` are marks that are tokens which no text can spell."""
+        """`token_ids` are the ids of marks that no text can spell."""
         self._format = calls
         self._token_ids = token_ids
         self._rules = ["TEXT: /(?s:.*)/"]
         self._parts: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
-        """Fields of the request, by the places of the grammar that were made of them."""
+        """Fields of the request, by the places of the grammar built from them."""
 
-    def forced_calls(self, tools: Sequence[PlacedTool], *, single: bool) -> str:
-        """One call or, unless `single`, more."""
+    def forced_calls(self, tools: Sequence[IndexedTool], *, single: bool) -> str:
+        """Return the rule of one call or, unless `single`, more."""
         write = _INNER[self._format.name]
         inner = self.rule("inner", write(self, tools, single))
         call = f"{self._opening()} {inner}"
@@ -67,8 +67,8 @@ class MessageGrammar:
         between = _literal(self._format.between)
         return self.rule("calls", f"{call} ({between} {call})*")
 
-    def optional_calls(self, tools: Sequence[PlacedTool], *, single: bool) -> str:
-        """Free text, with calls in it where the model begins them."""
+    def optional_calls(self, tools: Sequence[IndexedTool], *, single: bool) -> str:
+        """Return the rule of free text with calls wherever the model begins them."""
         form = self._format
         inner = self.rule("inner", _INNER[form.name](self, tools, single))
         if not form.opens:
@@ -77,14 +77,14 @@ class MessageGrammar:
             return self.rule("message", f"{inner} | OTHER |")
         if form.opens[0] in self._token_ids:
             begin = self.rule("begin", f"TEXT {self._opening()}")
-        else:  # a lazy rule ends where it first can
+        else:  # a lazy rule ends at the first place that it can
             begin = self.rule("begin[lazy]", f"TEXT {self._opening()}")
         return self.rule(
             "message", f"{begin} {inner} | TEXT" if single else f"({begin} {inner})* TEXT"
         )
 
     def content(self, grammar: types_pb2.GrammarSpec) -> str:
-        """What the request constrains its content to."""
+        """Return the rule of content by the request's grammar. Raises INVALID_ARGUMENT."""
         kind = grammar.WhichOneof("spec")
         if kind == "json_schema":
             return self._part(
@@ -98,7 +98,9 @@ class MessageGrammar:
             given = _read_json(grammar.llguidance)
             grammars = given.get("grammars") if isinstance(given, dict) else None
             if not isinstance(grammars, list) or not all(isinstance(g, dict) for g in grammars[:1]):
-                raise invalid("grammar.llguidance", 'It must be an object with "grammars".')
+                raise invalid(
+                    "grammar.llguidance", 'llguidance must be an object with a list "grammars".'
+                )
             first, *others = grammars
             name = first.get("name") or "content"
             self._parts.extend([{**first, "name": name}, *others])
@@ -113,7 +115,7 @@ class MessageGrammar:
         return self.rule("content", " | ".join(map(_literal, grammar.choice.choices)))
 
     def reasoned(self, form: ReasoningFormat, state: ReasoningState, message: str) -> str:
-        """The message behind its reasoning."""
+        """Return the rule of a message after its reasoning."""
         closes = self.mark(form.closes)
         is_lazy = form.closes not in self._token_ids
         thought = self.rule("thought[lazy]" if is_lazy else "thought", f"TEXT {closes}")
@@ -122,25 +124,25 @@ class MessageGrammar:
         return f"{thought} /\\n{{0,2}}/ {message}"
 
     def finish(self, start: str) -> types_pb2.GrammarSpec:
-        """The grammar whose whole is `start`."""
+        """Return the grammar that starts with the rule `start`."""
         lark = "\n".join([f"start: {start}", *self._rules])
         grammars = [{"lark_grammar": lark}, *self._parts]
         return types_pb2.GrammarSpec(llguidance=json.dumps({"grammars": grammars}))
 
     def mark(self, text: str) -> str:
-        """A mark, as the token that it is, or spelled."""
+        """Return a mark as its token, or spelled if it has none."""
         token = self._token_ids.get(text)
         return _literal(text) if token is None else f"<[{token}]>"
 
     def schema(self, name: str, schema: Mapping[str, Any], place: str) -> str:
-        """JSON by a schema that `place` of the request has."""
+        """Add a rule of JSON by a schema from `place` of the request; return its reference."""
         return self._part(name, {"json_schema": schema}, place)
 
     def _opening(self) -> str:
         return self.mark(self._format.opens[0]) if self._format.opens else ""
 
     def rule(self, name: str, body: str) -> str:
-        """A new rule; returns its name, which `name` gives with options in brackets or without."""
+        """Add a rule; return its name, which is `name` without options in brackets."""
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
@@ -150,8 +152,8 @@ class MessageGrammar:
         return f"@{name}"
 
 
-def _json_call(grammar: MessageGrammar, key: str, tools: Sequence[PlacedTool]) -> str:
-    """{"name": …, key: {…}}, written as templates write it."""
+def _json_call(grammar: MessageGrammar, key: str, tools: Sequence[IndexedTool]) -> str:
+    """Return the rule of {"name": …, key: {…}}, with the spaces of templates."""
     options = []
     for index, tool in tools:
         schema = grammar.schema(f"arguments_{index}", *_arguments(index, tool))
@@ -160,20 +162,20 @@ def _json_call(grammar: MessageGrammar, key: str, tools: Sequence[PlacedTool]) -
     return grammar.rule("call", " | ".join(options))
 
 
-def _hermes(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+def _hermes(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
     call = _json_call(grammar, "arguments", tools)
     return f'"\\n" {call} "\\n" {grammar.mark("</tool_call>")}'
 
 
-def _llama3(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+def _llama3(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
     return _json_call(grammar, "parameters", tools)
 
 
-def _bare(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+def _bare(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
     return _json_call(grammar, "arguments", tools)
 
 
-def _mistral(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+def _mistral(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
     options = []
     for index, tool in tools:
         schema = grammar.schema(f"arguments_{index}", *_arguments(index, tool))
@@ -181,18 +183,18 @@ def _mistral(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool)
     return " | ".join(options)
 
 
-def _mistral_array(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+def _mistral_array(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
     call = _json_call(grammar, "arguments", tools)
     return f'"[" {call} "]"' if single else f'"[" {call} (", " {call})* "]"'
 
 
-def _pythonic(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+def _pythonic(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
     options = []
     for index, tool in tools:
         members: list[tuple[str, bool]] = []
         for name, schema, place, required in _properties(index, tool):
             if not name.isidentifier():
-                raise invalid(place, f"This model can't be made to name the parameter {name!r}.")
+                raise invalid(place, f"This model's calls can't have a parameter named {name!r}.")
             value = grammar.schema(f"value_{index}_{len(members)}", schema, place)
             members.append((f"{_literal(name + '=')} {value}", required))
         listed = _chosen(grammar, f"list_{index}", members, _literal(", "))
@@ -201,7 +203,7 @@ def _pythonic(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool
     return f'"[" {call} "]"' if single else f'"[" {call} (", " {call})* "]"'
 
 
-def _xml(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> str:
+def _xml(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
     options = []
     grammar.rule("string[lazy]", 'TEXT "\\n</parameter>\\n"')
     for index, tool in tools:
@@ -215,7 +217,7 @@ def _xml(grammar: MessageGrammar, tools: Sequence[PlacedTool], single: bool) -> 
     return f'"\\n" {call} {grammar.mark("</tool_call>")}'
 
 
-_INNER: Mapping[str, Callable[[MessageGrammar, Sequence[PlacedTool], bool], str]] = {
+_INNER: Mapping[str, Callable[[MessageGrammar, Sequence[IndexedTool], bool], str]] = {
     "hermes": _hermes,
     "json": _bare,
     "llama3_json": _llama3,
@@ -232,7 +234,7 @@ def _xml_value(
     schema: Mapping[str, Any],
     place: str,
 ) -> str:
-    """A value and the end of its parameter: strings stand as they are, the rest as JSON."""
+    """Return the rule of a value and the end of its parameter: a bare string, or JSON."""
     end = '"\\n</parameter>\\n"'
     kinds = json_types(schema, schema)
     if "string" not in kinds:
@@ -240,14 +242,14 @@ def _xml_value(
     values = named_values(schema)
     if values and all(isinstance(value, str) for value in values):
         return f"({' | '.join(map(_literal, values))}) {end}"
-    unknown = schema.keys() - _REMARKS - {"type", "$defs"}
+    unknown = schema.keys() - _ANNOTATIONS - {"type", "$defs"}
     kind = schema.get("format")
     if isinstance(kind, str) and kind not in ENFORCED_FORMATS:
         unknown.discard("format")
     if unknown:
         raise invalid(
             place,
-            "This model writes strings without quotes: they can't be constrained by "
+            "This model writes strings without quotes, so they can't be constrained by "
             f"{', '.join(sorted(unknown))}.",
         )
     return "string"
@@ -256,10 +258,10 @@ def _xml_value(
 def _chosen(
     grammar: MessageGrammar, name: str, members: Sequence[tuple[str, bool]], separator: str
 ) -> str:
-    """The members in their order, those that are not required or left out, with separators."""
+    """Return the rule of members in their order, in which optional ones may be absent."""
     if not members:
         return ""
-    tail = ""  # what may follow a member, from the last to the first
+    tail = ""  # the rule of what follows a member; members are added from the last on
     heads: list[str] = []
     for place in range(len(members) - 1, -1, -1):
         member, required = members[place]
@@ -275,31 +277,31 @@ def _chosen(
 
 
 def _arguments(index: int, tool: completion_pb2.Tool) -> tuple[dict[str, Any], str]:
-    """The schema of a tool's arguments, and its place in the request."""
+    """Return the schema of a tool's arguments, and its place in the request."""
     return arguments_schema(tool, f"tools[{index}]"), f"tools[{index}].parameters_json"
 
 
 def _properties(
     index: int, tool: completion_pb2.Tool
 ) -> Iterable[tuple[str, dict[str, Any], str, bool]]:
-    """The parameters of a tool: name, schema, place in the request, whether it is required."""
+    """Yield each parameter of a tool: name, schema, place in the request, whether required."""
     root, place = _arguments(index, tool)
     described = object_of(root)
     required = described.get("required")
-    unknown = (root.keys() | described.keys()) - _REMARKS - _OF_OBJECTS
+    unknown = (root.keys() | described.keys()) - _ANNOTATIONS - _OBJECT_KEYWORDS
     if isinstance(required, list):
         unknown |= {f'"required" of {name}' for name in required if name not in properties_of(root)}
     if unknown:
         raise invalid(
             place,
-            "This model writes arguments one by one: all of them together can't be constrained by "
+            "This model writes arguments one by one, so the whole object can't be constrained by "
             f"{', '.join(sorted(unknown))}.",
         )
     for name, schema in properties_of(root).items():
         own = schema if isinstance(schema, dict) else {}
         if "$ref" in json.dumps(own):
-            moved = moved_schema(root, _ROOT)
-            own = {**moved_schema(own, _ROOT), "$defs": {"root": moved}}
+            moved = rebase_references(root, _ROOT)
+            own = {**rebase_references(own, _ROOT), "$defs": {"root": moved}}
         yield name, own, place, isinstance(required, list) and name in required
 
 
@@ -308,7 +310,7 @@ def _literal(text: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """A regular expression between slashes."""
+    """Return a regular expression between slashes."""
     escaped = re.sub(
         r"\\.|/",
         lambda match: match.group() if match.group() != "/" else "\\/",
@@ -322,4 +324,4 @@ def _read_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid("grammar", f"This is not JSON: {error}.") from None
+        raise invalid("grammar", f"The grammar is not JSON: {error}.") from None

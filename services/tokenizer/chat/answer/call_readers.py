@@ -1,9 +1,8 @@
-"""Tool calls in generated text, as families of models write them.
+"""Readers of tool calls in generated text, by family of models.
 
-Each reader begins where a call may begin. It settles nothing until that is certain, which is when a
-known tool's name was read and its arguments begin; it returns false if it settled nothing. From
-there on arguments are passed on as they come, and what follows the first thing that can't belong to
-them is left to be read as content.
+A reader starts where a call may begin. It settles nothing until the call is certain: a known tool's
+name was read, and its arguments begin. It returns false if it settled nothing. Arguments are passed
+on as they arrive. Text from the first character that can't belong to them is left as content.
 """
 
 import ast
@@ -30,13 +29,13 @@ __all__ = [
 ]
 
 Parameters: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""The tools by name, each with the schema of its arguments."""
+"""Schemas of the tools' arguments by name."""
 CallReader: TypeAlias = Callable[[TextReader, Parameters], Reading]
 
 _DECODER = json.JSONDecoder()
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _KEYS = _ARGUMENTS | {"id", "name", "type"}
-_MAX_REFERENCES = 8  # that a schema may chain
+_MAX_REFERENCES = 8  # in a chain
 _TYPE_OF = {
     bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array",
     dict: "object",
@@ -45,7 +44,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def read_tagged_json_call(reader: TextReader, tools: Parameters) -> Reading:
-    """Hermes and Qwen: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
+    """Read a call of Hermes or Qwen: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
     if not (yield from reader.literal("<tool_call>")):
         return False
     yield from reader.space()
@@ -56,7 +55,7 @@ def read_tagged_json_call(reader: TextReader, tools: Parameters) -> Reading:
 
 
 def read_json_calls(reader: TextReader, tools: Parameters) -> Reading:
-    """Llama 3: {"name": …, "parameters": {…}}, after <|python_tag|> or alone; several with ;."""
+    """Read calls of Llama 3: {"name": …, "parameters": {…}}; …, behind <|python_tag|> or alone."""
     yield from reader.literal("<|python_tag|>")
     yield from reader.space()
     if not (yield from _call_object(reader, tools)):
@@ -69,7 +68,10 @@ def read_json_calls(reader: TextReader, tools: Parameters) -> Reading:
 
 
 def read_mistral_calls(reader: TextReader, tools: Parameters) -> Reading:
-    """[TOOL_CALLS][{"name": …, "arguments": {…}}, …] or [TOOL_CALLS]name[ARGS]{…}."""
+    """Read calls of Mistral.
+
+    They are [TOOL_CALLS][{"name": …, "arguments": {…}}, …] or [TOOL_CALLS]name[ARGS]{…}.
+    """
     if not (yield from reader.literal("[TOOL_CALLS]")):
         return False
     if not (yield from reader.space()):
@@ -91,7 +93,7 @@ def read_mistral_calls(reader: TextReader, tools: Parameters) -> Reading:
 
 
 def read_pythonic_calls(reader: TextReader, tools: Parameters) -> Reading:
-    """Llama 3.2 and 4: [name(key=value, …), …]."""
+    """Read calls of Llama 3.2 and 4: [name(key=value, …), …]."""
     tagged = yield from reader.literal("<|python_start|>")
     if not (yield from reader.literal("[")):
         return False
@@ -108,7 +110,7 @@ def read_pythonic_calls(reader: TextReader, tools: Parameters) -> Reading:
 
 
 def read_xml_call(reader: TextReader, tools: Parameters) -> Reading:
-    """Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter>…."""
+    """Read a call of Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter>…."""
     tagged = yield from reader.literal("<tool_call>")
     yield from reader.space()
     if not (yield from reader.literal("<function=")):
@@ -146,7 +148,7 @@ def read_xml_call(reader: TextReader, tools: Parameters) -> Reading:
 
 
 def _call_object(reader: TextReader, tools: Parameters) -> Reading:
-    """{"name": …, "arguments": {…}}, in any order."""
+    """Read {"name": …, "arguments": {…}}, in any order."""
     scanner, begin = JsonScanner(), reader.at
     key_at, places = 0, dict[str, int]()
     is_settled = False
@@ -183,14 +185,14 @@ def _call_object(reader: TextReader, tools: Parameters) -> Reading:
     elif scanner.is_complete:
         try:
             call = json.loads(reader.text[begin : reader.at])
-        except (ValueError, RecursionError):  # it has a number of too many digits, say
+        except (ValueError, RecursionError):  # such as a number with too many digits
             return False
         return isinstance(call, dict) and _settle_call(reader, call, tools)
     return is_settled
 
 
 def _settle_call(reader: TextReader, call: Mapping[str, Any], tools: Parameters) -> bool:
-    """A call that was read as a whole."""
+    """Settle a call that was read as a whole, if it is one."""
     name = call.get("name")
     arguments = next((call[key] for key in call if key in _ARGUMENTS), None)
     if isinstance(arguments, str):  # some models write JSON in JSON
@@ -214,8 +216,7 @@ def _settle_call(reader: TextReader, call: Mapping[str, Any], tools: Parameters)
 
 
 def _arguments(reader: TextReader) -> Reading:
-    """An object, passed on as it comes; what breaks off is completed, unless the answer was cut.
-    False when it broke off."""
+    """Settle an object as it arrives. If it breaks off, complete it unless cut; return false."""
     scanner = JsonScanner()
     reader.at = 0
     while True:
@@ -237,7 +238,7 @@ def _arguments(reader: TextReader) -> Reading:
 
 
 def _named_call(reader: TextReader, tools: Parameters) -> Reading:
-    """name[CALL_ID]id[ARGS]{…}, the parts in brackets or without."""
+    """Read name[CALL_ID]id[ARGS]{…}; [CALL_ID]id and [ARGS] are optional."""
     name = yield from _tool_name(reader, tools)
     if not name:
         return False
@@ -252,7 +253,7 @@ def _named_call(reader: TextReader, tools: Parameters) -> Reading:
 
 
 def _python_call(reader: TextReader, tools: Parameters) -> Reading:
-    """name(key=value, …), passed on when it is complete."""
+    """Read name(key=value, …), and settle it as a whole."""
     yield from reader.space()
     name = yield from _tool_name(reader, tools)
     if not name or not (yield from reader.literal("(")):
@@ -270,7 +271,7 @@ def _python_call(reader: TextReader, tools: Parameters) -> Reading:
 
 
 def _tool_name(reader: TextReader, tools: Parameters) -> Generator[None, None, str]:
-    """Reads the longest beginning of a tool's name; "" if that is none itself."""
+    """Read the longest beginning of a tool's name; return it, or "" if it is no whole name."""
     begin = reader.at
     while (yield from reader.more()):
         name = reader.text[begin : reader.at + 1]
@@ -282,7 +283,7 @@ def _tool_name(reader: TextReader, tools: Parameters) -> Generator[None, None, s
 
 
 def _closing_bracket(reader: TextReader) -> Reading:
-    """Reads through the bracket that closes one that was just read, past strings and others."""
+    """Read to the bracket that closes the one before, past strings and nested brackets."""
     depth, quote = 1, ""
     while depth:
         if not (yield from reader.more()):
@@ -306,7 +307,7 @@ def _closing_bracket(reader: TextReader) -> Reading:
 
 
 def _python_arguments(text: str) -> str:
-    """JSON of keyword arguments, `text` being them and the bracket that closes them."""
+    """Return JSON of the keyword arguments in `text`, which ends with their closing bracket."""
     call = ast.parse(f"f({text}", mode="eval").body
     if not isinstance(call, ast.Call) or call.args or any(not word.arg for word in call.keywords):
         raise SyntaxError("arguments must have names")
@@ -318,14 +319,14 @@ def _python_arguments(text: str) -> str:
 
 
 class _JsonConstants(ast.NodeTransformer):
-    """JSON's own constants become Python's."""
+    """Replaces JSON's constants with Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
 
 
 def _separator(reader: TextReader, mark: str) -> Reading:
-    """Reads a mark with whitespace around it; reads nothing where there is none."""
+    """Read a mark with whitespace around it, or nothing."""
     before = reader.at
     yield from reader.space()
     if (yield from reader.literal(mark)):
@@ -336,7 +337,7 @@ def _separator(reader: TextReader, mark: str) -> Reading:
 
 
 def _closing(reader: TextReader, mark: str) -> Reading:
-    """Settles a mark that ends calls, if it is there."""
+    """Settle a mark that ends calls, if it is there."""
     yield from reader.space()
     found = yield from reader.literal(mark)
     if found:
@@ -346,7 +347,7 @@ def _closing(reader: TextReader, mark: str) -> Reading:
 
 
 def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> str:
-    """JSON of a value that is written without quotes, by the schema's type for it."""
+    """Return JSON of a value without quotes, by the schema's type."""
     kinds = json_types(schema, root)
     if "string" in kinds and not (text == "null" and "null" in kinds):
         return _json(text)
@@ -358,7 +359,7 @@ def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> str:
 
 
 def json_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The JSON types that a value by this schema may have; "string" where it does not say."""
+    """Return the JSON types that a schema allows; "string" if it does not say."""
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
         return frozenset({"string"})
     named = schema.get("type")
@@ -381,7 +382,7 @@ def json_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozense
 
 
 def object_of(root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a schema that describes the object: what it refers to, if it does only that."""
+    """Return the part of a schema that describes the object: the target of a bare reference."""
     schema = root
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref")
@@ -395,20 +396,20 @@ def object_of(root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def properties_of(root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schemas of an object's members by name; none where they are no object."""
+    """Return the schemas of an object's members by name; {} if they are no object."""
     properties = object_of(root).get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
 def named_values(schema: Mapping[str, Any]) -> list[Any]:
-    """The only values that a schema allows, where it names them."""
+    """Return the values that a schema lists; [] if it lists none."""
     if isinstance(values := schema.get("enum"), list):
         return values
     return [schema["const"]] if "const" in schema else []
 
 
 def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference into the same schema means; None for nothing."""
+    """Return the target of a reference into the schema; None without one."""
     found: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -416,9 +417,9 @@ def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def _json(value: Any) -> str:
-    """Raises TypeError and ValueError for what JSON can't say."""
+    """Return JSON. Raises TypeError and ValueError for values that JSON can't express."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # half a surrogate pair can only be escaped
+    # half a surrogate pair must be escaped
     return text if text.isascii() or _is_text(text) else json.dumps(value, allow_nan=False)
 
 

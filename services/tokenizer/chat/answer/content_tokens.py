@@ -1,4 +1,4 @@
-"""The tokens of a message's content, with their scores and true bytes."""
+"""Tokens of a message's content, with their scores and bytes."""
 
 import codecs
 from collections import deque
@@ -6,25 +6,30 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from services.tokenizer.completion.columns import Score, read_scores
+from services.tokenizer.completion.columns import Columns, Score
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["ContentTokens", "TokenBytes"]
 
 
 class TokenBytes:
-    """The bytes that each token of one text adds, those of unfinished characters too. Special
-    tokens that the text leaves out have the bytes of their own text."""
+    """Bytes that each token of one text adds, also within a character.
+
+    A special token that the text leaves out has the bytes of its own text.
+    """
 
     def __init__(self, pieces: Sequence[bytes], hidden: Container[int]) -> None:
-        """`pieces` are those of the vocabulary, by id; `hidden` is what the text leaves out."""
+        """`pieces` are the vocabulary's by id; `hidden` are the ids that the text leaves out."""
         self._pieces = pieces
         self._hidden = hidden
-        self._pending = b""  # of a character
+        self._pending = b""  # of an unfinished character
 
     def of(self, token: int, text: str) -> bytes:
-        """The bytes of the next token, which added `text`: fewer than it spells where a stop string
-        cut it, or a space at the very start of the text was left out."""
+        """Return the bytes of the next token, which added `text`.
+
+        They are fewer than the token's own if a stop string cut it, or if the decoder dropped a
+        space at the start of the text.
+        """
         if token in self._hidden:
             return self._pieces[token]
         piece, before = self._pieces[token], len(self._pending)
@@ -38,14 +43,14 @@ class TokenBytes:
         return piece[len(piece) - len(text.encode()) :] if whole.endswith(text) else piece
 
     def candidates(self, ids: Sequence[int]) -> list[bytes]:
-        """What these would add."""
+        """Return the bytes that each of these tokens would add."""
         return [self._pieces[token] for token in ids]
 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
     token: int
-    start: int  # both in code points of the generated text
+    start: int  # as `end`, in code points of the generated text
     end: int
     data: bytes
     score: Score
@@ -53,41 +58,42 @@ class _Token:
 
 
 class ContentTokens:
-    """Holds tokens until it is settled whether they are content. Places are in code points of the
-    generated text."""
+    """Scored tokens that wait until the parser decides whether they are content.
+
+    Places are in code points of the generated text.
+    """
 
     def __init__(self, pieces: Sequence[bytes], hidden: Container[int]) -> None:
-        """As `TokenBytes`."""
+        """Take the arguments of `TokenBytes`."""
         self._bytes = TokenBytes(pieces, hidden)
         self._held: deque[_Token] = deque()
         self._received = 0
         self._settled = 0
-        self._content: deque[tuple[int, int]] = deque()  # settled spans that tokens still ask for
+        self._content: deque[tuple[int, int]] = deque()
+        """Spans of content that held tokens may overlap."""
 
-    def extend(self, delta: completion_pb2.ChoiceDelta) -> None:
-        """Further tokens, scored."""
-        scores = read_scores(delta.tokens)
-        # offsets tell what each token adds: the texts of those that add nothing are shown, too
-        begin = delta.text_offsets[0] if delta.text_offsets else 0
-        places = [*(offset - begin for offset in delta.text_offsets), len(delta.text)]
-        for token, span, score in zip(delta.tokens.ids, pairwise(places), scores, strict=True):
-            text = delta.text[slice(*span)]
-            start, self._received = self._received, self._received + len(text)
-            data = self._bytes.of(token, text)
+    def extend(self, text: str, columns: Columns) -> None:
+        """Add scored tokens, which add `text`."""
+        # `columns.texts` would not do: it names tokens that the text leaves out
+        begin = columns.offsets[0] if columns.offsets else 0
+        places = [*(offset - begin for offset in columns.offsets), len(text)]
+        for token, span, score in zip(columns.ids, pairwise(places), columns.scores, strict=True):
+            added = text[slice(*span)]
+            start, self._received = self._received, self._received + len(added)
+            data = self._bytes.of(token, added)
             candidates = self._bytes.candidates(score.top_ids)
             if token in score.top_ids:
                 candidates[list(score.top_ids).index(token)] = data
             self._held.append(_Token(token, start, self._received, data, score, candidates))
 
     def settle(self, length: int, *, is_content: bool) -> None:
-        """The next so many code points are content, or are not."""
+        """Decide whether the next `length` code points are content."""
         begin, self._settled = self._settled, self._settled + length
         if is_content and length:
             self._content.append((begin, self._settled))
 
     def write(self, delta: completion_pb2.ChatDelta) -> None:
-        """Put those that are content for certain into a delta. Tokens without text go with the one
-        that finishes their character."""
+        """Put tokens of the content into a delta, those without text along with their character."""
         silent: list[_Token] = []
         while self._held and self._held[0].end <= self._settled:
             token = self._held.popleft()

@@ -1,4 +1,4 @@
-"""JSON, read character by character: what can't become JSON is known at once."""
+"""Scanner of JSON that arrives by characters: it refuses the first that can't become JSON."""
 
 from enum import Enum
 
@@ -11,7 +11,7 @@ _ESCAPES = frozenset('"\\/bfnrtu')
 _LITERALS = {"t": "true", "f": "false", "n": "null"}
 _MAX_DEPTH = 128
 
-# how a number may go on, by what its last part is: RFC 8259, section 6
+# continuations of a number by its last part: RFC 8259, section 6
 _NUMBER = {
     "-": {"0": "zero", "digit": "int"},
     "zero": {".": "point", "e": "e"},
@@ -36,7 +36,7 @@ class _Expects(Enum):
 
 
 class JsonScanner:
-    """Reads one object or array, from its first character on."""
+    """Scanner of one object or array, from its first character on."""
 
     __slots__ = (
         "_escape",
@@ -49,13 +49,13 @@ class JsonScanner:
     )
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # the closing brackets that are due
+        self._open: list[str] = []  # closing brackets of what is open
         self._expects = _Expects.VALUE
         self._in_string = False
         self._string_is_key = False
-        self._escape = ""  # what of an escape sequence was read
-        self._literal = ""  # what is left of true, false or null
-        self._number = ""  # the part of a number that is read
+        self._escape = ""  # the part of an escape sequence that was read
+        self._literal = ""  # the rest of true, false or null
+        self._number = ""  # the part of a number that was read last
 
     @property
     def is_complete(self) -> bool:
@@ -64,7 +64,7 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
-        """How many objects and arrays are open."""
+        """Number of open objects and arrays."""
         return len(self._open)
 
     @property
@@ -80,7 +80,7 @@ class JsonScanner:
 
     @property
     def is_closable(self) -> bool:
-        """Whether quotes and brackets that close are all that may be missing."""
+        """Whether closing quotes and brackets complete the value."""
         if self._in_string:
             return not self._string_is_key and not self._escape
         if self._literal or self._number:
@@ -88,7 +88,7 @@ class JsonScanner:
         return self.is_complete or self._expects in _MAY_END
 
     def push(self, character: str) -> bool:
-        """The next character; whether it can be part of the value. If not, it was not read."""
+        """Read a character; return false, without reading it, if the value can't contain it."""
         if self._in_string:
             return self._push_in_string(character)
         if self._literal:
@@ -112,7 +112,7 @@ class JsonScanner:
         return self._push_between(character)
 
     def completion(self) -> str:
-        """The least that makes what was read one JSON value."""
+        """Return the shortest text that completes the value, and complete it."""
         text = ""
         if self._in_string:
             text, self._escape = _rest_of_escape(self._escape) + '"', ""

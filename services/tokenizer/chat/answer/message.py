@@ -1,4 +1,4 @@
-"""The message that one choice of a chat becomes: generated text in, its parts out."""
+"""Message that one choice of a chat becomes: generated text in, parts of a message out."""
 
 import secrets
 import string
@@ -6,18 +6,18 @@ from collections.abc import Callable, Collection, Iterable
 
 from services.tokenizer.chat.answer.content_tokens import ContentTokens
 from services.tokenizer.chat.answer.message_parser import MessageParser, Segment, SegmentKind
+from services.tokenizer.completion.choice import ChoiceOutput, Outcome
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["ChatMessage"]
 
-AddResponse = Callable[[], completion_pb2.ChatResponse]
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 24
 
 
 class ChatMessage:
-    """Turns the events of a choice into those of a message."""
+    """Writes output of a choice as parts of a message."""
 
     def __init__(
         self,
@@ -29,9 +29,14 @@ class ChatMessage:
         is_forced: bool,
         echo: str = "",
     ) -> None:
-        """`tokens` where logprobs are wanted; `turn_ends` are ids that end a choice though the
-        request named none of them; `single_call` drops the calls after the first; `is_forced` says
-        that the request named the tool to call; `echo` stands in front of the content."""
+        """Take what the request asks for.
+
+        tokens: None unless the client wants logprobs.
+        turn_ends: ids that end a turn, reported as EOS unless the request named them.
+        single_call: whether calls after the first are dropped.
+        is_forced: whether the request named the tool to call.
+        echo: text in front of the content.
+        """
         self._turn_ends = turn_ends
         self._parser = parser
         self._tokens = tokens
@@ -40,43 +45,40 @@ class ChatMessage:
         self._echo = echo
         self._calls = 0
 
-    def write(
-        self,
-        delta: completion_pb2.ChoiceDelta | None,
-        finished: completion_pb2.ChoiceFinished | None,
-        add: AddResponse,
-    ) -> None:
-        """Further text of the choice, or its end, or both."""
-        if self._echo and (event := delta or finished) is not None:
-            add().delta.CopyFrom(completion_pb2.ChatDelta(index=event.index, content=self._echo))
+    def write(self, output: ChoiceOutput, add: Callable[[], completion_pb2.ChatResponse]) -> None:
+        """Write new tokens of the choice, or its end, or both, as responses from `add`."""
+        if self._echo:
+            delta = completion_pb2.ChatDelta(index=output.index, content=self._echo)
+            add().delta.CopyFrom(delta)
             self._echo = ""
         segments: list[Segment] = []
-        answer = completion_pb2.ChatDelta() if delta is None else add().delta
-        if delta is not None:
-            answer.index, answer.position = delta.index, delta.position
-            answer.token_ids.extend(delta.tokens.ids)
-            segments.extend(self._parser.feed(delta.text))
+        answer = add().delta if output.has_tokens else completion_pb2.ChatDelta()
+        answer.index, answer.position = output.index, output.position
+        if output.has_tokens:
+            answer.token_ids.extend(output.columns.ids)
+            segments.extend(self._parser.feed(output.text))
             if self._tokens is not None:
-                self._tokens.extend(delta)
-        if finished is not None:
-            is_cut = finished.reason != types_pb2.FINISH_REASON_STOP
-            is_stopped = finished.match.HasField("stop_string")
+                self._tokens.extend(output.text, output.columns)
+        outcome = output.outcome
+        if outcome is not None:
+            is_stopped = outcome.match is not None and outcome.match.HasField("stop_string")
+            is_cut = outcome.reason != types_pb2.FINISH_REASON_STOP
             segments.extend(self._parser.finish(is_cut=is_cut, is_stopped=is_stopped))
-            if delta is None:
-                answer.index, answer.position = finished.index, finished.completion_tokens
+            if not output.has_tokens:
+                answer.position = outcome.completion_tokens
         self._write(answer, segments)
         if self._tokens is not None:
             self._tokens.write(answer)
-        if delta is None and any(segment.text for segment in segments):
+        if not output.has_tokens and any(segment.text for segment in segments):
             add().delta.CopyFrom(answer)
-        if finished is not None:
-            self._write_end(add().finished, finished)
+        if outcome is not None:
+            self._write_end(output.index, outcome, add().finished)
 
     def _write_end(
-        self, event: completion_pb2.ChoiceFinished, finished: completion_pb2.ChoiceFinished
+        self, index: int, outcome: Outcome, event: completion_pb2.ChoiceFinished
     ) -> None:
-        event.CopyFrom(finished)
-        if finished.reason == types_pb2.FINISH_REASON_STOP and self._calls and not self._is_forced:
+        outcome.write(index, event)
+        if outcome.reason == types_pb2.FINISH_REASON_STOP and self._calls and not self._is_forced:
             event.reason = types_pb2.FINISH_REASON_TOOL_CALLS
         if event.match.WhichOneof("match") == "stop_token_id" and (
             event.match.stop_token_id in self._turn_ends

@@ -1,4 +1,4 @@
-"""What the parts of a message's text are: segments, and who finds them."""
+"""Segments of a message's text, and the interface of their parsers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ __all__ = ["MessageParser", "PlainText", "Segment", "SegmentKind"]
 
 
 class SegmentKind(Enum):
-    """What a segment of generated text is."""
+    """Kind of a segment."""
 
     CONTENT = "content"
     REASONING = "reasoning"
-    CALL = "the beginning of a call: its text is the tool's name"
-    ARGUMENTS = "a fragment of the JSON of that call's arguments"
-    MARKUP = "what only separates the others: its text is empty"
+    CALL = "start of a call; the text is the tool's name"
+    ARGUMENTS = "part of the JSON of that call's arguments"
+    MARKUP = "separator of the others; the text is empty"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +25,28 @@ class Segment:
     kind: SegmentKind
     text: str
     source: int
-    """How many code points of the generated text it settles; segments settle all of it in order."""
+    """Code points of generated text that the segment covers. Segments cover all text in order."""
 
 
 class MessageParser(Protocol):
-    """Reads one text piece by piece. What it makes of a text does not depend on the pieces."""
+    """Parser of one text, piece by piece. The result does not depend on the pieces."""
 
     def feed(self, text: str) -> Sequence[Segment]:
-        """What is certain now."""
+        """Add text; return the segments that are certain now."""
 
     def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
-        """What is left: no more text comes. `is_cut` says that max_tokens or a cancellation ended
-        it, `is_stopped` that a stop string did: the model would have gone on."""
+        """End the text; return the remaining segments.
+
+        is_cut: whether max_tokens or a cancellation ended the text. is_stopped: whether a stop
+        string did. Otherwise the model itself ended it.
+        """
 
 
 class PlainText:
-    """A message that is all content."""
+    """Parser of a message that is all content."""
 
     def feed(self, text: str) -> Sequence[Segment]:
-        """The text, as it is."""
         return [Segment(SegmentKind.CONTENT, text, len(text))] if text else ()
 
     def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
-        """Nothing is held back."""
         return ()

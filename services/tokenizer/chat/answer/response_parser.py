@@ -1,4 +1,4 @@
-"""A message's text, split into reasoning, content and tool calls while it arrives."""
+"""Parser that splits a message's text into reasoning, content and tool calls as it arrives."""
 
 from collections.abc import Generator, Sequence
 
@@ -11,7 +11,7 @@ __all__ = ["ResponseParser"]
 
 
 class ResponseParser:
-    """One message. Whitespace that only separates its parts belongs to none of them."""
+    """Parser of one message. Whitespace between its parts belongs to none of them."""
 
     def __init__(
         self,
@@ -22,8 +22,11 @@ class ResponseParser:
         is_reasoning: bool,
         is_forced: bool = False,
     ) -> None:
-        """`is_reasoning` says that the prompt has begun it. Without `calls`, there are none.
-        `is_forced` says that a grammar forces calls: all text beside them is their markup."""
+        """Take the model's forms; None for a message without reasoning or without calls.
+
+        is_reasoning: whether the prompt ends inside reasoning.
+        is_forced: whether a grammar forces calls, so that all other text is markup.
+        """
         self._reader = TextReader()
         self._reasoning = reasoning
         self._calls = calls
@@ -34,13 +37,11 @@ class ResponseParser:
         next(self._run, None)
 
     def feed(self, text: str) -> Sequence[Segment]:
-        """What is certain now."""
         self._reader.text += text
         next(self._run, None)
         return self._reader.take()
 
     def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
-        """What is left."""
         self._reader.is_ended, self._reader.is_cut = True, is_cut
         self._reader.is_interrupted = is_cut or is_stopped
         next(self._run, None)
@@ -61,11 +62,11 @@ class ResponseParser:
             mark_at = reader.at
             if (yield from self._read_calls(calls)):
                 yield from self._skip_space()
-            else:  # no call; there may be one behind
+            else:  # the mark begins no call; a later one may
                 self._settle(self._beside_calls, mark_at + 1)
 
     def _read_reasoning(self) -> Reading:
-        """Whether there was any."""
+        """Read reasoning; return whether there was any."""
         reader = self._reader
         if self._reasoning is None:
             return False
@@ -85,7 +86,7 @@ class ResponseParser:
         return True
 
     def _read_leading_calls(self, calls: ToolFormat) -> Reading:
-        """Those that need no mark at the very start."""
+        """Read calls without a mark at the start of the message."""
         reader = self._reader
         may_lead = calls.leads and (yield from reader.space())
         if may_lead and reader.text[reader.at] in calls.leads:
@@ -93,8 +94,7 @@ class ResponseParser:
         return False
 
     def _read_calls(self, calls: ToolFormat) -> Reading:
-        """Calls from `at` on. An interrupted answer leaves out what may have become a call, or the
-        end of one: half of a mark is no content."""
+        """Read calls from `at` on; an interrupted answer leaves out an unfinished call or mark."""
         reader = self._reader
         reader.ran_out = False
         found = yield from calls.read(reader, self._tools)
@@ -104,7 +104,7 @@ class ResponseParser:
         return found
 
     def _read_text(self, kind: SegmentKind, marks: Sequence[str]) -> Reading:
-        """Settles text, up to a mark and the whitespace before it; false when it ends without."""
+        """Settle text up to a mark and the whitespace before it; return false without a mark."""
         reader, is_empty = self._reader, True
         while True:
             places = [place for mark in marks if (place := reader.text.find(mark)) >= 0]
@@ -137,7 +137,7 @@ def _is_half(text: str, marks: Sequence[str]) -> bool:
 
 
 def _held(text: str, marks: Sequence[str]) -> int:
-    """How much of the text's end may yet belong to a mark, or to the whitespace before one."""
+    """Return the length of the end that may belong to a mark or to whitespace before one."""
     longest = min(max(map(len, marks), default=1) - 1, len(text))
     partial = next(
         (

@@ -1,4 +1,4 @@
-"""Generated text on its way into segments: read ahead, then settled or taken back."""
+"""Reader of generated text: it reads ahead, then settles segments or goes back."""
 
 from collections.abc import Generator, Sequence
 from typing import TypeAlias
@@ -8,29 +8,28 @@ from services.tokenizer.chat.answer.message_parser import Segment, SegmentKind
 __all__ = ["Reading", "TextReader"]
 
 Reading: TypeAlias = Generator[None, None, bool]
-"""Reads, and yields whenever more text is needed; returns whether it found what it looks for."""
+"""A read that yields whenever it needs more text, and returns whether it found its object."""
 
 
 class TextReader:
-    """The text that is not settled yet. Places are in code points from its start."""
+    """Text that is not settled yet. Places are in code points from its start."""
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
-        """The place up to which was read."""
+        """Place up to which the text was read."""
         self.is_ended = False
-        """No more text comes."""
+        """Whether the text is complete."""
         self.is_cut = False
-        """max_tokens ended it, or a cancellation: calls stay open."""
+        """Whether max_tokens or a cancellation ended the text, so that calls stay open."""
         self.is_interrupted = False
-        """The model would have gone on: it was cut, or a stop string ended it."""
+        """Whether the text was cut, or a stop string ended it: not the model."""
         self.ran_out = False
-        """What was read last would have needed more text than there is."""
+        """Whether a read needed more text than there is."""
         self._segments: list[Segment] = []
 
     def settle(self, kind: SegmentKind, upto: int, text: str | None = None) -> None:
-        """What stands before `upto` is a segment of this kind. Its text is what stands there,
-        unless it is given."""
+        """Make the text before `upto` a segment; `text` replaces its text."""
         if upto or text:
             source = self.text[:upto]
             self._segments.append(Segment(kind, source if text is None else text, upto))
@@ -38,12 +37,12 @@ class TextReader:
             self.at = max(0, self.at - upto)
 
     def take(self) -> Sequence[Segment]:
-        """What was settled since the last call."""
+        """Return the segments that were settled since the last call."""
         segments, self._segments = self._segments, []
         return segments
 
     def more(self) -> Reading:
-        """Waits for a character at `at`; false when the text ends before."""
+        """Wait for a character at `at`; return false if the text ends before it."""
         while self.at >= len(self.text):
             if self.is_ended:
                 self.ran_out = True
@@ -52,7 +51,7 @@ class TextReader:
         return True
 
     def space(self) -> Reading:
-        """Reads whitespace, if any; false when the text ends with it."""
+        """Read whitespace; return false if the text ends with it."""
         while (yield from self.more()):
             if not self.text[self.at].isspace():
                 return True
@@ -60,7 +59,7 @@ class TextReader:
         return False
 
     def literal(self, literal: str) -> Reading:
-        """Reads exactly this; reads nothing of anything else."""
+        """Read exactly this string, or nothing."""
         while len(self.text) - self.at < len(literal):
             if not literal.startswith(self.text[self.at :]):
                 return False
@@ -74,7 +73,7 @@ class TextReader:
         return True
 
     def until(self, *ends: str) -> Reading:
-        """Reads up to the first of these strings, which is not read."""
+        """Read up to the first of these strings, which stays unread."""
         start = self.at
         longest = max(map(len, ends))
         while True:

@@ -1,4 +1,4 @@
-"""How families of models write tool calls and reasoning, and which of it a model uses."""
+"""Forms of tool calls and reasoning by family of models, and their detection."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,34 +26,34 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """The calls of one family."""
+    """Form of tool calls in one family."""
 
     name: str
     opens: Sequence[str]
-    """What begins calls anywhere in a message."""
+    """Marks that begin calls anywhere in a message."""
     leads: str
-    """Characters that may begin calls at the very start of a message, without a mark."""
+    """Characters that begin calls without a mark at the start of a message."""
     signs: Sequence[str]
-    """What of a template tells the family: all of these."""
+    """Strings that a chat template of this family contains, all of them."""
     marks: Sequence[str]
-    """Control tokens that its calls consist of: kept in the decoded text."""
+    """Control tokens in calls, which the decoded text keeps."""
     read: CallReader
     repeats: bool = False
-    """Whether several calls are written one after the other, each with its mark."""
+    """Whether each of several calls has its own mark."""
     between: str = ""
-    """What then stands between them."""
+    """Text between such calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """What stands around reasoning."""
+    """Marks around reasoning."""
 
     name: str
     opens: str
     closes: str
 
 
-# in this order: a template of the later ones may show what is a sign of an earlier one
+# the order matters: a template of an earlier form may contain the signs of a later one
 TOOL_FORMATS: Sequence[ToolFormat] = (
     ToolFormat(
         "qwen3_coder",
@@ -93,7 +93,7 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
         read=read_mistral_calls,
     ),
     ToolFormat(
-        "pythonic",  # Llama 3.2 and 4, as their cards have it
+        "pythonic",  # Llama 3.2 and 4, by their model cards
         opens=("<|python_start|>",),
         leads="[",
         signs=("func_name1(",),
@@ -109,7 +109,7 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
         read=read_json_calls,
     ),
 )
-# where the template knows no calls: what a grammar forces
+# the form that a grammar forces if the template has none
 JSON_FORMAT = ToolFormat("json", opens=(), leads="{", signs=(), marks=(), read=read_json_calls)
 REASONING_FORMATS: Sequence[ReasoningFormat] = (
     ReasoningFormat("think", "<think>", "</think>"),  # DeepSeek R1, Qwen 3 and most others
@@ -118,15 +118,14 @@ REASONING_FORMATS: Sequence[ReasoningFormat] = (
 
 
 def answer_marks() -> frozenset[str]:
-    """The marks of every format."""
+    """Return the marks of every format."""
     calls = (mark for form in TOOL_FORMATS for mark in form.marks)
     reasoning = (mark for form in REASONING_FORMATS for mark in (form.opens, form.closes))
     return frozenset((*calls, *reasoning))
 
 
 def detect_tool_format(setting: str, templates: Collection[str]) -> ToolFormat:
-    """The one of that name; for "auto", the first whose signs one of the templates shows, or bare
-    JSON."""
+    """Return the format of that name; for "auto", the first whose signs a template has, or JSON."""
     for form in TOOL_FORMATS:
         if form.name == setting or (
             setting == "auto"
@@ -137,7 +136,7 @@ def detect_tool_format(setting: str, templates: Collection[str]) -> ToolFormat:
 
 
 def detect_reasoning_format(setting: str, templates: Collection[str]) -> ReasoningFormat | None:
-    """The one of that name; for "auto", the first that one of the templates closes."""
+    """Return the format of that name; for "auto", the first whose end mark a template contains."""
     for form in REASONING_FORMATS:
         if form.name == setting or (
             setting == "auto" and any(form.closes in template for template in templates)

@@ -1,16 +1,14 @@
-"""Arguments of calls in a conversation: JSON of an object, or whatever a model wrote instead."""
-
-import json
-from typing import NoReturn
+"""Arguments of tool calls in a conversation: JSON objects, or text that a model broke off."""
 
 from services.common.json_values import Json
 from services.tokenizer.chat.answer.json_scanner import JsonScanner
+from services.tokenizer.text.strict_json import parse_strictly
 from tokenwire.errors import ServiceError, invalid
 
 __all__ = ["read_arguments", "repaired_arguments"]
 
-_MAX_DEPTH = 64  # levels of JSON; templates write it by recursion
-_MAX_REPAIRED = 64 * 1024  # characters: they are read one by one
+_MAX_DEPTH = 64  # levels of JSON, which templates write recursively
+_MAX_REPAIRED = 64 * 1024  # characters, which the scanner reads one by one
 _RAW = "text"
 
 
@@ -19,28 +17,26 @@ def read_arguments(text: str, field: str) -> dict[str, Json]:
     if not text:
         return {}
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        value = parse_strictly(text)
         deep = _depth_exceeds(value, _MAX_DEPTH)
     except RecursionError:
         value, deep = {}, True
     except ValueError as error:
-        raise invalid(field, f"This is not JSON: {error}.") from None
+        raise invalid(field, f"{field} is not JSON: {error}.") from None
     if deep:
-        raise invalid(field, "This JSON is nested too deeply.")
+        raise invalid(field, f"{field} is nested too deeply.")
     if not isinstance(value, dict):
-        raise invalid(field, "This must be a JSON object.")
+        raise invalid(field, f"{field} must be a JSON object.")
     return value
 
 
 def repaired_arguments(text: str) -> dict[str, Json]:
     """Return an object in place of a text that `read_arguments` refuses.
 
-    The object has the members of the longest beginning of the text that closing quotes and brackets
-    complete: a call that max_tokens cut keeps all but the name or the number it was cut in. Where
-    no member is left, the text is no beginning of an object, or it has more than 65,536 characters,
-    the object is {"text": text}; it is {} for whitespace.
+    The object is the longest beginning of the text that closing quotes and brackets complete. So a
+    call that max_tokens cut loses at most the name or number at its end. If that object has no
+    members, or the text has more than 65,536 characters, the result is {"text": text}. For
+    whitespace it is {}.
     """
     if not text.strip():
         return {}
@@ -52,7 +48,7 @@ def repaired_arguments(text: str) -> dict[str, Json]:
 
 
 def _closed(text: str) -> str:
-    """The longest beginning that closing quotes and brackets make JSON, and those."""
+    """Return the longest beginning that closing quotes and brackets complete, with them."""
     scanner, length = JsonScanner(), 0
     for place, character in enumerate(text, 1):
         if not scanner.push(character):
@@ -63,10 +59,6 @@ def _closed(text: str) -> str:
     for character in text[:length]:
         scanner.push(character)
     return text[:length] + scanner.completion()
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _depth_exceeds(value: Json, depth: int) -> bool:

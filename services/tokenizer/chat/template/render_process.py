@@ -1,9 +1,11 @@
-"""Where chat templates run: `python -m services.tokenizer.chat.template.render_process`.
+"""Process that renders chat templates.
 
-A template is a program of whoever made the checkpoint, with a user's conversation for input: it can
-loop, and it can eat memory. Nothing cancels it but the end of its process, so it has its own.
+Its command is `python -m services.tokenizer.chat.template.render_process`.
 
-Frames come on stdin: the templates, then jobs. Each is answered by one frame on stdout.
+A template is a program from the checkpoint's author with a user's conversation as input. It can
+loop forever, or exhaust memory. Only the end of its process stops it, so it gets its own process.
+
+Frames arrive on stdin: the templates, then jobs. Each is answered by one frame on stdout.
 """
 
 import resource
@@ -15,7 +17,7 @@ import msgspec
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from services.tokenizer.chat.template.rendering import (
+from services.tokenizer.chat.template.render_protocol import (
     FRAME,
     READY,
     TIMED_OUT,
@@ -26,12 +28,12 @@ from services.tokenizer.chat.template.rendering import (
 
 __all__ = ["render", "serve"]
 
-_MEMORY = 1 << 30  # bytes that rendering may add
+_MAX_ADDED_MEMORY = 1 << 30  # bytes
 _PAGE = resource.getpagesize()
 
 
 def render(templates: Templates, job: RenderJob) -> Rendering:
-    """The text that a template makes of a conversation."""
+    """Render a conversation."""
     try:
         rendered = render_jinja_template(
             conversations=[job.messages],
@@ -55,12 +57,12 @@ def render(templates: Templates, job: RenderJob) -> Rendering:
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer jobs until the source ends."""
+    """Render jobs until the source ends."""
     templates = msgspec.json.decode(_read(source), type=Templates)
     decoder, encoder = msgspec.json.Decoder(RenderJob), msgspec.json.Encoder()
-    limit = _address_space() + _MEMORY
+    limit = _address_space() + _MAX_ADDED_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    signal.signal(TIMED_OUT, signal.SIG_DFL)  # ends the process, whatever it is doing
+    signal.signal(TIMED_OUT, signal.SIG_DFL)  # ends the process even within a template
     _write(sink, READY)
     while frame := _read(source):
         signal.setitimer(signal.ITIMER_PROF, templates.seconds)
@@ -70,13 +72,13 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped."""
+    """Return the bytes that this process has mapped."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         return int(statm.read().split()[0]) * _PAGE
 
 
 def _read(source: BinaryIO) -> bytes:
-    """The next frame; b"" at the end."""
+    """Return the next frame; b"" at the end."""
     header = source.read(FRAME.size)
     return source.read(FRAME.unpack(header)[0]) if len(header) == FRAME.size else b""
 

@@ -1,4 +1,4 @@
-"""Has conversations rendered by a process that may be lost over it."""
+"""Client of the render process, which conversations can end."""
 
 import asyncio
 import logging
@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import grpc
 import msgspec
 
-from services.common.signals import ending
-from services.tokenizer.chat.template.rendering import (
+from services.tokenizer.chat.template.render_protocol import (
     FRAME,
     TIMED_OUT,
     Rendering,
@@ -18,44 +17,45 @@ from services.tokenizer.chat.template.rendering import (
     Templates,
 )
 from tokenwire.errors import ServiceError, invalid
+from tokenwire.serving.exit_status import exit_status
 
 __all__ = ["Renderer"]
 
 _LOG = logging.getLogger("renderer")
 _ENDED = "the process that renders chat templates ended with %s"
-_SECONDS = 5.0  # of CPU time for a conversation; most take less than a thousandth of it
+_SECONDS = 5.0  # of CPU time for a conversation; most take less than 5 ms
 _START_SECONDS = 60.0
-_MOST_WAITING = 1_024
+_MAX_WAITING = 1_024
 _MAX_LENGTH = 8 * 1024 * 1024  # characters
 
 
 class Renderer:
-    """The client of one render process, which it starts again when it is gone."""
+    """One render process, which is started again after its end."""
 
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, str]) -> None:
-        """Both as `Templates` has them."""
+        """Take the sources and variables of `Templates`."""
         self._templates = Templates(dict(templates), dict(variables), _MAX_LENGTH, _SECONDS)
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
 
     async def render(self, job: RenderJob) -> str:
-        """The text that the template makes of the conversation.
+        """Return the text that the template renders from the conversation.
 
-        Raises INVALID_ARGUMENT for `messages` with what the template says against them, or when it
-        does not come to an end; RESOURCE_EXHAUSTED when too many wait.
+        Raises INVALID_ARGUMENT for `messages` if the template refuses them or exceeds a limit,
+        RESOURCE_EXHAUSTED if too many conversations wait, UNAVAILABLE if the process can't start.
         """
-        if self._waiting >= _MOST_WAITING:
+        if self._waiting >= _MAX_WAITING:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "TOO_MANY_RENDERS",
-                "Too many conversations wait to be rendered.",
+                "Too many conversations wait to be rendered; try again.",
                 retry_seconds=1,
             )
         self._waiting += 1
-        # a client that goes in between leaves no answer behind for the next
+        # shielded: the answer to a client that left must not reach the next one
         exchange = asyncio.ensure_future(self._exchange(msgspec.json.encode(job)))
-        exchange.add_done_callback(self._left)
+        exchange.add_done_callback(self._on_exchanged)
         rendering = await asyncio.shield(exchange)
         if rendering.error:
             raise invalid("messages", rendering.error)
@@ -66,34 +66,34 @@ class Renderer:
         if self._process is not None:
             await self._kill(self._process)
 
-    def _left(self, exchange: "asyncio.Future[Rendering]") -> None:
+    def _on_exchanged(self, exchange: "asyncio.Future[Rendering]") -> None:
         self._waiting -= 1
         if not exchange.cancelled():
-            exchange.exception()  # was told to whoever still waits for it
+            exchange.exception()  # retrieved, or asyncio logs it if the client left
 
     async def _exchange(self, job: bytes) -> Rendering:
         async with self._turn:
-            process = await self._running()
+            process = await self._started_process()
             try:
                 answer = await _ask(process, job)
             except (OSError, asyncio.IncompleteReadError):
-                # not killed as well: that would hide what it ended with
+                # no kill here: it would hide the exit status
                 code = await process.wait()
-                _LOG.warning(_ENDED, ending(code))
+                _LOG.warning(_ENDED, exit_status(code))
                 self._process = None
                 return Rendering(error=_cause(code))
             return msgspec.json.decode(answer, type=Rendering)
 
-    async def _running(self) -> asyncio.subprocess.Process:
+    async def _started_process(self) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is not None:
-            _LOG.warning(_ENDED, ending(self._process.returncode))
+            _LOG.warning(_ENDED, exit_status(self._process.returncode))
             self._process = None
         if self._process is None:
             process = self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "services.tokenizer.chat.template.render_process"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the service, which then ends this
+                start_new_session=True,  # the service ends the process after Ctrl-C
             )
             try:
                 content = msgspec.json.encode(self._templates)
@@ -101,7 +101,7 @@ class Renderer:
             except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
                 if isinstance(error, TimeoutError):
                     await self._kill(process)
-                _LOG.error(_ENDED, ending(await process.wait()))
+                _LOG.error(_ENDED, exit_status(await process.wait()))
                 self._process = None
                 raise ServiceError(
                     grpc.StatusCode.UNAVAILABLE,
@@ -124,7 +124,7 @@ def _cause(code: int) -> str:
 
 
 async def _ask(process: asyncio.subprocess.Process, content: bytes) -> bytes:
-    """Sends a frame; returns the one that answers it."""
+    """Send a frame; return its answer."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(FRAME.pack(len(content)) + content)

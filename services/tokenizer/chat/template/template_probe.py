@@ -1,17 +1,17 @@
-"""What a chat template expects, found by rendering small conversations."""
+"""Detection of a chat template's expectations, by rendering small conversations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.tokenizer.chat.template.conversation import TemplateFacts, template_messages
+from services.tokenizer.chat.template.render_protocol import RenderJob
 from services.tokenizer.chat.template.renderer import Renderer
-from services.tokenizer.chat.template.rendering import RenderJob
+from services.tokenizer.chat.template.template_messages import TemplateFacts, template_messages
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["find_turn_end", "probe_template"]
 
-_WORD = "quetzal"  # what no template writes
+_WORD = "quetzal"  # no template contains it, nor `_ANSWER`
 _ANSWER = "axolotl"
 _TOOL = {
     "type": "function",
@@ -24,7 +24,7 @@ _TOOL = {
 
 
 async def probe_template(renderer: Renderer, name: str, source: str) -> TemplateFacts:
-    """Raises INVALID_ARGUMENT where the template takes no message of a user at all."""
+    """Return what the template expects. Raises INVALID_ARGUMENT if it refuses a user's message."""
     facts = TemplateFacts(knows_developer="developer" in source)
     question = [_message(completion_pb2.ROLE_USER, _WORD)]
     plain = await _render(renderer, name, question, facts)
@@ -52,8 +52,7 @@ async def _with_broken_arguments(
     question: Sequence[completion_pb2.Message],
     facts: TemplateFacts,
 ) -> TemplateFacts:
-    """Find out whether the template, which takes objects, writes the text of a call that broke off
-    as it is."""
+    """Return `facts` with whether the template, which takes objects, also writes broken text."""
     text = f'{{"{_WORD}{_ANSWER}": "{_ANSWER}{_WORD}'
     tried = replace(facts, keeps_broken_arguments=True)
     try:
@@ -64,7 +63,7 @@ async def _with_broken_arguments(
 
 
 async def find_turn_end(renderer: Renderer, name: str, facts: TemplateFacts) -> str:
-    """What the template writes after a message of the assistant; "" where it takes none there."""
+    """Return the text after a message of the assistant; "" if the template refuses it."""
     messages = [
         _message(completion_pb2.ROLE_USER, _WORD),
         _message(completion_pb2.ROLE_ASSISTANT, _ANSWER),

@@ -1,4 +1,4 @@
-"""What a step is laid out as must be what the model reads, wherever it was laid out before."""
+"""Integers of a step reach the model as they were filled in, whatever steps came before."""
 
 import torch
 from hypothesis import given, settings
@@ -16,8 +16,8 @@ STEPS = st.lists(
 
 @given(steps=STEPS)
 @settings(max_examples=60)
-def test_every_step_is_read_as_it_was_filled_in(steps: list[tuple[int, list[int]]]) -> None:
-    """Steps of any size one after another, over ten sequences that grow by a block at a time."""
+def test_model_reads_every_step_as_it_was_filled_in(steps: list[tuple[int, list[int]]]) -> None:
+    """Steps of any size follow each other, over ten sequences that grow by a block at a time."""
     staging = Staging(torch.device("cpu"))
     blocks: list[list[int]] = [[i] for i in range(10)]
     number = 0
@@ -31,17 +31,17 @@ def test_every_step_is_read_as_it_was_filled_in(steps: list[tuple[int, list[int]
             fields.positions,
             fields.slots,
             fields.sources,
-            fields.kept,
+            fields.output_rows,
             fields.query_starts,
-            fields.kept_starts,
+            fields.output_starts,
             fields.context_lengths,
         ):
             number += 1
             array[:] = number
             filled.append(array.tolist())
         staged = staging.send()
-        names = ("token_ids", "positions", "slots", "sources", "kept")
-        names += ("query_starts", "kept_starts", "context_lengths")
+        names = ("token_ids", "positions", "slots", "sources", "output_rows")
+        names += ("query_starts", "output_starts", "context_lengths")
         assert [getattr(staged, name).tolist() for name in names] == filled
         sizes = [len(array) for array in filled]
         assert sizes == [tokens] * 5 + [len(tables) + 1] * 2 + [len(tables)]
@@ -50,7 +50,7 @@ def test_every_step_is_read_as_it_was_filled_in(steps: list[tuple[int, list[int]
         assert {len(row) for row in rows} == {table_width(max(map(len, tables)))}
 
 
-def test_reserved_room_stays_where_it_is() -> None:
+def test_steps_within_the_reserved_size_keep_their_address() -> None:
     staging = Staging(torch.device("cpu"))
     staging.reserve(64, 8, 100)
     places = set()
@@ -61,7 +61,7 @@ def test_reserved_room_stays_where_it_is() -> None:
     assert len(places) == 1
 
 
-def test_sizes_are_few_and_waste_little() -> None:
+def test_bucket_sizes_are_few_and_waste_little() -> None:
     sizes = sorted({row_bucket(rows) for rows in range(1, 257)})
     assert sizes == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     assert all(row_bucket(rows) >= rows for rows in range(1, 1025))

@@ -1,4 +1,4 @@
-"""How much memory an engine takes itself to have."""
+"""Memory that the engine counts as available."""
 
 from pathlib import Path
 
@@ -22,10 +22,10 @@ MACHINE, LIMIT, USED, FILES = 100 << 30, 40 << 30, 18 << 30, 16 << 30
         ),
     ],
 )
-def test_a_containers_limit_holds_and_files_do_not_count(
+def test_container_limit_applies_and_page_cache_counts_as_free(
     tmp_path: Path, folder: str, limit: str, used: str, pages: str
 ) -> None:
-    """The pages of a checkpoint that was read are given up when memory is needed."""
+    """Linux frees the pages of a checkpoint that was read when memory is needed."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {MACHINE >> 10} kB\nHugePages_Free: 0\n")
     group = tmp_path / folder
@@ -39,7 +39,7 @@ def test_a_containers_limit_holds_and_files_do_not_count(
     assert available_memory(cpu, tmp_path) == MACHINE
 
 
-def test_without_a_limit_the_machine_decides(tmp_path: Path) -> None:
+def test_memory_of_the_machine_counts_without_a_container_limit(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {MACHINE >> 10} kB\n")
     group = tmp_path / "sys/fs/cgroup"

@@ -1,4 +1,4 @@
-"""The gRPC side learns that the loop died, and the log says of what."""
+"""The gRPC process notices the death of the loop process, and the log has the reason."""
 
 import asyncio
 import multiprocessing
@@ -7,30 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.frontend.loop_client import EngineProcess
+from services.engine.frontend.loop_client import LoopClient
 from services.engine.loop.loop_process import run
 from services.engine.messages import SetMasks
 from services.engine.settings import EngineSettings
 
 
-async def test_a_step_that_fails_ends_the_process_and_leaves_its_reason_in_the_log(
+async def test_failed_step_ends_the_process_and_logs_the_reason(
     embedded_model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     settings = EngineSettings(model=embedded_model, dtype="float32", kv_memory="16MiB")
-    process = EngineProcess(settings, on_output=lambda _: None, on_death=died.set_result)
-    await process.start()
-    process.send(SetMasks(masks=None))  # type: ignore[arg-type]
+    client = LoopClient(settings, on_output=lambda _: None, on_death=died.set_result)
+    await client.start()
+    client.send(SetMasks(masks=None))  # type: ignore[arg-type]
     assert "exit code 1" in await died
     assert "a step failed" in capfd.readouterr().err
-    await process.stop()
+    await client.stop()
 
 
 @pytest.mark.parametrize("loads", [True, False])
-def test_a_loop_that_is_not_wanted_any_more_says_nothing(
+def test_loop_whose_grpc_process_is_gone_prints_nothing(
     embedded_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], loads: bool
 ) -> None:
-    """Where another service fails first, its reason is what stands last on the terminal."""
+    """If another service fails first, its message must be the last one on the terminal."""
     ours, theirs = socket.socketpair()
     ours.close()
     model = embedded_model if loads else tmp_path

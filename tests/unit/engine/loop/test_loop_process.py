@@ -1,4 +1,4 @@
-"""The step loop's link to its parent: a flood of commands must not hold up the next step."""
+"""A flood of commands does not delay the next step."""
 
 import itertools
 import socket
@@ -11,10 +11,10 @@ from services.engine.loop import loop_process
 from services.engine.messages import CancelRequest
 
 
-def test_commands_beyond_a_turn_wait_for_the_next_step_and_keep_their_order(
+def test_commands_past_the_time_limit_wait_for_the_next_step_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock on which each command takes a millisecond."""
+    """On a fake clock, each command takes a millisecond."""
     clock = itertools.count()
     instant = SimpleNamespace(monotonic=lambda: next(clock) * 0.001)
     monkeypatch.setattr(loop_process, "time", instant)

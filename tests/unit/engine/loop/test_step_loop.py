@@ -1,4 +1,4 @@
-"""Continuous batching must not be visible in what a sequence generates."""
+"""Continuous batching never changes the tokens and scores of a sequence."""
 
 from array import array
 from dataclasses import replace
@@ -33,8 +33,10 @@ from services.engine.messages import (
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from services.engine.scheduling.sequence import Prompt, Request, Sequence
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.step_plan import SchedulerLimits
+from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine import checkpoints
 from tests.unit.engine.tiny import (
     BLOCK,
@@ -49,6 +51,8 @@ from tests.unit.engine.tiny import (
     mask_of,
     run,
     tokens_of,
+    with_resume,
+    with_sampling,
 )
 
 PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=40)
@@ -59,7 +63,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def greedy_alone(decoder: Decoder, prompt: list[int], max_tokens: int) -> list[Token]:
+def greedy_tokens(decoder: Decoder, prompt: list[int], max_tokens: int) -> list[Token]:
     outputs = run(
         make_loop(decoder), [make_request(1, [prompt], max_tokens=max_tokens, logprobs=2)]
     )
@@ -67,7 +71,7 @@ def greedy_alone(decoder: Decoder, prompt: list[int], max_tokens: int) -> list[T
 
 
 def assert_same_up_to_ties(tokens: list[int], alone: list[Token]) -> None:
-    """Equal, or different first where the two best scores are as good as equal."""
+    """Assert equality up to the first position whose two best scores are almost equal."""
     assert len(tokens) == len(alone)
     for token, expected in zip(tokens, alone, strict=True):
         if token != expected.id:
@@ -95,7 +99,7 @@ def test_batching_chunking_caching_and_preemption_never_change_greedy_output(
     requests = [make_request(i, [prompt], max_tokens=12) for i, prompt in enumerate(prompts)]
     got = tokens_of(run(loop, requests))
     for i, prompt in enumerate(prompts):
-        assert_same_up_to_ties(got[i, 0], greedy_alone(decoder, prompt, 12))
+        assert_same_up_to_ties(got[i, 0], greedy_tokens(decoder, prompt, 12))
 
 
 ACTIONS = st.lists(
@@ -158,16 +162,16 @@ def test_speculation_never_changes_output(
     temperature: float,
     credit: int | None,
 ) -> None:
-    """Greedy or seeded, with preemption, caching and credit beside it."""
+    """Greedy or seeded, together with preemption, caching and credit."""
     requests = [
         make_request(i, [prompt], max_tokens=30, temperature=temperature, credit=credit, logprobs=2)
         for i, prompt in enumerate(prompts)
     ]
     more = [GrantCredit(i, 100) for i in range(len(prompts))]
     plain = run(make_loop(decoder, blocks=blocks), [*requests, *more])
-    guessed = run(make_loop(decoder, blocks=blocks, speculate=True), [*requests, *more])
+    speculated = run(make_loop(decoder, blocks=blocks, speculate=True), [*requests, *more])
     for i in range(len(prompts)):
-        tokens = [o for o in guessed if isinstance(o, Token) and o.handle == i]
+        tokens = [o for o in speculated if isinstance(o, Token) and o.handle == i]
         assert [t.position for t in tokens] == list(range(30))
         alone = [o for o in plain if isinstance(o, Token) and o.handle == i]
         if temperature:
@@ -183,23 +187,23 @@ def test_speculation_takes_fewer_steps_where_output_repeats(decoder: Decoder) ->
         loop = make_loop(decoder, speculate=speculate)
         run(loop, [request])
         steps.append(loop.take_output().load.steps)
-    plain, guessed = steps
-    assert guessed < plain
+    plain, speculated = steps
+    assert speculated < plain
 
 
-def test_a_preempted_sequence_goes_on_where_it_was(decoder: Decoder) -> None:
+def test_preempted_sequence_continues_with_the_same_tokens(decoder: Decoder) -> None:
     loop = make_loop(decoder, blocks=16, step_tokens=64)
     prompts = [[i, 5, 6, 7] * 3 for i in range(1, 6)]
     requests = [make_request(i, [prompt], max_tokens=30) for i, prompt in enumerate(prompts)]
     outputs = run(loop, requests)
     assert loop.take_output().load.preemptions > 0
     for i, prompt in enumerate(prompts):
-        assert_same_up_to_ties(tokens_of(outputs)[i, 0], greedy_alone(decoder, prompt, 30))
+        assert_same_up_to_ties(tokens_of(outputs)[i, 0], greedy_tokens(decoder, prompt, 30))
         positions = [o.position for o in outputs if isinstance(o, Token) and o.handle == i]
         assert positions == list(range(30))
 
 
-def test_a_prefix_that_arrives_together_is_computed_once(decoder: Decoder) -> None:
+def test_prefix_of_simultaneous_requests_is_computed_once(decoder: Decoder) -> None:
     loop = make_loop(decoder, step_tokens=16)
     shared = [1, 2, 3, 4] * 10
     requests = [make_request(i, [[*shared, i + 5, 7]], max_tokens=2) for i in range(4)]
@@ -207,7 +211,7 @@ def test_a_prefix_that_arrives_together_is_computed_once(decoder: Decoder) -> No
     assert sorted(o.cached_tokens for o in done) == [0, 40, 40, 40]
 
 
-def test_choices_of_one_prompt_share_it(decoder: Decoder) -> None:
+def test_choices_count_their_prompt_once_and_differ(decoder: Decoder) -> None:
     outputs = run(make_loop(decoder), [make_request(1, [[1, 2, 3, 4] * 8], n=4, temperature=1.0)])
     tokens = tokens_of(outputs)
     assert len({tuple(ids) for ids in tokens.values()}) == 4
@@ -215,7 +219,7 @@ def test_choices_of_one_prompt_share_it(decoder: Decoder) -> None:
     assert (done.prompt_tokens, done.completion_tokens) == (32, 32)
 
 
-def test_another_tenant_cannot_see_the_cache(decoder: Decoder) -> None:
+def test_tenants_do_not_share_cached_prefixes(decoder: Decoder) -> None:
     loop = make_loop(decoder)
     prompt = [1, 2, 3, 4] * 8
     run(loop, [make_request(1, [prompt], salt=b"a")])
@@ -231,7 +235,7 @@ def test_another_tenant_cannot_see_the_cache(decoder: Decoder) -> None:
 
 @given(prompt=PROMPTS, seed=st.integers(0, 99), cut=st.integers(0, 9))
 @settings(SAME_EXAMPLES, max_examples=25)
-def test_a_resumed_sequence_draws_what_it_would_have_drawn(
+def test_resumed_sequence_draws_the_same_rest(
     decoder: Decoder, prompt: list[int], seed: int, cut: int
 ) -> None:
     whole = make_request(1, [prompt], n=2, max_tokens=10, temperature=1.0, seed=seed)
@@ -287,7 +291,7 @@ REPEATING = [7, 8, 9, 5, 7, 8, 9, 5, 7, 8]
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("speculate", [False, True])
-def test_sampling_is_the_same_alone_crowded_preempted_and_speculated(
+def test_sampling_does_not_depend_on_neighbours_preemption_and_speculation(
     decoder: Decoder, feature: str, speculate: bool
 ) -> None:
     sampling = FEATURES[feature]
@@ -302,25 +306,24 @@ def test_sampling_is_the_same_alone_crowded_preempted_and_speculated(
     assert loop.take_output().load.preemptions > 0
     for i in range(2):
         assert crowded[1, i] == alone[1, i]
-    plain = replace(request, sampling=GREEDY if sampling.temperature == 0 else FREE)
+    plain = with_sampling(request, GREEDY if sampling.temperature == 0 else FREE)
     assert tokens_of(run(make_loop(decoder), [plain])) != alone
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("cut", [1, 5, 19])
-def test_sampling_goes_on_elsewhere_from_what_was_told(
+def test_sampling_resumes_from_ids_and_mirostat_state(
     decoder: Decoder, feature: str, cut: int
 ) -> None:
-    """Ids, and mirostat's mu."""
     request = make_request(1, [REPEATING], n=2, max_tokens=20, sampling=FEATURES[feature])
     outputs = run(make_loop(decoder), [request])
     whole = {i: [o for o in outputs if isinstance(o, Token) and o.sequence == i] for i in range(2)}
-    assert all((t.mirostat_mu is None) == (request.sampling.mirostat is None) for t in whole[0])
+    assert all((t.mirostat_mu is None) == (FEATURES[feature].mirostat is None) for t in whole[0])
     resume = [
         Resume(i, [t.id for t in tokens[:cut]], tokens[cut - 1].mirostat_mu)
         for i, tokens in whole.items()
     ]
-    outputs = run(make_loop(decoder), [replace(request, resume=resume)])
+    outputs = run(make_loop(decoder), [with_resume(request, *resume)])
     rest = [o for o in outputs if isinstance(o, Token)]
     for i, tokens in whole.items():
         mine = [t for t in rest if t.sequence == i]
@@ -330,7 +333,7 @@ def test_sampling_goes_on_elsewhere_from_what_was_told(
         )
 
 
-def test_logprobs_are_those_of_the_model_whatever_is_asked_of_sampling(decoder: Decoder) -> None:
+def test_sampling_settings_do_not_change_logprobs(decoder: Decoder) -> None:
     request = make_request(1, [REPEATING], max_tokens=20, sampling=FEATURES["all"], logprobs=0)
     tokens = [o for o in run(make_loop(decoder), [request]) if isinstance(o, Token)]
     whole = [*REPEATING, *(t.id for t in tokens)]
@@ -339,19 +342,19 @@ def test_logprobs_are_those_of_the_model_whatever_is_asked_of_sampling(decoder: 
     assert [t.score.logprob for t in tokens if t.score] == pytest.approx(expected, abs=1e-4)
 
 
-def test_what_ended_a_sequence_ends_it_when_it_is_resumed(decoder: Decoder) -> None:
-    """The end itself may have been lost with the replica that drew it."""
+def test_resumed_sequence_ends_at_a_stop_token_it_already_has(decoder: Decoder) -> None:
+    """The replica that drew the token may have been lost before it reported the end."""
     stopped = make_request(
         1, [[1, 2]], stop=frozenset({5}), resume=[Resume(0, [3, 5])], ignore_eos=False
     )
-    ended = replace(stopped, handle=2, resume=[Resume(0, [3, EOS])])
+    ended = replace(with_resume(stopped, Resume(0, [3, EOS])), handle=2)
     outputs = run(make_loop(decoder), [stopped, ended])
     causes = [o.cause for o in outputs if isinstance(o, Finished)]
     assert causes == [FinishCause.STOP_TOKEN, FinishCause.EOS]
     assert not tokens_of(outputs)
 
 
-def test_min_tokens_that_bans_everything_bans_nothing(decoder: Decoder) -> None:
+def test_min_tokens_is_ignored_if_it_would_ban_every_id(decoder: Decoder) -> None:
     every = frozenset(range(VOCABULARY))
     for temperature in (0.0, 1.0):
         request = make_request(
@@ -362,11 +365,11 @@ def test_min_tokens_that_bans_everything_bans_nothing(decoder: Decoder) -> None:
 
 @given(prompt=st.lists(st.integers(1, 40), min_size=2, max_size=60), step=st.integers(3, 64))
 @settings(max_examples=25)
-def test_prompt_scores_are_those_of_a_whole_pass(
+def test_chunks_and_cache_do_not_change_prompt_scores(
     decoder: Decoder, prompt: list[int], step: int
 ) -> None:
     loop = make_loop(decoder, step_tokens=step)
-    run(loop, [make_request(1, [prompt])])  # what is cached must not change what is reported
+    run(loop, [make_request(1, [prompt])])  # fills the prefix cache
     outputs = run(loop, [make_request(2, [prompt], n=2, max_tokens=0, prompt_logprobs=3)])
     scored = [o for o in outputs if isinstance(o, ScoredPrompt)]
     positions = [o.position + i for o in scored for i in range(len(o.ids))]
@@ -391,8 +394,8 @@ def test_generated_and_scored_logprobs_agree(decoder: Decoder) -> None:
     assert got == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
 
 
-def test_a_stop_id_ends_a_sequence_and_is_part_of_it(decoder: Decoder) -> None:
-    free = greedy_alone(decoder, [1, 2, 3], 10)
+def test_stop_id_ends_a_sequence_and_is_its_last_token(decoder: Decoder) -> None:
+    free = greedy_tokens(decoder, [1, 2, 3], 10)
     stop = free[4].id
     first = next(i for i, token in enumerate(free) if token.id == stop)
     outputs = run(
@@ -404,7 +407,7 @@ def test_a_stop_id_ends_a_sequence_and_is_part_of_it(decoder: Decoder) -> None:
     assert tokens_of(outputs)[1, 0][-1] == stop
 
 
-def test_min_tokens_keeps_stop_ids_away(decoder: Decoder) -> None:
+def test_no_stop_id_is_drawn_before_min_tokens(decoder: Decoder) -> None:
     stop = frozenset(range(VOCABULARY // 2))
     request = make_request(
         1, [[1, 2]], max_tokens=20, min_tokens=6, stop=stop, temperature=1.0, ignore_eos=False
@@ -415,18 +418,18 @@ def test_min_tokens_keeps_stop_ids_away(decoder: Decoder) -> None:
     assert not stop & set(tokens[:6])
 
 
-def test_without_credit_a_sequence_waits(decoder: Decoder) -> None:
+def test_sequence_without_credit_waits(decoder: Decoder) -> None:
     loop = make_loop(decoder)
     loop.apply([make_request(1, [[1, 2, 3]], max_tokens=10, credit=3)])
     tokens = tokens_of([o for _ in range(8) for o in loop.step(list).outputs])
     assert len(tokens[1, 0]) == 3
     assert not loop.progressed
     rest = tokens_of(run(loop, [GrantCredit(1, 100)]))
-    assert tokens[1, 0] + rest[1, 0] == [t.id for t in greedy_alone(decoder, [1, 2, 3], 10)]
+    assert tokens[1, 0] + rest[1, 0] == [t.id for t in greedy_tokens(decoder, [1, 2, 3], 10)]
 
 
-def test_a_prompt_is_computed_without_credit_and_serves_others(decoder: Decoder) -> None:
-    """Whoever shares the prompt would wait for it as long as its client grants none."""
+def test_prompt_without_credit_is_computed_for_the_prefix_cache(decoder: Decoder) -> None:
+    """Otherwise requests that share the prompt would wait until its client grants credit."""
     prompt = [1 + i % 3 for i in range(4 * BLOCK)]
     loop = make_loop(decoder, step_tokens=BLOCK)
     loop.apply([make_request(1, [prompt], max_tokens=10, credit=0)])
@@ -438,7 +441,7 @@ def test_a_prompt_is_computed_without_credit_and_serves_others(decoder: Decoder)
     assert tokens_of(run(loop, [GrantCredit(1, 100)]))[1, 0] == tokens_of(outputs)[2, 0]
 
 
-def test_scoring_a_prompt_takes_no_credit(decoder: Decoder) -> None:
+def test_prompt_scores_need_no_credit(decoder: Decoder) -> None:
     prompt = [1 + i % 3 for i in range(40)]
     request = make_request(1, [prompt], max_tokens=0, prompt_logprobs=2, credit=0)
     outputs = run(make_loop(decoder, step_tokens=16), [request])
@@ -446,14 +449,14 @@ def test_scoring_a_prompt_takes_no_credit(decoder: Decoder) -> None:
     assert isinstance(outputs[-1], RequestDone)
 
 
-def test_forced_tokens_take_no_more_rows_than_there_is_memory_for() -> None:
-    """They are scored in the step that computes them, each in a row of its own."""
-    limits = SchedulerLimits(8, 256, 2.0, BLOCK, 32, most_logits=16)
+def test_scored_forced_tokens_respect_the_limit_of_logit_rows() -> None:
+    """A step scores the forced tokens that it computes, each in a row of its own."""
+    limits = SchedulerLimits(8, 256, 2.0, BLOCK, 32, max_logit_rows=16)
     scheduler = Scheduler(limits, BlockPool(256))
     command = make_request(1, [[5]], n=8, max_tokens=40, logprobs=0, constrained=True)
     request = Request(command)
     for index in range(8):
-        scheduler.add(Sequence(request, index, Prompt([5], b"", BLOCK), None, 40, BLOCK))
+        scheduler.add(Sequence(request, index, Prompt([5], b"", BLOCK), None, 40))
     for sequence in scheduler.waiting:
         sequence.mask = Mask(1, sequence.index, 0, [7] * 12, None, False)
     scheduler.plan(0.0)
@@ -463,8 +466,8 @@ def test_forced_tokens_take_no_more_rows_than_there_is_memory_for() -> None:
     assert plan.decode_tokens == 16
 
 
-def test_the_queue_position_is_the_number_of_requests_ahead(decoder: Decoder) -> None:
-    """Not of their choices, nor of those that are less urgent."""
+def test_queue_position_counts_requests_of_no_lower_priority(decoder: Decoder) -> None:
+    """It counts neither their choices nor requests of lower priority."""
     loop = make_loop(decoder, running=1)
     loop.apply([make_request(1, [[1]], n=3), make_request(2, [[2]])])
     loop.apply([make_request(3, [[3]], priority=1), make_request(4, [[4]])])
@@ -472,14 +475,14 @@ def test_the_queue_position_is_the_number_of_requests_ahead(decoder: Decoder) ->
     assert [(a.handle, a.queue_position) for a in admitted] == [(1, 0), (2, 1), (3, 0), (4, 3)]
 
 
-def test_a_request_that_can_never_fit_is_refused(decoder: Decoder) -> None:
+def test_request_larger_than_the_kv_cache_is_refused(decoder: Decoder) -> None:
     loop = make_loop(decoder, blocks=4)
     [refused] = run(loop, [make_request(1, [[1] * 10], max_tokens=20)])
     assert isinstance(refused, Refused)
     assert refused.reason == "KV_CACHE_TOO_SMALL"
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_again(decoder: Decoder) -> None:
+def test_full_queue_refuses_with_a_time_to_retry(decoder: Decoder) -> None:
     loop = make_loop(decoder, running=1, waiting=2)
     loop.apply([make_request(i, [[1, 2, i]]) for i in range(4)])
     refused = [o for o in loop.take_output().outputs if isinstance(o, Refused)]
@@ -488,14 +491,14 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(decoder: Decoder) -> N
     assert len([o for o in run(loop, []) if isinstance(o, RequestDone)]) == 2
 
 
-def test_higher_priority_goes_first(decoder: Decoder) -> None:
+def test_higher_priority_runs_first(decoder: Decoder) -> None:
     loop = make_loop(decoder, running=1)
     requests = [make_request(i, [[1, 2, i + 1]], priority=i) for i in range(3)]
     done = [o.handle for o in run(loop, requests) if isinstance(o, RequestDone)]
     assert done == [2, 1, 0]
 
 
-def test_output_is_lowered_to_the_room_left(decoder: Decoder) -> None:
+def test_max_tokens_is_lowered_to_the_rest_of_the_context(decoder: Decoder) -> None:
     prompt = [1] * (CONTEXT - 5)
     outputs = run(make_loop(decoder), [make_request(1, [prompt], max_tokens=50)])
     [admitted] = [o for o in outputs if isinstance(o, Admitted)]
@@ -503,15 +506,8 @@ def test_output_is_lowered_to_the_room_left(decoder: Decoder) -> None:
     assert len(tokens_of(outputs)[1, 0]) == 5
 
 
-def only(*ids: int) -> bytes:
-    bits = bytearray(VOCABULARY // 8)
-    for token in ids:
-        bits[token // 8] |= 1 << token % 8
-    return bytes(bits)
-
-
-def test_a_late_mask_gives_the_same_tokens_and_holds_up_nobody(decoder: Decoder) -> None:
-    masks = [only(3, 4, 5), only(7, 8), only(9, 10, 11)]
+def test_late_mask_changes_no_token_and_delays_no_other_sequence(decoder: Decoder) -> None:
+    masks = [mask_of({3, 4, 5}), mask_of({7, 8}), mask_of({9, 10, 11})]
 
     def constrained(late: int) -> dict[tuple[int, int], list[int]]:
         loop = make_loop(decoder)
@@ -531,10 +527,10 @@ def test_a_late_mask_gives_the_same_tokens_and_holds_up_nobody(decoder: Decoder)
     assert constrained(0) == constrained(5)
 
 
-def test_a_finished_grammar_ends_the_sequence(decoder: Decoder) -> None:
+def test_complete_grammar_ends_the_sequence(decoder: Decoder) -> None:
     loop = make_loop(decoder)
     loop.apply([make_request(1, [[1, 2, 3]], max_tokens=9, constrained=True)])
-    loop.apply([SetMasks([Mask(1, 0, 0, (), only(3), False)])])
+    loop.apply([SetMasks([Mask(1, 0, 0, (), mask_of({3}), False)])])
     outputs = list(loop.step(list).outputs)
     outputs += run(loop, [SetMasks([Mask(1, 0, 1, (), None, True)])])
     [finished] = [o for o in outputs if isinstance(o, Finished)]
@@ -556,10 +552,10 @@ def test_bfloat16_neighbours_change_logprobs_by_rounding_only(
 
 
 @pytest.mark.parametrize("kind", ["speculate", "overlaps", None])
-def test_asking_for_logprobs_does_not_change_a_greedy_token(
+def test_logprobs_do_not_change_greedy_tokens(
     tmp_path_factory: pytest.TempPathFactory, kind: str | None
 ) -> None:
-    """Without them, where products are in tiles, logits are searched but never stored."""
+    """Without logprobs, tiled kernels search the best token without storing the logits."""
     path = tmp_path_factory.mktemp("wide")
     checkpoints.make_checkpoint(path, checkpoints.CONFIGS["llama, wide heads"])
     model = load_model(path, torch.bfloat16)
@@ -598,19 +594,19 @@ def test_asking_for_logprobs_does_not_change_a_greedy_token(
     ],
     ids=["greedy", "drawn", "restricted", "mirostat"],
 )
-def test_weights_that_are_no_numbers_end_a_request_with_an_error(
+def test_nan_weights_fail_a_generating_request(
     tmp_path: Path,
     dtype: torch.dtype,
     logprobs: int | None,
     constrained: bool,
     sampling: SamplingSettings,
 ) -> None:
-    """Rather than with an answer of whatever token is drawn from none, which looks like one."""
+    """A token drawn from NaN would look like an answer."""
     loop = make_loop(load_broken(tmp_path, dtype), block=32)
     request = make_request(
         1, [[3, 4]], n=2, sampling=sampling, logprobs=logprobs, constrained=constrained
     )
-    mask = Mask(1, 0, 0, (), b"\xfe" * 13, False)  # of some tokens, the first not among them
+    mask = Mask(1, 0, 0, (), b"\xfe" * 13, False)  # allows some tokens, but not the first
     masks = SetMasks([mask, replace(mask, sequence=1)] if constrained else [])
     outputs = run(loop, [request, masks])
     assert tokens_of(outputs) == {}
@@ -620,10 +616,10 @@ def test_weights_that_are_no_numbers_end_a_request_with_an_error(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_tokens", [0, 8])
 @pytest.mark.parametrize("step_tokens", [8, 256])
-def test_scores_that_are_no_numbers_end_a_request_with_an_error(
+def test_nan_weights_fail_a_scoring_request(
     tmp_path: Path, dtype: torch.dtype, max_tokens: int, step_tokens: int
 ) -> None:
-    """A harness that only scores would take NaN for what the model thinks."""
+    """An evaluation harness would take NaN for a score."""
     loop = make_loop(load_broken(tmp_path, dtype), block=32, step_tokens=step_tokens)
     prompts = [[3, 4, 5], list(range(20, 60)), [3, 4, 6]]
     outputs = run(loop, [make_request(1, prompts, max_tokens=max_tokens, prompt_logprobs=1)])
@@ -632,7 +628,7 @@ def test_scores_that_are_no_numbers_end_a_request_with_an_error(
 
 
 def load_broken(directory: Path, dtype: torch.dtype) -> Decoder:
-    """A model one of whose weights is NaN."""
+    """Return a model with one weight of NaN."""
     checkpoints.make_checkpoint(directory, checkpoints.CONFIGS["llama, wide heads"])
     weights = load_file(directory / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][5, 7] = torch.nan
@@ -641,13 +637,13 @@ def load_broken(directory: Path, dtype: torch.dtype) -> Decoder:
 
 
 def assert_failed(outputs: list[Output]) -> None:
-    """Once, and last."""
+    """Assert that the request failed once, with its last output."""
     [refused] = [output for output in outputs if isinstance(output, Refused)]
     assert (refused.code, refused.reason) == ("INTERNAL", "NOT_FINITE")
     assert outputs[-1] is refused
 
 
 def scores_of(outputs: list[Output], handle: int) -> list[float]:
-    """Logprobs of a request's prompt tokens."""
+    """Return the logprobs of a request's prompt tokens."""
     scored = [o for o in outputs if isinstance(o, ScoredPrompt) and o.handle == handle]
     return [score.logprob for o in scored for score in o.scores]

@@ -1,5 +1,4 @@
-"""A prompt may slow running streams down by the factor that was promised, and no stream or prompt
-may wait for ever."""
+"""Prompts slow running streams down by no more than the factor, and no prompt starves."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
-from services.engine.scheduling.sequence import Prompt, Request
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.sequence import Request
 from services.engine.scheduling.sequence import Sequence as TokenSequence
+from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
+from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import make_request
 
 FACTOR = 2.0
@@ -18,7 +19,7 @@ ROWS = 32
 
 
 class Machine:
-    """Plans steps and takes as long for each as `seconds(decodes, prompt tokens)` says."""
+    """A scheduler whose steps take `seconds(decodes, prompt tokens)` on a fake clock."""
 
     def __init__(self, seconds: Callable[[int, int], float], rows_at_once: int = ROWS) -> None:
         limits = SchedulerLimits(256, 2048, FACTOR, block_size=32, rows_at_once=rows_at_once)
@@ -31,12 +32,12 @@ class Machine:
         self.handles += 1
         ids = [self.handles] * prompt
         request = Request(make_request(self.handles, [ids], max_tokens=output))
-        sequence = TokenSequence(request, 0, Prompt(ids, b"", 32), None, output, 32)
+        sequence = TokenSequence(request, 0, Prompt(ids, b"", 32), None, output)
         self.scheduler.add(sequence)
         return sequence
 
     def step(self) -> tuple[StepPlan, float]:
-        """One step; every sequence that is computed to its end gets another token."""
+        """Run one step, and append a token to every sequence that is fully computed."""
         plan = self.scheduler.plan(self.now)
         took = self.seconds(plan.decode_tokens, plan.prompt_tokens)
         self.now += took
@@ -49,14 +50,14 @@ class Machine:
         return plan, took
 
     def decode(self, streams: int) -> None:
-        """Let so many streams decode, and forget nothing of what that costs."""
+        """Start streams, and let the scheduler learn what their steps cost."""
         for _ in range(streams):
             self.add(40, 10_000)
         for _ in range(10):
             self.step()
 
     def prefill(self, length: int) -> list[float]:
-        """The steps' times until a prompt is computed."""
+        """Return the times of the steps that compute a prompt."""
         prompt = self.add(length, 1)
         times = []
         while prompt.position == 0:
@@ -73,7 +74,7 @@ def linear(weights: float, per_stream: float, per_token: float) -> Callable[[int
 @pytest.mark.parametrize("rows", [16, ROWS])
 @pytest.mark.parametrize("per_token", [1e-5, 1e-4, 3e-4, 1e-3])
 @pytest.mark.parametrize("streams", [1, 8, 31, 100])
-def test_streams_are_slowed_down_by_the_factor_and_no_more(
+def test_prompts_slow_streams_down_by_the_factor_at_most(
     streams: int, per_token: float, rows: int
 ) -> None:
     machine = Machine(linear(0.024, 0.0003, per_token), rows)
@@ -82,15 +83,15 @@ def test_streams_are_slowed_down_by_the_factor_and_no_more(
     for _ in range(10):
         machine.prefill(2048)  # learns what a prompt token costs
     times = machine.prefill(2048)
-    # what full rows add is the least that a prompt gets
+    # a prompt gets at least one full tile
     least = per_token * 2 * rows
     assert max(times) <= max(FACTOR * alone, alone + least) * 1.05
     assert len(times) == 1 or max(times) >= FACTOR * alone - 1.05 * least
 
 
 @pytest.mark.parametrize(("rows", "slow"), [(ROWS, 3e-4), (16, 2e-3)])
-def test_a_faster_machine_gets_larger_chunks(rows: int, slow: float) -> None:
-    """However small those are that it has to learn from."""
+def test_faster_machine_gets_larger_chunks(rows: int, slow: float) -> None:
+    """The scheduler must learn it from small chunks, too."""
     machine = Machine(linear(0.024, 0.0003, slow), rows)
     machine.decode(8)
     steps = len(machine.prefill(2048))
@@ -99,7 +100,7 @@ def test_a_faster_machine_gets_larger_chunks(rows: int, slow: float) -> None:
     assert len(machine.prefill(2048)) < steps / 2
 
 
-def test_nothing_limits_prompts_where_nothing_decodes() -> None:
+def test_prompt_without_streams_takes_one_step() -> None:
     machine = Machine(linear(0.024, 0.0003, 3e-4))
     machine.decode(8)
     for sequence in list(machine.scheduler.running):
@@ -107,7 +108,7 @@ def test_nothing_limits_prompts_where_nothing_decodes() -> None:
     assert len(machine.prefill(2048)) == 1
 
 
-def test_many_prompts_may_slow_few_streams_down_more() -> None:
+def test_many_prompts_slow_a_few_streams_down_more() -> None:
     machine = Machine(linear(0.024, 0.0003, 3e-4))
     machine.decode(2)
     machine.prefill(2048)
@@ -118,8 +119,8 @@ def test_many_prompts_may_slow_few_streams_down_more() -> None:
     assert len(plan.decodes) == 2
 
 
-def test_short_prompts_that_wait_together_are_taken_sooner_than_long_ones() -> None:
-    """Few streams of many slots would decode for long, while the others wait for their prompts."""
+def test_short_prompts_get_more_tokens_per_step_than_long_ones() -> None:
+    """Otherwise small batches decode for long, while most prompts wait."""
     tokens = []
     for length in (128, 8192):
         machine = Machine(linear(0.002, 0.00003, 1.4e-5))
@@ -135,8 +136,8 @@ def test_short_prompts_that_wait_together_are_taken_sooner_than_long_ones() -> N
     assert tokens[0] > 2.5 * tokens[1]
 
 
-def test_growing_contexts_are_noticed_while_prompts_never_pause() -> None:
-    """Else slow decodes would be taken for slow prompts, and throttle them."""
+def test_cost_of_growing_contexts_is_learned_during_a_long_prompt() -> None:
+    """Otherwise slower decodes count as slower prompts, and throttle them."""
     machine = Machine(linear(0.02, 0.0, 1e-4))
     machine.decode(8)
     machine.add(250_000, 1)
@@ -152,7 +153,7 @@ def test_growing_contexts_are_noticed_while_prompts_never_pause() -> None:
     ),
     streams=st.integers(1, 100),
 )
-def test_whatever_was_measured_prompts_go_on_beside_streams(
+def test_prompts_advance_beside_streams_whatever_was_measured(
     steps: Sequence[tuple[int, int, float]], streams: int
 ) -> None:
     machine = Machine(linear(0.024, 0.0003, 3e-4))

@@ -1,4 +1,4 @@
-"""A queue of grammars gets shorter by their CPU time, however slow the machine is meanwhile."""
+"""The queue of compilations measures CPU time, so that a slow machine refuses nothing."""
 
 import asyncio
 
@@ -11,14 +11,14 @@ PATIENCE = 5.0
 
 
 async def queued(slots: CompileSlots, count: int) -> list[asyncio.Future[None]]:
-    """So many that wait, in their order."""
+    """Start `count` waiters in order."""
     waiters = [asyncio.ensure_future(slots.take()) for _ in range(count)]
     await asyncio.sleep(0)
     return waiters
 
 
 async def served(waiters: list[asyncio.Future[None]]) -> list[int]:
-    """Which of them have a slot."""
+    """Return the indices of the waiters that have a slot."""
     await asyncio.sleep(0)
     done = [place for place, waiter in enumerate(waiters) if waiter.done()]
     return [place for place in done if not waiters[place].cancelled()]
@@ -49,7 +49,7 @@ async def test_a_waiter_is_refused_once_others_took_too_much_cpu_time() -> None:
     assert waiters[4].exception() is None
 
 
-async def test_a_newcomer_has_all_its_patience() -> None:
+async def test_cpu_time_before_arrival_does_not_count() -> None:
     slots = CompileSlots(1, PATIENCE)
     await slots.take()
     for _ in range(3):
@@ -58,8 +58,8 @@ async def test_a_newcomer_has_all_its_patience() -> None:
         await waiter
 
 
-async def test_a_waiter_that_leaves_passes_its_slot_on() -> None:
-    """Whether it leaves before its turn or with it."""
+async def test_a_cancelled_waiter_passes_its_slot_on() -> None:
+    """It may be cancelled before it gets a slot or in the same turn."""
     slots = CompileSlots(1, PATIENCE)
     await slots.take()
     early, late, last = await queued(slots, 3)

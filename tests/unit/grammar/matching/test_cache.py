@@ -1,4 +1,4 @@
-"""A grammar that was compiled a moment ago must still be there when its sequence starts."""
+"""A recently compiled grammar is still cached when its sequence starts."""
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -21,7 +21,7 @@ def held(cache: GrammarCache, names: str) -> str:
     return "".join(name for name in names if cache.get(name) is not None)
 
 
-def test_use_keeps_a_grammar_ten_more_minutes() -> None:
+def test_a_grammar_is_cached_for_ten_minutes_after_its_last_use() -> None:
     clock = Clock()
     cache = GrammarCache(10, 1000, clock)
     cache.put(grammar("a"))
@@ -33,7 +33,7 @@ def test_use_keeps_a_grammar_ten_more_minutes() -> None:
     assert cache.get("b") is None
 
 
-def test_a_flood_pushes_out_the_least_recently_used() -> None:
+def test_the_least_recently_used_grammar_is_evicted() -> None:
     cache = GrammarCache(3, 1000)
     for name in "abc":
         cache.put(grammar(name))
@@ -43,19 +43,19 @@ def test_a_flood_pushes_out_the_least_recently_used() -> None:
     assert len(cache) == 3
 
 
-def test_large_ones_push_out_more_than_small_ones() -> None:
-    """Few large grammars must not fill the memory before many are counted."""
+def test_the_size_of_all_grammars_is_bounded() -> None:
+    """A few large grammars must not fill the memory."""
     cache = GrammarCache(100, 1000)
     for name in "abcd":
         cache.put(grammar(name, 300))
     assert held(cache, "abcd") == "bcd"
     cache.put(grammar("e", 600))
     assert held(cache, "abcde") == "de"
-    cache.put(grammar("e", 600))  # the same once more takes nothing more
+    cache.put(grammar("e", 600))  # a replacement needs no more room
     assert held(cache, "de") == "de"
 
 
-def test_what_expired_makes_room() -> None:
+def test_expired_grammars_make_room() -> None:
     clock = Clock()
     cache = GrammarCache(100, 1000, clock)
     cache.put(grammar("a", 900))
@@ -65,8 +65,8 @@ def test_what_expired_makes_room() -> None:
     assert held(cache, "abc") == "bc"
 
 
-def test_one_larger_than_all_the_room_is_held_until_the_next() -> None:
-    """Its sequence is about to start."""
+def test_a_grammar_larger_than_the_cache_stays_until_the_next_one() -> None:
+    """The sequence that it was compiled for is about to start."""
     cache = GrammarCache(100, 1000)
     cache.put(grammar("a", 100))
     cache.put(grammar("b", 5000))

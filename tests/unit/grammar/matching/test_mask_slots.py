@@ -1,4 +1,4 @@
-"""The engine trusts its slots: one that means something else corrupts output."""
+"""Slots agree between service and engine; a mix-up would corrupt output."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from services.grammar.matching.mask_slots import MaskSlots
 
 
 @given(st.integers(0, 4), st.lists(st.integers(0, 7), max_size=60))
-def test_the_engines_copy_never_differs(slots: int, masks: list[int]) -> None:
+def test_the_engine_has_the_mask_of_every_slot_that_is_named(slots: int, masks: list[int]) -> None:
     server, engine = MaskSlots(slots), dict[int, bytes]()
     for mask in (bytes([value]) * 9 for value in masks):
         slot, held = server.place(mask)

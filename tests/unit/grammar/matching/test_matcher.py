@@ -1,4 +1,4 @@
-"""Speculation and several choices of one prompt rest on rollback and fork being exact."""
+"""Matchers are exact after rollback, fork and forced tokens."""
 
 import random
 
@@ -34,7 +34,7 @@ def mask_of(matcher: Matcher) -> int:
 
 
 def walk(seed: int) -> list[int]:
-    """Allowed tokens, at random, to the end."""
+    """Return random allowed tokens up to the end."""
     source, matcher, ids = random.Random(seed), fresh(), list[int]()
     while not ids or ids[-1] != END:
         mask = mask_of(matcher)
@@ -45,7 +45,7 @@ def walk(seed: int) -> list[int]:
 
 @settings(max_examples=50)
 @given(st.integers(0, 1000), st.data())
-def test_rolled_back_equals_never_fed(seed: int, data: st.DataObject) -> None:
+def test_rolled_back_tokens_leave_no_trace(seed: int, data: st.DataObject) -> None:
     ids = walk(seed)
     kept = data.draw(st.integers(0, len(ids)))
     matcher, other = fresh(), fresh()
@@ -66,7 +66,7 @@ def test_rolled_back_equals_never_fed(seed: int, data: st.DataObject) -> None:
 
 @settings(max_examples=50)
 @given(st.integers(0, 1000), st.data())
-def test_a_fork_goes_its_own_way(seed: int, data: st.DataObject) -> None:
+def test_a_fork_is_independent_of_its_source(seed: int, data: st.DataObject) -> None:
     ids = walk(seed)
     at = data.draw(st.integers(0, len(ids)))
     matcher = fresh()
@@ -106,16 +106,16 @@ def test_padding_ids_are_never_allowed() -> None:
         free.accept([SIZE], SIZE)
 
 
-def test_more_than_was_fed_is_not_taken_back() -> None:
+def test_rollback_beyond_the_start_is_refused() -> None:
     matcher = fresh()
     matcher.accept(list(b'{"b"'), WIDTH)
-    with pytest.raises(RefusedTokenError, match="taken back"):
+    with pytest.raises(RefusedTokenError, match="rolled back"):
         matcher.rollback(5)
 
 
 @settings(max_examples=50)
 @given(st.integers(0, 1000), st.data())
-def test_forced_tokens_are_those_that_masks_of_one_id_force(seed: int, data: st.DataObject) -> None:
+def test_forced_tokens_are_the_only_ids_of_their_masks(seed: int, data: st.DataObject) -> None:
     ids = walk(seed)
     stepping = fresh()
     stepping.accept(ids[: data.draw(st.integers(0, len(ids)))], WIDTH)
@@ -127,7 +127,7 @@ def test_forced_tokens_are_those_that_masks_of_one_id_force(seed: int, data: st.
     assert stepping.terminated == jumping.terminated
 
 
-def test_a_matcher_may_be_slow_at_times_but_not_always() -> None:
+def test_a_matcher_may_be_slow_sometimes_but_not_on_average() -> None:
     matcher = fresh()
     matcher.charge(0.2)
     for _ in range(1000):

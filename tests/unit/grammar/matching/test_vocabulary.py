@@ -1,4 +1,4 @@
-"""The wrong end id lets a model stop in the middle of a grammar, or never."""
+"""A wrong end id would let a model stop in the middle of a grammar, or never."""
 
 import hashlib
 import json
@@ -35,12 +35,12 @@ def test_end_ids_come_from_both_configurations(tmp_path: Path) -> None:
     assert vocabulary.fingerprint == hashlib.sha256(content).hexdigest()
 
 
-def test_a_well_known_name_will_do(tmp_path: Path) -> None:
+def test_a_well_known_name_of_the_end_token_suffices(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, ["<|a|>", "<|endoftext|>"])
     assert load(tmp_path).end_ids == (1,)
 
 
-def test_no_end_at_all_fails_at_start(tmp_path: Path) -> None:
+def test_a_missing_end_token_fails_at_start(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, [])
     with pytest.raises(StartupError, match="which token ends a sequence"):
         load(tmp_path)
@@ -55,23 +55,21 @@ def test_no_end_at_all_fails_at_start(tmp_path: Path) -> None:
         ('{"eos_token_id": 2.5}', r"config\.json: eos_token_id must be"),
     ],
 )
-def test_a_config_that_can_not_be_used_fails_at_start(
-    tmp_path: Path, content: str, message: str
-) -> None:
+def test_an_invalid_config_fails_at_start(tmp_path: Path, content: str, message: str) -> None:
     write_tokenizer(tmp_path, [])
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(StartupError, match=message):
         load(tmp_path)
 
 
-def test_a_file_that_is_no_tokenizer_fails_at_start(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_file_fails_at_start(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(StartupError, match=r"can't use .*tokenizer\.json"):
         load(tmp_path)
 
 
 def test_the_compile_process_is_safe_to_fork() -> None:
-    """grpc's threads would not survive a fork; torch would cost every fork's memory."""
+    """grpc's threads would not survive a fork, and torch would cost memory in every fork."""
     program = (
         "import sys, threading, services.grammar.compiling.compile_process\n"
         "assert not {'grpc', 'torch', 'transformers'} & set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""What comes out of a format is what its RFC says, and ends."""
+"""Generated texts follow the standard of their format."""
 
 import ipaddress
 import json
@@ -80,7 +80,7 @@ CHECKS: dict[str, Callable[[str], object]] = {
 }
 
 
-def test_every_format_that_is_enforced_is_checked_here() -> None:
+def test_every_enforced_format_has_a_check_here() -> None:
     assert CHECKS.keys() == ENFORCED_FORMATS
 
 
@@ -116,7 +116,7 @@ def test_drawn_texts_have_their_format(name: str, tokenizer: LLTokenizer) -> Non
          ["a" * 65 + "@b.c", ".a@b", "a.@b", "a@" + "b" * 64, "a@-b", "a@[256.0.0.1]", "a b@c"]),
     ],
 )  # fmt: skip
-def test_borders_of_a_format(name: str, allowed: list[str], forbidden: list[str]) -> None:
+def test_edge_cases_of_formats(name: str, allowed: list[str], forbidden: list[str]) -> None:
     drawing = Drawing({"type": "string", "format": name})
     assert [text for text in allowed if not drawing.allows(json.dumps(text))] == []
     assert [text for text in forbidden if drawing.allows(json.dumps(text))] == []
@@ -129,7 +129,7 @@ def test_leap_days_are_those_of_the_calendar() -> None:
     assert datetime.fromisoformat("0004-02-29")
 
 
-def test_a_format_holds_beside_a_pattern_and_lengths() -> None:
+def test_a_format_is_enforced_together_with_a_pattern_and_lengths() -> None:
     both = Drawing({"type": "string", "format": "date", "pattern": "^19.*1$"})
     assert all(re.fullmatch(r"19\d\d-\d\d-\d1", text) for text in both.draw(50))
     named = Drawing(

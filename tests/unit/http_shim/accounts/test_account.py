@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from services.http_shim.accounts.account import (
     Account,
     Bucket,
-    drawn_choices,
+    cap_output,
     estimated_tokens,
-    lower_output,
+    sequence_count,
 )
 from services.http_shim.errors import http_status
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
-from tokenwire.serving.keys import Tier
+from tokenwire.serving.key_file import Tier
 
 
 def account(**limits: int) -> Account:
@@ -96,8 +96,8 @@ def test_each_choice_takes_one_of_the_streams() -> None:
     key.begin(1, 0.0, choices=3)
     prompt = completion_pb2.Prompt(text="a")
     best_of = completion_pb2.CompleteRequest(best_of=5, n=2, prompts=[prompt] * 3)
-    assert drawn_choices(best_of) == 15
-    assert drawn_choices(completion_pb2.ChatRequest(n=7)) == 7
+    assert sequence_count(best_of) == 15
+    assert sequence_count(completion_pb2.ChatRequest(n=7)) == 7
 
 
 def test_what_is_refused_costs_nothing() -> None:
@@ -211,7 +211,7 @@ def test_output_is_lowered_silently(
     asked: dict[str, int], limits: list[int | None], lowered: dict[str, int]
 ) -> None:
     request = completion_pb2.CompleteRequest(stopping=types_pb2.StoppingParams(**asked))
-    lower_output(request, limits)
+    cap_output(request, limits)
     assert request.stopping == types_pb2.StoppingParams(**lowered)
 
 
@@ -228,5 +228,5 @@ def test_an_open_output_of_a_chat_is_lowered_too(
     asked: dict[str, int], limits: list[int | None], lowered: dict[str, int]
 ) -> None:
     request = completion_pb2.ChatRequest(stopping=types_pb2.StoppingParams(**asked))
-    lower_output(request, limits)
+    cap_output(request, limits)
     assert request.stopping == types_pb2.StoppingParams(**lowered)

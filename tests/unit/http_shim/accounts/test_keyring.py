@@ -9,7 +9,7 @@ import pytest
 from services.http_shim.accounts.keyring import Keyring
 from services.http_shim.errors import to_response
 from tokenwire.errors import ServiceError
-from tokenwire.serving.keys import KeyFileError, add_key, key_id, revoke_key
+from tokenwire.serving.key_file import KeyFileError, add_key, key_id, revoke_key
 
 
 @pytest.fixture

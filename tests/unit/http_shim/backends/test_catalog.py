@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.http_shim.backends.backend import Patience
+from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.catalog import Catalog
 
 MANY = 5_000
@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 async def test_a_long_list_holds_nobody_up(path: Path) -> None:
     """Streams of others would stand still until it is made."""
-    listing = asyncio.ensure_future(Catalog(path, Patience()).cards())
+    listing = asyncio.ensure_future(Catalog(path, RetryPolicy()).cards())
     turns = 0
     while not listing.done():
         await asyncio.sleep(0)

@@ -11,11 +11,11 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
 from services.http_shim.app import create_app
-from services.http_shim.backends.backend import Patience
+from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.catalog import Catalog
 from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
-from services.http_shim.formats import conversation, requests
+from services.http_shim.formats import chat_messages, request_bodies
 from services.http_shim.http.gate import Gate
 from services.http_shim.settings import HttpShimSettings
 
@@ -34,7 +34,7 @@ async def test_it_is_what_is_served() -> None:
 async def test_it_has_every_route(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
-    app = create_app(Catalog(path, Patience()), Gate(), HttpShimSettings(), None)
+    app = create_app(Catalog(path, RetryPolicy()), Gate(), HttpShimSettings(), None)
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes
@@ -59,8 +59,8 @@ def bodies() -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "example"), bodies())
 def test_examples_are_taken(name: str, example: dict[str, object]) -> None:
-    decoder = msgspec.json.Decoder(getattr(requests, name))
-    _, ignored = requests.parse(decoder, json.dumps(example).encode())
+    decoder = msgspec.json.Decoder(getattr(request_bodies, name))
+    _, ignored = request_bodies.parse(decoder, json.dumps(example).encode())
     assert ignored == []
     assert set(DOCUMENT["components"]["schemas"][name]["required"]) <= set(example)
 
@@ -85,7 +85,7 @@ def test_a_type_that_the_parser_does_not_need_is_not_required(
     name: str, value: dict[str, object]
 ) -> None:
     """Else a client made from the document refuses what the server takes."""
-    kind = getattr(requests, name, None) or getattr(conversation, name)
+    kind = getattr(request_bodies, name, None) or getattr(chat_messages, name)
     msgspec.json.decode(json.dumps(value), type=kind)
     jsonschema.validate(value, DOCUMENT | {"$ref": f"#/components/schemas/{name}"})
     with pytest.raises(jsonschema.ValidationError):

@@ -8,10 +8,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.http_shim.backends.running import Running
-from services.http_shim.endpoints.events import EventStream
-from services.http_shim.formats.chat_responses import ChatShape
-from services.http_shim.formats.requests import ChatBody, StreamOptions
+from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.endpoints.event_stream import EventStream
+from services.http_shim.formats.chat_responses import ChatFormatter
+from services.http_shim.formats.request_bodies import ChatBody, StreamOptions
 from services.http_shim.formats.responses import Envelope, usage_of
 from tests.unit.http_shim.synthetic import (
     ACCEPTED,
@@ -26,7 +26,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 PROMPT = types_pb2.TokenIds(ids=[7, 8])
-ENVELOPE = Envelope("chatcmpl-1", 1700000000, ACCEPTED, ChatShape.of(ChatBody()))
+ENVELOPE = Envelope("chatcmpl-1", 1700000000, ACCEPTED, ChatFormatter.of(ChatBody()))
 STOP = types_pb2.FINISH_REASON_STOP
 CALLS = types_pb2.FINISH_REASON_TOOL_CALLS
 WEATHER = [
@@ -45,18 +45,18 @@ def whole(
     **fields: Any,
 ) -> Any:
     """The choice that deltas make."""
-    shape = ChatShape.of(ChatBody(**fields))
-    return msgspec.to_builtins(shape.choice(0, deltas, finished(reason=reason), PROMPT))
+    formatter = ChatFormatter.of(ChatBody(**fields))
+    return msgspec.to_builtins(formatter.choice(0, deltas, finished(reason=reason), PROMPT))
 
 
 def begin(
     options: StreamOptions | None = None, **fields: Any
-) -> tuple[Running[completion_pb2.ChatDelta], EventStream[completion_pb2.ChatDelta]]:
-    running: Running[completion_pb2.ChatDelta] = Running()
-    feed(running, ACCEPTED)
-    shape = ChatShape.of(ChatBody(**fields))
-    envelope = Envelope("chatcmpl-1", 1700000000, ACCEPTED, shape)
-    return running, EventStream(running, shape, options, envelope, exchange())
+) -> tuple[OutputCollector[completion_pb2.ChatDelta], EventStream[completion_pb2.ChatDelta]]:
+    collector: OutputCollector[completion_pb2.ChatDelta] = OutputCollector()
+    feed(collector, ACCEPTED)
+    formatter = ChatFormatter.of(ChatBody(**fields))
+    envelope = Envelope("chatcmpl-1", 1700000000, ACCEPTED, formatter)
+    return collector, EventStream(collector, formatter, options, envelope, exchange())
 
 
 def objects(data: bytes) -> list[Any]:
@@ -75,7 +75,7 @@ def deltas_of(data: bytes) -> list[Any]:
 
 
 def test_the_whole_object() -> None:
-    choice = ChatShape.of(ChatBody()).choice(
+    choice = ChatFormatter.of(ChatBody()).choice(
         0, [chat_delta("a"), chat_delta("b")], finished(reason=STOP), PROMPT
     )
     answer = json.loads(ENVELOPE.whole([choice], usage_of(USAGE)))
@@ -183,10 +183,10 @@ def test_ids_of_a_whole_choice() -> None:
 
 
 def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
-    running, stream = begin()
-    feed(running, chat_delta("a", [1]), chat_delta("b", [2]))
+    collector, stream = begin()
+    feed(collector, chat_delta("a", [1]), chat_delta("b", [2]))
     data = stream.take()
-    feed(running, chat_delta("c", [3]), finished(reason=STOP), USAGE)
+    feed(collector, chat_delta("c", [3]), finished(reason=STOP), USAGE)
     data += stream.take() + stream.tail()
     assert data.endswith(b"data: [DONE]\n\n")
     assert {event["object"] for event in objects(data)} == {"chat.completion.chunk"}
@@ -202,12 +202,12 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
 
 def test_a_streamed_call_is_named_once() -> None:
     """Name and id with no arguments, then fragments: clients join all the strings they see."""
-    running, stream = begin()
+    collector, stream = begin()
     data = b""
     for delta in WEATHER:
-        feed(running, delta)
+        feed(collector, delta)
         data += stream.take()
-    feed(running, finished(reason=CALLS), USAGE)
+    feed(collector, finished(reason=CALLS), USAGE)
     data += stream.take()
     start, *parts, end = deltas_of(data)
     assert start == {"role": "assistant", "content": None}
@@ -234,9 +234,9 @@ def test_a_streamed_call_is_named_once() -> None:
 
 
 def test_a_call_that_comes_at_once_is_told_in_parts() -> None:
-    running, stream = begin()
+    collector, stream = begin()
     whole_call = call_delta(identity="call_1", name="f", arguments='{"a":1}')
-    feed(running, chat_delta(calls=[whole_call]), finished(reason=STOP), USAGE)
+    feed(collector, chat_delta(calls=[whole_call]), finished(reason=STOP), USAGE)
     data = stream.take()
     calls = [call for part in deltas_of(data) for call in part.get("tool_calls", ())]
     assert [call["function"]["arguments"] for call in calls] == ["", '{"a":1}']
@@ -244,11 +244,11 @@ def test_a_call_that_comes_at_once_is_told_in_parts() -> None:
 
 
 def test_what_is_held_back_makes_no_chunks() -> None:
-    running, stream = begin()
-    feed(running, chat_delta("", [1, 2]))
+    collector, stream = begin()
+    feed(collector, chat_delta("", [1, 2]))
     assert stream.take() == b""
     assert stream.most_tokens == 2
-    feed(running, chat_delta(reasoning="hm"))
+    feed(collector, chat_delta(reasoning="hm"))
     assert deltas_of(stream.take()) == [
         {"role": "assistant", "content": None},
         {"reasoning": "hm", "reasoning_content": "hm"},
@@ -256,12 +256,12 @@ def test_what_is_held_back_makes_no_chunks() -> None:
 
 
 def test_ids_come_with_what_they_spell_or_alone() -> None:
-    running, stream = begin(return_token_ids=True)
-    feed(running, chat_delta("", [1, 2]))
+    collector, stream = begin(return_token_ids=True)
+    feed(collector, chat_delta("", [1, 2]))
     first, second = choices(stream.take())
     assert first["prompt_token_ids"] == [7, 8]
     assert (second["delta"], second["token_ids"]) == ({}, [1, 2])
-    feed(running, chat_delta("a", [3]))
+    feed(collector, chat_delta("a", [3]))
     (third,) = choices(stream.take())
     assert (third["delta"], third["token_ids"]) == ({"content": "a"}, [3])
     assert "prompt_token_ids" not in third
@@ -269,51 +269,51 @@ def test_ids_come_with_what_they_spell_or_alone() -> None:
 
 def test_ids_of_the_prompt_stand_beside_the_choices() -> None:
     """Once in a stream, where vLLM's clients look for them."""
-    running, stream = begin(return_token_ids=True, n=2)
-    feed(running, chat_delta("a", [1]), chat_delta("b", [2], index=1))
+    collector, stream = begin(return_token_ids=True, n=2)
+    feed(collector, chat_delta("a", [1]), chat_delta("b", [2], index=1))
     first, *others = objects(stream.take())
     assert first["prompt_token_ids"] == [7, 8]
     assert all("prompt_token_ids" not in chunk for chunk in others)
-    shape = ChatShape.of(ChatBody(return_token_ids=True))
-    answer = Envelope("chatcmpl-1", 1, ACCEPTED, shape).whole([], usage_of(USAGE))
+    formatter = ChatFormatter.of(ChatBody(return_token_ids=True))
+    answer = Envelope("chatcmpl-1", 1, ACCEPTED, formatter).whole([], usage_of(USAGE))
     assert json.loads(answer)["prompt_token_ids"] == [7, 8]
 
 
 def test_what_ended_a_stream_is_named_once() -> None:
-    running, stream = begin()
+    collector, stream = begin()
     match = types_pb2.StopMatch(eos_token_id=2)
-    feed(running, chat_delta("a", [1]), finished(reason=STOP, match=match), USAGE)
+    feed(collector, chat_delta("a", [1]), finished(reason=STOP, match=match), USAGE)
     *before, last = choices(stream.take())
     assert (last["stop_reason"], last["matched_stop"]) == (None, 2)
     assert all("matched_stop" not in choice for choice in before)
 
 
 def test_an_empty_answer_still_has_its_role() -> None:
-    running, stream = begin()
-    feed(running, finished(tokens=1, reason=STOP), USAGE)
+    collector, stream = begin()
+    feed(collector, finished(tokens=1, reason=STOP), USAGE)
     assert deltas_of(stream.take()) == [{"role": "assistant", "content": None}, {}]
 
 
 def test_usage_is_told_as_asked() -> None:
-    running, stream = begin(StreamOptions(include_usage=True))
-    feed(running, chat_delta("a", [1]), finished(), USAGE)
+    collector, stream = begin(StreamOptions(include_usage=True))
+    feed(collector, chat_delta("a", [1]), finished(), USAGE)
     *chunks, last = objects(stream.take() + stream.tail())
     assert all(chunk["usage"] is None for chunk in chunks)
     assert (last["choices"], last["usage"]["total_tokens"]) == ([], 5)
-    running, stream = begin(StreamOptions(continuous_usage_stats=True))
-    feed(running, chat_delta("a", [1]))
+    collector, stream = begin(StreamOptions(continuous_usage_stats=True))
+    feed(collector, chat_delta("a", [1]))
     assert [chunk["usage"]["total_tokens"] for chunk in objects(stream.take())] == [2, 3]
-    feed(running, chat_delta("b", [2]), finished(), USAGE)
+    feed(collector, chat_delta("b", [2]), finished(), USAGE)
     assert [chunk["usage"]["total_tokens"] for chunk in objects(stream.take())] == [5, 5]
-    running, stream = begin(StreamOptions(include_usage=False))
-    feed(running, chat_delta("a", [1]), finished(), USAGE)
+    collector, stream = begin(StreamOptions(include_usage=False))
+    feed(collector, chat_delta("a", [1]), finished(), USAGE)
     assert all("usage" not in chunk for chunk in objects(stream.take() + stream.tail()))
 
 
 def test_the_last_chunk_alone_has_the_usage() -> None:
     """However much comes at once."""
-    running, stream = begin()
-    feed(running, chat_delta("a", [1]), finished(), USAGE)
+    collector, stream = begin()
+    feed(collector, chat_delta("a", [1]), finished(), USAGE)
     chunks = objects(stream.take() + stream.tail())
     assert ["usage" in chunk for chunk in chunks] == [False, False, True]
     assert chunks[-1]["usage"]["total_tokens"] == 5
@@ -336,14 +336,14 @@ def test_chunks_join_to_the_whole(
         named = call_delta(index, identity=f"call_{index}", name="f")
         rest = [call_delta(index, arguments=fragment) for fragment in fragments]
         deltas += [chat_delta("", [1], calls=[call]) for call in (named, *rest)]
-    running, stream = begin(logprobs=True)
+    collector, stream = begin(logprobs=True)
     data = b""
     for delta, reads_now in zip(deltas, reads, strict=False):
-        feed(running, delta)
+        feed(collector, delta)
         data += stream.take() if reads_now else b""
     for delta in deltas[len(reads) :]:
-        feed(running, delta)
-    feed(running, finished(reason=STOP), USAGE)
+        feed(collector, delta)
+    feed(collector, finished(reason=STOP), USAGE)
     data += stream.take()
     expected = whole(*deltas, logprobs=True)
     joined: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": {}}

@@ -6,15 +6,15 @@ import math
 import msgspec
 import pytest
 
-from services.http_shim.formats.completion_responses import Choice, CompletionShape
-from services.http_shim.formats.requests import CompletionBody
+from services.http_shim.formats.completion_responses import Choice, CompletionFormatter
+from services.http_shim.formats.request_bodies import CompletionBody
 from services.http_shim.formats.responses import usage_of
 from tests.unit.http_shim.synthetic import NAN, USAGE, delta, envelope, finished
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-PLAIN = CompletionShape.of(CompletionBody())
-WITH_LOGPROBS = CompletionShape.of(CompletionBody(logprobs=1))
+PLAIN = CompletionFormatter.of(CompletionBody())
+WITH_LOGPROBS = CompletionFormatter.of(CompletionBody(logprobs=1))
 
 
 def plain(choice: Choice) -> dict[str, object]:
@@ -111,16 +111,16 @@ def test_zero_logprobs_show_the_chosen_token() -> None:
 def test_tokens_as_ids() -> None:
     body = CompletionBody(logprobs=1, return_tokens_as_token_ids=True)
     part = delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0], top=[[(4, "y", -0.25)]])
-    choice = CompletionShape.of(body).choice(0, [part], None, None)
+    choice = CompletionFormatter.of(body).choice(0, [part], None, None)
     assert choice.logprobs is not None
     assert choice.logprobs.tokens == ["token_id:3"]
     assert choice.logprobs.top_logprobs == [{"token_id:4": -0.25, "token_id:3": -0.5}]
 
 
 def test_token_ids_leave_the_echoed_prompt_out() -> None:
-    shape = CompletionShape.of(CompletionBody(return_token_ids=True))
+    formatter = CompletionFormatter.of(CompletionBody(return_token_ids=True))
     deltas = [delta("ab", [7, 8], is_prompt=True), delta("c", [9])]
-    choice = shape.choice(0, deltas, None, types_pb2.TokenIds(ids=[7, 8]))
+    choice = formatter.choice(0, deltas, None, types_pb2.TokenIds(ids=[7, 8]))
     assert plain(choice)["token_ids"] == [9]
     assert plain(choice)["prompt_token_ids"] == [7, 8]
 

@@ -6,7 +6,12 @@ import msgspec
 import pytest
 
 from services.http_shim.documentation.openapi import document
-from services.http_shim.formats.requests import ChatBody, CompletionBody, GenerationBody, parse
+from services.http_shim.formats.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    parse,
+)
 from tokenwire.errors import ServiceError
 
 BODIES = [CompletionBody, ChatBody]

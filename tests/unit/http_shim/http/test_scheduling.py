@@ -7,7 +7,7 @@ from services.http_shim.accounts.account import Account
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.settings import HttpShimSettings
-from tokenwire.serving.keys import Tier
+from tokenwire.serving.key_file import Tier
 
 ALICE = Account("q7Xk2mPd", "alice", Tier(priority=3), 0.0)
 

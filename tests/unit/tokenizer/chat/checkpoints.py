@@ -1,4 +1,4 @@
-"""Tiny checkpoints that chat as families of models do: their tokens, and templates after theirs."""
+"""Tiny checkpoints with the control tokens and chat templates of families of models."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,7 +140,7 @@ TEMPLATES: Mapping[str, str] = {
     "json": _TURNS.replace("CALLS", ""),
     "parts": _PARTS,
 }
-"""By the name of the format of their calls, where they have one."""
+"""Templates by the name of their format of calls, if they have one."""
 
 _SPECIAL = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
@@ -150,7 +150,7 @@ _PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 def chat_vocabulary(directory: Path, template: str | list[dict[str, str]]) -> Vocabulary:
-    """Of a checkpoint with this template."""
+    """Write a checkpoint with this template, and return its vocabulary."""
     tokenizer = byte_level(_SPECIAL, _PLAIN)
     return Vocabulary(
         write_checkpoint(directory, tokenizer, chat_template=template), answer_marks()

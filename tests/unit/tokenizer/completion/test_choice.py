@@ -1,4 +1,4 @@
-"""One choice: however the engine cuts its deltas, the client gets the same text, ids and scores."""
+"""One choice: text, ids and scores do not depend on how the engine splits its deltas."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from services.tokenizer.completion.choice import Choice
 from services.tokenizer.completion.columns import Columns, Score
+from services.tokenizer.completion.complete_processor import CompleteProcessor
 from services.tokenizer.completion.echo import Echo, make_echo
 from services.tokenizer.completion.plan import ChoicePlan
-from services.tokenizer.completion.prompt import EncodedPrompt
+from services.tokenizer.completion.prompt_encoding import EncodedPrompt
 from services.tokenizer.completion.stops import compile_stops
 from services.tokenizer.text.detokenizer import Detokenizer, TokenTable, token_table
 from tests.unit.tokenizer.checkpoints import byte_level
@@ -30,7 +31,7 @@ _TABLE: TokenTable = token_table(
 _FULL_TABLE: TokenTable = token_table(
     _TOKENIZER.get_vocab(), {"type": "ByteLevel"}, _TOKENIZER.get_vocab_size(), ()
 )
-# words, the bytes of 😀, a stray byte, a special token that adds nothing, and the end
+# words, the bytes of 😀, a newline, a special token that adds nothing, and the end
 _IDS = [
     _TOKENIZER.token_to_id(token)
     for token in ("a", "b", "ab", "def", "Ġa", "Ã©", "ð", "Ł", "ĺ", "Ģ", "Ċ", "<s>", "</s>")
@@ -42,14 +43,14 @@ _STOPS = st.lists(st.text(alphabet="abdef é😀\n\ufffd", min_size=1, max_size=
 class _Expected:
     ids: list[int]
     texts: list[str]
-    """What each adds to the text"""
+    """Text that each id adds."""
     completion_tokens: int
     stop: str | None
 
 
 def _reference(ids: Sequence[int], plan: ChoicePlan, stops: Sequence[str]) -> _Expected:
-    """By decoding and searching everything at once."""
-    ended = next((place for place, token in enumerate(ids) if token in plan.enders), len(ids))
+    """Return the expected output, from decoding and searching the whole at once."""
+    ended = next((place for place, token in enumerate(ids) if token in plan.end_ids), len(ids))
     detokenizer = Detokenizer(_TABLE)
     texts = [detokenizer.feed(token) for token in ids[:ended]]
     decoded = len("".join(texts))
@@ -63,7 +64,7 @@ def _reference(ids: Sequence[int], plan: ChoicePlan, stops: Sequence[str]) -> _E
         if found:
             stop = max(found, key=len)
             cut = end if plan.include_stop else end - len(stop)
-            if end > decoded:  # the flush completed it: every token had come by then
+            if end > decoded:  # the flush completed it, after the last token
                 kept = _cut(tokens[:ended], texts[:ended], cut, len(whole) + 1, stop)
                 return replace(kept, completion_tokens=ended)
             return _cut(tokens, texts, cut, end, stop)
@@ -71,14 +72,14 @@ def _reference(ids: Sequence[int], plan: ChoicePlan, stops: Sequence[str]) -> _E
 
 
 def _began(ids: Sequence[int]) -> int:
-    """The place of the first id whose bytes the unfinished character at the end has."""
+    """Return the place of the first id with bytes of the unfinished character at the end."""
     data = b"".join(_TABLE.pieces[token] for token in ids)
     unfinished = next(size for size in (1, 2, 3) if data[-size] >= 0xC0)
     for place in range(len(ids) - 1, -1, -1):
         unfinished -= len(_TABLE.pieces[ids[place]])
         if unfinished <= 0:
             return place
-    raise AssertionError("there is none")
+    raise AssertionError("no character is unfinished")
 
 
 def _cut(tokens: list[int], texts: list[str], cut: int, end: int, stop: str) -> _Expected:
@@ -100,7 +101,7 @@ def _plan(
     return ChoicePlan(
         stops=compile_stops(tuple(stops)) if stops else None,
         include_stop=include,
-        enders=frozenset({_EOS}),
+        end_ids=frozenset({_EOS}),
         min_tokens=min_tokens,
         scored=scored,
         ranked=False,
@@ -109,7 +110,7 @@ def _plan(
 
 
 def _columns(ids: Sequence[int], position: int, scored: bool) -> types_pb2.TokenColumns:
-    """Columns whose logprob tells the position, so that a shifted column shows."""
+    """Return columns whose logprobs encode the position, so that a shift is seen."""
     columns = types_pb2.TokenColumns(ids=ids)
     if scored:
         columns.top_width = 2
@@ -129,7 +130,7 @@ def _write(choice: Choice) -> Iterator[completion_pb2.CompleteResponse]:
         return responses[-1]
 
     if choice.has_output:
-        choice.write(add)
+        CompleteProcessor.write_choice(choice.take(), add)
     yield from responses
 
 
@@ -164,10 +165,10 @@ _UNFINISHED, _SILENT = (
 @example(([_UNFINISHED, _IDS[1], _IDS[1]], [], ["\ufffdbb"], False, 0))
 @example(([_UNFINISHED, _SILENT], [], ["\ufffd"], True, 0))
 @settings(max_examples=500)
-def test_text_ids_and_usage_are_those_of_the_whole(
+def test_streamed_text_ids_and_usage_equal_unstreamed(
     case: tuple[list[int], list[int], list[str], bool, int],
 ) -> None:
-    """Streamed equals unstreamed; a stop string trims text, ids and usage alike."""
+    """A stop string trims text, ids and usage alike."""
     ids, cuts, stops, include, min_tokens = case
     plan = _plan(stops, include=include, min_tokens=min_tokens)
     expected = _reference(ids, plan, stops)
@@ -184,11 +185,10 @@ def test_text_ids_and_usage_are_those_of_the_whole(
 @example(([_UNFINISHED, _SILENT], [], ["\ufffd"], False, 0))
 @example(([_UNFINISHED, _IDS[1], _IDS[1]], [], ["\ufffdbb"], False, 0))
 @settings(max_examples=500)
-def test_scores_stay_with_their_tokens(
+def test_scores_and_offsets_stay_with_their_tokens(
     case: tuple[list[int], list[int], list[str], bool, int],
 ) -> None:
-    """Texts join to the text but for those that it leaves out, offsets point into it, each token
-    keeps its own logprob."""
+    """Token texts join to the text, except for hidden tokens, and offsets point into it."""
     ids, cuts, stops, include, min_tokens = case
     plan = _plan(stops, scored=True, include=include, min_tokens=min_tokens)
     expected = _reference(ids, plan, stops)
@@ -215,8 +215,10 @@ def test_scores_stay_with_their_tokens(
 
 
 @given(st.lists(st.sampled_from(_IDS[:-1]), max_size=16), _STOPS)
-def test_nothing_is_held_without_a_reason(ids: list[int], stops: list[str]) -> None:
-    """Text that can't become a stop string is sent with the step that made it certain."""
+def test_text_is_sent_as_soon_as_no_stop_string_can_contain_it(
+    ids: list[int], stops: list[str]
+) -> None:
+    """A client would see text later than the model generates it."""
     plan = _plan(stops)
     choice = Choice(0, plan, Detokenizer(_TABLE), None)
     decoded, sent = "", ""
@@ -232,7 +234,7 @@ def test_nothing_is_held_without_a_reason(ids: list[int], stops: list[str]) -> N
         assert sent == decoded[: len(decoded) - max(held, default=0)]
 
 
-def test_tokens_sent_again_after_a_resume_count_once() -> None:
+def test_tokens_repeated_after_a_resume_count_once() -> None:
     choice = Choice(0, _plan([]), Detokenizer(_TABLE), None)
     choice.add(0, _columns(_IDS[:3], 0, scored=False))
     choice.add(1, _columns(_IDS[1:5], 1, scored=False))
@@ -241,7 +243,7 @@ def test_tokens_sent_again_after_a_resume_count_once() -> None:
     assert response.delta.text == "ababdef a"
 
 
-def test_a_slow_client_gets_one_delta_for_many_steps() -> None:
+def test_slow_client_gets_one_delta_for_many_steps() -> None:
     choice = Choice(3, _plan([]), Detokenizer(_TABLE), None)
     for position, token in enumerate(_IDS[:5]):
         choice.add(position, _columns([token], position, scored=False))
@@ -253,7 +255,7 @@ def test_a_slow_client_gets_one_delta_for_many_steps() -> None:
     assert response.delta.position == 5
 
 
-def test_an_echo_comes_first_and_shifts_offsets() -> None:
+def test_echo_comes_first_and_shifts_offsets() -> None:
     """Offsets of generated tokens count from the start of the echoed prompt, in code points."""
     plan = _plan([], scored=True)
     choice = Choice(0, plan, Detokenizer(_TABLE), echo_length=2)
@@ -279,8 +281,10 @@ def test_an_echo_comes_first_and_shifts_offsets() -> None:
 def test_echo_and_output_join_to_the_whole(
     prompt: list[int], case: tuple[list[int], list[int], list[str], bool, int], scored: bool
 ) -> None:
-    """Wherever the prompt ends: inside a character that is finished, or that is not, or with
-    nothing generated. No stop string is meant to match here."""
+    """The prompt may end inside a character, which the output completes or not.
+
+    No stop string matches here.
+    """
     ids, cuts, _, _, _ = case
     echoed = EncodedPrompt(
         prompt,
@@ -324,14 +328,14 @@ def _echoed(ids: Sequence[int], *, flush: bool) -> list[str]:
 
 
 def _whole_text(prompt: Sequence[int], generated: Sequence[int]) -> str:
-    """What the bytes of both spell, the prompt's special tokens included."""
+    """Return the text of prompt and output, with the prompt's special tokens."""
     data = [_FULL_TABLE.pieces[token] for token in prompt]
     data += [_TABLE.pieces[token] for token in generated]
     return b"".join(data).decode("utf-8", "replace")
 
 
-def test_a_prompts_last_character_waits_for_the_first_token() -> None:
-    """Streamed, an echo that was sent can't be taken back."""
+def test_echo_waits_for_the_token_that_completes_its_last_character() -> None:
+    """An echo that was streamed can't be changed."""
     prompt = EncodedPrompt([_UNFINISHED], [""], ["\ufffd"], _FULL_TABLE, is_infill=False)
     choice = Choice(0, _plan([]), Detokenizer(_TABLE, [_UNFINISHED]), 0)
     choice.put_echo(make_echo(prompt, None))
@@ -342,12 +346,12 @@ def test_a_prompts_last_character_waits_for_the_first_token() -> None:
     assert (echo.delta.text, generated.delta.text) == ("", "\ufffda")
 
 
-@pytest.mark.parametrize("ender", [_EOS, _IDS[3]])
-def test_what_the_text_leaves_out_shows_as_its_own_text(ender: int) -> None:
-    """An EOS, another special token and a stop id can be told apart, in their place."""
-    plan = replace(_plan(["\0"], scored=True), enders=frozenset({ender}))
+@pytest.mark.parametrize("end_id", [_EOS, _IDS[3]])
+def test_hidden_tokens_are_shown_by_their_own_text(end_id: int) -> None:
+    """Clients can tell an EOS, another special token and a stop id apart."""
+    plan = replace(_plan(["\0"], scored=True), end_ids=frozenset({end_id}))
     choice = Choice(0, plan, Detokenizer(_TABLE), None)
-    ids = [_IDS[0], _SILENT, _IDS[1], ender]
+    ids = [_IDS[0], _SILENT, _IDS[1], end_id]
     columns = types_pb2.TokenColumns(
         ids=ids, logprobs=[-1] * 4, ranks=[1] * 4, top_width=2, top_ids=[_SILENT, _EOS] * 4,
         top_logprobs=[-1] * 8,
@@ -356,16 +360,21 @@ def test_what_the_text_leaves_out_shows_as_its_own_text(ender: int) -> None:
     choice.end(types_pb2.FINISH_REASON_STOP, None)
     [response, _] = _write(choice)
     assert response.delta.text == "ab"
-    assert list(response.delta.token_texts) == ["a", "<s>", "b", "</s>" if ender == _EOS else "def"]
+    assert list(response.delta.token_texts) == [
+        "a",
+        "<s>",
+        "b",
+        "</s>" if end_id == _EOS else "def",
+    ]
     assert list(response.delta.text_offsets) == [0, 1, 1, 2]
     assert list(response.delta.top_texts) == ["<s>", "</s>"] * 4
 
 
 @given(_cases())
-def test_best_of_ranks_by_the_tokens_that_are_kept(
+def test_best_of_ranks_by_the_kept_tokens(
     case: tuple[list[int], list[int], list[str], bool, int],
 ) -> None:
-    """The end included, and nothing that a stop string cut, whether or not the client sees any."""
+    """The kept tokens include the end id, and no token that a stop string cut."""
     ids, cuts, stops, include, min_tokens = case
     plan = replace(_plan(stops, include=include, min_tokens=min_tokens), ranked=True)
     choice = Choice(0, plan, Detokenizer(_TABLE), None)
@@ -374,11 +383,11 @@ def test_best_of_ranks_by_the_tokens_that_are_kept(
     assert list(choice.kept_logprobs) == [-float(place) for place in range(kept)]
 
 
-def test_an_appended_suffix_is_the_last_delta_and_has_no_tokens() -> None:
+def test_appended_suffix_is_the_last_delta_and_has_no_tokens() -> None:
     plan = ChoicePlan(
         stops=compile_stops(("b",)),
         include_stop=False,
-        enders=frozenset(),
+        end_ids=frozenset(),
         min_tokens=0,
         scored=False,
         ranked=False,

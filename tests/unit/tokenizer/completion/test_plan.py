@@ -1,12 +1,12 @@
-"""What the engine is asked for in place of what a client wrote as text."""
+"""Plan of a completion: ids in the engine's request in place of a client's text."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from services.tokenizer.completion.plan import plan_complete
-from services.tokenizer.limits import Limits
+from services.tokenizer.completion.plan import plan_completion
+from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
 from tests.unit.tokenizer.checkpoints import byte_level, write_checkpoint
@@ -19,7 +19,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     return Vocabulary(write_checkpoint(tmp_path_factory.mktemp("plain"), byte_level()))
 
 
-def breaker_ids(
+def _breaker_ids(
     vocabulary: Vocabulary, ids: list[int], breakers: list[str], *, none: bool = False
 ) -> list[int]:
     request = completion.CompleteRequest(
@@ -28,10 +28,10 @@ def breaker_ids(
         dry_sequence_breakers=breakers,
         no_dry_sequence_breakers=none,
     )
-    limits = Limits(
+    limits = ModelLimits(
         "m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 20, 128, 16, True
     )
-    plan = plan_complete(request, vocabulary, None, limits)
+    plan = plan_completion(request, vocabulary, None, limits)
     return list(plan.engine_request.sampling.dry.breaker_ids)
 
 
@@ -44,26 +44,26 @@ def breaker_ids(
         ([5], ["z"], {"z"}),
     ],
 )
-def test_breakers_become_ids_beside_those_that_were_given(
+def test_breakers_are_added_to_the_ids_of_the_request(
     vocabulary: Vocabulary, ids: list[int], breakers: list[str], expected: set[str]
 ) -> None:
-    """Without either, those of llama.cpp."""
+    """llama.cpp's breakers are the default."""
     containing = {
         token
         for token in range(vocabulary.size)
         if any(breaker in vocabulary.decode([token])[0] for breaker in expected)
     }
-    assert breaker_ids(vocabulary, ids, breakers) == sorted({*ids, *containing})
+    assert _breaker_ids(vocabulary, ids, breakers) == sorted({*ids, *containing})
     assert bool(containing) == bool(expected)
 
 
-def test_a_request_can_ask_for_no_breakers_at_all(vocabulary: Vocabulary) -> None:
-    """Else the usual ones end repetitions that the client wants to be penalized."""
-    assert breaker_ids(vocabulary, [], [], none=True) == []
+def test_request_can_disable_all_breakers(vocabulary: Vocabulary) -> None:
+    """The default ones would end repetitions that the client wants to penalize."""
+    assert _breaker_ids(vocabulary, [], [], none=True) == []
 
 
-def test_breakers_are_ids_that_the_model_knows(tmp_path: Path) -> None:
-    """Gemma 3's text models have no logit for its image token: the engine would refuse that."""
+def test_breakers_are_ids_below_the_embedding_size(tmp_path: Path) -> None:
+    """Gemma 3's text models have no logit for the image token, so the engine would refuse it."""
     tokenizer = byte_level(plain=("<image_soft_token>",))
     write_checkpoint(tmp_path, tokenizer)
     size = tokenizer.get_vocab_size() - 1
@@ -77,18 +77,18 @@ def test_breakers_are_ids_that_the_model_knows(tmp_path: Path) -> None:
     ("suffix", "ignore_eos", "stop_ids"),
     [("b", False, [5, 7, 9]), ("b", True, [7]), (None, False, [7])],
 )
-def test_a_middle_ends_where_the_model_turns_to_another_file(
+def test_infill_stops_at_the_tokens_that_begin_another_file(
     vocabulary: Vocabulary, suffix: str | None, ignore_eos: bool, stop_ids: list[int]
 ) -> None:
-    """Models that were trained to fill gaps in repositories go on with the next file otherwise."""
+    """Models trained on repositories would continue with the next file."""
     request = completion.CompleteRequest(
         prompts=[completion.Prompt(text="a")],
         suffix=suffix,
         stopping=types.StoppingParams(stop_token_ids=[7], ignore_eos=ignore_eos),
     )
-    limits = Limits(
+    limits = ModelLimits(
         "m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 20, 128, 16, True
     )
     infill = InfillTemplate("x", InfillOrder.PREFIX_SUFFIX_MIDDLE, 1, 2, 3, None, (5, 9))
-    plan = plan_complete(request, vocabulary, infill, limits)
+    plan = plan_completion(request, vocabulary, infill, limits)
     assert list(plan.engine_request.stopping.stop_token_ids) == stop_ids

@@ -1,4 +1,4 @@
-"""Stop strings: found wherever tokens split them, and nothing that may become one is let go."""
+"""Stop strings: found across tokens, and held back while they may still match."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ _STOPS = st.lists(st.text(alphabet="ab\né😀", min_size=1, max_size=4), min_si
 
 
 def _naive(text: str, stops: list[str], armed_from: int) -> StopStringMatch | None:
-    """The earliest end at or after `armed_from` code points, then the longest."""
+    """Return the match that ends first after `armed_from` code points, then the longest."""
     for end in range(1, len(text) + 1):
         if end <= armed_from:
             continue
@@ -28,10 +28,10 @@ def _naive_held(text: str, stops: list[str]) -> int:
 
 @given(_TEXT, _STOPS, st.data())
 @settings(max_examples=500)
-def test_matches_as_a_search_of_the_whole_text_does(
+def test_matches_equal_a_search_of_the_whole_text(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    """However tokens split the text, and wherever min_tokens arms the search."""
+    """Tokens may split the text anywhere, and min_tokens may arm the search anywhere."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     armed_from = data.draw(st.sampled_from([0, *cuts]))
@@ -46,13 +46,13 @@ def test_matches_as_a_search_of_the_whole_text_does(
     assert found == _naive(text, stops, armed_from)
 
 
-def test_the_earliest_end_wins_then_the_longest() -> None:
+def test_match_that_ends_first_wins_then_the_longest() -> None:
     matcher = StopMatcher(compile_stops(("bcd", "cd", "abcde")))
     assert matcher.feed("xabcdef", armed=True) == StopStringMatch("bcd", 2, 5)
 
 
-def test_long_stop_strings_are_not_kept() -> None:
-    """Each automaton is as large as its strings: strangers' would fill the memory."""
+def test_automata_of_long_stop_strings_are_not_cached() -> None:
+    """An automaton is as large as its strings, so clients could fill the memory."""
     short, long = ("a" * 128, "b" * 128), ("c" * 128, "d" * 129)
     assert compile_stops(short) is compile_stops(short)
     assert compile_stops(long) is not compile_stops(long)

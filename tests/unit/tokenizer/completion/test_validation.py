@@ -1,10 +1,10 @@
-"""Every wrong field is refused by its path, before any work."""
+"""Validation: every wrong field is refused by its path."""
 
 import grpc
 import pytest
 
 from services.tokenizer.completion.validation import check_complete
-from services.tokenizer.limits import Limits
+from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
@@ -22,9 +22,9 @@ _TEXT = completion.Prompt(text="a")
 _TOOL = completion.Tool(name="f")
 
 
-def _limits(*, all_capabilities: bool) -> Limits:
+def _limits(*, all_capabilities: bool) -> ModelLimits:
     capabilities = engine_pb2.Capability.values() if all_capabilities else _BASIC
-    return Limits(
+    return ModelLimits(
         "m", "fp_0", 64, 100, frozenset({2}), frozenset(capabilities), 5, 20, 128, 16, True
     )
 
@@ -153,7 +153,7 @@ _INVALID: list[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("field", "fields"), _INVALID)
-def test_a_wrong_field_is_named(field: str, fields: dict[str, object]) -> None:
+def test_error_names_the_wrong_field(field: str, fields: dict[str, object]) -> None:
     error = _error(_request(**fields))
     assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
@@ -169,10 +169,10 @@ def test_a_wrong_field_is_named(field: str, fields: dict[str, object]) -> None:
         ("sampling.mirostat", {"sampling": types.SamplingParams(mirostat=types.MirostatParams())}),
     ],
 )
-def test_what_the_engine_does_not_implement_is_refused(
+def test_field_that_the_engine_does_not_implement_is_refused(
     field: str, fields: dict[str, object]
 ) -> None:
-    """Accepted and ignored, it would give another answer than was asked for."""
+    """An ignored field would give another answer than the client expects."""
     error = _error(_request(**fields), all_capabilities=False)
     assert (error.code, error.field) == (grpc.StatusCode.UNIMPLEMENTED, field)
 
@@ -198,16 +198,18 @@ def test_what_the_engine_does_not_implement_is_refused(
         {"stop": ["a"] * 16, "logprobs": 5},
     ],
 )
-def test_the_edges_of_what_is_allowed_are_allowed(fields: dict[str, object]) -> None:
+def test_values_at_the_limits_are_allowed(fields: dict[str, object]) -> None:
     check_complete(_request(**fields), _limits(all_capabilities=False), None)
 
 
-def test_echo_and_infill_exclude_each_other() -> None:
+def test_echo_can_not_be_combined_with_infill() -> None:
     request = _request(suffix="b", echo=True)
     assert _error(request, infill=_INFILL).field == "echo"
-    check_complete(request, _limits(all_capabilities=False), None)  # there it is appended
+    check_complete(
+        request, _limits(all_capabilities=False), None
+    )  # without infill, the suffix is appended
 
 
-def test_an_unknown_model_is_not_found() -> None:
+def test_unknown_model_is_not_found() -> None:
     error = _error(_request(model="other"))
     assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")

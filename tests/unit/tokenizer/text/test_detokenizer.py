@@ -1,4 +1,4 @@
-"""Incremental decoding: what streams is what the tokenizer decodes, character for character."""
+"""Incremental decoding: streamed text equals the tokenizer's, character by character."""
 
 import pytest
 from hypothesis import given, settings
@@ -41,13 +41,13 @@ def _texts(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 
 
 @given(_ids(_LEVEL))
-def test_any_ids_decode_as_the_tokenizer_does(ids: list[int]) -> None:
-    """Otherwise streamed text differs from the tokenizer's, on bytes that are no UTF-8 say."""
+def test_any_ids_decode_as_in_the_tokenizer(ids: list[int]) -> None:
+    """Streamed text would differ from whole text, such as on invalid UTF-8."""
     assert "".join(_texts(Detokenizer(_LEVEL_TABLE), ids)) == _LEVEL.decode(ids)
 
 
 @given(st.text(max_size=60))
-def test_texts_survive_byte_level_tokens(text: str) -> None:
+def test_text_round_trips_through_byte_level_tokens(text: str) -> None:
     ids = _LEVEL.encode(text, add_special_tokens=False).ids
     expected = _LEVEL.decode(ids)
     texts = _texts(Detokenizer(_LEVEL_TABLE), ids)
@@ -56,7 +56,7 @@ def test_texts_survive_byte_level_tokens(text: str) -> None:
 
 
 @given(st.text(max_size=60))
-def test_texts_survive_byte_fallback(text: str) -> None:
+def test_text_round_trips_through_byte_fallback(text: str) -> None:
     ids = _FALLBACK.encode(text).ids
     assert "".join(_texts(Detokenizer(_FALLBACK_TABLE), ids)) == _FALLBACK.decode(ids)
 
@@ -64,8 +64,10 @@ def test_texts_survive_byte_fallback(text: str) -> None:
 @given(_ids(_FALLBACK))
 @settings(max_examples=300)
 def test_byte_fallback_keeps_whole_characters_and_replaces_each_stray_byte(ids: list[int]) -> None:
-    """As the tokenizer decodes every run of bytes that is wholly text or holds no character; a
-    mixed run keeps its characters here, where the tokenizer would drop them after the fact."""
+    """The tokenizer does the same for a run of bytes that is all text, or has no character.
+
+    A mixed run keeps its characters here, while the tokenizer would drop them afterwards.
+    """
     expected, run, is_mixed = "", b"", False
     for token in [*ids, None]:
         name = "" if token is None else _FALLBACK.id_to_token(token)
@@ -81,7 +83,7 @@ def test_byte_fallback_keeps_whole_characters_and_replaces_each_stray_byte(ids: 
 
 
 def _decode_bytes(data: bytes) -> str:
-    """Character by character; a byte that begins none is U+FFFD."""
+    """Decode character by character; a byte that begins no character is U+FFFD."""
     text = ""
     while data:
         size = next((size for size in range(1, 5) if _is_text(data[:size])), 0)
@@ -99,9 +101,11 @@ def _is_text(data: bytes) -> bool:
 
 
 @given(_ids(_LEVEL), st.integers(0, 40))
-def test_a_prompt_in_front_changes_nothing_but_where_text_begins(ids: list[int], cut: int) -> None:
-    """A completion of id prompts that end inside a character finishes the character, unless a
-    special token of the prompt, whose text an echo shows, ended it."""
+def test_output_after_a_prompt_equals_the_rest_of_the_whole(ids: list[int], cut: int) -> None:
+    """A prompt may end inside a character, which the output then completes.
+
+    A special token of the prompt ends the character, because an echo shows its text.
+    """
     prompt, rest = ids[:cut], ids[cut:]
     alone = Detokenizer(_LEVEL_TABLE)
     for token in prompt:
@@ -115,8 +119,8 @@ def test_a_prompt_in_front_changes_nothing_but_where_text_begins(ids: list[int],
 
 
 @given(_ids(_LEVEL))
-def test_peek_foretells_feed(ids: list[int]) -> None:
-    """Else the chosen token's text differs from its own candidate's."""
+def test_peek_returns_what_feed_adds(ids: list[int]) -> None:
+    """The chosen token's text would differ from its text as a candidate."""
     detokenizer = Detokenizer(_LEVEL_TABLE)
     for token in ids:
         foretold = detokenizer.peek(token)
@@ -124,15 +128,15 @@ def test_peek_foretells_feed(ids: list[int]) -> None:
         assert foretold == (_LEVEL.id_to_token(token) if detokenizer.leaves_out(token) else added)
 
 
-def test_unfinished_bytes_add_nothing_and_the_finishing_token_the_character() -> None:
+def test_token_that_completes_a_character_adds_all_of_it() -> None:
     detokenizer = Detokenizer(_LEVEL_TABLE)
     ids = [_LEVEL.token_to_id(character) for character in "ðŁĺĢ"]  # the bytes of 😀
     assert [detokenizer.feed(token) for token in ids] == ["", "", "", "😀"]
     assert not detokenizer.holds_back
 
 
-def test_a_character_is_the_prompts_until_a_token_goes_on_with_it() -> None:
-    """Else a prompt that ends inside a character shows U+FFFD twice, or not at all."""
+def test_unfinished_character_is_the_prompts_until_a_token_continues_it() -> None:
+    """A prompt that ends inside a character would show U+FFFD twice, or not at all."""
     first, second, third, _ = (_LEVEL.token_to_id(character) for character in "ðŁĺĢ")
     detokenizer = Detokenizer(_LEVEL_TABLE, [first, second])
     assert detokenizer.feed(_LEVEL.token_to_id("<s>")) == ""
@@ -143,14 +147,14 @@ def test_a_character_is_the_prompts_until_a_token_goes_on_with_it() -> None:
     assert Detokenizer(_LEVEL_TABLE, [first, second]).flush() == "\ufffd"
 
 
-def test_thousands_of_invalid_bytes_come_out_as_they_arrive() -> None:
-    """`DecodeStream` of tokenizers emits nothing for them, at quadratic cost."""
+def test_invalid_bytes_are_replaced_as_they_arrive() -> None:
+    """`DecodeStream` of `tokenizers` emits nothing for them, at quadratic cost."""
     detokenizer = Detokenizer(_LEVEL_TABLE)
     stray = _LEVEL.token_to_id("ĺ")
     assert [detokenizer.feed(stray) for _ in range(5_000)] == ["\ufffd"] * 5_000
 
 
-def test_only_the_start_of_a_text_loses_its_space() -> None:
+def test_leading_space_is_stripped_only_at_the_start_of_a_text() -> None:
     word = _FALLBACK.token_to_id("▁def")
     begin = _FALLBACK.token_to_id("<s>")
     assert Detokenizer(_FALLBACK_TABLE).feed(word) == "def"
@@ -159,16 +163,16 @@ def test_only_the_start_of_a_text_loses_its_space() -> None:
     assert Detokenizer(_FALLBACK_TABLE, [begin], begins_text=False).feed(word) == " def"
 
 
-def test_padding_ids_add_nothing() -> None:
+def test_ids_without_a_token_add_nothing() -> None:
     assert Detokenizer(_LEVEL_TABLE).feed(_LEVEL.get_vocab_size() + 1) == ""
 
 
-def test_an_unknown_decoder_is_named() -> None:
+def test_error_names_an_unknown_decoder() -> None:
     with pytest.raises(UnsupportedDecoderError, match="WordPiece"):
         token_table({"a": 0}, {"type": "WordPiece"}, 1, ())
 
 
-def test_the_vocabulary_decodes_special_tokens_on_demand(vocabulary: Vocabulary) -> None:
+def test_vocabulary_decodes_special_tokens_on_request(vocabulary: Vocabulary) -> None:
     assert vocabulary.bos_id is not None
     ids = [vocabulary.bos_id, *vocabulary.encode_plain("def")]
     assert "".join(vocabulary.decode(ids)) == "def"

@@ -1,4 +1,4 @@
-"""Infill prompts: every family's own order, and no control token from a user's text."""
+"""Infill prompts: the order of every family, and no control token from a user's text."""
 
 from pathlib import Path
 
@@ -31,10 +31,10 @@ def _tokens(family: InfillFamily) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("family", INFILL_FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
-def test_each_family_is_detected_and_assembled(
+def test_each_family_is_detected_and_assembled_in_its_order(
     family: InfillFamily, special: bool, tmp_path: Path
 ) -> None:
-    """A model that sees another order than it was trained on writes nonsense."""
+    """A model writes nonsense if the order differs from its training."""
     tokens = _tokens(family)
     tokenizer = (
         byte_level(("<s>", "</s>", *tokens)) if special else byte_level(("<s>", "</s>"), tokens)
@@ -53,11 +53,11 @@ def test_each_family_is_detected_and_assembled(
     assert vocabulary.ids[tokens[0]] in vocabulary.encode(text)
 
 
-def test_a_vocabulary_without_the_tokens_knows_no_infill(vocabulary: Vocabulary) -> None:
+def test_vocabulary_without_infill_tokens_has_no_template(vocabulary: Vocabulary) -> None:
     assert detect_infill(vocabulary.ids, vocabulary.bos_id, INFILL_FAMILIES) is None
 
 
-def test_what_is_cut_is_farthest_from_the_gap() -> None:
+def test_cut_takes_the_ids_farthest_from_the_gap() -> None:
     template = InfillTemplate("x", InfillOrder.PREFIX_SUFFIX_MIDDLE, 1, 2, 3, None, ())
     prefix, suffix = list(range(100, 120)), list(range(200, 220))
     ids = assemble_infill(template, prefix, suffix, limit=23)
@@ -66,8 +66,8 @@ def test_what_is_cut_is_farthest_from_the_gap() -> None:
     assert assemble_infill(template, prefix, suffix, limit=2) == [1, 2, 3]
 
 
-def test_a_suffix_takes_no_space_that_its_author_did_not_write(tmp_path: Path) -> None:
-    """Tokenizers that put a space before a text would put one into the middle of the file."""
+def test_no_space_is_added_before_a_suffix(tmp_path: Path) -> None:
+    """A tokenizer that prepends a space would put one into the middle of the file."""
     vocabulary = Vocabulary(write_checkpoint(tmp_path, byte_fallback()))
     assert "".join(vocabulary.decode([5, *vocabulary.encode_continuation("def")])).endswith("def")
     assert vocabulary.encode_plain("def")[0] == vocabulary.ids["▁def"]

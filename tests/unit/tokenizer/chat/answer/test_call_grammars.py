@@ -1,4 +1,4 @@
-"""What a model says under a grammar of calls is read back as calls that fit their schemas."""
+"""Grammars of calls: every text that they allow parses into calls that fit their schemas."""
 
 import contextlib
 import json
@@ -13,11 +13,11 @@ from llguidance import LLMatcher, LLTokenizer
 from services.grammar import specification
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.message_parser import SegmentKind
-from services.tokenizer.chat.constraint import Constraint, constrain
-from services.tokenizer.chat.prompt import ChatTemplates
+from services.tokenizer.chat.answer_grammar import AnswerGrammar, build_answer_grammar
+from services.tokenizer.chat.chat_templates import ChatTemplates
 from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.text.vocabulary import Vocabulary
-from services.tokenizer.tools import arguments_schemas
+from services.tokenizer.tool_schemas import arguments_schemas
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
@@ -71,7 +71,7 @@ def _tools(*, strict: bool = False) -> list[completion.Tool]:
 
 
 class _Model:
-    """A checkpoint whose model says anything that the grammar allows."""
+    """A model that says any text that the grammar allows."""
 
     def __init__(self, directory: Path, template: str) -> None:
         self.vocabulary: Vocabulary = chat_vocabulary(directory, template)
@@ -79,22 +79,22 @@ class _Model:
         self._end = self.vocabulary.ids["</s>"]
         self._tokenizer = LLTokenizer(str(directory / "tokenizer.json"), eos_token=self._end)
 
-    def constrain(
+    def grammar(
         self, state: ReasoningState = ReasoningState.NONE, **fields: Any
-    ) -> Constraint | None:
-        return constrain(completion.ChatRequest(**fields), self.templates.answers, state)
+    ) -> AnswerGrammar | None:
+        return build_answer_grammar(completion.ChatRequest(**fields), self.templates.answers, state)
 
-    def matcher(self, constraint: Constraint) -> LLMatcher:
-        specification.check(constraint.grammar)
-        matcher = LLMatcher(self._tokenizer, specification.translate(constraint.grammar))
+    def matcher(self, grammar: AnswerGrammar) -> LLMatcher:
+        specification.check(grammar.spec)
+        matcher = LLMatcher(self._tokenizer, specification.translate(grammar.spec))
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 
     def say(
-        self, constraint: Constraint, seed: int, *, begin: str = "", most: int = 2_000
+        self, grammar: AnswerGrammar, seed: int, *, begin: str = "", most: int = 2_000
     ) -> str | None:
-        """Random text; None where it did not end."""
-        matcher, generator = self.matcher(constraint), random.Random(seed)
+        """Return random text; None if it did not end."""
+        matcher, generator = self.matcher(grammar), random.Random(seed)
         ids = self.vocabulary.encode(begin, add_special_tokens=False) if begin else []
         assert matcher.try_consume_tokens(ids) == len(ids)
         while not matcher.is_stopped() and len(ids) < most:
@@ -113,7 +113,7 @@ class _Model:
         return "".join(map(detokenizer.feed, ids))
 
     def read(self, text: str) -> tuple[str, str, list[tuple[str, Any]]]:
-        """Reasoning, content and calls."""
+        """Return reasoning, content and calls."""
         parser = self.templates.parser(ReasoningState.POSSIBLE, arguments_schemas(_tools()))
         said = {SegmentKind.REASONING: "", SegmentKind.CONTENT: ""}
         calls: list[tuple[str, str]] = []
@@ -133,17 +133,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return _Model(tmp_path_factory.mktemp("model"), TEMPLATES[request.param])
 
 
-def test_forced_calls_are_calls_that_fit(model: _Model) -> None:
-    """Of every tool, with and without what is optional, one or several."""
+def test_forced_calls_fit_their_schemas(model: _Model) -> None:
+    """Every tool is called, with and without optional arguments, in one call or several."""
     seen: set[str] = set()
     counts: set[int] = set()
     for single in (False, True):
-        constraint = model.constrain(
+        grammar = model.grammar(
             tools=_tools(), tool_choice=_REQUIRED, parallel_tool_calls=not single
         )
-        assert constraint is not None
+        assert grammar is not None
         for seed in range(24):
-            text = model.say(constraint, seed)
+            text = model.say(grammar, seed)
             if text is None:
                 continue
             _, content, calls = model.read(text)
@@ -158,10 +158,10 @@ def test_forced_calls_are_calls_that_fit(model: _Model) -> None:
     assert (len(counts) > 1) == several
 
 
-def test_a_named_tool_is_the_only_one(model: _Model) -> None:
-    constraint = model.constrain(tools=_tools(), tool_choice=completion.ToolChoice(name="get_any"))
-    assert constraint is not None
-    said = [text for seed in range(4) if (text := model.say(constraint, seed)) is not None]
+def test_named_tool_is_the_only_one_called(model: _Model) -> None:
+    grammar = model.grammar(tools=_tools(), tool_choice=completion.ToolChoice(name="get_any"))
+    assert grammar is not None
+    said = [text for seed in range(4) if (text := model.say(grammar, seed)) is not None]
     assert said
     for text in said:
         [(name, arguments)] = model.read(text)[2]
@@ -169,18 +169,18 @@ def test_a_named_tool_is_the_only_one(model: _Model) -> None:
         jsonschema.validate(arguments, _SCHEMAS[name])
 
 
-def test_a_strict_call_fits_once_it_is_begun(model: _Model) -> None:
-    """Free text is free, and no call of it is malformed."""
+def test_call_of_a_strict_tool_fits_its_schema(model: _Model) -> None:
+    """Text before the call stays free."""
     form = model.templates.answers.calls
-    constraint = model.constrain(tools=_tools(strict=True))
-    assert constraint is not None
-    free = model.matcher(constraint)
+    grammar = model.grammar(tools=_tools(strict=True))
+    assert grammar is not None
+    free = model.matcher(grammar)
     words = model.vocabulary.encode("return the def ", add_special_tokens=False)
     assert free.try_consume_tokens(words) == len(words)
     assert free.is_accepting()
     begin = form.opens[0] if form.opens else "{"
     for before in ("", "Well: ") if form.opens else ("",):
-        text = model.say(constraint, 5, begin=before + begin)
+        text = model.say(grammar, 5, begin=before + begin)
         if text is None:
             continue
         _, content, calls = model.read(text.partition("\x00")[0])
@@ -190,11 +190,11 @@ def test_a_strict_call_fits_once_it_is_begun(model: _Model) -> None:
             jsonschema.validate(arguments, _SCHEMAS[name])
 
 
-def test_content_or_a_call_behind_reasoning(tmp_path: Path) -> None:
-    """The grammar is that of the content: reasoning is free, and so is the choice of a call."""
+def test_grammar_constrains_content_after_reasoning_and_beside_calls(tmp_path: Path) -> None:
+    """The grammar is the content's: reasoning stays free, and so does the choice of a call."""
     template = TEMPLATES["hermes"] + "{# </think> #}"
     model = _Model(tmp_path, template)
-    grammar = types.GrammarSpec(json_schema='{"type":"object","properties":{"a":{"const":1}},'
+    content = types.GrammarSpec(json_schema='{"type":"object","properties":{"a":{"const":1}},'
         '"required":["a"],"additionalProperties":false}')  # fmt: skip
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     for state, texts in (
@@ -202,15 +202,15 @@ def test_content_or_a_call_behind_reasoning(tmp_path: Path) -> None:
         (ReasoningState.POSSIBLE, {"<think>hm</think>\n\n": True, "": True}),
         (ReasoningState.NONE, {"": True, "<think>hm</think>": False}),
     ):
-        constraint = model.constrain(state, grammar=grammar, tools=_tools())
-        assert constraint is not None
+        grammar = model.grammar(state, grammar=content, tools=_tools())
+        assert grammar is not None
         for thought, allowed in texts.items():
             for answer in ('{"a":1}', call):
                 ids = model.vocabulary.encode(thought + answer, add_special_tokens=False)
-                matcher = model.matcher(constraint)
+                matcher = model.matcher(grammar)
                 taken = matcher.try_consume_tokens(ids) == len(ids)
                 assert (taken and matcher.is_accepting()) == allowed
-    assert model.constrain(grammar=grammar) is None
+    assert model.grammar(grammar=content) is None
 
 
 @pytest.mark.parametrize(
@@ -227,42 +227,42 @@ def test_every_kind_of_grammar_constrains_content(
     kind: dict[str, Any], right: str, wrong: str, tmp_path: Path
 ) -> None:
     model = _Model(tmp_path, TEMPLATES["thinking"])
-    constraint = model.constrain(ReasoningState.OPEN, grammar=types.GrammarSpec(**kind))
-    assert constraint is not None
+    grammar = model.grammar(ReasoningState.OPEN, grammar=types.GrammarSpec(**kind))
+    assert grammar is not None
     for text, expected in ((right, True), (wrong, False)):
         ids = model.vocabulary.encode(f"x</think>{text}", add_special_tokens=False)
-        matcher = model.matcher(constraint)
+        matcher = model.matcher(grammar)
         taken = matcher.try_consume_tokens(ids) == len(ids)
         assert (taken and matcher.is_accepting()) == expected
 
 
-def test_what_a_form_can_not_enforce_is_refused_by_its_field(tmp_path: Path) -> None:
+def test_schema_that_a_form_can_not_enforce_is_refused_by_its_field(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}
     tools = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
     model = _Model(tmp_path / "xml", TEMPLATES["qwen3_coder"])
     with pytest.raises(ServiceError) as caught:
-        model.constrain(tools=tools, tool_choice=_REQUIRED)
+        model.grammar(tools=tools, tool_choice=_REQUIRED)
     assert caught.value.field == "tools[0].parameters_json"
     schema = {"properties": {"a": {}}, "required": ["a"], "minProperties": 2}
     together = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
     with pytest.raises(ServiceError, match="minProperties"):
-        model.constrain(tools=together, tool_choice=_REQUIRED)
+        model.grammar(tools=together, tool_choice=_REQUIRED)
     bare = _Model(tmp_path / "json", TEMPLATES["json"])
     with pytest.raises(ServiceError) as caught:
-        bare.constrain(tools=tools, grammar=types.GrammarSpec(regex="a"))
+        bare.grammar(tools=tools, grammar=types.GrammarSpec(regex="a"))
     assert caught.value.field == "grammar"
 
 
-def test_strings_without_quotes_may_have_what_is_not_enforced_anyway(tmp_path: Path) -> None:
-    """pydantic's SecretStr and bytes have it."""
+def test_bare_strings_may_have_keywords_that_are_never_enforced(tmp_path: Path) -> None:
+    """pydantic's SecretStr and bytes have such keywords."""
     model = _Model(tmp_path / "xml", TEMPLATES["qwen3_coder"])
     secret = {"type": "string", "format": "password", "writeOnly": True, "contentEncoding": "x"}
     for schema, is_taken in ((secret, True), ({"format": "date"}, False), ({"format": []}, False)):
         properties = {"properties": {"a": {"type": "string"} | schema}}
         tools = [completion.Tool(name="f", parameters_json=json.dumps(properties))]
         with contextlib.nullcontext() if is_taken else pytest.raises(ServiceError, match="format"):
-            constraint = model.constrain(tools=tools, tool_choice=_REQUIRED)
-            assert constraint.ignored == [
+            grammar = model.grammar(tools=tools, tool_choice=_REQUIRED)
+            assert grammar.ignored == [
                 "tools[0].parameters_json.properties.a.format",
                 "tools[0].parameters_json.properties.a.contentEncoding",
             ]
@@ -277,11 +277,13 @@ def test_strings_without_quotes_may_have_what_is_not_enforced_anyway(tmp_path: P
         {"properties": {"a": {"allOf": [{"$ref": "#/properties/a"}]}}},
     ],
 )
-def test_a_schema_that_is_none_fails_in_words(model: _Model, schema: dict[str, Any]) -> None:
-    """Here, or later in those of the grammar service; the model's calls are read all the same."""
+def test_invalid_schema_is_refused_or_left_to_the_grammar_service(
+    model: _Model, schema: dict[str, Any]
+) -> None:
+    """Calls are parsed in either case."""
     tools = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
     with contextlib.suppress(ServiceError):
-        model.constrain(tools=tools, tool_choice=_REQUIRED)
+        model.grammar(tools=tools, tool_choice=_REQUIRED)
     parser = model.templates.parser(ReasoningState.NONE, arguments_schemas(tools))
     text = "<function=f><parameter=a>1</parameter><parameter=c>1</parameter></function>"
     assert [*parser.feed(text), *parser.finish(is_cut=False)]

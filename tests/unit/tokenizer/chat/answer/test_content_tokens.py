@@ -1,12 +1,12 @@
-"""Logprobs of a message are those of its content, with the bytes that its tokens really have."""
+"""Logprobs of a message: those of its content, with the true bytes of its tokens."""
 
 from collections.abc import Sequence
 
 import pytest
 
 from services.tokenizer.chat.answer.content_tokens import ContentTokens, TokenBytes
+from services.tokenizer.completion.columns import Columns, Score
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
-from tokenwire.pb.types.v1 import types_pb2 as types
 
 # é is 6 and 7; 😀 is 8, 9, 10 and 11; 12 is left out of the text
 _PIECES = [
@@ -17,22 +17,14 @@ _PIECES = [
 _HIDDEN = {12}
 
 
-def _delta(*tokens: tuple[int, str]) -> completion.ChoiceDelta:
-    columns = types.TokenColumns(
-        ids=[token for token, _ in tokens],
-        logprobs=[-float(place) for place in range(len(tokens))],
-        ranks=[1] * len(tokens),
-        top_width=2,
-        top_ids=[other for token, _ in tokens for other in (token, 6)],
-        top_logprobs=[-0.5] * (2 * len(tokens)),
-    )
-    shown = ["" if token in _HIDDEN else text for token, text in tokens]
-    return completion.ChoiceDelta(
-        text="".join(shown),
-        tokens=columns,
-        token_texts=[text for _, text in tokens],
-        text_offsets=[7 + len("".join(shown[:place])) for place in range(len(shown))],
-    )
+def _scored(*tokens: tuple[int, str]) -> tuple[str, Columns]:
+    """Return the text of tokens, and their columns; the second candidate of each is 6."""
+    columns, text = Columns(), ""
+    for place, (token, shown) in enumerate(tokens):
+        score = Score(-float(place), 1, [token, 6], [-0.5, -0.5])
+        columns.append(token, shown, 7 + len(text), score, ["", ""])
+        text += "" if token in _HIDDEN else shown
+    return text, columns
 
 
 @pytest.mark.parametrize(
@@ -51,16 +43,16 @@ def _delta(*tokens: tuple[int, str]) -> completion.ChoiceDelta:
         ([(6, ""), (12, ""), (7, "éx")], [b"\xc3", b"<s>", b"\xa9x"]),
     ],
 )
-def test_bytes_are_those_that_each_token_adds(
+def test_each_token_has_the_bytes_that_it_adds(
     tokens: Sequence[tuple[int, str]], expected: list[bytes]
 ) -> None:
     table = TokenBytes(_PIECES, _HIDDEN)
     assert [table.of(token, text) for token, text in tokens] == expected
 
 
-def test_tokens_wait_until_it_is_settled_what_they_are() -> None:
+def test_tokens_wait_until_their_text_is_settled() -> None:
     tokens = ContentTokens(_PIECES, _HIDDEN)
-    tokens.extend(_delta((0, "a"), (5, "\n"), (2, "<t>"), (6, ""), (7, "éx"), (4, "")))
+    tokens.extend(*_scored((0, "a"), (5, "\n"), (2, "<t>"), (6, ""), (7, "éx"), (4, "")))
     answer = completion.ChatDelta()
     tokens.write(answer)
     assert not answer.tokens.ids
@@ -77,9 +69,9 @@ def test_tokens_wait_until_it_is_settled_what_they_are() -> None:
 
 
 def test_special_tokens_within_the_content_have_their_own_bytes() -> None:
-    """Else an EOS that was to be ignored looks like any token without text."""
+    """An ignored EOS would look like any token without text."""
     tokens = ContentTokens(_PIECES, _HIDDEN)
-    tokens.extend(_delta((0, "a"), (12, "<s>"), (3, "cd"), (12, "<s>")))
+    tokens.extend(*_scored((0, "a"), (12, "<s>"), (3, "cd"), (12, "<s>")))
     tokens.settle(3, is_content=True)
     answer = completion.ChatDelta()
     tokens.write(answer)
@@ -87,10 +79,10 @@ def test_special_tokens_within_the_content_have_their_own_bytes() -> None:
     assert list(answer.top_bytes) == [b"a", b"\xc3", b"<s>", b"\xc3", b"cd", b"\xc3"]
 
 
-def test_a_token_on_the_border_is_contents() -> None:
-    """Its bytes would be missing otherwise."""
+def test_token_across_the_border_of_the_content_is_kept() -> None:
+    """Its bytes would be missing from the content."""
     tokens = ContentTokens(_PIECES, _HIDDEN)
-    tokens.extend(_delta((3, "cd")))
+    tokens.extend(*_scored((3, "cd")))
     tokens.settle(1, is_content=True)
     tokens.settle(1, is_content=False)
     answer = completion.ChatDelta()

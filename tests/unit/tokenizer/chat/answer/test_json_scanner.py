@@ -1,4 +1,4 @@
-"""What can't become JSON is known at its first wrong character, and all else can be completed."""
+"""JSON scanner: it refuses the first wrong character, and completes everything else."""
 
 import json
 import string
@@ -25,7 +25,7 @@ def _push(text: str) -> tuple[JsonScanner, bool]:
 
 
 @given(_DOCUMENTS, st.booleans(), st.sampled_from([None, 1]))
-def test_every_document_is_read_to_its_end(
+def test_every_beginning_of_a_document_is_accepted_and_completed(
     value: Any, ascii_only: bool, indent: int | None
 ) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
@@ -42,8 +42,8 @@ def test_every_document_is_read_to_its_end(
 
 
 @given(_DOCUMENTS, st.data())
-def test_what_is_taken_can_become_json(value: Any, data: st.DataObject) -> None:
-    """Whatever stands in place of a character."""
+def test_accepted_text_can_be_completed_to_json(value: Any, data: st.DataObject) -> None:
+    """One character of a document may be wrong."""
     text = json.dumps(value)
     place = data.draw(st.integers(0, len(text) - 1))
     text = text[:place] + data.draw(st.sampled_from(string.printable + "é")) + text[place + 1 :]
@@ -66,7 +66,7 @@ def test_what_is_taken_can_become_json(value: Any, data: st.DataObject) -> None:
         ("{}", ","), ("[" * 128, "["),
     ],
 )  # fmt: skip
-def test_the_first_wrong_character_is_refused(taken: str, wrong: str) -> None:
+def test_first_wrong_character_is_refused(taken: str, wrong: str) -> None:
     scanner, accepted = _push(taken)
     assert accepted
     assert not scanner.push(wrong)

@@ -1,5 +1,4 @@
-"""Reasoning, content and calls in generated text: what a message says does not depend on how its
-text arrives, arguments are JSON, and nothing is lost."""
+"""Parser of messages: the result does not depend on the pieces of the text, arguments are JSON."""
 
 import json
 from collections.abc import Sequence
@@ -90,7 +89,7 @@ def _read(
 
 _WEATHER = ("get_weather", {"city": "São Tomé", "days": 3})
 _TIME: tuple[str, dict[str, object]] = ("get_time", {})
-# by format: the text, the content, the calls
+# format, text, content, calls
 _CASES: list[tuple[str, str, str, list[tuple[str, dict[str, object]]]]] = [
     (
         "hermes",
@@ -210,10 +209,10 @@ _CASES: list[tuple[str, str, str, list[tuple[str, dict[str, object]]]]] = [
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), _CASES)
-def test_calls_are_told_from_content(
+def test_calls_are_separated_from_content(
     form: str, text: str, content: str, calls: list[tuple[str, object]]
 ) -> None:
-    """Whether the text comes at once, by characters, or in two parts cut anywhere."""
+    """The text may arrive at once, by characters, or in two parts."""
     whole = _read(_parser(_FORMATS[form]), [text])
     assert (whole.content, whole.decoded()) == (content, calls)
     single = _read(_parser(_FORMATS[form]), list(text))
@@ -228,8 +227,10 @@ def test_calls_are_told_from_content(
     [(form, text) for form, text, content, calls in _CASES if calls and not content],
 )
 @pytest.mark.parametrize("ending", ["is_cut", "is_stopped"])
-def test_a_call_that_is_interrupted_leaves_no_markup(form: str, text: str, ending: str) -> None:
-    """Wherever the limit or a stop string falls, users would be shown `<tool_call>`."""
+def test_interrupted_call_leaves_no_markup_in_the_content(
+    form: str, text: str, ending: str
+) -> None:
+    """Users would see `<tool_call>`."""
     for cut in range(len(text)):
         for pieces in ([text[:cut]], list(text[:cut])):
             forced = _read(_parser(_FORMATS[form], is_forced=True), pieces, **{ending: True})
@@ -238,7 +239,7 @@ def test_a_call_that_is_interrupted_leaves_no_markup(form: str, text: str, endin
             assert free.calls == forced.calls
 
 
-def test_half_a_mark_behind_a_call_is_left_out() -> None:
+def test_half_a_mark_after_a_call_is_left_out() -> None:
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}'
     for rest in ("", "\n", "\n</tool_", "\n</tool_call>"):
         message = _read(_parser(_FORMATS["hermes"]), [call + rest], is_cut=True)
@@ -247,8 +248,8 @@ def test_half_a_mark_behind_a_call_is_left_out() -> None:
     assert others.content == "</b>"
 
 
-def test_half_a_mark_behind_other_text_stays() -> None:
-    """A sentence may end with "<", and whoever continues the answer would miss it."""
+def test_half_a_mark_after_other_text_stays() -> None:
+    """A sentence may end with "<", and a client that continues the answer needs it."""
     for text in ("if a <", "if a <tool", "<tool_call", "Well. <tool_call"):
         expected = "" if text == "<tool_call" else text
         assert _read(_parser(_FORMATS["hermes"]), [text], is_cut=True).content == expected
@@ -262,8 +263,8 @@ def test_half_a_mark_of_reasoning_is_left_out() -> None:
     assert _read(_parser(None, _THINK), [" \n"], is_cut=True).content == " \n"
 
 
-def test_what_an_answer_ends_with_of_its_own_accord_stays() -> None:
-    """It is no call, and was never to become one."""
+def test_unfinished_call_stays_if_the_model_ended_the_answer() -> None:
+    """It is content: no call would have followed."""
     for form, text in (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("json", '{"name"')):
         assert _read(_parser(_FORMATS[form]), [text]).content == text
 
@@ -282,10 +283,10 @@ _SCRAPS = st.sampled_from(
     st.lists(_SCRAPS, max_size=8),
     st.data(),
 )
-def test_whatever_the_text_its_parts_make_the_same_message(
+def test_any_pieces_of_any_text_give_the_same_message(
     form: str, is_reasoning: bool, is_cut: bool, scraps: list[str], data: st.DataObject
 ) -> None:
-    """And arguments are JSON, unless the answer was cut within them."""
+    """Arguments are JSON, unless the answer was cut within them."""
     text = "".join(scraps)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -312,7 +313,7 @@ def test_whatever_the_text_its_parts_make_the_same_message(
         ("Hm. </th", True, "Hm. </th", ""),
     ],
 )
-def test_reasoning_is_split_off(
+def test_reasoning_is_separated_from_content(
     text: str, is_reasoning: bool, reasoning: str, content: str
 ) -> None:
     for pieces in ([text], list(text)):
@@ -321,24 +322,24 @@ def test_reasoning_is_split_off(
 
 
 @pytest.mark.parametrize("key", ["name", "arguments"])
-def test_a_number_that_python_reads_no_digits_of_is_no_call(key: str) -> None:
+def test_number_with_too_many_digits_for_python_is_no_call(key: str) -> None:
     other = '"arguments": {}' if key == "name" else '"name": "get_time"'
     text = f'<tool_call>{{"{key}": {"9" * 5_000}, {other}}}</tool_call>'
     message = _read(_parser(_FORMATS["hermes"]), [text])
     assert (message.content, message.calls) == (text, [])
 
 
-def test_arguments_are_passed_on_as_they_come() -> None:
+def test_arguments_are_passed_on_as_they_arrive() -> None:
     """A client that shows them would wait for the whole call."""
-    text, _ = json.dumps({"city": "x" * 100, "days": 3}), None
+    text = json.dumps({"city": "x" * 100, "days": 3})
     call = f'<tool_call>\n{{"name": "get_weather", "arguments": {text}}}\n</tool_call>'
     message = _read(_parser(_FORMATS["hermes"]), list(call))
     assert message.calls == [("get_weather", text)]
     assert message.fragments == len(text)
 
 
-def test_a_call_that_the_limit_cut_stays_open() -> None:
-    """Closed for the model, it would be run with half of its arguments."""
+def test_call_that_max_tokens_cut_stays_open() -> None:
+    """A client would run a closed call with half of its arguments."""
     text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ber'
     cut = _read(_parser(_FORMATS["hermes"]), [text], is_cut=True)
     assert cut.calls == [("get_weather", '{"city": "Ber')]

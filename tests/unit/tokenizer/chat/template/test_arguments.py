@@ -1,4 +1,4 @@
-"""Arguments in a conversation: what a model broke off must not end the conversation."""
+"""Arguments of calls in a conversation: broken JSON must not end the conversation."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ _NO_OBJECTS = [
 
 
 @pytest.mark.parametrize("text", _NO_OBJECTS)
-def test_only_objects_are_read(text: str) -> None:
+def test_text_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(ServiceError) as caught:
         read_arguments(text, "there")
     assert caught.value.field == "there"
@@ -51,19 +51,19 @@ def test_only_objects_are_read(text: str) -> None:
         (" \n", {}),
     ],
 )
-def test_what_broke_off_keeps_its_whole_members(text: str, expected: dict[str, object]) -> None:
+def test_broken_object_keeps_its_complete_members(text: str, expected: dict[str, object]) -> None:
     assert repaired_arguments(text) == expected
 
 
-def test_a_long_text_is_not_read_one_by_one() -> None:
-    """It would take seconds in which others wait."""
+def test_long_text_is_not_repaired() -> None:
+    """The scanner would block the event loop for seconds."""
     text = '{"a": "' + "x" * 65_536
     assert repaired_arguments(text) == {"text": text}
 
 
 @given(st.dictionaries(st.text(), _VALUES, max_size=3), st.integers(0, 200))
-def test_a_cut_object_is_repaired_to_an_object(value: dict[str, Any], size: int) -> None:
-    """Wherever max_tokens cut it; what it keeps is what was there."""
+def test_cut_object_is_repaired_to_an_object(value: dict[str, Any], size: int) -> None:
+    """max_tokens may cut it anywhere; no member appears that was not there."""
     text = json.dumps(value, ensure_ascii=False)
     repaired = repaired_arguments(text[:size])
     read_arguments(json.dumps(repaired), "")
@@ -73,5 +73,5 @@ def test_a_cut_object_is_repaired_to_an_object(value: dict[str, Any], size: int)
 
 
 @given(st.text())
-def test_any_text_is_taken(text: str) -> None:
+def test_any_text_is_repaired_to_an_object(text: str) -> None:
     read_arguments(json.dumps(repaired_arguments(text)), "")

@@ -1,0 +1,83 @@
+"""Limits and defaults that the contract states, for every service."""
+
+__all__ = [
+    "DEFAULT_MAX_TOKENS",
+    "DRY_ALLOWED_LENGTH",
+    "DRY_BASE",
+    "FUNCTION_NAME",
+    "MAX_ARGUMENTS",
+    "MAX_BAD_IDS",
+    "MAX_BAD_SPELLINGS",
+    "MAX_BAD_WORDS",
+    "MAX_BAD_WORD_LENGTH",
+    "MAX_CHAT_LOGPROBS",
+    "MAX_DECODED_IDS",
+    "MAX_DRY_BREAKERS",
+    "MAX_DRY_BREAKER_LENGTH",
+    "MAX_MESSAGES",
+    "MAX_MESSAGE_PARTS",
+    "MAX_SEQUENCES",
+    "MAX_STOP_LENGTH",
+    "MAX_STOP_TOKEN_IDS",
+    "MAX_STRUCTURES",
+    "MAX_TEMPLATE_JSON",
+    "MAX_TEXT_BYTES",
+    "MAX_TOOLS",
+    "MAX_TOOL_CALLS",
+    "MAX_TOP_K",
+    "REASONING_EFFORTS",
+]
+
+DEFAULT_MAX_TOKENS = 16
+"""Output tokens of a completion's choice without max_tokens; a chat may fill the context"""
+DRY_BASE = 1.75
+"""DRY's base"""
+DRY_ALLOWED_LENGTH = 2
+"""Tokens of a repetition that DRY does not penalize"""
+
+MAX_SEQUENCES = 128
+"""Sequences of a request: prompts x n, or prompts x best_of"""
+MAX_STOP_TOKEN_IDS = 128
+"""Stop token ids of a request"""
+MAX_STOP_LENGTH = 1_000
+"""Code points of a stop string"""
+MAX_TOP_K = 128
+"""Largest top_k"""
+MAX_DRY_BREAKERS = 32
+"""DRY sequence breakers of a request"""
+MAX_DRY_BREAKER_LENGTH = 64
+"""Code points of a DRY sequence breaker"""
+MAX_BAD_WORDS = 128
+"""Bad words of a request"""
+MAX_BAD_WORD_LENGTH = 1_000
+"""Code points of a bad word"""
+MAX_BAD_SPELLINGS = 1_024
+"""Token sequences that spell the bad words of a request; a word may have several"""
+MAX_BAD_IDS = 16_384
+"""Token ids of these spellings together"""
+MAX_CHAT_LOGPROBS = 20
+"""Candidates of each token of a chat"""
+
+MAX_MESSAGES = 4_096
+"""Messages of a chat"""
+MAX_MESSAGE_PARTS = 1_024
+"""Content parts of a message"""
+MAX_TOOL_CALLS = 128
+"""Tool calls of a message"""
+MAX_ARGUMENTS = 1024 * 1024
+"""Characters of the arguments of a tool call"""
+MAX_TEMPLATE_JSON = 64 * 1024
+"""Characters of JSON of the template's arguments"""
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of reasoning_effort"""
+MAX_TOOLS = 128
+"""Tools of a request"""
+FUNCTION_NAME = "[A-Za-z0-9_-]{1,64}"
+"""Pattern of a function's name, all of it"""
+MAX_STRUCTURES = 128
+"""Structures of a structural tag, and its triggers: each is a token of the grammar's lexer"""
+
+MAX_TEXT_BYTES = 1024 * 1024
+"""UTF-8 bytes of text that the tokenizer's own rpcs take or answer"""
+MAX_DECODED_IDS = 256 * 1024
+"""Token ids that Decode takes"""

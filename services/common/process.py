@@ -1,0 +1,32 @@
+"""The process of a service: its file limit and its stop signals."""
+
+import asyncio
+import contextlib
+import resource
+import signal
+
+__all__ = ["raise_file_limit", "stop_signal"]
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit on open files, and so on connections, to the hard one.
+
+    At the limit, the kernel resets new connections before the service sees them.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # "unlimited" can exceed the system's limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def stop_signal() -> asyncio.Future[None]:
+    """Return a future that is done at the first SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[None] = loop.create_future()
+
+    def on_signal() -> None:
+        if not stop.done():
+            stop.set_result(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop

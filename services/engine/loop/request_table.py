@@ -1,0 +1,310 @@
+"""Requests of the step loop: admission, tokens, credit, masks, ends, and their outputs.
+
+The table owns every request and its sequences; the scheduler decides which of them run.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from services.engine.loop import refusals
+from services.engine.messages import (
+    AddRequest,
+    Admitted,
+    CacheFlushed,
+    CancelRequest,
+    Command,
+    FinishCause,
+    Finished,
+    FlushCache,
+    GrantCredit,
+    Mask,
+    Output,
+    Refused,
+    RequestDone,
+    Score,
+    SetMasks,
+    Token,
+)
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.sequence import Request, Sequence, SequenceState
+from services.engine.scheduling.token_ids import Prompt
+
+__all__ = ["LoopLimits", "RequestTable"]
+
+_LOG = logging.getLogger("loop")
+
+
+@dataclass(frozen=True, slots=True)
+class LoopLimits:
+    """Limits of the model and of the queue."""
+
+    eos_token_ids: frozenset[int]
+    max_waiting: int
+    """Sequences that may wait"""
+    starvation_seconds: float = 30.0
+    """Time for which a sequence may hold blocks without credit"""
+
+
+class RequestTable:
+    """All requests of the loop, and the outputs to send with the next step."""
+
+    def __init__(
+        self, scheduler: Scheduler, limits: LoopLimits, clock: Callable[[], float]
+    ) -> None:
+        self._scheduler = scheduler
+        self._limits = limits
+        self._clock = clock
+        self._requests: dict[int, Request] = {}
+        """By handle"""
+        self._starved: dict[Sequence, None] = {}
+        """Sequences without credit, ordered by the time when it ran out"""
+        self._outputs: list[Output] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    # Commands.
+
+    def carry_out(self, command: Command) -> None:
+        """Carry out a command. An exception aborts the command's request, and no other."""
+        try:
+            self._carry_out(command)
+        except Exception as error:
+            handle = getattr(command, "handle", None)
+            if handle is None:
+                raise
+            _LOG.exception("request %d failed", handle)
+            refusal = refusals.step_failed(handle, error)
+            if handle in self._requests:
+                self.abort(refusal)
+            else:
+                self.report(refusal)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case AddRequest():
+                self._add(command)
+            case CancelRequest():
+                self._cancel(command)
+            case GrantCredit():
+                self._grant(command)
+            case SetMasks():
+                for mask in command.masks:
+                    self._set_mask(mask)
+            case FlushCache():
+                self.report(CacheFlushed(self._scheduler.pool.flush()))
+
+    def _add(self, command: AddRequest) -> None:
+        checked = command.checked
+        max_tokens = [
+            min(checked.stopping.max_tokens, checked.stopping.context_length - len(prompt))
+            for prompt in checked.prompts
+        ]
+        if (refusal := self._refusal(command, max_tokens)) is not None:
+            self.report(refusal)
+            return
+        request = self._make_request(command, max_tokens)
+        earlier = {
+            id(s.request) for s in self._scheduler.waiting if s.request.order <= request.order
+        }
+        cached = [0] * len(checked.prompts)
+        for sequence in request.sequences:
+            found = self._scheduler.add(sequence)
+            cached[sequence.prompt_index] = max(cached[sequence.prompt_index], found)
+        self.report(Admitted(command.handle, max_tokens, cached, len(earlier)))
+        for sequence in request.sequences:
+            if sequence.position:
+                self._end_if_done(sequence, sequence.newest)
+
+    def _make_request(self, command: AddRequest, max_tokens: Items[int]) -> Request:
+        """Enter a request with its sequences."""
+        checked, size = command.checked, self._scheduler.limits.block_size
+        request = Request(command)
+        resumed = {resume.sequence: resume for resume in checked.resume}
+        prompts = [Prompt(ids, command.cache_salt, size) for ids in checked.prompts]
+        for index in range(checked.num_sequences):
+            prompt = index // checked.n
+            request.sequences.append(
+                Sequence(request, index, prompts[prompt], resumed.get(index), max_tokens[prompt])
+            )
+        request.unfinished = len(request.sequences)
+        self._requests[command.handle] = request
+        return request
+
+    def _refusal(self, command: AddRequest, max_tokens: Items[int]) -> Refused | None:
+        if self._is_full_for(command):
+            return refusals.queue_full(command.handle, len(self._scheduler.waiting))
+        for prompt, output in zip(command.checked.prompts, max_tokens, strict=True):
+            if not self._scheduler.fits(len(prompt) + output):
+                size = self._scheduler.limits.block_size * self._scheduler.pool.num_blocks
+                return refusals.kv_cache_too_small(command.handle, len(prompt), output, size)
+        return None
+
+    def _is_full_for(self, command: AddRequest) -> bool:
+        """Return whether the queue has no room for a request.
+
+        Tenants below their share of the queue may exceed its size, up to twice, so that a tenant
+        that fills the queue is refused first.
+        """
+        scheduler, limit = self._scheduler, self._limits.max_waiting
+        waiting, count = len(scheduler.waiting), command.checked.num_sequences
+        places = 0 if waiting else scheduler.free_places  # waiting sequences take them first
+        if waiting + count - places <= limit:
+            return False
+        mine = scheduler.tenants.waiting_of(command.cache_salt)
+        tenants = len(scheduler.tenants) + (0 if mine else 1)
+        return mine + count > limit // tenants or waiting + count > 2 * limit
+
+    def _cancel(self, command: CancelRequest) -> None:
+        request = self._requests.get(command.handle)
+        if request is None:
+            return
+        for index in command.sequences or range(len(request.sequences)):
+            if request.sequences[index].state is not SequenceState.FINISHED:
+                self.finish(request.sequences[index], FinishCause.CANCELLED)
+
+    def _grant(self, command: GrantCredit) -> None:
+        request = self._requests.get(command.handle)
+        for sequence in request.sequences if request else ():
+            if sequence.credit is not None:
+                sequence.credit += command.tokens
+                sequence.starved_since = None
+                self._starved.pop(sequence, None)
+                self._append_forced(sequence)
+
+    def _set_mask(self, mask: Mask) -> None:
+        request = self._requests.get(mask.handle)
+        if request is None:
+            return
+        sequence = request.sequences[mask.sequence]
+        # some of the forced tokens may already be drawn, under a mask from before a service loss
+        is_current = mask.position <= sequence.position <= mask.end
+        if sequence.state is SequenceState.FINISHED or not is_current:
+            return
+        sequence.mask = mask
+        if sequence.is_at_end:
+            self.finish(sequence, FinishCause.GRAMMAR)
+        else:
+            self._append_forced(sequence)
+
+    def _append_forced(self, sequence: Sequence) -> None:
+        """Append the tokens that the mask forces, which takes no logits.
+
+        Forced tokens are drawn like others where scores need logits, or where the request itself
+        may forbid them.
+        """
+        checked = sequence.request.command.checked
+        is_drawn = checked.logprobs is not None or checked.sampling.limits_ids
+        if is_drawn or sequence.scored < sequence.prompt_length or sequence.max_tokens == 0:
+            return
+        for token in sequence.forced:
+            if sequence.state is SequenceState.FINISHED or sequence.credit == 0:
+                return
+            if sequence.mirostat is not None:
+                sequence.mirostat.observe(0.0)  # a certain token has a surprise of 0 bits
+            self.append(sequence, token, None)
+
+    # Progress of sequences.
+
+    def note_started(self, sequences: Iterable[Sequence]) -> None:
+        """Record that a step computes tokens of these sequences."""
+        now = self._clock()
+        for sequence in sequences:
+            if sequence.request.started is None:
+                sequence.request.started = now
+            if sequence.credit == 0 and sequence.max_tokens and sequence.starved_since is None:
+                self._starve(sequence, now)
+
+    def append(self, sequence: Sequence, token: int, score: Score | None) -> None:
+        """Append a token, report it, and end the sequence if it was the last one."""
+        request, position = sequence.request, sequence.position
+        if request.first_token is None:
+            request.first_token = self._clock()
+        sequence.append(token)
+        if sequence.credit is not None:
+            sequence.credit -= 1
+            if sequence.credit == 0:
+                self._starve(sequence, self._clock())
+        mu: float | None = None
+        if sequence.mirostat is not None:
+            sequence.mirostat.commit()
+            mu = sequence.mirostat.mu
+        self.report(Token(request.command.handle, sequence.index, position, token, score, mu))
+        self._end_if_done(sequence, token)
+
+    def finish(self, sequence: Sequence, cause: FinishCause, token: int | None = None) -> None:
+        """End a sequence, and with the last one its request."""
+        self._scheduler.remove(sequence)
+        self._starved.pop(sequence, None)
+        request, handle = sequence.request, sequence.request.command.handle
+        self.report(Finished(handle, sequence.index, cause, token, sequence.position))
+        request.unfinished -= 1
+        if request.unfinished == 0:
+            del self._requests[handle]
+            self.report(self._done(request))
+
+    def cut_starved(self) -> None:
+        """Abort requests that have had no credit for too long: their clients read nothing."""
+        limit = self._clock() - self._limits.starvation_seconds
+        while self._starved:
+            longest = next(iter(self._starved))
+            if longest.starved_since is None or longest.starved_since >= limit:
+                return
+            handle = longest.request.command.handle
+            self.abort(refusals.stalled(handle, self._limits.starvation_seconds))
+
+    def abort(self, refusal: Refused) -> None:
+        """End a request with a reason, unless it has ended already."""
+        request = self._requests.pop(refusal.handle, None)
+        if request is None:
+            return
+        for sequence in request.sequences:
+            self._starved.pop(sequence, None)
+            if sequence.state is not SequenceState.FINISHED:
+                self._scheduler.remove(sequence)
+        self.report(refusal)
+
+    def _starve(self, sequence: Sequence, now: float) -> None:
+        sequence.starved_since = now
+        self._starved[sequence] = None
+
+    def _end_if_done(self, sequence: Sequence, token: int) -> None:
+        stopping = sequence.request.command.checked.stopping
+        if token in stopping.stop_token_ids:
+            self.finish(sequence, FinishCause.STOP_TOKEN, token)
+        elif token in self._limits.eos_token_ids and not stopping.ignore_eos:
+            self.finish(sequence, FinishCause.EOS, token)
+        elif sequence.position >= sequence.max_tokens:
+            self.finish(sequence, FinishCause.LENGTH)
+        elif sequence.is_at_end:
+            self.finish(sequence, FinishCause.GRAMMAR)
+
+    def _done(self, request: Request) -> RequestDone:
+        command, now = request.command, self._clock()
+        started = request.started if request.started is not None else now
+        # forced tokens may come before the first step
+        first = max(request.first_token, started) if request.first_token is not None else now
+        # only the first choice of a prompt counts: the others share the blocks that it computed
+        firsts = request.sequences[:: command.checked.n]
+        return RequestDone(
+            handle=command.handle,
+            prompt_tokens=sum(len(prompt) for prompt in command.checked.prompts),
+            completion_tokens=sum(s.position for s in request.sequences),
+            cached_tokens=sum(s.cached_tokens or 0 for s in firsts),
+            queue_seconds=started - command.arrival,
+            prefill_seconds=first - started,
+            decode_seconds=now - first,
+        )
+
+    # Outputs.
+
+    def report(self, output: Output) -> None:
+        """Add an output to those of the present step."""
+        self._outputs.append(output)
+
+    def take_outputs(self) -> list[Output]:
+        """Return the outputs since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs

@@ -1,0 +1,325 @@
+"""Sampler: draws one token per row of logits.
+
+The noise of a draw is a function of (seed, choice, position). It depends neither on the batch nor
+on earlier draws, so a sequence can stop and resume anywhere. One uniform number picks a token from
+the cumulative weights: in the order of ids, or by falling weight where top-k, top-p or min-p apply.
+
+A native kernel draws on a CPU; torch draws on other devices and where the kernels are not built.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.engine.batch.transfer import to_device
+from services.engine.kernels.library import DrawCall, native
+from services.engine.sampling.adjustments import adjust
+from services.engine.sampling.row import Row
+
+__all__ = ["argmax", "reject_nan", "sample", "try_sample"]
+
+_CANDIDATES = 256
+"""Likeliest tokens that a restricted draw examines before it sorts the whole row"""
+_GROUP = 256
+"""Weights per group of the two-level search for the drawn token"""
+_BLOCK = 1 << 19
+"""Logits that a CPU processes at a time: they fit its caches, and their temporaries reuse memory"""
+_LOG2_E = math.log2(math.e)
+"""Factor from exp to exp2: masks leave -inf, and exp is 100 times slower where it underflows"""
+_LOWEST_TEMPERATURE = 1e-30
+"""Lowest temperature: it already draws only the larger of any two logits that differ"""
+
+_Draw = Callable[[Tensor, Sequence[Row]], Tensor]
+
+
+def argmax(logits: Tensor) -> list[int]:
+    """Return the most likely id of each row, the lowest of equals.
+
+    logits: float32 [rows, vocabulary].
+    """
+    return _ids(_draw_greedy(logits))
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """Draw one id per row, and update the rows' mirostat state.
+
+    logits: float32 [rows, vocabulary], not modified.
+    """
+    drawn = [0] * len(rows)
+    draw_of = _draw_of if native is None or logits.device.type != "cpu" else _draw_of_on_cpu
+    for draw, indices, part, part_rows in _groups(logits, rows, draw_of):
+        for i, token in zip(indices, _ids(draw(part, part_rows)), strict=True):
+            drawn[i] = token
+    return drawn
+
+
+def reject_nan(logits: Tensor, ids: Sequence[int]) -> list[int]:
+    """Return the drawn ids, with -1 where the id's logit is NaN.
+
+    A row of NaN yields an id whose logit is NaN, however it is drawn. The check works on a CPU
+    only: on another device most steps go on before the host has the ids. logits: float32
+    [rows, vocabulary].
+    """
+    if logits.device.type != "cpu":
+        return list(ids)
+    logit = logits.numpy().item  # ten times as fast as indexing
+    return [-1 if math.isnan(logit(row, token)) else token for row, token in enumerate(ids)]
+
+
+def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> tuple[Tensor, Tensor | None]:
+    """Draw on the device, without waiting for it.
+
+    rows: none with mirostat; None = plain greedy. Returns ids, int64 [rows], and bool [rows] that
+    is False where `sample` must examine more candidates, or None where no row needs that.
+    """
+    if rows is None:
+        return _draw_greedy(logits), None
+    device = logits.device
+    drawn = torch.empty(len(rows), dtype=torch.int64, device=device)
+    is_settled: Tensor | None = None
+    for draw, indices, part, part_rows in _groups(logits, rows, _draw_of):
+        index = to_device(torch.tensor(indices), device)
+        if draw is _draw_restricted:
+            if is_settled is None:
+                is_settled = torch.ones(len(rows), dtype=torch.bool, device=device)
+            ids, settled, _ = _draw_candidates(part, part_rows)
+            is_settled.index_copy_(0, index, settled)
+        else:
+            ids = draw(part, part_rows)
+        drawn.index_copy_(0, index, ids)
+    return drawn, is_settled
+
+
+def _groups(
+    logits: Tensor, rows: Sequence[Row], draw_of: Callable[[Row], _Draw]
+) -> Iterator[tuple[_Draw, Sequence[int], Tensor, Sequence[Row]]]:
+    """Group rows by how they are drawn. Yields the draw, row indices, adjusted logits and rows."""
+    groups: dict[tuple[_Draw, bool], list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault((draw_of(row), row.is_adjusted), []).append(i)
+    size = max(_BLOCK // logits.shape[1], 1) if logits.device.type == "cpu" else len(rows)
+    for (draw, adjusted), members in groups.items():
+        for start in range(0, len(members), size):
+            indices = members[start : start + size]
+            part, part_rows = _select(logits, indices, adjusted), [rows[i] for i in indices]
+            if adjusted:
+                adjust(part, part_rows)
+            yield draw, indices, part, part_rows
+
+
+def _select(logits: Tensor, indices: Sequence[int], is_modified: bool) -> Tensor:
+    """Select rows, in rising order; a copy where they are modified or not contiguous."""
+    first, last = indices[0], indices[-1]
+    if last - first + 1 > len(indices):
+        return logits[to_device(torch.tensor(indices), logits.device)]
+    part = logits[first : last + 1]
+    if not is_modified:
+        return part
+    # numpy copies in this thread; torch's threads would wait for cores that others use
+    return torch.from_numpy(part.numpy().copy()) if logits.device.type == "cpu" else part.clone()
+
+
+def _draw_of(row: Row) -> _Draw:
+    settings = row.settings
+    if settings.temperature == 0:
+        return _draw_greedy
+    if row.mirostat is not None:
+        return _draw_mirostat
+    if settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0:
+        return _draw_restricted
+    return _draw_plain
+
+
+def _draw_of_on_cpu(row: Row) -> _Draw:
+    draw = _draw_of(row)
+    return _draw_by_kernel if draw in (_draw_plain, _draw_restricted) else draw
+
+
+def _draw_by_kernel(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    assert native is not None
+    first, stride = logits.data_ptr(), logits.stride(0) * logits.element_size()
+    calls = (DrawCall * len(rows))()
+    for i, (call, row) in enumerate(zip(calls, rows, strict=True)):
+        settings = row.settings
+        call.logits = first + i * stride
+        call.temperature, call.top_p = settings.temperature, settings.top_p
+        call.min_p, call.top_k = settings.min_p, settings.top_k
+        call.noise = row.noise
+    native.draw_tokens(calls, len(rows), logits.shape[1])
+    return torch.tensor([call.drawn for call in calls])
+
+
+def _draw_greedy(logits: Tensor, rows: Sequence[Row] = ()) -> Tensor:
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # ten times as fast as torch's
+    return logits.argmax(dim=-1)
+
+
+def _draw_plain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Draw from the whole vocabulary, in the order of ids."""
+    return _pick(_weights(logits, rows), _noises(rows, logits.device)).squeeze(1)
+
+
+def _draw_mirostat(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Draw from the tokens whose surprise is at most mu, or the likeliest if none, in id order."""
+    states = [row.mirostat for row in rows if row.mirostat is not None]
+    weights = _weights(logits, rows)
+    totals = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    mu = torch.tensor([state.mu for state in states], dtype=torch.float64, device=logits.device)
+    # -log2(weight / total) <= mu, and the largest weight is 1
+    least = (totals * torch.exp2(-mu.unsqueeze(1))).clamp_(max=1).float()
+    weights *= weights >= least
+    ids = _pick(weights, _noises(rows, logits.device))
+    surprises = -(weights.gather(1, ids) / totals).log2()
+    for state, surprise in zip(states, surprises.squeeze(1).tolist(), strict=True):
+        state.observe(surprise)
+    return ids.squeeze(1)
+
+
+def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Apply top-k, then top-p, then min-p, and draw in the order of falling weight.
+
+    Equal logits are in the order of ids: the result must not depend on the number of candidates.
+    """
+    drawn, is_settled, normaliser = _draw_candidates(logits, rows)
+    unsettled = (~is_settled).nonzero().squeeze(1).tolist()
+    if unsettled:
+        part, part_rows = logits[unsettled], [rows[i] for i in unsettled]
+        ids = _sort_falling(part)
+        values = part.gather(1, ids).double() / _temperatures(part_rows, logits.device)
+        index, _ = _pick_restricted(values, normaliser[unsettled], part_rows, False)
+        drawn[unsettled] = ids.gather(1, index).squeeze(1)
+    return drawn
+
+
+def _draw_candidates(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw from the likeliest tokens alone.
+
+    Returns ids, int64 [rows]; whether the other tokens can't change them, bool [rows]; and the log
+    of the sum of exp(logit / temperature), float64 [rows, 1].
+    """
+    width = min(_CANDIDATES, logits.shape[1])
+    ids = logits.topk(width, dim=-1).indices.sort(dim=-1).values
+    order = logits.gather(1, ids).argsort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    temperatures = _temperatures(rows, logits.device)
+    values = logits.gather(1, ids).double() / temperatures
+    normaliser = values[:, :1]
+    if not all(0 < row.settings.top_k < width for row in rows):  # top-k normalises its own tokens
+        totals = _weights(logits, rows).sum(dim=-1, keepdim=True, dtype=torch.float64)
+        normaliser = normaliser + totals.log()
+    index, is_settled = _pick_restricted(values, normaliser, rows, width < logits.shape[1])
+    return ids.gather(1, index).squeeze(1), is_settled, normaliser
+
+
+def _sort_falling(logits: Tensor) -> Tensor:
+    """Sort ids by falling logit, then by id: int64 [rows, vocabulary]."""
+    if logits.device.type != "cpu":
+        return logits.sort(dim=-1, descending=True, stable=True).indices
+    # logit and id in one integer: numpy sorts these six times as fast as torch's stable sort
+    bits = (logits + 0.0).numpy().view(np.uint32)  # -0.0 becomes 0.0
+    keys = np.where(bits >> 31, bits, ~bits & 0x7FFFFFFF).astype(np.uint64)
+    packed = keys << np.uint64(32) | np.arange(logits.shape[1], dtype=np.uint64)
+    packed.sort(axis=-1)
+    return torch.from_numpy((packed & np.uint64(0xFFFFFFFF)).astype(np.int64))
+
+
+def _pick_restricted(
+    values: Tensor, normaliser: Tensor, rows: Sequence[Row], more: bool
+) -> tuple[Tensor, Tensor]:
+    """Draw an index into each row's candidates; say whether other tokens can't change it.
+
+    values: float64 [rows, candidates], logits / temperature, falling; normaliser: float64
+    [rows, 1], their logsumexp over the vocabulary; more: the vocabulary has other tokens, too.
+    Returns int64 [rows, 1] and bool [rows].
+    """
+    count, device = values.shape[1], values.device
+    last = values[:, -1:]
+
+    def column(numbers: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
+        return _column(numbers, device, dtype)
+
+    limits = [row.settings.top_k or count for row in rows]
+    most = column([min(limit, count) for limit in limits], torch.int64)
+    is_limited = most < count
+    if any(limit < count for limit in limits):
+        places = torch.arange(count, device=device)
+        values = values.masked_fill(places >= most, -torch.inf)
+        normaliser = torch.where(is_limited, values.logsumexp(dim=-1, keepdim=True), normaliser)
+    probabilities = ((values - normaliser) * _LOG2_E).exp2_()
+    cumulated = probabilities.cumsum(dim=-1)
+
+    def kept_by(condition: Tensor) -> Tensor:
+        return condition.sum(dim=-1, keepdim=True)
+
+    kept = kept_by(cumulated - probabilities < column([row.settings.top_p for row in rows]))
+    floor = column([row.settings.min_p for row in rows]) * probabilities[:, :1]
+    kept = torch.minimum(kept, kept_by((probabilities >= floor) & (probabilities > 0)))
+    kept = torch.minimum(kept, most).clamp_(min=1)
+    target = _noises(rows, device) * cumulated.gather(1, kept - 1)
+    index = torch.minimum(kept_by(cumulated <= target), kept - 1)
+    if not more:
+        return index, torch.ones(len(rows), dtype=torch.bool, device=device)
+    # Unsettled rows: equal logits continue past the candidates, so their order by id is unknown;
+    # or top-p or top-k keep more tokens than there are candidates.
+    end = torch.where(is_limited, most, kept)
+    is_settled = (values.gather(1, end - 1) > last) | (last == -torch.inf)
+    is_known = column([row.settings.top_k < count for row in rows], torch.bool)
+    return index, (is_settled & is_known).squeeze(1)
+
+
+def _pick(weights: Tensor, noises: Tensor) -> Tensor:
+    """Return the id at which each row's cumulative weight passes its noise: int64 [rows, 1].
+
+    weights: float32 [rows, vocabulary], not normalised; noises: float64 [rows, 1], in [0, 1).
+    """
+    padding = -weights.shape[1] % _GROUP
+    padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
+    groups = padded.view(len(weights), -1, _GROUP)
+    cumulated = groups.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target = noises * cumulated[:, -1:]
+    group = _first_above(cumulated, target)
+    before = torch.where(group > 0, cumulated.gather(1, (group - 1).clamp(min=0)), 0.0)
+    chosen = groups.gather(1, group.unsqueeze(2).expand(-1, 1, _GROUP)).squeeze(1)
+    inner = _first_above(chosen.cumsum(dim=-1, dtype=torch.float64), target - before)
+    return (group * _GROUP + inner).clamp_(max=weights.shape[1] - 1)
+
+
+def _weights(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return exp((logit - largest) / temperature): float32 [rows, vocabulary]."""
+    # a denormal temperature may count as 0, and 0 / 0 is NaN
+    scales = _LOG2_E / _temperatures(rows, logits.device).clamp_(min=_LOWEST_TEMPERATURE)
+    return (logits - logits.amax(dim=-1, keepdim=True)).mul_(scales.float()).exp2_()
+
+
+def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
+    """Find the first entry above the target, or, if rounding left none, the last that grew.
+
+    cumulated: float64 [rows, n], never falling; target: float64 [rows, 1]. Returns int64 [rows, 1],
+    below n even in a row of NaN, which must not fail the others.
+    """
+    index = torch.searchsorted(cumulated, target, right=True)
+    last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous())
+    return torch.minimum(index, last).clamp_(max=cumulated.shape[1] - 1)
+
+
+def _temperatures(rows: Sequence[Row], device: torch.device) -> Tensor:
+    return _column([row.settings.temperature for row in rows], device)
+
+
+def _noises(rows: Sequence[Row], device: torch.device) -> Tensor:
+    return _column([row.noise for row in rows], device)
+
+
+def _column(
+    numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    return to_device(torch.tensor(numbers, dtype=dtype), device).unsqueeze(1)
+
+
+def _ids(drawn: Tensor) -> list[int]:
+    ids: list[int] = drawn.tolist()
+    return ids

@@ -1,0 +1,102 @@
+"""Preemption policy: the sequences that give up blocks and places, and their order."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Sequence as Items
+from typing import TypeVar
+
+from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.step_plan import SchedulerLimits
+
+__all__ = ["Preemption"]
+
+K = TypeVar("K", bound=Hashable)
+
+_PAUSE_SECONDS = 1.0
+"""Time without credit after which a sequence may be preempted; a shorter one is a round trip"""
+_GUARANTEED_SHARE = 8
+"""A waiting tenant gets one in this many places, however many another tenant holds"""
+
+
+class Preemption:
+    """Choice of victims among the running sequences."""
+
+    def __init__(self, running: Items[Sequence], pool: BlockPool, limits: SchedulerLimits) -> None:
+        """running: the scheduler's running sequences, in order of scheduling."""
+        self._running = running
+        self._pool = pool
+        self._guaranteed = max(1, limits.max_running // _GUARANTEED_SHARE)
+
+    def victim_for_growth(self) -> Sequence:
+        """Return the sequence that frees blocks for a running one: a paused one, or the last."""
+        # paused sequences are in no plan, and the last one comes after those already planned
+        paused = (s for s in reversed(self._running) if s.is_paused and s.uncomputed <= 1)
+        return next(paused, self._running[-1])
+
+    def victims_for(
+        self, newcomer: Sequence, missing_blocks: int, missing_places: int, now: float
+    ) -> list[Sequence]:
+        """Return the victims whose blocks and places let a newcomer start.
+
+        The list is empty if all candidates together are too few. missing_blocks: blocks needed
+        beyond the free ones.
+        """
+        victims: list[Sequence] = []
+        for victim in self._candidates(newcomer, now):
+            victims.append(victim)
+            # a victim also frees the block that is reserved for its growth
+            missing_blocks -= self._pool.count_unshared(victim.blocks) + 1
+            missing_places -= 1
+            if missing_blocks <= 0 and missing_places <= 0:
+                return victims
+        return []
+
+    def _candidates(self, newcomer: Sequence, now: float) -> Iterator[Sequence]:
+        """Yield the sequences that should yield to a newcomer, the first victim first."""
+        priority = newcomer.request.command.priority
+        last_first = self._running[::-1]
+        paused = [
+            s
+            for s in last_first
+            if s.starved_since is not None
+            and s.starved_since <= now - _PAUSE_SECONDS
+            and s.uncomputed <= 1
+        ]
+        yield from paused
+        others = [s for s in last_first if s not in paused]
+        yield from (s for s in others if s.request.command.priority < priority)
+        # only a sequence that has never run preempts its peers, or they would alternate
+        if newcomer.cached_tokens is None:
+            peers = [s for s in others if s.request.command.priority == priority]
+            yield from self._greediest(newcomer, peers)
+
+    def _greediest(self, newcomer: Sequence, peers: list[Sequence]) -> Iterator[Sequence]:
+        """Yield sequences of the tenants that hold most, then of the newcomer's own tenant.
+
+        Of its own tenant, a request without a place takes places of the requests that hold most.
+        """
+        tenant = newcomer.tenant
+        held = Counter(s.tenant.name for s in peers)
+        if tenant.running < self._guaranteed:
+            del held[tenant.name]
+            yield from _from_largest(held, peers, tenant.running + 1, lambda s: s.tenant.name)
+        if newcomer.request.running == 0:
+            own = [s for s in peers if s.tenant is tenant]
+            requests = Counter(id(s.request) for s in own)
+            yield from _from_largest(requests, own, 1, lambda s: id(s.request))
+
+
+def _from_largest(
+    held: Counter[K], sequences: Items[Sequence], least: int, holder: Callable[[Sequence], K]
+) -> Iterator[Sequence]:
+    """Yield sequences of the holder with most, while it has more than `least`."""
+    owned: dict[K, list[Sequence]] = {}
+    for sequence in reversed(sequences):
+        owned.setdefault(holder(sequence), []).append(sequence)
+    while held:
+        name, count = held.most_common(1)[0]
+        if count <= least:
+            return
+        held[name] -= 1
+        yield owned[name].pop()

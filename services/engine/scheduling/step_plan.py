@@ -1,0 +1,65 @@
+"""Plan of one step, and the limits that it keeps."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from services.engine.scheduling.sequence import Sequence
+
+__all__ = ["Chunk", "SchedulerLimits", "StepPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Limits of a step."""
+
+    max_running: int
+    """Sequences that hold blocks at once"""
+    max_step_tokens: int
+    """Prompt tokens of a step"""
+    mixed_step_factor: float
+    """Time of a step with decodes and prompts, as a multiple of its time without prompts"""
+    block_size: int
+    rows_at_once: int
+    """Rows of a full tile: a product of fewer takes as long, so steps are filled to a multiple"""
+    speculate: bool = False
+    """Whether draft tokens are proposed"""
+    max_logit_rows: int = 256
+    """Rows of logits that a step has memory for"""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence that a step computes."""
+
+    sequence: Sequence
+    start: int
+    """Index of the first token"""
+    count: int
+    draft: Items[int] = ()
+    """Draft tokens, the last of `count`; they are not part of the sequence yet"""
+    num_outputs: int = 1
+    """Last tokens of the chunk whose hidden states the step returns"""
+
+    @property
+    def end(self) -> int:
+        """Index after the last token."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The batch of one step: first `decodes`, then `chunks`."""
+
+    decodes: Items[Sequence]
+    """Sequences whose newest token is computed, one row each"""
+    chunks: Items[Chunk]
+    """Newest tokens with draft tokens, then prompts"""
+    decode_tokens: int
+    """Newest tokens and draft tokens"""
+    prompt_tokens: int
+    """All other tokens"""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.decodes and not self.chunks

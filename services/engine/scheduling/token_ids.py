@@ -1,0 +1,90 @@
+"""Token ids of prompts and sequences, and the hashes of their full blocks."""
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import numpy.typing as npt
+
+from services.engine.scheduling.block_pool import hash_block
+
+__all__ = ["Prompt", "TokenIds"]
+
+
+class Prompt:
+    """Ids and block hashes of a prompt, shared by all its choices."""
+
+    def __init__(self, ids: Items[int], cache_salt: bytes, block_size: int) -> None:
+        self.ids = np.array(ids, dtype=np.int32)
+        """int32 [length]; not writeable"""
+        self.ids.flags.writeable = False
+        self.cache_salt = cache_salt
+        self.block_size = block_size
+        self.num_blocks = len(ids) // block_size
+        """Blocks that the prompt fills"""
+        self._hashes: list[bytes] = []
+
+    def block_hashes(self, count: int) -> list[bytes]:
+        """Return the hashes of the first `count` blocks, at most `num_blocks`."""
+        size = self.block_size
+        for start in range(len(self._hashes) * size, count * size, size):
+            parent = self._hashes[-1] if self._hashes else self.cache_salt
+            self._hashes.append(hash_block(parent, self.ids[start : start + size]))
+        return self._hashes[:count]
+
+    def block_hash(self, index: int) -> bytes:
+        """Return the hash of one block that the prompt fills."""
+        if index >= len(self._hashes):
+            self.block_hashes(index + 1)
+        return self._hashes[index]
+
+
+class TokenIds:
+    """Ids of one sequence, prompt and generated, and the hashes of its full blocks."""
+
+    def __init__(self, prompt: Prompt, generated: Items[int] = ()) -> None:
+        """generated: ids that the sequence resumes with."""
+        self._prompt = prompt
+        self._ids = prompt.ids
+        """Shared with the prompt until the first append"""
+        if generated:
+            self._ids = np.concatenate((prompt.ids, np.array(generated, dtype=np.int32)))
+        self.length = len(self._ids)
+        self._hashes: list[bytes] = []
+        """Hashes of the blocks after those that the prompt fills"""
+
+    @property
+    def array(self) -> npt.NDArray[np.int32]:
+        """All ids: int32 [length], a view."""
+        return self._ids[: self.length]
+
+    @property
+    def newest(self) -> int:
+        """The last id."""
+        return int(self._ids[self.length - 1])
+
+    def append(self, token: int) -> None:
+        """Append a generated id."""
+        if self.length == len(self._ids):
+            grown = np.empty(self.length + max(64, self.length // 4), dtype=np.int32)
+            grown[: self.length] = self._ids
+            self._ids = grown
+        self._ids[self.length] = token
+        self.length += 1
+
+    def block_hash(self, index: int) -> bytes:
+        """Return the hash of a full block."""
+        prompt, size = self._prompt, self._prompt.block_size
+        own = index - prompt.num_blocks
+        if own < 0:
+            return prompt.block_hash(index)
+        while len(self._hashes) <= own:
+            last = prompt.num_blocks + len(self._hashes)
+            parent = self.block_hash(last - 1) if last else prompt.cache_salt
+            self._hashes.append(hash_block(parent, self._ids[last * size : (last + 1) * size]))
+        return self._hashes[own]
+
+    def block_hashes(self, tokens: int) -> list[bytes]:
+        """Return the hashes of the full blocks among the first `tokens` tokens."""
+        count, shared = tokens // self._prompt.block_size, self._prompt.num_blocks
+        hashes = self._prompt.block_hashes(min(count, shared))
+        return hashes + [self.block_hash(i) for i in range(shared, count)]

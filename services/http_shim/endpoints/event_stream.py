@@ -1,0 +1,149 @@
+"""What a streamed completion or chat says: its server-sent events, as bytes."""
+
+import time
+from collections.abc import Sequence
+from typing import Generic
+
+from msgspec import UNSET, UnsetType
+
+from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.errors import error_body, http_status
+from services.http_shim.formats.request_bodies import StreamOptions
+from services.http_shim.formats.responses import (
+    ChoiceFormatter,
+    Delta,
+    Envelope,
+    Usage,
+    running_usage,
+    usage_of,
+)
+from services.http_shim.http.exchange import Exchange
+from services.http_shim.metrics import FIRST_TOKEN_SECONDS, INTER_TOKEN_SECONDS
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["EventStream"]
+
+_AT_ONCE = 128 * 1024  # bytes of deltas: some milliseconds of work
+
+
+class EventStream(Generic[Delta]):
+    """Turns what a completion has pending into the bytes of its events."""
+
+    def __init__(
+        self,
+        collector: OutputCollector[Delta],
+        formatter: ChoiceFormatter[Delta],
+        options: StreamOptions | None,
+        envelope: Envelope,
+        exchange: Exchange,
+    ) -> None:
+        assert collector.accepted is not None
+        self._running: OutputCollector[Delta] = collector
+        self._prompts = collector.accepted.prompts
+        self._formatter: ChoiceFormatter[Delta] = formatter
+        self._envelope = envelope
+        self._exchange = exchange
+        self._unfinished = len(self._prompts) * formatter.choices_per_prompt
+        self._held: completion_pb2.ChoiceFinished | None = None
+        self._tokens: dict[int, int] = {}  # generated and taken, by choice
+        self._times: dict[int, float] = {}  # of the last token taken, by choice
+        self._begun: set[int] = set()  # choices that were spoken of
+        self._usage_on_finish = options is None
+        self._usage_at_end = options is not None and bool(options.include_usage)
+        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        exchange.prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
+        self.most_tokens = 0  # of the choice that is ahead
+
+    def take(self) -> bytes:
+        """The events of what is pending, one for each choice at most; where that is much, of the
+        first choices, so that other streams have their turn."""
+        collector, now = self._running, time.monotonic()
+        pending, ended = collector.take(_AT_ONCE)
+        finished = self._settle(ended)
+        events = []
+        for index, deltas in pending.items():
+            opening = self._usage()
+            self._count(index, deltas, now)
+            if index not in finished:
+                events.append(self._event(index, deltas, None, opening, self._usage()))
+        has_usage = self._usage_on_finish and collector.usage is not None and not self._unfinished
+        carrier = next(reversed(finished), None) if has_usage else None
+        for index, end in finished.items():
+            opening = self._usage()
+            self._exchange.completion_tokens += end.completion_tokens - self._tokens.get(index, 0)
+            self._tokens[index] = end.completion_tokens
+            usage = self._final_usage() if index == carrier else self._usage()
+            events.append(self._event(index, pending.get(index, []), end, opening, usage))
+        return b"".join(events)
+
+    def tail(self) -> bytes:
+        """The last events, once the completion has ended."""
+        if (error := self._running.error) is not None:
+            self._exchange.status = http_status(error.code)  # as it would have been at the start
+            self._exchange.note_failure(error.reason, error.message)
+            return b"data: %b\n\n" % error_body(error)
+        if self._running.usage is None:
+            return b""  # nobody reads any more
+        usage = self._envelope.chunk(None, self._final_usage()) if self._usage_at_end else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def _settle(
+        self, finished: dict[int, completion_pb2.ChoiceFinished]
+    ) -> dict[int, completion_pb2.ChoiceFinished]:
+        """Holds the very last finish back until the usage that goes with it is known."""
+        self._unfinished -= len(finished)
+        if not self._usage_on_finish or self._unfinished:
+            return finished
+        if self._running.usage is None:
+            if finished:
+                self._held = finished.popitem()[1]
+        elif self._held is not None:
+            finished[self._held.index] = self._held
+            self._held = None
+        return finished
+
+    def _count(self, index: int, deltas: Sequence[Delta], now: float) -> None:
+        new = self._formatter.tokens_in(deltas)
+        if not new:
+            return
+        before = self._times.get(index)
+        if before is not None:
+            INTER_TOKEN_SECONDS.observe((now - before) / new)
+        elif not self._times:
+            FIRST_TOKEN_SECONDS.observe(now - self._exchange.began)
+        self._times[index] = now
+        self._exchange.completion_tokens += new
+        total = self._tokens[index] = self._tokens.get(index, 0) + new
+        if total > self.most_tokens:
+            self.most_tokens = total
+
+    def _event(
+        self,
+        index: int,
+        deltas: Sequence[Delta],
+        end: completion_pb2.ChoiceFinished | None,
+        opening: Usage | UnsetType | None,
+        usage: Usage | UnsetType | None,
+    ) -> bytes:
+        """The chunks of a choice, the last with `usage`. Where a message begins, the chunk with its
+        role has `opening`, the usage before it."""
+        is_first = index not in self._begun
+        prompt = self._prompts[index // self._formatter.choices_per_prompt] if is_first else None
+        chunks = self._formatter.chunks(index, deltas, end, prompt)
+        if not chunks:
+            return b""
+        self._begun.add(index)
+        usages = [self._usage()] * (len(chunks) - 1) + [usage]
+        if is_first and len(chunks) > 1:
+            usages[0] = opening
+        return b"".join(map(self._envelope.chunk, chunks, usages))
+
+    def _usage(self) -> Usage | UnsetType | None:
+        """What chunks before the last say of usage."""
+        if self._usage_always:
+            return running_usage(self._exchange.prompt_tokens, self._exchange.completion_tokens)
+        return None if self._usage_at_end else UNSET
+
+    def _final_usage(self) -> Usage | None:
+        usage = self._running.usage
+        return None if usage is None else usage_of(usage)

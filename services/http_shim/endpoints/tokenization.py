@@ -1,0 +1,230 @@
+"""Text to ids and back, and what the tokenizer is."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.http_shim.backends.backend import Backend
+from services.http_shim.backends.model_source import ModelSource, ServedModel
+from services.http_shim.formats.chat_requests import rendered_param_of, to_render_request
+from services.http_shim.formats.request_bodies import (
+    DetokenizeBody,
+    TemplateBody,
+    TokenizeBody,
+    parse,
+)
+from services.http_shim.http.access import authorized_model
+from services.http_shim.http.body import BodyReader, json_response
+from services.http_shim.http.exchange import exchange_of
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = ["AppliedTemplate", "Detokenized", "Tokenization", "Tokenized", "TokenizerInfo"]
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+_TEMPLATE = msgspec.json.Decoder(TemplateBody)
+_OF_MESSAGES = (
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+
+
+class Tokenized(Struct):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Struct):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class AppliedTemplate(Struct):
+    """The answer of /apply-template."""
+
+    prompt: str
+
+
+class TokenizerInfo(Struct):
+    """The answer of /tokenizer_info."""
+
+    model: str
+    tokenizer_class: str
+    fingerprint: str
+    vocab_size: int
+    model_max_length: int
+    add_bos_token: bool
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_id: int | None
+    pad_token: str | None
+    pad_token_id: int | None
+    unk_token: str | None
+    unk_token_id: int | None
+    additional_special_tokens: list[str]
+    infill: bool
+    chat_template: str | None
+    chat_template_hash: str | None
+
+
+class Tokenization:
+    """POST /tokenize, POST /detokenize, POST /apply-template, GET /tokenizer_info."""
+
+    def __init__(self, models: ModelSource, bodies: BodyReader) -> None:
+        self._models = models
+        self._bodies = bodies
+
+    async def tokenize(self, request: Request) -> Response:
+        """Text to ids, as prompts of completions are read, or messages to those of their prompt."""
+        make = partial(parse, _TOKENIZE)
+        body, ignored = await self._bodies.read(request.scope, request.receive, make)
+        exchange_of(request.scope).ignored = ignored
+        served = await authorized_model(exchange_of(request.scope), self._models, body.model)
+        with served.connection.used() as backend:
+            read = _encode if body.messages is None else _render
+            (ids, texts), tokenizer = await asyncio.gather(
+                read(backend, served.backend_name, body), backend.tokenizer(served.backend_name)
+            )
+        return json_response(
+            Tokenized(
+                count=len(ids),
+                max_model_len=_context_length(served, tokenizer),
+                tokens=ids,
+                token_strs=texts if body.return_token_strs else None,
+            )
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """Ids to text, control tokens included."""
+        make = partial(parse, _DETOKENIZE)
+        body, ignored = await self._bodies.read(request.scope, request.receive, make)
+        exchange_of(request.scope).ignored = ignored
+        if body.tokens is None:
+            raise invalid("tokens", "tokens is required: a list of token ids.")
+        served = await authorized_model(exchange_of(request.scope), self._models, body.model)
+        asked = tokenizer_pb2.DecodeRequest(
+            model=served.backend_name,
+            sequences=[types_pb2.TokenIds(ids=body.tokens)],
+            skip_special_tokens=False,
+        )
+        with _blaming("tokens"), served.connection.used() as backend:
+            answer = await backend.decode(asked)
+        return json_response(Detokenized(answer.decodings[0].text))
+
+    async def apply_template(self, request: Request) -> Response:
+        """Messages to the text of their prompt."""
+        make = partial(parse, _TEMPLATE)
+        body, ignored = await self._bodies.read(request.scope, request.receive, make)
+        exchange_of(request.scope).ignored = ignored
+        asked = to_render_request(body)
+        served = await authorized_model(exchange_of(request.scope), self._models, body.model)
+        with served.connection.used() as backend:
+            answer = await _rendered(backend, served.backend_name, asked)
+        return json_response(AppliedTemplate(answer.text))
+
+    async def info(self, request: Request) -> Response:
+        """What remote users of the tokenizer need to know."""
+        name = request.query_params.get("model")
+        served = await authorized_model(exchange_of(request.scope), self._models, name)
+        with served.connection.used() as backend:
+            tokenizer = await backend.tokenizer(served.backend_name)
+        return json_response(_info(served, tokenizer))
+
+
+async def _encode(backend: Backend, model: str, body: TokenizeBody) -> tuple[list[int], list[str]]:
+    if body.prompt is None:
+        raise invalid("prompt", "prompt or messages is required: a string, or a conversation.")
+    for name in _OF_MESSAGES:
+        if getattr(body, name) is not None:
+            raise invalid(name, f"{name} is only for requests with messages.")
+    asked = tokenizer_pb2.EncodeRequest(
+        model=model,
+        texts=[body.prompt],
+        add_special_tokens=body.add_special_tokens,
+        with_texts=bool(body.return_token_strs),
+    )
+    with _blaming("prompt"):
+        [encoding] = (await backend.encode(asked)).encodings
+    return list(encoding.ids), list(encoding.tokens)
+
+
+async def _render(backend: Backend, model: str, body: TokenizeBody) -> tuple[list[int], list[str]]:
+    if body.prompt is not None:
+        raise invalid("prompt", "prompt and messages exclude each other.")
+    asked = to_render_request(body, with_texts=bool(body.return_token_strs))
+    answer = await _rendered(backend, model, asked)
+    return list(answer.ids), list(answer.tokens)
+
+
+async def _rendered(
+    backend: Backend, model: str, asked: tokenizer_pb2.RenderChatRequest
+) -> tokenizer_pb2.RenderChatResponse:
+    asked.model = model
+    try:
+        return await backend.render(asked)
+    except ServiceError as error:
+        error.field = rendered_param_of(error.field)
+        raise
+
+
+@contextmanager
+def _blaming(param: str) -> Iterator[None]:
+    """Whatever field of the proto is to blame, the client knows it by this name."""
+    try:
+        yield
+    except ServiceError as error:
+        if error.field and error.field != "model":
+            error.field = param
+        raise
+
+
+def _context_length(served: ServedModel, tokenizer: tokenizer_pb2.GetTokenizerResponse) -> int:
+    """Tokenization of prompt and output together."""
+    length = tokenizer.context_length
+    return length if served.context is None else min(length, served.context)
+
+
+def _info(served: ServedModel, tokenizer: tokenizer_pb2.GetTokenizerResponse) -> TokenizerInfo:
+    bos = tokenizer.bos_token_id if tokenizer.HasField("bos_token_id") else None
+    eos = tokenizer.eos_token_id if tokenizer.HasField("eos_token_id") else None
+    pad = tokenizer.pad_token_id if tokenizer.HasField("pad_token_id") else None
+    unk = tokenizer.unk_token_id if tokenizer.HasField("unk_token_id") else None
+    texts = {token.id: token.text for token in tokenizer.special_tokens}
+    named = {bos, eos, pad, unk}
+    return TokenizerInfo(
+        model=served.id or tokenizer.model,
+        tokenizer_class=tokenizer.tokenizer_class,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocabulary_size,
+        model_max_length=_context_length(served, tokenizer),
+        add_bos_token=tokenizer.adds_bos,
+        bos_token=None if bos is None else texts.get(bos),
+        bos_token_id=bos,
+        eos_token=None if eos is None else texts.get(eos),
+        eos_token_id=eos,
+        pad_token=None if pad is None else texts.get(pad),
+        pad_token_id=pad,
+        unk_token=None if unk is None else texts.get(unk),
+        unk_token_id=unk,
+        additional_special_tokens=[text for token, text in texts.items() if token not in named],
+        infill=tokenizer.HasField("infill"),
+        chat_template=tokenizer.chat_template or None,
+        chat_template_hash=tokenizer.chat_template_hash or None,
+    )

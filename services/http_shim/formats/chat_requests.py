@@ -1,0 +1,91 @@
+"""From the JSON of a chat to its proto, and back for what is to blame. Pure."""
+
+from services.http_shim.formats.chat_messages import message_param, messages_of
+from services.http_shim.formats.completion_requests import (
+    param_of,
+    shared_fields,
+    tool_param,
+    tools_of,
+)
+from services.http_shim.formats.constraints import json_text
+from services.http_shim.formats.request_bodies import ChatBody, TemplateBody
+from tokenwire.errors import invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+
+__all__ = ["chat_param_of", "rendered_param_of", "to_chat_request", "to_render_request"]
+
+_PARAMS = {
+    "template": "chat_template",
+    "template_arguments_json": "chat_template_kwargs",
+    "continue_last_message": "continue_final_message",
+}
+
+
+def chat_param_of(path: str, body: ChatBody) -> str:
+    """The client's name for a field of ChatRequest: "tools[0].name" is "tools[0].function.name"."""
+    if path == "logprobs" and body.top_logprobs is not None:
+        return "top_logprobs"
+    if path.startswith("messages[") or path in _PARAMS:
+        return rendered_param_of(path)
+    return param_of(path, body)
+
+
+def rendered_param_of(path: str) -> str:
+    """The client's name for what makes the prompt; other paths stay."""
+    if path.startswith("messages["):
+        return message_param(path)
+    return tool_param(path) if path.startswith("tools[") else _PARAMS.get(path, path)
+
+
+def to_chat_request(body: ChatBody) -> completion_pb2.ChatRequest:
+    """The request. Raises INVALID_ARGUMENT, with the client's name of the field, for what the proto
+    can't say."""
+    for name in ("functions", "function_call"):
+        if getattr(body, name) is not None:
+            remedy = "tools" if name == "functions" else "tool_choice"
+            raise invalid(name, f"{name} is not supported any more; use {remedy}.")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs is only for requests with logprobs: true.")
+    _check_generation_prompt(body)
+    return completion_pb2.ChatRequest(
+        **shared_fields(body),
+        messages=messages_of(body.messages),
+        parallel_tool_calls=body.parallel_tool_calls,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        template=body.chat_template or "",
+        template_arguments_json=_arguments(body),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_last_message=bool(body.continue_final_message),
+        reasoning_effort=body.reasoning_effort or "",
+        echo=bool(body.echo),
+    )
+
+
+def to_render_request(
+    body: TemplateBody, *, with_texts: bool = False
+) -> tokenizer_pb2.RenderChatRequest:
+    """The conversation that is to be rendered, and tokenized. Raises as `to_chat_request`."""
+    _check_generation_prompt(body)
+    return tokenizer_pb2.RenderChatRequest(
+        messages=messages_of(body.messages),
+        tools=tools_of(body.tools),
+        template=body.chat_template or "",
+        template_arguments_json=_arguments(body),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_last_message=bool(body.continue_final_message),
+        with_texts=with_texts,
+    )
+
+
+def _check_generation_prompt(body: ChatBody | TemplateBody) -> None:
+    if body.add_generation_prompt and body.continue_final_message:
+        raise invalid(
+            "add_generation_prompt",
+            "add_generation_prompt starts a message, continue_final_message continues one; "
+            "only one of them can be true.",
+        )
+
+
+def _arguments(body: ChatBody | TemplateBody) -> str:
+    return "" if body.chat_template_kwargs is None else json_text(body.chat_template_kwargs)

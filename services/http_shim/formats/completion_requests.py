@@ -1,0 +1,258 @@
+"""From the JSON of a completion to its proto, and what that of a chat has in common. Pure.
+
+What only JSON can get wrong is refused here; values are checked by the tokenizer service, whose
+field paths `param_of` turns back into the client's names.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from services.http_shim.formats.constraints import (
+    constraint_of,
+    constraint_param,
+    json_text,
+    schema_location,
+)
+from services.http_shim.formats.request_bodies import (
+    CompletionBody,
+    FunctionSpec,
+    FunctionTool,
+    GenerationBody,
+)
+from tokenwire.errors import invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = [
+    "param_of",
+    "schema_param",
+    "shared_fields",
+    "to_complete_request",
+    "tool_param",
+    "tools_of",
+]
+
+_TOOL_MODES = {
+    "none": completion_pb2.TOOL_MODE_NONE,
+    "auto": completion_pb2.TOOL_MODE_AUTO,
+    "required": completion_pb2.TOOL_MODE_REQUIRED,
+}
+_OVERFLOWS = {
+    "truncate": completion_pb2.CONTEXT_OVERFLOW_LOWER_OUTPUT,
+    "error": completion_pb2.CONTEXT_OVERFLOW_ERROR,
+}
+_PARAMS = {
+    "prompts": "prompt",
+    "include_stop_string": "include_stop_str_in_output",
+    "context_overflow": "context_length_exceeded_behavior",
+    "truncate_prompt": "truncate_sequence",
+    "delivery": "stream",
+    "sampling.bad_token_ids": "bad_words",
+    "sampling.dry": "dry_multiplier",
+    "sampling.mirostat": "mirostat_target",
+    "sampling.mirostat.target_perplexity": "mirostat_target",
+    "sampling.mirostat.learning_rate": "mirostat_lr",
+}
+_BIAS_FIELD = re.compile(r"sampling\.logit_bias\[(?P<token>\d+)\]")
+_MOST_PROMPTS = 128
+_TOOL_FIELD = re.compile(r"(?P<tool>tools\[\d+\])\.(?P<field>\w+)")
+
+
+def param_of(path: str, body: GenerationBody) -> str:
+    """The client's name for a field of a request: "prompts[0].text" is "prompt"."""
+    if path.startswith("tools["):
+        return tool_param(path)
+    if bias := _BIAS_FIELD.fullmatch(path):
+        return f"logit_bias.{bias['token']}"
+    path = re.sub(r"\[[^\]]*\]", "", path)
+    if path in _PARAMS:
+        return _PARAMS[path]
+    parts = path.split(".")
+    if parts[:2] == ["sampling", "dry"]:
+        return f"dry_{parts[2]}"
+    if parts[0] == "grammar":
+        return constraint_param(body)
+    if parts[0] in ("sampling", "stopping") and len(parts) > 1:
+        parts = parts[1:]
+    if (
+        parts[0] == "max_tokens"
+        and body.max_tokens is None
+        and body.max_completion_tokens is not None
+    ):
+        return "max_completion_tokens"
+    return _PARAMS.get(parts[0], parts[0])
+
+
+def tool_param(path: str) -> str:
+    """The client's name for a field of a tool: "tools[0].name" is "tools[0].function.name"."""
+    place = _TOOL_FIELD.match(path)
+    if place is None:
+        return path
+    return f"{place['tool']}.function.{place['field'].removesuffix('_json')}"
+
+
+def schema_param(path: str, body: GenerationBody) -> str:
+    """The client's name for a place in a schema: "tools[0].parameters_json.items.format" is
+    "tools[0].function.parameters.items.format"."""
+    if tool := _TOOL_FIELD.match(path):
+        return tool_param(tool.group()) + path[tool.end() :]
+    _, _, place = path.split(".", 2)  # behind "grammar" and its kind
+    return f"{schema_location(body)}.{place}"
+
+
+def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
+    """The request, with DELIVERY_WHOLE unless it streams.
+
+    Raises INVALID_ARGUMENT, with the client's name of the field, for what the proto can't say.
+    """
+    n = 1 if body.n is None else body.n
+    if body.stream and body.best_of is not None and body.best_of > n:
+        raise invalid(
+            "best_of",
+            f"best_of above n ({n}) can't be streamed: lower best_of or leave out stream.",
+        )
+    return completion_pb2.CompleteRequest(
+        **shared_fields(body),
+        prompts=_prompts(body.prompt),
+        suffix=body.suffix,
+        best_of=body.best_of,
+        echo=bool(body.echo),
+        logprobs=body.logprobs,
+        truncate_prompt=bool(body.truncate_sequence),
+        images=body.images,
+    )
+
+
+def shared_fields(body: GenerationBody) -> dict[str, Any]:
+    """The fields that CompleteRequest and ChatRequest have in common, DELIVERY_WHOLE unless it
+    streams. Raises INVALID_ARGUMENT as `to_complete_request`."""
+    _refuse_contradictions(body)
+    overflow = body.context_length_exceeded_behavior
+    return {
+        "model": body.model or "",
+        "sampling": _sampling(body),
+        "stopping": _stopping(body),
+        "stop": [body.stop] if isinstance(body.stop, str) else body.stop,
+        "include_stop_string": bool(body.include_stop_str_in_output),
+        "n": body.n,
+        "grammar": constraint_of(body),
+        "context_overflow": None if overflow is None else _OVERFLOWS[overflow],
+        "delivery": (
+            completion_pb2.DELIVERY_DELTAS if body.stream else completion_pb2.DELIVERY_WHOLE
+        ),
+        "tools": tools_of(body.tools),
+        "tool_choice": _tool_choice(body),
+        "user": body.user or "",
+        "dry_sequence_breakers": body.dry_sequence_breakers if body.dry_multiplier else None,
+        "no_dry_sequence_breakers": bool(body.dry_multiplier) and body.dry_sequence_breakers == [],
+        "skip_special_tokens": body.skip_special_tokens,
+        "truncate_prompt_tokens": body.truncate_prompt_tokens,
+        "prompt_logprobs": body.prompt_logprobs,
+        "bad_words": body.bad_words,
+    }
+
+
+def _refuse_contradictions(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options is only for requests with stream: true.")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid(
+            "prompt_logprobs", "prompt_logprobs can't be streamed: leave out one of the two."
+        )
+    if None not in (body.max_tokens, body.max_completion_tokens) and (
+        body.max_tokens != body.max_completion_tokens
+    ):
+        raise invalid(
+            "max_completion_tokens",
+            "max_tokens and max_completion_tokens are two names of one number; they differ here.",
+        )
+
+
+def _prompts(
+    prompt: str | list[str | int | list[int]] | None,
+) -> list[completion_pb2.Prompt]:
+    if prompt is None:
+        raise invalid(
+            "prompt", "prompt is required: a string, strings, token ids, or lists of ids."
+        )
+    if isinstance(prompt, str):
+        return [completion_pb2.Prompt(text=prompt)]
+    if not prompt:
+        raise invalid("prompt", "prompt is an empty list; it needs at least one element.")
+    if len(prompt) > _MOST_PROMPTS and not isinstance(prompt[0], int):
+        raise invalid(
+            "prompt", f"prompt has {len(prompt):,} elements; {_MOST_PROMPTS} are the most."
+        )
+    texts = [element for element in prompt if isinstance(element, str)]
+    ids = [element for element in prompt if isinstance(element, int)]
+    lists = [element for element in prompt if isinstance(element, list)]
+    if len(texts) == len(prompt):
+        return [completion_pb2.Prompt(text=text) for text in texts]
+    if len(ids) == len(prompt):
+        lists = [ids]
+    elif len(lists) != len(prompt):
+        raise invalid("prompt", "prompt mixes strings, token ids and lists; use one kind.")
+    return [completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)) for ids in lists]
+
+
+def _sampling(body: GenerationBody) -> types_pb2.SamplingParams:
+    sampling = types_pb2.SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k == -1 else body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias,
+    )
+    if body.allowed_token_ids is not None:
+        sampling.allowed_token_ids.CopyFrom(types_pb2.TokenIds(ids=body.allowed_token_ids))
+    if body.dry_multiplier:  # 0 is off, whatever the others say
+        sampling.dry.CopyFrom(
+            types_pb2.DryParams(
+                multiplier=body.dry_multiplier,
+                base=body.dry_base,
+                allowed_length=body.dry_allowed_length,
+            )
+        )
+    if body.mirostat_target is not None or body.mirostat_lr is not None:
+        sampling.mirostat.CopyFrom(
+            types_pb2.MirostatParams(
+                target_perplexity=body.mirostat_target, learning_rate=body.mirostat_lr
+            )
+        )
+    return sampling
+
+
+def _stopping(body: GenerationBody) -> types_pb2.StoppingParams:
+    return types_pb2.StoppingParams(
+        max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=body.stop_token_ids,
+    )
+
+
+def tools_of(tools: Iterable[FunctionTool] | None) -> list[completion_pb2.Tool]:
+    """The functions that may be called."""
+    return [_tool(tool.function) for tool in tools or ()]
+
+
+def _tool(function: FunctionSpec) -> completion_pb2.Tool:
+    return completion_pb2.Tool(
+        name=function.name,
+        description=function.description or "",
+        parameters_json="" if function.parameters is None else json_text(function.parameters),
+        strict=bool(function.strict),
+    )
+
+
+def _tool_choice(body: GenerationBody) -> completion_pb2.ToolChoice | None:
+    if body.tool_choice is None:
+        return None
+    if isinstance(body.tool_choice, str):
+        return completion_pb2.ToolChoice(mode=_TOOL_MODES[body.tool_choice])
+    return completion_pb2.ToolChoice(name=body.tool_choice.function.name)

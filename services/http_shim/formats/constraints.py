@@ -1,0 +1,182 @@
+"""From the fields that constrain the output to its grammar. Pure."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import msgspec
+
+from services.http_shim.formats.constraint_fields import (
+    JsonObject,
+    StructuralTagFormat,
+    StructuredOutputs,
+    TaggedStructure,
+)
+from services.http_shim.formats.request_bodies import (
+    GenerationBody,
+    Grammar,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    JsonSchemaGrammar,
+    LarkGrammar,
+    LlguidanceGrammar,
+    RegexGrammar,
+    ResponseFormat,
+)
+from tokenwire.errors import invalid
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = ["constraint_of", "constraint_param", "json_text", "schema_location"]
+
+_Spec: TypeAlias = types_pb2.GrammarSpec
+# Lark has a rule `start`, GBNF one that is `root`
+_LARK = re.compile(r"^\s*(?:%llguidance\b|\??start(?:\.\d+)?\s*:(?!:=))", re.MULTILINE)
+_TAG = msgspec.json.Decoder(StructuralTagFormat)
+
+
+def constraint_of(body: GenerationBody) -> _Spec | None:
+    """The grammar that the request asks for; None for free text.
+
+    Raises INVALID_ARGUMENT, with the client's name of the field, for more than one, and for what
+    the proto can't say.
+    """
+    given = list(_given(body))
+    if len(given) > 1:
+        (first, _), (second, _), *_ = given
+        raise invalid(second, f"{first} and {second} exclude each other: give one constraint.")
+    return None if not given else given[0][1](given[0][0])
+
+
+def constraint_param(body: GenerationBody) -> str:
+    """The field that the client constrains the output by."""
+    return next((name for name, _ in _given(body)), "grammar")
+
+
+def schema_location(body: GenerationBody) -> str:
+    """Where the request holds the schema, or the grammar with schemas in it, that constrains."""
+    name = constraint_param(body)
+    match name, body.response_format:
+        case "response_format", JsonSchemaFormat():
+            return "response_format.json_schema.schema"
+        case "response_format", JsonObjectFormat():
+            return "response_format.schema"
+        case "grammar", _:
+            return "grammar.value"
+    return name
+
+
+def json_text(value: str | JsonObject) -> str:
+    """JSON as text, as the client wrote it."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _given(body: GenerationBody) -> Iterator[tuple[str, Callable[[str], _Spec]]]:
+    """The constraints of a request: the field's name, and how a grammar is made of it."""
+    if _is_constraint(body.response_format):
+        yield "response_format", lambda name: _of_response_format(body.response_format, name)
+    if body.grammar is not None and body.grammar != "":
+        yield "grammar", lambda _: _of_grammar(body.grammar)
+    outputs = body.structured_outputs or StructuredOutputs()
+    if outputs.disable_additional_properties:
+        raise invalid(
+            "structured_outputs.disable_additional_properties",
+            "disable_additional_properties is not supported: say "
+            '"additionalProperties": false in the schema.',
+        )
+    if outputs.json_object:
+        yield "structured_outputs.json_object", lambda _: _any_object()
+    for name, value, make in (
+        ("structured_outputs.json", outputs.json, _of_json),
+        ("structured_outputs.regex", outputs.regex, _of_regex),
+        ("structured_outputs.choice", outputs.choice, _of_choice),
+        ("structured_outputs.grammar", outputs.grammar, _of_text),
+        ("structured_outputs.structural_tag", outputs.structural_tag, _of_tag),
+        ("guided_json", body.guided_json, _of_json),
+        ("guided_regex", body.guided_regex, _of_regex),
+        ("guided_choice", body.guided_choice, _of_choice),
+        ("guided_grammar", body.guided_grammar, _of_text),
+        ("json_schema", body.json_schema, _of_json),
+        ("regex", body.regex, _of_regex),
+        ("choice", body.choice, _of_choice),
+        ("ebnf", body.ebnf, _of_ebnf),
+        ("structural_tag", body.structural_tag, _of_tag),
+    ):
+        if value is not None:
+            yield name, _bound(make, value)
+
+
+def _bound(make: Callable[[Any, str], _Spec], value: object) -> Callable[[str], _Spec]:
+    return lambda name: make(value, name)
+
+
+def _is_constraint(form: ResponseFormat | None) -> bool:
+    return isinstance(form, JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat)
+
+
+def _of_response_format(form: ResponseFormat | None, name: str) -> _Spec:
+    if isinstance(form, JsonSchemaFormat):
+        if form.json_schema is None or form.json_schema.schema is None:
+            raise invalid(name, "response_format.json_schema.schema is required.")
+        return _Spec(json_schema=json_text(form.json_schema.schema))
+    if isinstance(form, StructuralTagFormat):
+        return _of_tag(form, name)
+    if isinstance(form, JsonObjectFormat) and form.schema is not None:
+        return _Spec(json_schema=json_text(form.schema))
+    return _any_object()
+
+
+def _of_grammar(grammar: Grammar | str | None) -> _Spec:
+    match grammar:
+        case RegexGrammar():
+            return _Spec(regex=grammar.value)
+        case JsonSchemaGrammar():
+            return _Spec(json_schema=json_text(grammar.value))
+        case LarkGrammar():
+            return _Spec(lark=grammar.value)
+        case LlguidanceGrammar():
+            return _Spec(llguidance=json_text(grammar.value))
+    return _of_text(grammar or "")
+
+
+def _of_text(value: str, _: str = "") -> _Spec:
+    return _Spec(lark=value) if _LARK.search(value) else _Spec(gbnf=value)
+
+
+def _of_ebnf(value: str, _: str) -> _Spec:
+    return _Spec(gbnf=value)
+
+
+def _of_json(value: str | JsonObject, _: str) -> _Spec:
+    return _Spec(json_schema=json_text(value))
+
+
+def _of_regex(value: str, _: str) -> _Spec:
+    return _Spec(regex=value)
+
+
+def _of_choice(value: list[str], _: str) -> _Spec:
+    return _Spec(choice=types_pb2.ChoiceList(choices=value))
+
+
+def _any_object() -> _Spec:
+    return _Spec(json_object=types_pb2.JsonObject())
+
+
+def _of_tag(value: str | StructuralTagFormat, name: str) -> _Spec:
+    if isinstance(value, str):
+        try:
+            value = _TAG.decode(value)
+        except msgspec.DecodeError as error:
+            raise invalid(name, f"{name} is the text of no structural tag: {error}.") from None
+    if value.format is not None:
+        raise invalid(
+            name, f"{name}.format is not supported: give structures and triggers in its place."
+        )
+    structures = [_structure(structure) for structure in value.structures or ()]
+    tag = types_pb2.StructuralTag(structures=structures, triggers=value.triggers)
+    return _Spec(structural_tag=tag)
+
+
+def _structure(structure: TaggedStructure) -> types_pb2.TaggedStructure:
+    schema = "" if structure.schema is None else msgspec.json.encode(structure.schema).decode()
+    return types_pb2.TaggedStructure(begin=structure.begin, schema=schema, end=structure.end)

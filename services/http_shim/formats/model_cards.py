@@ -1,0 +1,71 @@
+"""Models in OpenAI's form."""
+
+from msgspec import Struct
+
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.serving.catalog_file import CatalogModel
+
+__all__ = ["ModelCard", "ModelList", "catalog_card", "served_card"]
+
+
+class ModelCard(Struct):
+    """One model. null: not known, since its backend can't be asked now or there is none."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    aliases: list[str]
+    variants: list[str]
+    placeholder: bool
+    max_model_len: int | None
+    max_output_length: int | None
+    max_logprobs: int | None
+    infill: bool | None
+    grammar: bool | None
+    chat: bool | None
+    max_chat_logprobs: int | None
+    system_fingerprint: str | None
+
+
+class ModelList(Struct):
+    """All of them."""
+
+    object: str
+    data: list[ModelCard]
+
+
+def served_card(model: completion_pb2.Model) -> ModelCard:
+    """A model as its backend describes it."""
+    row = CatalogModel(id=model.id, names=(model.id, *model.aliases), target="")
+    return catalog_card(row, [], model)
+
+
+def catalog_card(
+    row: CatalogModel, variants: list[str], model: completion_pb2.Model | None
+) -> ModelCard:
+    """A model as the catalog describes it, and its backend where it could be asked."""
+    context = _least(row.context, None if model is None else model.context_length)
+    output = _least(row.max_output_length, None if model is None else model.max_output_length)
+    return ModelCard(
+        id=row.full_name,
+        object="model",
+        created=row.created or (0 if model is None else model.created),
+        owned_by=row.owned_by,
+        aliases=[name for name in row.names if name != row.full_name],
+        variants=variants,
+        placeholder=row.is_placeholder,
+        max_model_len=context,
+        max_output_length=_least(output, context),
+        max_logprobs=None if model is None else model.max_logprobs,
+        infill=None if model is None else model.infill,
+        grammar=None if model is None else model.grammar,
+        chat=None if model is None else model.chat,
+        max_chat_logprobs=None if model is None else model.max_chat_logprobs,
+        system_fingerprint=None if model is None else model.system_fingerprint,
+    )
+
+
+def _least(*lengths: int | None) -> int | None:
+    """Of those that are known."""
+    return min((length for length in lengths if length is not None), default=None)

@@ -1,0 +1,387 @@
+"""The JSON that clients send, as types.
+
+Types, unions and integer widths are checked here; ranges are the tokenizer service's, since
+gRPC clients meet them there too. `null` means absent everywhere.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args, get_type_hints
+
+import grpc
+import msgspec
+from msgspec import Meta, Struct
+
+from services.http_shim.formats.chat_messages import Message
+from services.http_shim.formats.constraint_fields import (
+    ConstraintFields,
+    JsonObject,
+    StructuralTagFormat,
+)
+from services.http_shim.formats.foreign_fields import (
+    FOREIGN_TO_CHATS,
+    FOREIGN_TO_COMPLETIONS,
+    ForeignFields,
+    without_foreign,
+)
+from tokenwire.errors import ServiceError, invalid
+
+__all__ = [
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "DetokenizeBody",
+    "FunctionName",
+    "FunctionSpec",
+    "FunctionTool",
+    "GenerationBody",
+    "Grammar",
+    "JsonObject",
+    "JsonObjectFormat",
+    "JsonSchemaFormat",
+    "JsonSchemaGrammar",
+    "JsonSchemaSpec",
+    "LarkGrammar",
+    "LlguidanceGrammar",
+    "MultiCompletionBody",
+    "NamedToolChoice",
+    "RegexGrammar",
+    "ResponseFormat",
+    "StreamOptions",
+    "TemplateBody",
+    "TokenizeBody",
+    "parse",
+]
+
+Uint32: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_FEW = Meta(max_length=4_096)  # more than any service takes; they say how many that is
+_IDS = Meta(max_length=2**20)  # as many as a body may hold
+Strings: TypeAlias = Annotated[list[str], _FEW]
+
+
+class TextFormat(Struct, tag_field="type", tag="text"):
+    """`response_format` that asks for nothing."""
+
+
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
+    """`response_format`: any JSON object, or one of a schema."""
+
+    schema: JsonObject | None = None
+
+
+class JsonSchemaSpec(Struct):
+    """What `response_format.json_schema` holds; `name` and `strict` change nothing."""
+
+    schema: JsonObject | None = None
+    name: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
+    """`response_format`: JSON of a schema."""
+
+    json_schema: JsonSchemaSpec | None = None
+
+
+class RegexGrammar(Struct, tag_field="type", tag="regex"):
+    """`grammar`: a regular expression."""
+
+    value: str
+
+
+class JsonSchemaGrammar(Struct, tag_field="type", tag="json_schema"):
+    """`grammar`: a JSON Schema, as an object or as its text."""
+
+    value: str | JsonObject
+
+
+class LarkGrammar(Struct, tag_field="type", tag="lark"):
+    """`grammar`: Lark."""
+
+    value: str
+
+
+class LlguidanceGrammar(Struct, tag_field="type", tag="llguidance"):
+    """`grammar`: llguidance's own JSON, as an object or as its text."""
+
+    value: str | JsonObject
+
+
+class FunctionSpec(Struct):
+    """What a tool's `function` holds."""
+
+    name: str
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Struct, tag_field="type", tag="function"):
+    """One of `tools`."""
+
+    function: FunctionSpec
+
+
+class FunctionName(Struct):
+    """The function that a named `tool_choice` asks for."""
+
+    name: str
+
+
+class NamedToolChoice(Struct, tag_field="type", tag="function"):
+    """`tool_choice` by name."""
+
+    function: FunctionName
+
+
+class StreamOptions(Struct):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+Grammar: TypeAlias = RegexGrammar | JsonSchemaGrammar | LarkGrammar | LlguidanceGrammar
+
+
+class GenerationBody(ConstraintFields):
+    """What the bodies of completions and chats share."""
+
+    foreign: ClassVar[ForeignFields]
+    """Fields of other servers that are refused unless they change nothing"""
+
+    model: str | None = None
+    max_tokens: Uint32 | None = None
+    max_completion_tokens: Uint32 | None = None
+    min_tokens: Uint32 | None = None
+    ignore_eos: bool | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Annotated[list[Uint32], _FEW] | None = None
+    include_stop_str_in_output: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[Uint32, float], Meta(max_length=2**18)] | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Uint32 | None = None
+    dry_sequence_breakers: Strings | None = None
+    mirostat_target: float | None = None
+    mirostat_lr: float | None = None
+    n: Uint32 | None = None
+    context_length_exceeded_behavior: Literal["truncate", "error"] | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Grammar | str | None = None
+    tools: Annotated[list[FunctionTool], _FEW] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    # as vLLM has them
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    prompt_logprobs: Uint32 | None = None
+    allowed_token_ids: Annotated[list[Uint32], _IDS] | None = None
+    bad_words: Strings | None = None
+    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+
+
+class CompletionBody(GenerationBody):
+    """The body of POST /v1/completions."""
+
+    foreign = FOREIGN_TO_COMPLETIONS
+
+    # msgspec knows one kind of array in a union; that elements agree is checked in translate
+    prompt: str | Annotated[list[str | Uint32 | Annotated[list[Uint32], _IDS]], _IDS] | None = None
+    suffix: str | None = None
+    best_of: Uint32 | None = None
+    echo: bool | None = None
+    logprobs: Uint32 | None = None
+    truncate_sequence: bool | None = None
+    images: Strings | None = None
+
+
+class ChatBody(GenerationBody):
+    """The body of POST /v1/chat/completions."""
+
+    foreign = FOREIGN_TO_CHATS
+
+    messages: Annotated[list[Message], _FEW] | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Uint32 | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    echo: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+
+
+class MultiCompletionBody(Struct):
+    """The body of POST /v1/completion."""
+
+    model: str | Strings | None = None
+    prompt: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    stop: Strings | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stream: bool | None = None
+
+
+class TemplateBody(Struct):
+    """The body of POST /apply-template."""
+
+    model: str | None = None
+    messages: Annotated[list[Message], _FEW] | None = None
+    tools: Annotated[list[FunctionTool], _FEW] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TokenizeBody(TemplateBody):
+    """The body of POST /tokenize."""
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Uint32], _IDS] | None = None
+
+
+Body = TypeVar("Body", bound=Struct)
+_OBJECT = msgspec.json.Decoder(JsonObject)
+_BIAS = msgspec.json.Decoder(dict[Uint32, float])
+_OBJECTS = msgspec.json.Decoder(list[JsonObject])
+_INDEX = re.compile(r"\[\d+\]")
+_MOST_UNKNOWN = 1_000  # fields, after which no more are looked for
+_PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+_DEEP = frozenset(
+    {"messages", "structured_outputs", "tools"}
+)  # fields within which `param` is a path
+
+
+def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[str]]:
+    """Reads a body; also which of its fields its type does not know, as paths: the first of those
+    that differ in nothing but indices.
+
+    Raises INVALID_ARGUMENT with the field to blame, where there is one: a top-level one, or the
+    path within messages or tools.
+    """
+    try:
+        body.decode()  # what msgspec skips or keeps raw is not checked otherwise
+        fields = _OBJECT.decode(body)
+        value = decoder.decode(body)
+        if isinstance(value, GenerationBody):
+            fields = without_foreign(fields, value.foreign)
+        unknown: dict[str, str] = {}
+        for path in islice(_unknown(value, fields), _MOST_UNKNOWN):
+            unknown.setdefault(_INDEX.sub("[]", path), path)
+        return value, list(unknown.values())
+    except msgspec.ValidationError as error:
+        raise _wrong_bias(body) or _wrong_type(str(error)) from None
+    except UnicodeDecodeError:
+        raise _malformed("it is not UTF-8") from None
+    except RecursionError:
+        raise _malformed("it is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        hint = " (or it holds half of a surrogate pair)" if b"\\ud" in body.lower() else ""
+        raise _malformed(str(error) + hint) from None
+
+
+def _unknown(value: Struct, fields: JsonObject) -> Iterator[str]:
+    """Paths of the fields that no type knows, but for null, which is absent. What may hold any JSON
+    is not looked into."""
+    known, parents = _fields_of(type(value))
+    if not fields.keys() <= known:
+        yield from (
+            name for name, raw in fields.items() if name not in known and bytes(raw) != b"null"
+        )
+    for name in parents:
+        inner = getattr(value, name)
+        if isinstance(inner, Struct):
+            for path in _unknown(inner, _OBJECT.decode(fields[name])):
+                yield f"{name}.{path}"
+        elif isinstance(inner, list):
+            for index, pair in enumerate(zip(inner, _OBJECTS.decode(fields[name]), strict=True)):
+                for path in _unknown(*pair):
+                    yield f"{name}[{index}].{path}"
+
+
+@cache
+def _fields_of(of: type[Struct]) -> tuple[frozenset[str | None], Sequence[str]]:
+    """A type's fields, its tag too, and those of them that may hold what has fields of its own."""
+    known = frozenset((*of.__struct_fields__, of.__struct_config__.tag_field))
+    hints = get_type_hints(of)
+    return known, [name for name in of.__struct_fields__ if _holds_structs(hints[name])]
+
+
+def _holds_structs(kind: object) -> bool:
+    is_struct = isinstance(kind, type) and issubclass(kind, Struct)
+    return is_struct or any(map(_holds_structs, get_args(kind)))
+
+
+def _wrong_bias(body: bytes) -> ServiceError | None:
+    """The error of the first wrong entry of logit_bias, whose key msgspec leaves out."""
+    try:
+        entries = _OBJECT.decode(_OBJECT.decode(body)["logit_bias"])
+    except (KeyError, msgspec.DecodeError):
+        return None
+    for key, bias in entries.items():
+        try:
+            _BIAS.decode(msgspec.json.encode({key: bias}))
+        except msgspec.ValidationError as error:
+            what, _, place = str(error).partition(" - at ")
+            is_key = place.startswith("`key`")
+            why = "the key must be a token id" if is_key else what
+            return invalid(f"logit_bias.{key}", f"logit_bias.{key}: {why}.")
+    return None
+
+
+def _malformed(why: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", f"The body can't be read: {why}."
+    )
+
+
+def _wrong_type(message: str) -> ServiceError:
+    place = _PLACE.fullmatch(message)
+    if place is None or not place["path"]:
+        return ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT, "INVALID_BODY", f"The body: {message}."
+        )
+    path, what = place["path"], place["what"]
+    field = re.split(r"[.\[]", path, maxsplit=1)[0]
+    missing = _MISSING.fullmatch(what)
+    if field not in _DEEP:
+        param = field
+    elif missing is not None:
+        param = f"{path}.{missing['name']}"
+    else:
+        param = path
+    return invalid(param, f"{path}: {what}.")

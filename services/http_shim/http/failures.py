@@ -1,0 +1,81 @@
+"""Requests that fail: the answer, and what the log says of it."""
+
+import logging
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.http_shim.errors import (
+    BodyTooLargeError,
+    ClientGoneError,
+    internal_error,
+    other_error,
+    to_response,
+)
+from services.http_shim.http.exchange import exchange_of
+from tokenwire.errors import ServiceError
+
+__all__ = ["FailureMiddleware", "error_response", "exception_handlers"]
+
+_LOG = logging.getLogger("http")
+
+
+def error_response(scope: Scope, error: ServiceError) -> Response:
+    """The answer to a request that the API or a service refuses."""
+    exchange_of(scope).note_failure(error.reason, error.message)
+    return to_response(error)
+
+
+class FailureMiddleware:
+    """Answers what nobody foresaw. What stands around it adds its headers to that answer, too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except ClientGoneError:
+            raise
+        except Exception:
+            _LOG.exception("unexpected failure")
+            if scope["type"] != "http" or exchange_of(scope).status:
+                raise  # the answer has begun: only a broken connection can tell
+            await internal_error()(scope, receive, send)
+
+
+def exception_handlers() -> dict[Any, Any]:
+    """Starlette's exception exception_handlers."""
+    return {
+        ServiceError: _on_service_error,
+        HTTPException: _on_http,
+        BodyTooLargeError: _on_too_large,
+    }
+
+
+async def _on_service_error(request: Request, error: ServiceError) -> Response:
+    return error_response(request.scope, error)
+
+
+async def _on_too_large(request: Request, error: BodyTooLargeError) -> Response:
+    return _other(request, 413, str(error), "body_too_large")
+
+
+async def _on_http(request: Request, error: HTTPException) -> Response:
+    """Routing: no such path, or no such method on it."""
+    path = request.scope["path"]
+    if error.status_code == 405:
+        message, code = f"{path} does not take {request.method}.", "method_not_allowed"
+    else:
+        message, code = f"There is nothing at {path}.", "not_found"
+    return _other(request, error.status_code, message, code, dict(error.headers or {}))
+
+
+def _other(
+    request: Request, status: int, message: str, code: str, headers: dict[str, str] | None = None
+) -> Response:
+    exchange_of(request.scope).note_failure(code.upper(), message)
+    return other_error(status, message, code, headers)

@@ -1,0 +1,101 @@
+"""Grammar of a chat's answer: reasoning, tool calls, constrained content."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.common.annotations import unenforced_in
+from services.tokenizer.chat.answer.call_grammars import MessageGrammar, ReasoningState
+from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
+from services.tokenizer.tool_schemas import IndexedTool, unenforced_in_tools
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = ["AnswerFormat", "AnswerGrammar", "build_answer_grammar", "forces_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """Form in which a model writes tool calls and reasoning."""
+
+    calls: ToolFormat
+    reasoning: ReasoningFormat | None
+    token_ids: Mapping[str, int]
+    """Ids of the marks of both that are control tokens, which no text can spell."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """A grammar, and the fields of the request that it was built from."""
+
+    spec: types_pb2.GrammarSpec
+    places: Mapping[str, str]
+    """Fields of the request, by places in the grammar."""
+    field: str
+    """The field for errors whose place is unknown."""
+    ignored: Sequence[str]
+    """Paths of schema keywords that are not enforced."""
+
+    def remap_error(self, error: ServiceError) -> None:
+        """Make an error of the grammar service name the request's field."""
+        error.field = self.field
+        for place, field in self.places.items():
+            if place + "." in error.message or place + " " in error.message:
+                error.message = error.message.replace(place, "$")
+                error.field = field
+
+
+def forces_calls(choice: completion_pb2.ToolChoice) -> bool:
+    """Return whether an answer must consist of calls, after its reasoning."""
+    return choice.WhichOneof("choice") == "name" or (
+        choice.mode == completion_pb2.TOOL_MODE_REQUIRED
+    )
+
+
+def build_answer_grammar(
+    request: completion_pb2.ChatRequest, form: AnswerFormat, state: ReasoningState
+) -> AnswerGrammar | None:
+    """Return the grammar of the answer; None if the request's own grammar, if any, is enough.
+
+    The request is valid. Calls are constrained if the choice forces one, or a tool is strict.
+    Raises INVALID_ARGUMENT for tools and grammars that the model's form can't express.
+    """
+    choice = request.tool_choice
+    tools: list[IndexedTool] = list(enumerate(request.tools))
+    if choice.WhichOneof("choice") == "name":
+        tools = [(index, tool) for index, tool in tools if tool.name == choice.name]
+    elif choice.mode == completion_pb2.TOOL_MODE_NONE:
+        tools = []
+    is_forced = forces_calls(choice)
+    has_content = request.HasField("grammar") and not is_forced
+    is_strict = any(tool.strict for _, tool in tools)
+    reasoning = form.reasoning if state is not ReasoningState.NONE else None
+    if not (is_forced or is_strict or (has_content and (tools or reasoning))):
+        return None
+    single = choice.WhichOneof("choice") == "name" or (
+        request.HasField("parallel_tool_calls") and not request.parallel_tool_calls
+    )
+    grammar = MessageGrammar(form.calls, form.token_ids)
+    if is_forced:
+        message = grammar.forced_calls(tools, single=single)
+    elif not has_content:
+        message = grammar.optional_calls(tools, single=single)
+    elif not tools:
+        message = grammar.content(request.grammar)
+    elif not form.calls.opens:
+        raise invalid(
+            "grammar",
+            "This model writes tool calls without a mark, so they can't be told from constrained "
+            "content: leave out the grammar or the tools.",
+        )
+    else:
+        content = grammar.content(request.grammar)
+        message = f"({content} | {grammar.forced_calls(tools, single=single)})"
+    if reasoning is not None:
+        message = grammar.reasoned(reasoning, state, message)
+    field = "grammar" if has_content and not (is_strict and tools) else "tools"
+    ignored = [
+        *(unenforced_in(request.grammar, "grammar") if has_content else ()),
+        *unenforced_in_tools(tools),
+    ]
+    return AnswerGrammar(grammar.finish(message), grammar.places, field, ignored)

@@ -1,0 +1,213 @@
+"""Processor of a Chat request: a completion of the prompt that its conversation makes."""
+
+import asyncio
+from collections.abc import Callable, Container
+from dataclasses import replace
+
+from services.tokenizer.chat.answer.call_grammars import ReasoningState
+from services.tokenizer.chat.answer.call_readers import Parameters
+from services.tokenizer.chat.answer.content_tokens import ContentTokens
+from services.tokenizer.chat.answer.message import ChatMessage
+from services.tokenizer.chat.answer_grammar import build_answer_grammar, forces_calls
+from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates, RenderedChat
+from services.tokenizer.completion.choice import ChoiceOutput
+from services.tokenizer.completion.complete_processor import is_large
+from services.tokenizer.completion.plan import CompletionPlan, context_length, plan_completion
+from services.tokenizer.completion.prompt_encoding import kept_tokens, prompt_too_long
+from services.tokenizer.completion.validation import check_complete, check_model, require
+from services.tokenizer.model_limits import ModelLimits
+from services.tokenizer.text.vocabulary import Vocabulary
+from services.tokenizer.tool_schemas import arguments_schemas, check_tools
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = ["ChatProcessor"]
+
+_PLACEHOLDER_PROMPT = completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[0]))
+
+
+class ChatProcessor:
+    """Processor of one Chat request."""
+
+    def __init__(
+        self,
+        request: completion_pb2.ChatRequest,
+        vocabulary: Vocabulary,
+        templates: ChatTemplates,
+    ) -> None:
+        self._request = request
+        self._vocabulary = vocabulary
+        self._templates = templates
+        self._messages: list[ChatMessage] = []
+        """Answers by index of the choice; empty until `plan`."""
+
+    def check(self, limits: ModelLimits) -> None:
+        if not is_large(self._request):
+            self._check(limits)
+
+    async def plan(self, limits: ModelLimits) -> CompletionPlan:
+        """Return the plan.
+
+        Raises INVALID_ARGUMENT for a conversation that the template refuses, OUT_OF_RANGE for one
+        that is too long, and the errors of `check` if the request is large.
+        """
+        if not is_large(self._request):
+            return self._plan(limits, await self._render(limits))
+        await asyncio.to_thread(self._check, limits)
+        return await asyncio.to_thread(self._plan, limits, await self._render(limits))
+
+    def _check(self, limits: ModelLimits) -> None:
+        request = self._request
+        check_model(request.model, limits.model)
+        self._templates.check(self._prompt())
+        check_tools(request.tools, request.tool_choice)
+        check_complete(self._completion(limits.context_length), _chat_limits(limits), None)
+
+    async def _render(self, limits: ModelLimits) -> RenderedChat:
+        context = context_length(self._request.stopping, limits)
+        if self._kept_tokens(context) is not None:
+            return await self._templates.render(self._prompt())
+
+        def check_length(text: str) -> None:
+            least = self._vocabulary.least_tokens(text, context - 1)
+            if least >= context:  # a chat always needs room for output
+                raise prompt_too_long("messages", f"at least {least:,}", context, max_tokens=1)
+
+        return await self._templates.render(self._prompt(), check_length)
+
+    def _plan(self, limits: ModelLimits, rendered: RenderedChat) -> CompletionPlan:
+        request, templates = self._request, self._templates
+        if not rendered.ids:
+            raise invalid("messages", "The chat template renders these messages to nothing.")
+        stopping = request.stopping
+        context = context_length(stopping, limits)
+        keep = self._kept_tokens(context)
+        ids = rendered.ids if keep is None else rendered.ids[-keep:]
+        completion = self._completion(max(1, context - len(ids)))
+        completion.prompts[0].token_ids.ids[:] = ids
+        if not stopping.ignore_eos:
+            turn_ends = templates.turn_end_ids.difference(limits.eos_ids)
+            completion.stopping.stop_token_ids.extend(turn_ends)
+        behind = _text_before(request) if request.continue_last_message else None
+        state = templates.reasoning_state(rendered.text, behind=behind)
+        grammar = build_answer_grammar(request, templates.answers, state)
+        if grammar is not None:
+            require(limits, engine_pb2.CAPABILITY_GRAMMAR, grammar.field)
+            completion.grammar.CopyFrom(grammar.spec)
+        try:
+            plan = plan_completion(completion, self._vocabulary, None, limits)
+        except ServiceError as error:
+            if error.field.startswith("prompts"):
+                error.field = "messages"
+            raise
+        table = templates.table if plan.choice.skip_special_tokens else plan.full_table
+        hidden = table.hidden if plan.choice.scored else None
+        tools = arguments_schemas(() if self._hides_tools else request.tools)
+        self._messages = [
+            self._message(state, tools, hidden)
+            for _ in range(request.n if request.HasField("n") else 1)
+        ]
+        if grammar is not None:
+            plan = replace(plan, remap_error=grammar.remap_error, ignored=grammar.ignored)
+        return replace(
+            plan,
+            table=table,
+            begins_text=not request.continue_last_message,
+            writes_one_large=True,
+        )
+
+    def write_choice(
+        self, output: ChoiceOutput, add: Callable[[], completion_pb2.ChatResponse]
+    ) -> None:
+        """Write output of one choice as parts of its message."""
+        self._messages[output.index].write(output, add)
+
+    def response_in(self, event: completion_pb2.SessionEvent) -> completion_pb2.ChatResponse:
+        return event.chat
+
+    def _message(
+        self, state: ReasoningState, tools: Parameters, hidden: Container[int] | None
+    ) -> ChatMessage:
+        """Return the writer of an answer; `hidden` are ids without text, None if unscored."""
+        request, templates = self._request, self._templates
+        return ChatMessage(
+            templates.parser(state, tools, is_forced=forces_calls(request.tool_choice)),
+            None if hidden is None else ContentTokens(self._vocabulary.full_table.pieces, hidden),
+            turn_ends=templates.turn_end_ids.difference(request.stopping.stop_token_ids),
+            single_call=request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
+            is_forced=request.tool_choice.WhichOneof("choice") == "name",
+            echo=_last_answer(request) if request.echo else "",
+        )
+
+    def _kept_tokens(self, context: int) -> int | None:
+        """Return the number of prompt tokens that truncate_prompt_tokens keeps; None for all."""
+        request = self._request
+        if not request.HasField("truncate_prompt_tokens"):
+            return None
+        max_tokens = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else 1
+        return kept_tokens(request.truncate_prompt_tokens, context, max_tokens)
+
+    @property
+    def _hides_tools(self) -> bool:
+        """Whether the prompt leaves tools out, so that the model calls none."""
+        return self._request.tool_choice.mode == completion_pb2.TOOL_MODE_NONE
+
+    def _prompt(self) -> ChatPrompt:
+        request = self._request
+        return ChatPrompt(
+            messages=request.messages,
+            tools=() if self._hides_tools else request.tools,
+            template=request.template,
+            arguments_json=request.template_arguments_json,
+            add_generation_prompt=(
+                request.add_generation_prompt if request.HasField("add_generation_prompt") else None
+            ),
+            continue_last_message=request.continue_last_message,
+            reasoning_effort=request.reasoning_effort,
+        )
+
+    def _completion(self, max_tokens: int) -> completion_pb2.CompleteRequest:
+        """Return the request as a completion without a prompt, with `max_tokens` for a default."""
+        request = self._request
+        completion = completion_pb2.CompleteRequest(
+            model=request.model,
+            prompts=[_PLACEHOLDER_PROMPT],
+            sampling=request.sampling,
+            stopping=request.stopping,
+            stop=request.stop,
+            include_stop_string=request.include_stop_string,
+            n=request.n if request.HasField("n") else None,
+            logprobs=request.logprobs if request.HasField("logprobs") else None,
+            grammar=request.grammar if request.HasField("grammar") else None,
+            context_overflow=request.context_overflow,
+            delivery=request.delivery,
+            user=request.user,
+            dry_sequence_breakers=request.dry_sequence_breakers,
+            no_dry_sequence_breakers=request.no_dry_sequence_breakers,
+            bad_words=request.bad_words,
+        )
+        for name in ("skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"):
+            if request.HasField(name):
+                setattr(completion, name, getattr(request, name))
+        if not request.stopping.HasField("max_tokens"):
+            completion.stopping.max_tokens = max_tokens
+        return completion
+
+
+def _chat_limits(limits: ModelLimits) -> ModelLimits:
+    return replace(limits, max_logprobs=limits.max_chat_logprobs)
+
+
+def _last_answer(request: completion_pb2.ChatRequest) -> str:
+    """Return the content of the last message if it is the assistant's, else ""."""
+    last = request.messages[-1]
+    is_answer = last.role == completion_pb2.ROLE_ASSISTANT
+    return "\n".join(part.text for part in last.parts) if is_answer else ""
+
+
+def _text_before(request: completion_pb2.ChatRequest) -> str:
+    """Return the last text part of the second-last message, trimmed as templates do, or ""."""
+    parts = [part.text for message in request.messages[-2:-1] for part in message.parts]
+    return parts[-1].strip() if parts else ""

@@ -1,0 +1,267 @@
+"""Chat templates of a checkpoint: prompts from messages and tools, and the form of answers."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from services.common.contract import MAX_TEMPLATE_JSON, REASONING_EFFORTS
+from services.common.json_values import Json
+from services.tokenizer.chat.answer.call_grammars import ReasoningState
+from services.tokenizer.chat.answer.call_readers import Parameters
+from services.tokenizer.chat.answer.message_parser import MessageParser, PlainText
+from services.tokenizer.chat.answer.response_parser import ResponseParser
+from services.tokenizer.chat.answer.tool_formats import detect_reasoning_format, detect_tool_format
+from services.tokenizer.chat.answer_grammar import AnswerFormat
+from services.tokenizer.chat.template.arguments import read_arguments
+from services.tokenizer.chat.template.marker import MarkedText, Marker
+from services.tokenizer.chat.template.render_protocol import RenderJob
+from services.tokenizer.chat.template.renderer import Renderer
+from services.tokenizer.chat.template.template_messages import (
+    TemplateFacts,
+    check_messages,
+    template_messages,
+)
+from services.tokenizer.chat.template.template_probe import find_turn_end, probe_template
+from services.tokenizer.text.checkpoint_files import DEFAULT_TEMPLATE
+from services.tokenizer.text.vocabulary import Vocabulary
+from services.tokenizer.tool_schemas import template_tools
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["ChatPrompt", "ChatTemplates", "RenderedChat"]
+
+_LOG = logging.getLogger("chat")
+_INLINE_SIZE = 4_096  # bytes or characters; larger inputs are processed in a thread
+_MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation, like the limit of rendered text
+_ARGUMENTS = "template_arguments_json"
+_RESERVED_VARIABLES = frozenset({  # which requests can't set as template arguments
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "messages",
+    "return_assistant_tokens_mask", "tools",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Parts of a request that make the prompt."""
+
+    messages: Sequence[completion_pb2.Message]
+    tools: Sequence[completion_pb2.Tool]
+    template: str
+    arguments_json: str
+    add_generation_prompt: bool | None
+    """None: true unless the last message is continued."""
+    continue_last_message: bool
+    reasoning_effort: str = ""
+    """Empty for the template's default."""
+
+    @property
+    def size(self) -> int:
+        """Approximate size in bytes."""
+        messages = sum(message.ByteSize() for message in self.messages)
+        tools = sum(tool.ByteSize() for tool in self.tools)
+        return messages + tools + len(self.arguments_json)
+
+    def variables(self) -> dict[str, Json]:
+        """Return the template's variables. Raises INVALID_ARGUMENT for bad JSON or two efforts."""
+        variables = read_arguments(self.arguments_json, _ARGUMENTS)
+        effort = self.reasoning_effort
+        if effort:
+            if variables.setdefault("reasoning_effort", effort) != effort:
+                raise invalid(
+                    "reasoning_effort",
+                    f"reasoning_effort is {effort}, but the template arguments have another: "
+                    "leave out one of them.",
+                )
+            variables.setdefault("enable_thinking", effort != "none")
+        return variables
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A rendered and encoded prompt."""
+
+    text: str
+    ids: Sequence[int]
+
+
+class ChatTemplates:
+    """Chat templates of the checkpoint, and the form in which its model answers."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        model: str,
+        *,
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+    ) -> None:
+        """`tool_format` and `reasoning_format` are names of `tool_formats`, or "auto"."""
+        self._vocabulary = vocabulary
+        self._model = model
+        self._marker = Marker(vocabulary.control_tokens)
+        self._renderer = Renderer(vocabulary.chat_templates, vocabulary.special_names)
+        self._facts: dict[str, TemplateFacts] = {}
+        templates = vocabulary.chat_templates.values()
+        calls = detect_tool_format(tool_format, templates)
+        reasoning = detect_reasoning_format(reasoning_format, templates)
+        marks = [*calls.marks, *([reasoning.opens, reasoning.closes] if reasoning else [])]
+        token_ids = {mark: vocabulary.ids[mark] for mark in marks if _is_control(mark, vocabulary)}
+        self.answers = AnswerFormat(calls, reasoning, token_ids)
+        self.table = vocabulary.table_with(marks)
+        """Texts of generated tokens, with the marks of calls and reasoning."""
+        self._probing: asyncio.Future[None] | None = None
+        self.turn_end_ids: frozenset[int] = frozenset()
+        """Ids that end a message of the assistant."""
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the checkpoint has any template."""
+        return bool(self._vocabulary.chat_templates)
+
+    def start(self) -> None:
+        """Start to probe the templates; `render` waits for the result."""
+        self._probing = asyncio.ensure_future(self._probe())
+
+    async def stop(self) -> None:
+        """End the render process."""
+        if self._probing is not None:
+            self._probing.cancel()
+        await self._renderer.stop()
+
+    def check(self, prompt: ChatPrompt) -> None:
+        """Validate a prompt, which takes long for a large one.
+
+        Raises FAILED_PRECONDITION if the model has no template, INVALID_ARGUMENT for wrong fields.
+        """
+        name = prompt.template or DEFAULT_TEMPLATE
+        if not self.is_available:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "NO_CHAT_TEMPLATE",
+                f"{self._model} has no chat template: use completions, or add a "
+                "chat_template.jinja to its directory.",
+            )
+        if name not in self._vocabulary.chat_templates:
+            known = ", ".join(sorted(self._vocabulary.chat_templates))
+            raise invalid("template", f"template must be one of {known}, got {name!r}.")
+        if prompt.size > _MAX_SIZE:
+            raise invalid(
+                "messages", f"A conversation with its tools must have at most {_MAX_SIZE:,} bytes."
+            )
+        check_messages(prompt.messages, self._model, continues_last=prompt.continue_last_message)
+        if prompt.add_generation_prompt and prompt.continue_last_message:
+            raise invalid(
+                "add_generation_prompt",
+                "add_generation_prompt can't be combined with continue_last_message.",
+            )
+        if len(prompt.arguments_json) > MAX_TEMPLATE_JSON:
+            message = f"Template arguments must have at most {MAX_TEMPLATE_JSON:,} characters."
+            raise invalid(_ARGUMENTS, message)
+        if prompt.reasoning_effort and prompt.reasoning_effort not in REASONING_EFFORTS:
+            raise invalid(
+                "reasoning_effort",
+                f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}, got "
+                f"{prompt.reasoning_effort!r}.",
+            )
+        for key in prompt.variables():
+            if key in _RESERVED_VARIABLES or not key.isidentifier():
+                raise invalid(_ARGUMENTS, f"Template arguments can't set {key!r}.")
+
+    async def render(
+        self, prompt: ChatPrompt, check_text: Callable[[str], None] | None = None
+    ) -> RenderedChat:
+        """Return the text and ids of a valid prompt.
+
+        check_text: called with the text before it is encoded. Raises as it and `Renderer.render`.
+        """
+        assert self._probing is not None, "start was not called"
+        await asyncio.shield(self._probing)
+        is_large = prompt.size > _INLINE_SIZE
+        inputs, marked = (
+            await asyncio.to_thread(self._inputs, prompt) if is_large else self._inputs(prompt)
+        )
+        messages, tools, variables = inputs
+        text = await self._renderer.render(
+            RenderJob(
+                template=prompt.template or DEFAULT_TEMPLATE,
+                messages=messages,
+                tools=tools or None,
+                variables=variables,
+                add_generation_prompt=not prompt.continue_last_message
+                and prompt.add_generation_prompt is not False,
+                continue_last_message=prompt.continue_last_message,
+            )
+        )
+
+        def encode() -> RenderedChat:
+            plain = marked.plain(text)
+            if check_text is not None:
+                check_text(plain)
+            return RenderedChat(plain, self._vocabulary.encode_parts(marked.parts(text)))
+
+        return await asyncio.to_thread(encode) if len(text) > _INLINE_SIZE else encode()
+
+    def reasoning_state(self, prompt: str, *, behind: str | None = None) -> ReasoningState:
+        """Return the state at the end of a prompt; a continued message is `behind` this text."""
+        form = self.answers.reasoning
+        if form is None:
+            return ReasoningState.NONE
+        text = prompt.rstrip()
+        if text.endswith(form.opens):
+            return ReasoningState.OPEN
+        if behind is not None:  # the message itself may contain marks
+            begin = text.rfind(behind) + len(behind) if behind and behind in text else 0
+            is_open = text.rfind(form.opens, begin) > text.rfind(form.closes, begin)
+            return ReasoningState.OPEN if is_open else ReasoningState.NONE
+        return ReasoningState.NONE if text.endswith(form.closes) else ReasoningState.POSSIBLE
+
+    def parser(
+        self, state: ReasoningState, tools: Parameters, *, is_forced: bool = False
+    ) -> MessageParser:
+        """Return the parser of an answer; `is_forced`: a grammar forces calls of `tools`."""
+        reasoning = None if state is ReasoningState.NONE else self.answers.reasoning
+        if reasoning is None and not tools:
+            return PlainText()
+        return ResponseParser(
+            reasoning,
+            self.answers.calls if tools else None,
+            tools,
+            is_reasoning=state is ReasoningState.OPEN,
+            is_forced=is_forced,
+        )
+
+    async def _probe(self) -> None:
+        for name, source in self._vocabulary.chat_templates.items():
+            try:
+                facts = await probe_template(self._renderer, name, source)
+            except ServiceError as error:
+                _LOG.warning("the chat template %s refuses messages: %s", name, error.message)
+                facts = TemplateFacts()
+            self._facts[name] = facts
+            end = await find_turn_end(self._renderer, name, facts)
+            special = self._vocabulary.special_tokens.items()
+            self.turn_end_ids |= {token for token, text in special if text and end.startswith(text)}
+
+    def _inputs(self, prompt: ChatPrompt) -> tuple[list[Any], MarkedText]:
+        """Return messages, tools and variables of the template, with control tokens marked."""
+        facts = self._facts[prompt.template or DEFAULT_TEMPLATE]
+        inputs: list[Json] = [
+            template_messages(prompt.messages, facts),
+            template_tools(prompt.tools),
+            prompt.variables(),
+        ]
+        marked, reader = self._marker.mark(inputs)
+        assert isinstance(marked, list)
+        return marked, reader
+
+
+def _is_control(mark: str, vocabulary: Vocabulary) -> bool:
+    """Return whether llguidance treats the mark as a token, which is or looks special."""
+    looks_special = mark.startswith("<") and mark.endswith(">")
+    return mark in vocabulary.control_tokens and (
+        looks_special or mark in vocabulary.special_tokens.values()
+    )

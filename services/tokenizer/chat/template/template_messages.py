@@ -1,0 +1,166 @@
+"""Messages of a conversation: validation, and the form that a chat template takes."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.common.contract import MAX_ARGUMENTS, MAX_MESSAGE_PARTS, MAX_MESSAGES, MAX_TOOL_CALLS
+from services.common.json_values import Json
+from services.tokenizer.chat.template.arguments import read_arguments, repaired_arguments
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["TemplateFacts", "check_messages", "template_messages"]
+
+_SHORT_ID = 9  # characters of a call's id in Mistral's templates
+_ROLES: Mapping["completion_pb2.Role.ValueType", str] = {
+    completion_pb2.ROLE_SYSTEM: "system",
+    completion_pb2.ROLE_DEVELOPER: "developer",
+    completion_pb2.ROLE_USER: "user",
+    completion_pb2.ROLE_ASSISTANT: "assistant",
+    completion_pb2.ROLE_TOOL: "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """Expectations that differ between templates."""
+
+    knows_developer: bool = False
+    """Whether there is a role for developers, who are "system" otherwise."""
+    takes_parts: bool = False
+    """Whether a content is a list of parts instead of a string."""
+    empty_content: str | None = None
+    """Content of a message that only calls tools; that of other empty messages is ""."""
+    arguments_are_text: bool = False
+    """Whether arguments of calls are JSON text instead of objects."""
+    keeps_broken_arguments: bool = False
+    """Whether arguments that are no object are written as their text."""
+    short_ids: bool = False
+    """Whether the id of a call must have nine letters and digits."""
+
+
+def check_messages(
+    messages: Sequence[completion_pb2.Message], model: str, *, continues_last: bool
+) -> None:
+    """Raise INVALID_ARGUMENT for the first wrong field."""
+    if not messages:
+        raise invalid("messages", "A conversation must have at least one message.")
+    if len(messages) > MAX_MESSAGES:
+        raise invalid("messages", f"A conversation must have at most {MAX_MESSAGES:,} messages.")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]", model)
+    last = messages[-1]
+    if continues_last and (
+        last.role != completion_pb2.ROLE_ASSISTANT or last.tool_calls or not last.parts
+    ):
+        raise invalid(
+            "continue_last_message",
+            "The last message must be the assistant's, with content and without tool calls.",
+        )
+
+
+def template_messages(
+    messages: Sequence[completion_pb2.Message], facts: TemplateFacts
+) -> list[Json]:
+    """Return valid messages in the form of transformers' templates."""
+    callers: dict[str, str] = {}  # names of tools by the ids of their calls
+    written: list[Json] = []
+    for message in messages:
+        for call in message.tool_calls:
+            callers[call.id] = call.name
+        written.append(_written(message, facts, callers))
+    return written
+
+
+def _check_message(message: completion_pb2.Message, field: str, model: str) -> None:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise invalid(f"{field}.role", f"A role must be one of {', '.join(_ROLES.values())}.")
+    if not message.parts and role != "assistant":
+        raise invalid(f"{field}.parts", "A message must have content.")
+    if len(message.parts) > MAX_MESSAGE_PARTS:
+        raise invalid(f"{field}.parts", f"A message must have at most {MAX_MESSAGE_PARTS:,} parts.")
+    for index, part in enumerate(message.parts):
+        kind = part.WhichOneof("part")
+        if kind is None:
+            raise invalid(f"{field}.parts[{index}]", "A part must hold text or an image.")
+        if kind == "image_url":
+            raise invalid(
+                f"{field}.parts[{index}].image_url",
+                f"{model} is a text-only model: leave out images.",
+            )
+    if message.tool_calls and role != "assistant":
+        raise invalid(f"{field}.tool_calls", "Only the assistant can call tools.")
+    if len(message.tool_calls) > MAX_TOOL_CALLS:
+        raise invalid(f"{field}.tool_calls", f"A message must have at most {MAX_TOOL_CALLS} calls.")
+    for index, call in enumerate(message.tool_calls):
+        place = f"{field}.tool_calls[{index}]"
+        if not call.id:
+            raise invalid(f"{place}.id", "A call must have an id.")
+        if not call.name:
+            raise invalid(f"{place}.name", "A call must have the name of its tool.")
+        if len(call.arguments_json) > MAX_ARGUMENTS:
+            raise invalid(
+                f"{place}.arguments_json",
+                f"Arguments must have at most {MAX_ARGUMENTS:,} characters.",
+            )
+    if message.reasoning and role != "assistant":
+        raise invalid(f"{field}.reasoning", "Only the assistant can have reasoning.")
+    if role == "tool" and not message.tool_call_id:
+        raise invalid(f"{field}.tool_call_id", "A tool's answer must have the id of its call.")
+    if role != "tool" and message.tool_call_id:
+        raise invalid(f"{field}.tool_call_id", "Only a tool can answer a call.")
+
+
+def _written(
+    message: completion_pb2.Message, facts: TemplateFacts, callers: Mapping[str, str]
+) -> Json:
+    role = _ROLES[message.role]
+    if role == "developer" and not facts.knows_developer:
+        role = "system"
+    written: dict[str, Json] = {"role": role, "content": _content(message, facts)}
+    if message.name:
+        written["name"] = message.name
+    if message.reasoning:
+        written["reasoning_content"] = message.reasoning
+    if role == "tool":
+        written["tool_call_id"] = _call_id(message.tool_call_id, facts)
+        if name := message.name or callers.get(message.tool_call_id):
+            written["name"] = name
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": _call_id(call.id, facts),
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call, facts)},
+            }
+            for call in message.tool_calls
+        ]
+    return written
+
+
+def _content(message: completion_pb2.Message, facts: TemplateFacts) -> Json:
+    if not message.parts and message.tool_calls:
+        return facts.empty_content
+    if facts.takes_parts:
+        return [{"type": "text", "text": part.text} for part in message.parts]
+    return "\n".join(part.text for part in message.parts)
+
+
+def _arguments(call: completion_pb2.ToolCall, facts: TemplateFacts) -> Json:
+    """Return the arguments in the template's form; text that is no object stays if it may."""
+    text = call.arguments_json
+    if facts.arguments_are_text:
+        return text or "{}"
+    try:
+        return read_arguments(text, "")
+    except ServiceError:
+        return text if facts.keeps_broken_arguments else repaired_arguments(text)
+
+
+def _call_id(call_id: str, facts: TemplateFacts) -> str:
+    """Return the id, cut and padded if the template needs short ids."""
+    if not facts.short_ids:
+        return call_id
+    return re.sub(r"[^A-Za-z0-9]", "", call_id)[-_SHORT_ID:].rjust(_SHORT_ID, "0")

@@ -1,0 +1,105 @@
+"""Request processors: validation, plan and responses of one request, by rpc."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from services.tokenizer.completion.choice import ChoiceOutput
+from services.tokenizer.completion.plan import CompletionPlan, plan_completion
+from services.tokenizer.completion.validation import check_complete
+from services.tokenizer.model_limits import ModelLimits
+from services.tokenizer.text.infill import InfillTemplate
+from services.tokenizer.text.vocabulary import Vocabulary
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["CompleteProcessor", "RequestProcessor", "Response", "is_large"]
+
+_INLINE_CHARACTERS = 4_096  # longer texts are encoded in a thread: the event loop must stay free
+_LARGE_BYTES = 16_384
+
+Response = TypeVar("Response", completion_pb2.CompleteResponse, completion_pb2.ChatResponse)
+
+
+class RequestProcessor(Protocol[Response]):
+    """One request, with everything that depends on its rpc."""
+
+    def check(self, limits: ModelLimits) -> None:
+        """Validate the request, unless it `is_large`. Raises the error of its first wrong field."""
+
+    def plan(self, limits: ModelLimits) -> CompletionPlan | Coroutine[None, None, CompletionPlan]:
+        """Return the plan, or a coroutine if that takes long; validate a large request first."""
+
+    def write_choice(self, output: ChoiceOutput, add: Callable[[], Response]) -> None:
+        """Write output of one choice, as responses from `add`."""
+
+    def response_in(self, event: completion_pb2.SessionEvent) -> Response:
+        """Return the response that a Session's event carries for this rpc."""
+
+
+def is_large(request: completion_pb2.CompleteRequest | completion_pb2.ChatRequest) -> bool:
+    """Return whether all work on the request belongs in a thread.
+
+    DRY breakers are searched for in the whole vocabulary, and each bad word is encoded by itself.
+    """
+    words = bool(request.dry_sequence_breakers) or bool(request.bad_words)
+    return words or request.ByteSize() > _LARGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteProcessor:
+    """Processor of a Complete request."""
+
+    request: completion_pb2.CompleteRequest
+    vocabulary: Vocabulary
+    infill: InfillTemplate | None
+
+    def check(self, limits: ModelLimits) -> None:
+        if not is_large(self.request):
+            check_complete(self.request, limits, self.infill)
+
+    def plan(self, limits: ModelLimits) -> CompletionPlan | Coroutine[None, None, CompletionPlan]:
+        """Return the plan. Raises as `plan_completion`, and as `check_complete` if large."""
+        request = self.request
+        if is_large(request):
+            return asyncio.to_thread(self._check_and_plan, limits)
+        length = len(request.suffix) + sum(len(prompt.text) for prompt in request.prompts)
+        if length > _INLINE_CHARACTERS:
+            return asyncio.to_thread(self._plan, limits)
+        return self._plan(limits)
+
+    @staticmethod
+    def write_choice(
+        output: ChoiceOutput, add: Callable[[], completion_pb2.CompleteResponse]
+    ) -> None:
+        """Write output of one choice: its echo, its new tokens, the suffix, its end."""
+        if output.echo is not None:
+            delta = add().delta
+            delta.index = output.index
+            delta.text = output.echo.text
+            delta.is_prompt = True
+            output.echo.columns.write(delta)
+        if output.has_tokens:
+            delta = add().delta
+            delta.index = output.index
+            delta.text = output.text
+            delta.position = output.position
+            if output.columns.ids:
+                output.columns.write(delta)
+        if output.suffix:
+            delta = add().delta
+            delta.index = output.index
+            delta.text = output.suffix
+            delta.position = output.position + len(output.columns.ids)
+        if output.outcome is not None:
+            output.outcome.write(output.index, add().finished)
+
+    def response_in(self, event: completion_pb2.SessionEvent) -> completion_pb2.CompleteResponse:
+        return event.complete
+
+    def _check_and_plan(self, limits: ModelLimits) -> CompletionPlan:
+        check_complete(self.request, limits, self.infill)
+        return self._plan(limits)
+
+    def _plan(self, limits: ModelLimits) -> CompletionPlan:
+        return plan_completion(self.request, self.vocabulary, self.infill, limits)

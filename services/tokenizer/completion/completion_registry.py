@@ -1,0 +1,64 @@
+"""Running completions of the process: start and drain."""
+
+import asyncio
+from typing import Any
+
+from services.tokenizer import metrics
+from services.tokenizer.completion.complete_processor import RequestProcessor, Response
+from services.tokenizer.completion.completion_stream import CompletionStream
+from services.tokenizer.completion.engine_request import CallContext
+from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.send_queue import SendQueue
+
+__all__ = ["CompletionRegistry"]
+
+
+class CompletionRegistry:
+    """Completions that have not ended."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+        self._running: set[CompletionStream[Any]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+
+    def start(
+        self,
+        processor: RequestProcessor[Response],
+        context: CallContext,
+        send_queue: SendQueue[CompletionStream[Any]],
+        *,
+        credit: int | None = None,
+        is_windowed: bool = False,
+    ) -> CompletionStream[Response]:
+        """Start a completion, which marks itself in `send_queue` when it has output or fails.
+
+        credit: tokens per choice that the client grants; None without its own flow control.
+        is_windowed: whether `CompletionStream.extend_window` controls the flow.
+        """
+        stream = CompletionStream(
+            processor,
+            context,
+            self._link,
+            send_queue,
+            self._discard,
+            credit=credit,
+            is_windowed=is_windowed,
+        )
+        self._running.add(stream)
+        self._idle.clear()
+        metrics.RUNNING.inc()
+        stream.start(is_draining=self._is_draining)
+        return stream
+
+    async def drain(self) -> None:
+        """Refuse new completions; return when the running ones have ended."""
+        self._is_draining = True
+        await self._idle.wait()
+
+    def _discard(self, stream: CompletionStream[Any]) -> None:
+        self._running.discard(stream)
+        metrics.RUNNING.dec()
+        if not self._running:
+            self._idle.set()

@@ -1,0 +1,285 @@
+"""One running completion, from validation to the last response."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic
+
+import grpc
+
+from services.common.errors import draining_error, internal_error
+from services.common.logging import failure
+from services.tokenizer import metrics
+from services.tokenizer.completion.complete_processor import RequestProcessor, Response
+from services.tokenizer.completion.completion_output import CompletionOutput
+from services.tokenizer.completion.engine_request import CallContext, EngineLosses, EngineRequest
+from services.tokenizer.completion.plan import CompletionPlan
+from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.send_queue import SendQueue
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = ["CompletionStream"]
+
+_LOG = logging.getLogger("completion")
+_LOGGED_LABEL = 128  # characters of a user's label
+_LOSS_REASONS = frozenset({"SESSION_LOST", "ENGINE_LOST"})
+_RETRY_REASONS = _LOSS_REASONS | {"DRAINING", "LOADING"}
+"""Reasons of the engine for which a completion waits until it serves again."""
+
+
+def _never_full() -> bool:
+    return False
+
+
+class CompletionStream(Generic[Response]):
+    """Listens to the engine, and gathers output until the client takes it."""
+
+    def __init__(
+        self,
+        processor: RequestProcessor[Response],
+        context: CallContext,
+        link: EngineLink,
+        send_queue: "SendQueue[CompletionStream[Any]]",
+        on_end: "Callable[[CompletionStream[Any]], None]",
+        *,
+        credit: int | None,
+        is_windowed: bool,
+    ) -> None:
+        """`credit` and `is_windowed` are those of `EngineRequest`; `on_end` is called once."""
+        self.error: ServiceError | None = None
+        """The failure, which the client gets after the last `write`."""
+        self.processor: RequestProcessor[Response] = processor
+        self._context = context
+        self._link = link
+        self._send_queue = send_queue
+        self._on_end = on_end
+        self._engine = EngineRequest(
+            link.session, self, context, credit=credit, is_windowed=is_windowed
+        )
+        self._losses = EngineLosses()
+        self._began = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+        self._output: CompletionOutput | None = None
+        """None until the request is planned."""
+        self._is_cancelled = False
+        self._is_ended = False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the last event was written."""
+        return self._output is not None and self._output.is_written
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the admission was written."""
+        return self._output is not None and self._output.is_admission_written
+
+    # called for the client
+
+    def start(self, *, is_draining: bool) -> None:
+        """Validate, plan and submit the request. A refusal becomes `error`."""
+        try:
+            if is_draining:
+                raise draining_error()
+            if self._context.deadline is not None and math.isnan(self._context.deadline):
+                raise invalid("context.timeout_seconds", "The timeout must be a number.")
+            if self._link.is_known:
+                self._prepare()
+            else:
+                self._run_as_task(self._prepare_later())
+        except ServiceError as error:
+            self._fail(error)
+        except Exception:
+            self.fail_unexpectedly()
+
+    def credit(self, tokens: int) -> None:
+        """Grant the engine so many more tokens of each choice."""
+        if not self._is_ended:
+            self._engine.add_credit(tokens)
+
+    def extend_window(self) -> None:
+        """Let the engine continue in place of what the client has taken."""
+        if self._output is not None and not self._is_ended:
+            self._engine.extend_window(self._output.choices.running)
+
+    def cancel(self) -> None:
+        """Cancel the request; the client still gets the ends of its choices."""
+        self._is_cancelled = True
+        if self._engine.is_open:
+            self._engine.cancel()
+        elif not self._is_ended:
+            self._fail(
+                ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "The request was cancelled.")
+            )
+
+    def abandon(self) -> None:
+        """End the request of a client that has disconnected."""
+        if not self._is_ended:
+            self._leave_engine()
+            self._end("cancelled")
+
+    def write(self, add: Callable[[], Response], is_full: Callable[[], bool] = _never_full) -> None:
+        """Write what is ready, as responses from `add`; mark the stream again if output is left."""
+        if self._output is not None and self._output.write(self.processor, add, is_full):
+            self._send_queue.mark(self)
+
+    def fail_unexpectedly(self) -> None:
+        """Fail the request with INTERNAL, and log the current exception; others continue."""
+        _LOG.exception("unexpected failure", extra=self._context.log_fields)
+        self._leave_engine()
+        self._fail(internal_error())
+
+    # called for the engine
+
+    def on_event(self, event: engine_pb2.SessionEvent) -> None:
+        """Take an event of the engine."""
+        if self._output is None:
+            return
+        try:
+            self._take(self._output, event)
+        except ServiceError as error:
+            self._leave_engine()
+            self._fail(error)
+        except Exception:
+            self.fail_unexpectedly()
+
+    def on_error(self, error: ServiceError) -> None:
+        """Submit the request again if the engine was lost or starts; fail it otherwise."""
+        self._engine.on_closed()
+        output = self._output
+        remap_error = output.plan.remap_error if output is not None else None
+        if remap_error is not None and error.field.startswith("grammar"):
+            remap_error(error)
+        if output is not None and self._may_retry(output, error):
+            self._run_as_task(self._resubmit(output, error))
+        else:
+            self._fail(error)
+
+    def _may_retry(self, output: CompletionOutput, error: ServiceError) -> bool:
+        if error.reason in _LOSS_REASONS:
+            return self._losses.count(output.progress)
+        return error.reason in _RETRY_REASONS
+
+    def _take(self, output: CompletionOutput, event: engine_pb2.SessionEvent) -> None:
+        kind = event.WhichOneof("event")
+        has_output = False
+        if kind == "delta":
+            has_output = self._take_tokens(output, event.delta)
+        elif kind == "finished":
+            has_output = output.end_choice(event.finished)
+        elif kind == "completed":
+            self._engine.on_closed()
+            self._complete(output, event.completed.usage)
+        elif kind == "prompt_scores":
+            has_output = output.add_prompt_scores(event.prompt_scores)
+        elif kind == "accepted":
+            has_output = output.accept(event.accepted)
+        if has_output:
+            self._send_queue.mark(self)
+
+    def _take_tokens(self, output: CompletionOutput, delta: engine_pb2.OutputDelta) -> bool:
+        choice = output.choices[delta.sequence]
+        if choice.outcome is not None:
+            return False
+        has_output = output.add_tokens(delta)
+        if choice.outcome is not None:  # a stop string, of which the engine knows nothing
+            self._engine.cancel([delta.sequence])
+        return has_output
+
+    def _complete(self, output: CompletionOutput, usage: types_pb2.Usage) -> None:
+        output.complete(usage)
+        self._send_queue.mark(self)
+        self._end("cancelled" if self._is_cancelled else "ok")
+
+    # from preparation to the end
+
+    def _prepare(self) -> None:
+        limits = self._link.limits
+        self.processor.check(limits)
+        plan = self.processor.plan(limits)
+        if isinstance(plan, CompletionPlan):
+            self._submit(plan)
+        else:
+            self._run_as_task(self._submit_later(plan))
+
+    async def _prepare_later(self) -> None:
+        await self._wait_for_engine("It has not been reached yet.")
+        self._prepare()
+
+    async def _submit_later(self, plan: Coroutine[None, None, CompletionPlan]) -> None:
+        self._submit(await plan)
+
+    def _submit(self, plan: CompletionPlan) -> None:
+        metrics.ENCODE_SECONDS.observe(time.monotonic() - self._began)
+        self._output = CompletionOutput(plan, self._began)
+        self._engine.submit(self._output)
+
+    async def _resubmit(self, output: CompletionOutput, error: ServiceError) -> None:
+        """Continue on an engine that serves again. Raises `error` if it can't resume."""
+        if not output.choices.running:
+            self._complete(output, types_pb2.Usage())
+            return
+        await self._wait_for_engine(error.message)
+        request = output.remaining_request()
+        can_resume = engine_pb2.CAPABILITY_RESUME in self._link.limits.capabilities
+        if request.resume and not can_resume:
+            raise error
+        self._engine.resubmit(request, output)
+
+    async def _wait_for_engine(self, why: str) -> None:
+        is_new = self._output is None or not self._output.is_admitted
+        await self._link.wait_until_serving(self._context.deadline, why, is_new=is_new)
+
+    def _run_as_task(self, work: Coroutine[None, None, None]) -> None:
+        """Run a coroutine whose failure is the request's."""
+
+        async def watched() -> None:
+            try:
+                await work
+            except ServiceError as error:
+                self._fail(error)
+            except Exception:
+                self.fail_unexpectedly()
+
+        self._task = asyncio.ensure_future(watched())
+
+    def _leave_engine(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._engine.leave()
+
+    def _fail(self, error: ServiceError) -> None:
+        if self._is_ended:
+            return
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        self.error = error
+        self._send_queue.mark(self)
+        self._end(error.code.name.lower(), **failure(_LOG, error.reason, error.message))
+
+    def _end(self, outcome: str, **why: str) -> None:
+        self._is_ended = True
+        metrics.REQUESTS.labels(outcome).inc()
+        self._on_end(self)
+        output = self._output
+        _LOG.info(
+            "completion %s",
+            outcome,
+            extra={
+                **self._context.log_fields,
+                **why,
+                **self._user_field(),
+                "prompt_tokens": output.plan.prompt_tokens if output is not None else 0,
+                "completion_tokens": output.choices.received if output is not None else 0,
+                "milliseconds": round((time.monotonic() - self._began) * 1e3, 2),
+            },
+        )
+
+    def _user_field(self) -> dict[str, str]:
+        """Return the user's label, which may be a name, at the level debug only."""
+        is_logged = self._context.user and _LOG.isEnabledFor(logging.DEBUG)
+        return {"user": self._context.user[:_LOGGED_LABEL]} if is_logged else {}

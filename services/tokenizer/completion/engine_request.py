@@ -1,0 +1,168 @@
+"""One request on the Session to the engine: submission, flow control, cancellation."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from services.common.logging import request_fields
+from services.tokenizer.completion.choice import Choice
+from services.tokenizer.completion.completion_output import CompletionOutput
+from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.session import EngineSession, Listener
+
+__all__ = ["CallContext", "EngineLosses", "EngineRequest"]
+
+_MARGIN_SECONDS = 0.1  # by which the engine's deadline precedes the caller's
+_WINDOW = 1_024  # tokens per choice that the engine may be ahead of the reader of a call
+_MAX_CREDIT = 2**32 - 1  # tokens that one message can grant; no choice can have more
+_MAX_FRUITLESS_LOSSES = 3  # of the engine in a row: the request may be what kills it
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """Origin of a request."""
+
+    request_id: str
+    traceparent: str
+    tenant: str
+    priority: int
+    deadline: float | None
+    """Time of the event loop, in seconds; None without a deadline."""
+    user: str = ""
+    """The user's label from the request, which may be a name."""
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields that identify the request in log lines."""
+        return request_fields(self.request_id, self.traceparent)
+
+
+class EngineLosses:
+    """Count of the times in a row that a request lost the engine without progress."""
+
+    def __init__(self) -> None:
+        self._fruitless = 0
+        self._progress = 0
+
+    def count(self, progress: int) -> bool:
+        """Count a loss after `progress` tokens and scores. Returns whether a retry is allowed."""
+        if progress > self._progress:
+            self._fruitless = 0
+        self._progress = progress
+        self._fruitless += 1
+        return self._fruitless <= _MAX_FRUITLESS_LOSSES
+
+
+class EngineRequest:
+    """The engine's side of one completion. It is closed before `submit`, and after the end."""
+
+    def __init__(
+        self,
+        session: EngineSession,
+        listener: Listener[engine_pb2.SessionEvent],
+        context: CallContext,
+        *,
+        credit: int | None,
+        is_windowed: bool,
+    ) -> None:
+        """Flow control is the client's `credit`, or a window that follows its reads, or none."""
+        self._session = session
+        self._listener = listener
+        self._context = context
+        self._granted = credit
+        """Tokens per choice granted so far; None without flow control."""
+        self._is_windowed = is_windowed
+        self._handle: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine has the request."""
+        return self._handle is not None
+
+    def submit(self, output: CompletionOutput) -> None:
+        """Open the request. Raises DEADLINE_EXCEEDED if its deadline has passed."""
+        plan = output.plan
+        if plan.whole:
+            self._granted = None
+        elif self._is_windowed and plan.engine_request.stopping.max_tokens > _WINDOW:
+            self._granted = _WINDOW
+        self._open(plan.engine_request, taken=0)
+
+    def resubmit(self, request: engine_pb2.GenerateRequest, output: CompletionOutput) -> None:
+        """Open `request`, which continues the running choices. Raises as `submit`."""
+        taken = min((len(choice.received) for choice in output.choices.running), default=0)
+        self._open(request, taken)
+        if ended := output.choices.ended_sequences:
+            self.cancel(ended)
+
+    def add_credit(self, tokens: int) -> None:
+        """Grant more tokens of each choice, if there is flow control."""
+        if self._granted is None:
+            return
+        self._granted += tokens
+        self._send(credit=engine_pb2.SessionCredit(tokens=tokens))
+
+    def extend_window(self, running: Sequence[Choice]) -> None:
+        """Grant tokens in place of those that the reader of a call has taken."""
+        if self._granted is None or not self._is_windowed:
+            return
+        # the choice that is furthest counts: others may wait for those before them to end
+        taken = max((choice.sent for choice in running), default=0)
+        more = taken + _WINDOW - self._granted
+        if more >= _WINDOW // 2:
+            self.add_credit(more)
+
+    def cancel(self, sequences: Sequence[int] = ()) -> None:
+        """Cancel these sequences, or all; the engine then sends their ends."""
+        self._send(cancel=engine_pb2.SessionCancel(sequences=sequences))
+
+    def leave(self) -> None:
+        """Cancel the request, and take no more events for it."""
+        if self._handle is not None:
+            self.cancel()
+            self._session.detach(self._handle)
+            self._handle = None
+
+    def on_closed(self) -> None:
+        """Note that the engine has ended the request, or was lost."""
+        self._handle = None
+
+    def _open(self, request: engine_pb2.GenerateRequest, taken: int) -> None:
+        """Open a request whose running choices have received at least `taken` tokens each."""
+        start = engine_pb2.SessionStart(
+            request=request,
+            request_id=self._context.request_id,
+            traceparent=self._context.traceparent,
+            tenant=self._context.tenant,
+            priority=self._context.priority,
+        )
+        if self._context.deadline is not None:
+            left = self._context.deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise ServiceError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED,
+                    "DEADLINE_EXCEEDED",
+                    "The deadline passed before the request reached the engine.",
+                )
+            start.timeout_seconds = max(left - _MARGIN_SECONDS, left / 2)
+        if self._granted is not None:
+            start.credit = min(max(0, self._granted - taken), _MAX_CREDIT)
+        self._handle = self._session.open(self._listener)
+        self._send(start=start)
+
+    def _send(
+        self,
+        *,
+        start: engine_pb2.SessionStart | None = None,
+        cancel: engine_pb2.SessionCancel | None = None,
+        credit: engine_pb2.SessionCredit | None = None,
+    ) -> None:
+        if self._handle is not None:
+            self._session.send(
+                engine_pb2.SessionCommand(
+                    handle=self._handle, start=start, cancel=cancel, credit=credit
+                )
+            )

@@ -1,0 +1,89 @@
+"""Scores of prompt tokens: for echoes, and as events of their own."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from services.tokenizer.completion.columns import Score, read_scores
+from services.tokenizer.completion.echo import Echo, make_echo
+from services.tokenizer.completion.plan import CompletionPlan
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+
+__all__ = ["PromptScores"]
+
+
+class PromptScores:
+    """Scores that the engine sent so far, by prompt. The first token of a prompt has none."""
+
+    def __init__(self, plan: CompletionPlan) -> None:
+        self._plan = plan
+        self._scores: list[list[Score]] = [[] for _ in plan.prompts]
+        self._runs: deque[completion_pb2.PromptLogprobs] = deque()
+
+    @property
+    def received(self) -> int:
+        """Scored tokens of all prompts."""
+        return sum(map(len, self._scores))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every prompt is scored."""
+        return all(map(self._is_scored, range(len(self._scores))))
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether `take_runs` yields anything."""
+        return bool(self._runs)
+
+    def add(self, scores: engine_pb2.PromptScores) -> bool:
+        """Add scores. Returns whether any of them was not received before."""
+        known = self._scores[scores.prompt]
+        skip = max(0, len(known) + 1 - scores.position)
+        fresh = read_scores(scores.tokens)[skip:]
+        if fresh and self._plan.prompt_logprobs is not None:
+            ids = scores.tokens.ids[skip:]
+            self._runs.append(self._run(scores.prompt, len(known) + 1, ids, fresh))
+        known.extend(fresh)
+        return bool(fresh)
+
+    def take_runs(self) -> Iterator[completion_pb2.PromptLogprobs]:
+        """Yield new runs for the client. A run that the caller does not reach stays for later."""
+        while self._runs:
+            yield self._runs.popleft()
+
+    def echo(self, index: int) -> Echo | None:
+        """Return the echo of a prompt; None while scores that it shows are missing."""
+        prompt = self._plan.prompts[index]
+        if not self._plan.choice.scored:
+            return make_echo(prompt, None)
+        if not self._is_scored(index):
+            return None
+        width = self._plan.engine_request.logprobs
+        shown = [score.first(width) for score in self._scores[index]]
+        return make_echo(prompt, [Score.none(width), *shown])
+
+    def _is_scored(self, index: int) -> bool:
+        return len(self._scores[index]) == len(self._plan.prompts[index].ids) - 1
+
+    def _run(
+        self, prompt: int, position: int, ids: Sequence[int], scores: Sequence[Score]
+    ) -> completion_pb2.PromptLogprobs:
+        run = completion_pb2.PromptLogprobs(prompt=prompt, position=position)
+        columns = run.tokens
+        columns.ids.extend(ids)
+        columns.logprobs.extend([score.logprob for score in scores])
+        columns.ranks.extend([score.rank for score in scores])
+        for score in scores:
+            top = score.first(self._plan.prompt_logprobs or 0)
+            columns.top_width = len(top.top_ids)
+            columns.top_ids.extend(top.top_ids)
+            columns.top_logprobs.extend(top.top_logprobs)
+        run.token_texts.extend(map(self._text, columns.ids))
+        run.top_texts.extend(map(self._text, columns.top_ids))
+        return run
+
+    def _text(self, token: int) -> str:
+        """Return the text of a token on its own; bytes of no whole character become U+FFFD."""
+        table = self._plan.full_table
+        text = table.texts[token]
+        return table.pieces[token].decode(errors="replace") if text is None else text

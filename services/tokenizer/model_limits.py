@@ -1,0 +1,26 @@
+"""Limits and capabilities of the served model."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tokenwire.pb.engine.v1 import engine_pb2
+
+__all__ = ["ModelLimits"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The engine's model and limits, lowered to this service's settings. Lengths are in tokens."""
+
+    model: str
+    system_fingerprint: str
+    context_length: int
+    vocabulary_size: int
+    eos_ids: Collection[int]
+    capabilities: Collection["engine_pb2.Capability.ValueType"]
+    max_logprobs: int
+    max_chat_logprobs: int
+    max_sequences: int
+    max_stop_strings: int
+    appends_suffix: bool
+    """Whether a suffix is appended, rather than refused, if the model can't infill."""

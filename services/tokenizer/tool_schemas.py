@@ -1,0 +1,179 @@
+"""Tools of a request: validation, and the JSON Schemas of their calls."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from services.common.annotations import unenforced
+from services.common.contract import FUNCTION_NAME, MAX_TOOLS
+from services.common.json_values import Json
+from services.tokenizer.text.strict_json import parse_strictly
+from tokenwire.errors import invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = [
+    "IndexedTool",
+    "arguments_schema",
+    "arguments_schemas",
+    "check_tools",
+    "constrained_tools",
+    "rebase_references",
+    "template_tools",
+    "tool_call_grammar",
+    "unenforced_in_tools",
+]
+
+IndexedTool: TypeAlias = tuple[int, completion_pb2.Tool]
+"""A tool and its index in the request."""
+
+_NAME = re.compile(FUNCTION_NAME)
+_MAX_SCHEMA_LENGTH = 1024 * 1024  # characters of all schemas; json.loads blocks the event loop
+_MAX_DEPTH = 100  # levels of a schema; the grammar service allows few more
+_NO_ARGUMENTS = '{"properties":{},"additionalProperties":false}'
+_NO_PARAMETERS = '{"type":"object","properties":{}}'
+_LITERAL = frozenset({"const", "default", "enum", "examples"})  # keywords that hold no schemas
+_NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})  # schemas by name
+
+
+def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.ToolChoice) -> None:
+    """Raise INVALID_ARGUMENT for an invalid tool, or a choice that does not fit the tools."""
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"A request must have at most {MAX_TOOLS} tools.")
+    if sum(len(tool.parameters_json) for tool in tools) > _MAX_SCHEMA_LENGTH:
+        raise invalid(
+            "tools",
+            f"The parameters of all tools must have at most {_MAX_SCHEMA_LENGTH:,} characters.",
+        )
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        field = f"tools[{index}]"
+        if not _NAME.fullmatch(tool.name):
+            message = "A tool's name must have 1 to 64 characters of A-Z, a-z, 0-9, _ and -."
+            raise invalid(f"{field}.name", message)
+        if tool.name in names:
+            raise invalid(f"{field}.name", f"Two tools have the name {tool.name}.")
+        names.add(tool.name)
+        arguments_schema(tool, field)
+    kind = choice.WhichOneof("choice")
+    if kind == "name" and choice.name not in names:
+        raise invalid("tool_choice", f"tool_choice must name one of tools, got {choice.name!r}.")
+    if kind == "mode" and choice.mode not in completion_pb2.ToolMode.values():
+        raise invalid("tool_choice", "tool_choice must be one of the known modes.")
+    if not tools and choice.mode == completion_pb2.TOOL_MODE_REQUIRED:
+        raise invalid("tool_choice", "tool_choice forces a call: add tools.")
+
+
+def tool_call_grammar(
+    tools: Sequence[completion_pb2.Tool], choice: completion_pb2.ToolChoice
+) -> types_pb2.GrammarSpec | None:
+    """Return the grammar of one call, {"name": …, "arguments": {…}}; None for free text.
+
+    The output is a call if the choice forces one, or if a tool is strict and the choice is not
+    "none": text alone does not show whether the model decided on a call or writes about one. Tools
+    and choice are valid.
+    """
+    indexed = constrained_tools(tools, choice)
+    if not indexed:
+        return None
+    schema = {
+        "anyOf": [_call(tool.name) for _, tool in indexed],
+        "$defs": {
+            tool.name: rebase_references(
+                arguments_schema(tool, f"tools[{index}]"), f"#/$defs/{tool.name}"
+            )
+            for index, tool in indexed
+        },
+    }
+    return types_pb2.GrammarSpec(json_schema=json.dumps(schema))
+
+
+def constrained_tools(
+    tools: Sequence[completion_pb2.Tool], choice: completion_pb2.ToolChoice
+) -> list[IndexedTool]:
+    """Return the tools that `tool_call_grammar` allows to be called."""
+    indexed = list(enumerate(tools))
+    if choice.WhichOneof("choice") == "name":
+        return [(index, tool) for index, tool in indexed if tool.name == choice.name]
+    is_forced = choice.mode == completion_pb2.TOOL_MODE_REQUIRED or any(t.strict for t in tools)
+    return indexed if is_forced and choice.mode != completion_pb2.TOOL_MODE_NONE else []
+
+
+def unenforced_in_tools(tools: Sequence[IndexedTool]) -> list[str]:
+    """Return the paths of the keywords in valid tools' schemas that no grammar enforces."""
+    return [
+        path
+        for index, tool in tools
+        for path in unenforced(
+            arguments_schema(tool, f"tools[{index}]"), f"tools[{index}].parameters_json"
+        )
+    ]
+
+
+def template_tools(tools: Sequence[completion_pb2.Tool]) -> list[Json]:
+    """Return valid tools in OpenAI's form, which chat templates take."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                **({"description": tool.description} if tool.description else {}),
+                "parameters": json.loads(tool.parameters_json or _NO_PARAMETERS),
+            },
+        }
+        for tool in tools
+    ]
+
+
+def arguments_schema(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, always an object's. Raises INVALID_ARGUMENT."""
+    field = f"{field}.parameters_json"
+    try:
+        schema = parse_strictly(tool.parameters_json or _NO_ARGUMENTS)
+        rebase_references(schema, "#")  # raises RecursionError if the schema is too deep
+    except RecursionError:
+        raise invalid(field, f"The parameters of {tool.name} are nested too deeply.") from None
+    except ValueError as error:
+        raise invalid(field, f"The parameters of {tool.name} are not JSON: {error}.") from None
+    if not isinstance(schema, dict) or schema.setdefault("type", "object") != "object":
+        raise invalid(field, f"The parameters of {tool.name} must be a schema of an object.")
+    return {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
+
+
+def arguments_schemas(tools: Sequence[completion_pb2.Tool]) -> dict[str, dict[str, Any]]:
+    """Return the schemas of valid tools' arguments by name."""
+    return {
+        tool.name: arguments_schema(tool, f"tools[{index}]") for index, tool in enumerate(tools)
+    }
+
+
+def rebase_references(schema: Any, base: str, depth: int = 0) -> Any:
+    """Return the schema with references that hold at `base`. Raises RecursionError if too deep."""
+    if depth > _MAX_DEPTH:
+        raise RecursionError
+    if isinstance(schema, list):
+        return [rebase_references(part, base, depth + 1) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    rebased = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            rebased[key] = {
+                name: rebase_references(part, base, depth + 1) for name, part in value.items()
+            }
+        elif key == "$ref" and (value == "#" or str(value).startswith("#/")):
+            rebased[key] = base + value[1:]
+        else:
+            inner_base = "#" if key in _LITERAL else base
+            rebased[key] = rebase_references(value, inner_base, depth + 1)
+    return rebased
+
+
+def _call(name: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }

@@ -1,0 +1,175 @@
+"""Slow readers get merged chunks, stuck ones are cut, silent streams are kept alive."""
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+import pytest
+from starlette.types import Message
+
+from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.endpoints import stream_sender
+from services.http_shim.endpoints.event_stream import EventStream
+from services.http_shim.errors import ClientGoneError
+from services.http_shim.formats.completion_responses import CompletionFormatter
+from services.http_shim.formats.request_bodies import CompletionBody
+from tests.unit.http_shim.synthetic import (
+    ACCEPTED,
+    USAGE,
+    delta,
+    envelope,
+    exchange,
+    feed,
+    finished,
+)
+from tokenwire.errors import ServiceError
+
+
+class Socket:
+    """A client's end: takes a message when it is told to."""
+
+    def __init__(self, *, reads: bool = True) -> None:
+        self.bodies: list[bytes] = []
+        self.trailers: dict[bytes, bytes] | None = None
+        self.arrived = asyncio.Event()
+        self.readable = asyncio.Event()
+        if reads:
+            self.readable.set()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.trailers":
+            self.trailers = dict(message["headers"])
+        if message["type"] != "http.response.body":
+            return
+        await self.readable.wait()
+        self.bodies.append(message["body"])
+        self.arrived.set()
+
+    async def next(self) -> bytes:
+        await self.arrived.wait()
+        self.arrived.clear()
+        return self.bodies[-1]
+
+
+class Credits:
+    """Counts what is granted."""
+
+    def __init__(self) -> None:
+        self.granted = 0
+
+    def grant(self, tokens: int) -> None:
+        self.granted += tokens
+
+
+def begin(
+    socket: Socket,
+    credits_: Credits,
+    *,
+    choices: int = 1,
+    extensions: Sequence[str] = (),
+    **intervals: float,
+) -> tuple[OutputCollector, "asyncio.Task[None]"]:
+    collector = OutputCollector()
+    feed(collector, ACCEPTED)
+    body = CompletionBody(prompt="x", stream=True, n=choices)
+    scope = {"exchange": exchange(), "extensions": {name: {} for name in extensions}}
+    events = EventStream(
+        collector, CompletionFormatter.of(body), None, envelope(), scope["exchange"]
+    )
+    patient = {"stall_seconds": 30.0} | intervals
+    sending = stream_sender.send_stream(scope, socket.send, collector, credits_, events, **patient)
+    return collector, asyncio.ensure_future(sending)
+
+
+async def test_deltas_merge_while_the_socket_is_full() -> None:
+    socket = Socket(reads=False)
+    collector, sending = begin(socket, Credits())
+    feed(collector, delta("a", [1]))
+    await asyncio.sleep(0)
+    for text in "bcd":
+        feed(collector, delta(text, [1]))
+        await asyncio.sleep(0)
+    feed(collector, finished(tokens=4), USAGE)
+    socket.readable.set()
+    await sending
+    joined = b"".join(socket.bodies)
+    assert joined.count(b"data: ") <= 3, "deltas queued up one by one"
+    assert joined.endswith(b"data: [DONE]\n\n")
+
+
+async def test_long_answers_leave_others_their_turn() -> None:
+    """Echoes of megabytes keep nobody else's tokens waiting, whatever the socket takes."""
+    socket = Socket()
+    collector, sending = begin(socket, Credits(), choices=8)
+    turns = 0
+
+    async def bystander() -> None:
+        nonlocal turns
+        while not sending.done():
+            turns += 1
+            await asyncio.sleep(0)
+
+    for index in range(8):
+        feed(collector, delta("x" * 200_000, [1], index=index), finished(index))
+    feed(collector, USAGE)
+    await asyncio.gather(sending, bystander())
+    assert turns >= 7, "one between any two of the eight"
+    joined = b"".join(socket.bodies)
+    assert joined.count(b"x" * 200_000) == joined.count(b'"finish_reason":"') == 8
+    assert joined.endswith(b"data: [DONE]\n\n")
+
+
+async def test_credit_follows_what_left() -> None:
+    """A long stream never runs dry while its client reads, nor is all of it granted at once."""
+    socket, credits_ = Socket(), Credits()
+    collector, sending = begin(socket, credits_)
+    sent = 0
+    while sent < 4 * stream_sender.CREDIT:
+        feed(collector, delta("x" * 100, [1] * 100))
+        sent += 100
+        await socket.next()
+        await asyncio.sleep(0)
+        ahead = stream_sender.CREDIT + credits_.granted - sent
+        assert stream_sender.CREDIT // 2 < ahead <= stream_sender.CREDIT
+    feed(collector, finished(tokens=sent), USAGE)
+    await sending
+
+
+async def test_silence_is_broken_by_a_ping() -> None:
+    socket = Socket()
+    collector, sending = begin(socket, Credits(), ping_seconds=0.01)
+    assert await socket.next() == b": ping\n\n"
+    feed(collector, finished(), USAGE)
+    await sending
+
+
+async def test_a_client_that_stops_reading_is_cut() -> None:
+    collector, sending = begin(
+        Socket(reads=False), Credits(), ping_seconds=0.01, stall_seconds=0.02
+    )
+    feed(collector, delta("a", [1]))
+    with pytest.raises(ClientGoneError):
+        await sending
+    assert collector.is_open(), "nothing told the service to go on"
+
+
+async def test_a_trailer_says_what_was_used_even_by_a_stream_that_failed() -> None:
+    """Where the connection has no trailers, none are sent."""
+    ends = [(finished(), USAGE), ()]
+    for end, used in zip(ends, (b"5", b"4"), strict=True):
+        for extensions in (["http.response.trailers"], []):
+            socket = Socket()
+            collector, sending = begin(socket, Credits(), extensions=extensions)
+            feed(collector, delta("a", [1, 2]), *end)
+            if not end:
+                collector.on_error(ServiceError(grpc.StatusCode.INTERNAL, "NOT_FINITE", "NaN"))
+            await sending
+            assert socket.trailers == ({b"x-tokens-used": used} if extensions else None)
+
+
+async def test_a_client_that_left_ends_the_stream() -> None:
+    collector, sending = begin(Socket(), Credits())
+    feed(collector, delta("a", [1]))
+    collector.abandon()
+    await sending
+    assert collector.is_open()

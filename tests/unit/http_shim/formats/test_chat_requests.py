@@ -1,0 +1,370 @@
+"""Every field of a chat reaches the services, under the right name, and comes back so."""
+
+import json
+import re
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.http_shim.errors import http_status
+from services.http_shim.formats.chat_requests import (
+    chat_param_of,
+    rendered_param_of,
+    to_chat_request,
+    to_render_request,
+)
+from services.http_shim.formats.request_bodies import ChatBody, TokenizeBody, parse
+from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+HELLO = {"role": "user", "content": "Hello"}
+DECODER = msgspec.json.Decoder(ChatBody)
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"b": 1.10}, "strict": True},
+}
+
+
+def body_of(**fields: object) -> ChatBody:
+    return parse(DECODER, json.dumps({"messages": [HELLO]} | fields).encode())[0]
+
+
+def translated(**fields: object) -> completion_pb2.ChatRequest:
+    return to_chat_request(body_of(**fields))
+
+
+def expected(**fields: object) -> completion_pb2.ChatRequest:
+    base = completion_pb2.ChatRequest(
+        messages=[message("USER", text("Hello"))],
+        sampling=types_pb2.SamplingParams(),
+        stopping=types_pb2.StoppingParams(),
+        delivery=completion_pb2.DELIVERY_WHOLE,
+    )
+    base.MergeFrom(completion_pb2.ChatRequest(**fields))  # type: ignore[arg-type]
+    return base
+
+
+def text(value: str) -> completion_pb2.ContentPart:
+    return completion_pb2.ContentPart(text=value)
+
+
+def message(
+    role: str, *parts: completion_pb2.ContentPart, **fields: object
+) -> completion_pb2.Message:
+    number = completion_pb2.Role.Value(f"ROLE_{role}")
+    return completion_pb2.Message(role=number, parts=parts, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given_", "wanted"),
+    [
+        ({"role": "system", "content": "a"}, message("SYSTEM", text("a"))),
+        ({"role": "developer", "content": "a"}, message("DEVELOPER", text("a"))),
+        ({"role": "user", "content": ""}, message("USER", text(""))),
+        ({"role": "user", "content": "a", "name": "n"}, message("USER", text("a"), name="n")),
+        ({"role": "user", "content": []}, message("USER")),
+        (
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "a"},
+                    {"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}},
+                ],
+            },
+            message("USER", text("a"), completion_pb2.ContentPart(image_url="data:,")),
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": None,
+                "refusal": None,
+                "tool_calls": [
+                    {
+                        "id": "c",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": '{"a": 1}'},
+                    }
+                ],
+            },
+            message(
+                "ASSISTANT", tool_calls=[{"id": "c", "name": "f", "arguments_json": '{"a": 1}'}]
+            ),
+        ),
+        (
+            {"role": "assistant", "content": "a", "reasoning_content": "r"},
+            message("ASSISTANT", text("a"), reasoning="r"),
+        ),
+        (
+            {"role": "tool", "content": "a", "tool_call_id": "c"},
+            message("TOOL", text("a"), tool_call_id="c"),
+        ),
+    ],
+)
+def test_messages(given_: dict[str, object], wanted: completion_pb2.Message) -> None:
+    assert list(translated(messages=[given_]).messages) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ({"role": "user"}, "messages"),
+        ([HELLO, 5], "messages[1]"),
+        ([HELLO, {"role": "function", "content": "a"}], "messages[1].role"),
+        ([{"content": "a"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": {"text": "a"}}], "messages[0].content"),
+        ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
+        (
+            [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
+            "messages[0].content[0].type",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "messages[0].content[0].image_url",
+        ),
+        ([HELLO, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0].id"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "c", "type": "custom", "custom": {}}]}],
+            "messages[0].tool_calls[0].type",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}],
+            "messages[0].function_call",
+        ),
+    ],
+)
+def test_messages_that_are_none(messages: object, param: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        translated(messages=messages)
+    assert http_status(caught.value.code) == 400
+    assert caught.value.field == param
+
+
+def test_messages_are_required() -> None:
+    with pytest.raises(ServiceError) as caught:
+        translated(messages=None)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("fields", "request_"),
+    [
+        ({}, {}),
+        ({"model": "m", "user": "u", "n": 2}, {"model": "m", "user": "u", "n": 2}),
+        ({"max_tokens": 3}, {"stopping": {"max_tokens": 3}}),
+        ({"max_completion_tokens": 3}, {"stopping": {"max_tokens": 3}}),
+        ({"temperature": 0, "seed": 5}, {"sampling": {"temperature": 0, "seed": 5}}),
+        ({"stop": "a"}, {"stop": ["a"]}),
+        (
+            {"stop": ["a"], "include_stop_str_in_output": True},
+            {"stop": ["a"], "include_stop_string": True},
+        ),
+        (
+            {"dry_multiplier": 1, "dry_sequence_breakers": ["\n"]},
+            {"sampling": {"dry": {"multiplier": 1}}, "dry_sequence_breakers": ["\n"]},
+        ),
+        ({"logprobs": False}, {}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+        (
+            {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": False},
+            {
+                "tools": [
+                    {
+                        "name": "f",
+                        "description": "d",
+                        "parameters_json": '{"b":1.1}',
+                        "strict": True,
+                    }
+                ],
+                "tool_choice": {"mode": completion_pb2.TOOL_MODE_AUTO},
+                "parallel_tool_calls": False,
+            },
+        ),
+        ({"parallel_tool_calls": True}, {"parallel_tool_calls": True}),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            {"tool_choice": {"name": "f"}},
+        ),
+        ({"response_format": {"type": "json_object"}}, {"grammar": {"json_object": {}}}),
+        ({"grammar": {"type": "regex", "value": "a+"}}, {"grammar": {"regex": "a+"}}),
+        (
+            {"context_length_exceeded_behavior": "error"},
+            {"context_overflow": completion_pb2.CONTEXT_OVERFLOW_ERROR},
+        ),
+        (
+            {"chat_template": "rag", "chat_template_kwargs": {"thinking": False}},
+            {"template": "rag", "template_arguments_json": '{"thinking":false}'},
+        ),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        (
+            {"continue_final_message": True, "add_generation_prompt": False},
+            {"continue_last_message": True, "add_generation_prompt": False},
+        ),
+        ({"stream": True}, {"delivery": completion_pb2.DELIVERY_DELTAS}),
+        ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+        ({"spaces_between_special_tokens": False}, {}),
+        ({"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": -1}),
+        ({"prompt_logprobs": 0}, {"prompt_logprobs": 0}),
+        ({"bad_words": ["a", "b"]}, {"bad_words": ["a", "b"]}),
+        (
+            {"allowed_token_ids": [4, 5]},
+            {"sampling": {"allowed_token_ids": {"ids": [4, 5]}}},
+        ),
+        ({"allowed_token_ids": []}, {"sampling": {"allowed_token_ids": {}}}),
+        ({"reasoning_effort": "none", "echo": True}, {"reasoning_effort": "none", "echo": True}),
+    ],
+)
+def test_fields(fields: dict[str, object], request_: dict[str, object]) -> None:
+    assert translated(**fields) == expected(**request_)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ChatBody.__struct_fields__ if name != "messages"]
+)
+def test_null_means_absent(name: str) -> None:
+    assert translated(**{name: None}) == expected()
+
+
+def test_every_field_of_the_proto_can_be_said() -> None:
+    """What the HTTP surface can't ask for, its users don't have."""
+    said = translated(
+        model="m", tools=[TOOL], tool_choice="auto", parallel_tool_calls=True, max_tokens=1,
+        temperature=1, stop="a", include_stop_str_in_output=True, n=1, logprobs=True,
+        response_format={"type": "json_object"}, context_length_exceeded_behavior="error",
+        chat_template="t", chat_template_kwargs={}, continue_final_message=True,
+        add_generation_prompt=False, user="u", dry_multiplier=1, dry_sequence_breakers=["a"],
+        skip_special_tokens=False, truncate_prompt_tokens=5, prompt_logprobs=1, bad_words=["a"],
+        reasoning_effort="low", echo=True,
+    )  # fmt: skip
+    without_breakers = translated(dry_multiplier=1, dry_sequence_breakers=[])
+    fields = [*said.ListFields(), *without_breakers.ListFields()]
+    assert {field.name for field, _ in fields} == {
+        field.name for field in completion_pb2.ChatRequest.DESCRIPTOR.fields
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+        ({"functions": []}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        (
+            {
+                "grammar": {"type": "regex", "value": "a"},
+                "response_format": {"type": "json_object"},
+            },
+            "grammar",
+        ),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ],
+)
+def test_refusals(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        translated(**fields)
+    assert http_status(caught.value.code) == 400
+    assert caught.value.field == param
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("messages", "messages"),
+        ("messages[1].role", "messages[1].role"),
+        ("messages[1].parts", "messages[1].content"),
+        ("messages[0].parts[2].image_url", "messages[0].content[2].image_url"),
+        ("messages[0].tool_call_id", "messages[0].tool_call_id"),
+        ("messages[0].reasoning", "messages[0].reasoning_content"),
+        ("messages[0].tool_calls", "messages[0].tool_calls"),
+        ("messages[0].tool_calls[1].id", "messages[0].tool_calls[1].id"),
+        ("messages[0].tool_calls[1].name", "messages[0].tool_calls[1].function.name"),
+        (
+            "messages[0].tool_calls[1].arguments_json",
+            "messages[0].tool_calls[1].function.arguments",
+        ),
+        ("messages[0].name", "messages[0].name"),
+        ("tools", "tools"),
+        ("tools[3].name", "tools[3].function.name"),
+        ("tools[3].parameters_json", "tools[3].function.parameters"),
+        ("tool_choice", "tool_choice"),
+        ("template", "chat_template"),
+        ("template_arguments_json", "chat_template_kwargs"),
+        ("continue_last_message", "continue_final_message"),
+    ],
+)
+def test_blame_uses_the_clients_names(path: str, param: str) -> None:
+    assert chat_param_of(path, body_of()) == param
+    assert rendered_param_of(path) == param
+
+
+def test_blame_follows_the_form_the_client_chose() -> None:
+    assert chat_param_of("logprobs", body_of(logprobs=True)) == "logprobs"
+    assert chat_param_of("logprobs", body_of(logprobs=True, top_logprobs=21)) == "top_logprobs"
+    assert chat_param_of("stop[1]", body_of()) == "stop"
+    assert chat_param_of("sampling.top_p", body_of()) == "top_p"
+    form = body_of(response_format={"type": "json_object"})
+    assert chat_param_of("grammar", form) == "response_format"
+    assert chat_param_of("stopping.max_tokens", body_of(max_completion_tokens=5)) == (
+        "max_completion_tokens"
+    )
+
+
+def test_rendering_takes_what_a_chat_takes() -> None:
+    fields = {
+        "messages": [HELLO],
+        "tools": [TOOL],
+        "chat_template": "rag",
+        "chat_template_kwargs": {"a": 1},
+        "add_generation_prompt": False,
+    }
+    body = msgspec.json.decode(json.dumps(fields), type=TokenizeBody)
+    assert to_render_request(body, with_texts=True) == tokenizer_pb2.RenderChatRequest(
+        messages=[message("USER", text("Hello"))],
+        tools=translated(tools=[TOOL]).tools,
+        template="rag",
+        template_arguments_json='{"a":1}',
+        add_generation_prompt=False,
+        with_texts=True,
+    )
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text("aé0", max_size=3),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "tool_calls", "function", "name"]),
+            children | st.sampled_from(["user", "assistant", "text", "function"]),
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(ChatBody.__struct_fields__), _json, max_size=4))
+def test_any_json_is_read_or_refused(fields: dict[str, object]) -> None:
+    """Never a 500, and always a field to blame."""
+    error = None
+    try:
+        assert translated(**fields).SerializeToString()
+    except ServiceError as refusal:
+        error = refusal
+    assert error is None or http_status(error.code) == 400
+    assert error is None or re.split(r"[.\[]", error.field)[0] in ChatBody.__struct_fields__

@@ -1,0 +1,233 @@
+"""Every field of a completion reaches the services, under the right name, and comes back so."""
+
+import json
+
+import msgspec
+import pytest
+
+from services.http_shim.formats.completion_requests import param_of, to_complete_request
+from services.http_shim.formats.request_bodies import CompletionBody
+from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+
+def body_of(**fields: object) -> CompletionBody:
+    encoded = json.dumps({"prompt": "x"} | fields).encode()
+    return msgspec.json.decode(encoded, type=CompletionBody)
+
+
+def translated(**fields: object) -> completion_pb2.CompleteRequest:
+    return to_complete_request(body_of(**fields))
+
+
+def expected(**fields: object) -> completion_pb2.CompleteRequest:
+    base = completion_pb2.CompleteRequest(
+        prompts=[completion_pb2.Prompt(text="x")],
+        sampling=types_pb2.SamplingParams(),
+        stopping=types_pb2.StoppingParams(),
+        delivery=completion_pb2.DELIVERY_WHOLE,
+    )
+    base.MergeFrom(completion_pb2.CompleteRequest(**fields))  # type: ignore[arg-type]
+    return base
+
+
+def ids(*values: int) -> completion_pb2.Prompt:
+    return completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=values))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", [completion_pb2.Prompt(text="a")]),
+        ("", [completion_pb2.Prompt(text="")]),
+        (["a", ""], [completion_pb2.Prompt(text="a"), completion_pb2.Prompt(text="")]),
+        ([1, 2], [ids(1, 2)]),
+        ([[1, 2], [3]], [ids(1, 2), ids(3)]),
+        ([[]], [ids()]),
+    ],
+)
+def test_the_four_forms_of_prompt(prompt: object, prompts: list[completion_pb2.Prompt]) -> None:
+    assert list(translated(prompt=prompt).prompts) == prompts
+
+
+@pytest.mark.parametrize("prompt", [None, [], ["a", 1], [1, [2]], [[1], "a"]])
+def test_prompts_that_are_none(prompt: object) -> None:
+    with pytest.raises(ServiceError) as caught:
+        translated(prompt=prompt)
+    assert caught.value.field == "prompt"
+
+
+_SCHEMA = {"type": "object", "properties": {"b": {"maximum": 1.10}, "a": {}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "request_"),
+    [
+        ({}, {}),
+        ({"model": "m"}, {"model": "m"}),
+        ({"suffix": ""}, {"suffix": ""}),
+        ({"max_tokens": 0}, {"stopping": types_pb2.StoppingParams(max_tokens=0)}),
+        ({"max_completion_tokens": 3}, {"stopping": types_pb2.StoppingParams(max_tokens=3)}),
+        (
+            {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [5]},
+            {"stopping": {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [5]}},
+        ),
+        ({"stop": "a"}, {"stop": ["a"]}),
+        ({"stop": ["a", ""]}, {"stop": ["a", ""]}),
+        ({"include_stop_str_in_output": True}, {"include_stop_string": True}),
+        (
+            {"temperature": 0, "top_p": 0, "top_k": 0, "min_p": 0.5, "seed": -1},
+            {"sampling": {"temperature": 0, "top_p": 0, "top_k": 0, "min_p": 0.5, "seed": -1}},
+        ),
+        ({"top_k": -1}, {}),
+        (
+            {"frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.5},
+            {
+                "sampling": {
+                    "frequency_penalty": 1,
+                    "presence_penalty": -1,
+                    "repetition_penalty": 1.5,
+                }
+            },
+        ),
+        ({"logit_bias": {"7": -100}}, {"sampling": {"logit_bias": {7: -100.0}}}),
+        ({"dry_multiplier": 0, "dry_base": 2, "dry_sequence_breakers": ["\n"]}, {}),
+        (
+            {"dry_multiplier": 1, "dry_allowed_length": 0, "dry_sequence_breakers": ["\n"]},
+            {
+                "sampling": {"dry": {"multiplier": 1, "allowed_length": 0}},
+                "dry_sequence_breakers": ["\n"],
+            },
+        ),
+        (
+            {"dry_multiplier": 1, "dry_sequence_breakers": []},
+            {"sampling": {"dry": {"multiplier": 1}}, "no_dry_sequence_breakers": True},
+        ),
+        ({"dry_multiplier": 0, "dry_sequence_breakers": []}, {}),
+        ({"mirostat_target": 2}, {"sampling": {"mirostat": {"target_perplexity": 2}}}),
+        ({"mirostat_lr": 0.5}, {"sampling": {"mirostat": {"learning_rate": 0.5}}}),
+        ({"n": 2, "best_of": 3, "echo": True, "logprobs": 0}, None),
+        ({"truncate_sequence": True}, {"truncate_prompt": True}),
+        (
+            {"context_length_exceeded_behavior": "error"},
+            {"context_overflow": completion_pb2.CONTEXT_OVERFLOW_ERROR},
+        ),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"grammar": {"json_object": {}}}),
+        ({"grammar": {"type": "regex", "value": "a+"}}, {"grammar": {"regex": "a+"}}),
+        ({"grammar": {"type": "lark", "value": "x"}}, {"grammar": {"lark": "x"}}),
+        ({"grammar": {"type": "llguidance", "value": "{}"}}, {"grammar": {"llguidance": "{}"}}),
+        ({"grammar": {"type": "json_schema", "value": "{}"}}, {"grammar": {"json_schema": "{}"}}),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+                "tool_choice": "required",
+            },
+            {
+                "tools": [{"name": "f", "parameters_json": "{}"}],
+                "tool_choice": {"mode": completion_pb2.TOOL_MODE_REQUIRED},
+            },
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            {"tool_choice": {"name": "f"}},
+        ),
+        ({"images": ["data:,"], "user": "u"}, {"images": ["data:,"], "user": "u"}),
+    ],
+)
+def test_fields(fields: dict[str, object], request_: dict[str, object] | None) -> None:
+    if request_ is None:
+        request_ = fields
+    assert translated(**fields) == expected(**request_)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": _SCHEMA}}},
+        {"response_format": {"type": "json_object", "schema": _SCHEMA}},
+        {"grammar": {"type": "json_schema", "value": _SCHEMA}},
+    ],
+)
+def test_schemas_keep_their_order(fields: dict[str, object]) -> None:
+    """The order of properties is the order in which the model writes them."""
+    schema = json.loads(translated(**fields).grammar.json_schema)
+    assert schema == _SCHEMA
+    assert list(schema["properties"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
+        ({"stream": True, "best_of": 2}, "best_of"),
+        ({"stream": True, "best_of": 3, "n": 2}, "best_of"),
+        (
+            {
+                "grammar": {"type": "regex", "value": "a"},
+                "response_format": {"type": "json_object"},
+            },
+            "grammar",
+        ),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ],
+)
+def test_contradictions(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        translated(**fields)
+    assert caught.value.field == param
+
+
+@pytest.mark.parametrize("n", [None, 1, 3])
+def test_best_of_that_ranks_nothing_is_streamed(n: int | None) -> None:
+    """Generated clients send best_of: 1 with every request."""
+    request = translated(stream=True, n=n, best_of=n or 1)
+    assert request.delivery == completion_pb2.DELIVERY_DELTAS
+    assert request.best_of == (n or 1)
+
+
+def test_streams_ask_for_deltas() -> None:
+    assert translated(stream=True).delivery == completion_pb2.DELIVERY_DELTAS
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("model", "model"),
+        ("prompts", "prompt"),
+        ("prompts[0].token_ids.ids[3]", "prompt"),
+        ("prompts[1].text", "prompt"),
+        ("suffix", "suffix"),
+        ("sampling.top_p", "top_p"),
+        ("sampling.logit_bias[12]", "logit_bias.12"),
+        ("sampling.dry", "dry_multiplier"),
+        ("sampling.dry.base", "dry_base"),
+        ("sampling.mirostat.target_perplexity", "mirostat_target"),
+        ("sampling.mirostat.learning_rate", "mirostat_lr"),
+        ("dry_sequence_breakers[0]", "dry_sequence_breakers"),
+        ("stopping.max_tokens", "max_tokens"),
+        ("stopping.stop_token_ids[0]", "stop_token_ids"),
+        ("stop[1]", "stop"),
+        ("include_stop_string", "include_stop_str_in_output"),
+        ("context_overflow", "context_length_exceeded_behavior"),
+        ("truncate_prompt", "truncate_sequence"),
+        ("tools[0].parameters_json", "tools[0].function.parameters"),
+        ("images[2]", "images"),
+        ("grammar.json_schema", "grammar"),
+    ],
+)
+def test_blame_uses_the_clients_names(path: str, param: str) -> None:
+    body = body_of(grammar={"type": "json_schema", "value": "{}"})
+    assert param_of(path, body) == param
+
+
+def test_blame_follows_the_form_the_client_chose() -> None:
+    assert param_of("grammar", body_of(response_format={"type": "json_object"})) == (
+        "response_format"
+    )
+    body = body_of(max_completion_tokens=0)
+    assert param_of("stopping.max_tokens", body) == "max_completion_tokens"

@@ -1,0 +1,155 @@
+"""Each way in which a client of another server constrains the output means a grammar of ours."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.http_shim.formats.constraints import constraint_of, constraint_param
+from services.http_shim.formats.request_bodies import ChatBody, CompletionBody, parse
+from tokenwire.errors import ServiceError
+from tokenwire.pb.types.v1.types_pb2 import (
+    ChoiceList,
+    GrammarSpec,
+    JsonObject,
+    StructuralTag,
+    TaggedStructure,
+)
+
+SCHEMA = {"type": "integer"}
+TEXT = '{"type":"integer"}'
+JSON = GrammarSpec(json_schema=TEXT)
+REGEX = GrammarSpec(regex="a+")
+CHOICE = GrammarSpec(choice=ChoiceList(choices=["a", "b"]))
+GBNF, LARK = 'root ::= "start: a"', '%llguidance {}\nstart: "::="'
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}, {"begin": "<", "end": ""}],
+    "triggers": ["<"],
+}
+STRUCTURES = [
+    TaggedStructure(begin="<f>", schema=TEXT, end="</f>"),
+    TaggedStructure(begin="<"),
+]
+TAGGED = GrammarSpec(structural_tag=StructuralTag(structures=STRUCTURES, triggers=["<"]))
+CASES = [
+    ({"guided_json": SCHEMA}, "guided_json", JSON),
+    ({"guided_json": TEXT}, "guided_json", JSON),
+    ({"guided_regex": "a+"}, "guided_regex", REGEX),
+    ({"guided_choice": ["a", "b"]}, "guided_choice", CHOICE),
+    ({"guided_grammar": GBNF}, "guided_grammar", GrammarSpec(gbnf=GBNF)),
+    ({"guided_grammar": LARK}, "guided_grammar", GrammarSpec(lark=LARK)),
+    ({"json_schema": SCHEMA}, "json_schema", JSON),
+    ({"json_schema": TEXT}, "json_schema", JSON),
+    ({"regex": "a+"}, "regex", REGEX),
+    ({"choice": ["a", "b"]}, "choice", CHOICE),
+    ({"ebnf": GBNF}, "ebnf", GrammarSpec(gbnf=GBNF)),
+    ({"grammar": GBNF}, "grammar", GrammarSpec(gbnf=GBNF)),
+    ({"grammar": '?start: "a"'}, "grammar", GrammarSpec(lark='?start: "a"')),
+    ({"grammar": "start ::= a"}, "grammar", GrammarSpec(gbnf="start ::= a")),
+    ({"structural_tag": TAG}, "structural_tag", TAGGED),
+    ({"structural_tag": json.dumps(TAG)}, "structural_tag", TAGGED),
+    ({"response_format": TAG}, "response_format", TAGGED),
+    ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs.json", JSON),
+    ({"structured_outputs": {"json": TEXT}}, "structured_outputs.json", JSON),
+    ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex", REGEX),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs.choice", CHOICE),
+    (
+        {"structured_outputs": {"grammar": GBNF}},
+        "structured_outputs.grammar",
+        GrammarSpec(gbnf=GBNF),
+    ),
+    (
+        {"structured_outputs": {"json_object": True}},
+        "structured_outputs.json_object",
+        GrammarSpec(json_object=JsonObject()),
+    ),
+    (
+        {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+        "structured_outputs.structural_tag",
+        TAGGED,
+    ),
+    ({"regex": "a+", "response_format": {"type": "text"}, "grammar": ""}, "regex", REGEX),
+    ({"structured_outputs": {"disable_any_whitespace": True}, "regex": "a+"}, "regex", REGEX),
+]
+
+
+def body_of(fields: dict[str, Any]) -> CompletionBody:
+    body, _ = parse(msgspec.json.Decoder(CompletionBody), json.dumps(fields).encode())
+    return body
+
+
+@pytest.mark.parametrize(("fields", "param", "grammar"), CASES)
+def test_constraints(fields: dict[str, Any], param: str, grammar: GrammarSpec) -> None:
+    for kind in (CompletionBody, ChatBody):
+        body, ignored = parse(msgspec.json.Decoder(kind), json.dumps(fields).encode())
+        assert (constraint_of(body), constraint_param(body)) == (grammar, param)
+        assert ignored == []
+
+
+def test_absent_ones_ask_for_nothing() -> None:
+    nothing = {field: None for fields, _, _ in CASES for field in fields}
+    nothing |= {"structured_outputs": {"json": None, "json_object": False}}
+    assert constraint_of(body_of(nothing)) is None
+
+
+def test_options_that_change_nothing_of_compact_json_are_named() -> None:
+    options = {"whitespace_pattern": " ?", "disable_fallback": True}
+    fields = {
+        "structured_outputs": {"json": SCHEMA} | options,
+        "guided_decoding_backend": "xgrammar",
+        "guided_whitespace_pattern": " ?",
+    }
+    _, ignored = parse(msgspec.json.Decoder(CompletionBody), json.dumps(fields).encode())
+    assert set(ignored) == {
+        "guided_decoding_backend",
+        "guided_whitespace_pattern",
+        "structured_outputs.disable_fallback",
+        "structured_outputs.whitespace_pattern",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (
+            {"guided_json": SCHEMA, "regex": "a"},
+            "regex",
+            "guided_json and regex exclude each other",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs.choice",
+            "structured_outputs.regex and structured_outputs.choice exclude each other",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "grammar": GBNF},
+            "grammar",
+            "response_format and grammar exclude each other",
+        ),
+        ({"structural_tag": "{"}, "structural_tag", "the text of no structural tag"),
+        ({"structural_tag": "[]"}, "structural_tag", "the text of no structural tag"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            "response_format",
+            "response_format.format is not supported",
+        ),
+        (
+            {"structured_outputs": {"disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+            "additionalProperties",
+        ),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        constraint_of(body_of(fields))
+    assert caught.value.field == param
+    assert message in caught.value.message
+
+
+def test_types_are_named_by_their_path() -> None:
+    with pytest.raises(ServiceError) as caught:
+        body_of({"structured_outputs": {"choice": ["a", 7]}})
+    assert caught.value.field == "structured_outputs.choice[1]"

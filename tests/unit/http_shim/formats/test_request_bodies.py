@@ -1,0 +1,249 @@
+"""What clients may send, and what they are told when it is wrong."""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.http_shim.errors import error_body, http_status
+from services.http_shim.formats.completion_requests import to_complete_request
+from services.http_shim.formats.request_bodies import ChatBody, CompletionBody, parse
+from tokenwire.errors import ServiceError
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+FUNCTION_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_DECODER = msgspec.json.Decoder(CompletionBody)
+_OPTIONAL = [name for name in CompletionBody.__struct_fields__ if name != "prompt"]
+
+
+def read(body: bytes) -> CompletionBody:
+    return parse(_DECODER, body)[0]
+
+
+@pytest.mark.parametrize("name", _OPTIONAL)
+def test_null_means_absent(name: str) -> None:
+    """SDKs send null for what their caller left out."""
+    absent = to_complete_request(read(b'{"prompt": "x"}'))
+    null = to_complete_request(read(json.dumps({"prompt": "x", name: None}).encode()))
+    assert null == absent
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"prompt": "x"} trailing',
+        b'{"prompt": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "\xff"}',
+        b'{"unknown": "\xff"}',
+        b'{"prompt": "a\x00b"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"\\udfff": 1}',
+        b'{"stop": ["\\ud83dx"]}',
+        b"\xef\xbb\xbf{}",
+        b'{"unknown": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"response_format": {"type": "json_object", "schema": {"a": '
+        + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}}}",
+    ],
+)  # fmt: skip
+def test_broken_bodies_are_the_clients_fault(body: bytes) -> None:
+    with pytest.raises(ServiceError) as caught:
+        read(body)
+    assert http_status(caught.value.code) == 400
+    assert json.loads(error_body(caught.value))["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", 1),
+        ("prompt", {"text": "x"}),
+        ("prompt", [1.5]),
+        ("prompt", [None]),
+        ("prompt", [-1]),
+        ("prompt", [2**32]),
+        ("prompt", [[True]]),
+        ("prompt", [["a"]]),
+        ("prompt", [True]),
+        ("max_tokens", True),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", "16"),
+        ("max_tokens", 2**32),
+        ("max_tokens", 10**30),
+        ("seed", 2**63),
+        ("seed", -(2**63) - 1),
+        ("top_k", -2),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("stop", 3),
+        ("stop", ["a", None]),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", [1]),
+        ("echo", 1),
+        ("logprobs", True),
+        ("stream", "true"),
+        ("stream_options", []),
+        ("context_length_exceeded_behavior", "explode"),
+        ("response_format", {"type": "xml"}),
+        ("response_format", {}),
+        ("response_format", "json"),
+        ("grammar", {"type": "regex"}),
+        ("grammar", {"type": "regex", "value": {}}),
+        ("tools", {"type": "function"}),
+        ("tool_choice", "some"),
+        ("images", "data:"),
+    ],
+)
+def test_wrong_types_name_their_field(field: str, value: object) -> None:
+    with pytest.raises(ServiceError) as caught:
+        read(json.dumps({"prompt": "x", field: value}).encode())
+    assert http_status(caught.value.code) == 400
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("biases", "message"),
+    [
+        ({"7": 1, "x": 1}, "logit_bias.x: the key must be a token id."),
+        ({"-1": 1}, "logit_bias.-1: the key must be a token id."),
+        ({"07": 1}, "logit_bias.07: the key must be a token id."),
+        ({"7": 1, "8": "2"}, "logit_bias.8: Expected `float`, got `str`."),
+    ],
+)
+def test_wrong_biases_name_their_key(biases: dict[str, object], message: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        read(json.dumps({"prompt": "x", "logit_bias": biases}).encode())
+    assert caught.value.message == message
+    assert caught.value.field == message.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"type": "function"}], "tools[0].function"),
+        ([{"type": "function", "function": {}}], "tools[0].function.name"),
+        ([FUNCTION, {"type": "web_search"}], "tools[1].type"),
+        ([{"type": "function", "function": {"name": 1}}], "tools[0].function.name"),
+    ],
+)
+@pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
+def test_tools_are_blamed_by_path(
+    body_type: type[CompletionBody | ChatBody], tools: list[object], param: str
+) -> None:
+    with pytest.raises(ServiceError) as caught:
+        parse(msgspec.json.Decoder(body_type), json.dumps({"tools": tools}).encode())
+    assert caught.value.field == param
+
+
+def test_unknown_fields_are_named() -> None:
+    """A client that misspells a field learns of it."""
+    _, unknown = parse(_DECODER, b'{"prompt": "x", "temprature": 1, "n": 1, "x": {}}')
+    assert unknown == ["temprature", "x"]
+
+
+TEXT = {"type": "text", "text": "x"}
+
+
+def ignored(fields: dict[str, object]) -> list[str]:
+    return parse(msgspec.json.Decoder(ChatBody), json.dumps(fields).encode())[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"stream_options": {"x": 1, "include_usage": True}}, "stream_options.x"),
+        ({"response_format": {"type": "json_object", "json_schema": {}}},
+         "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": {}}}},
+         "response_format.json_schema.x"),
+        ({"grammar": {"type": "regex", "value": "a", "flags": "i"}}, "grammar.flags"),
+        ({"tools": [FUNCTION, FUNCTION | {"x": 1}]}, "tools[1].x"),
+        ({"tools": [{"function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
+        ({"tool_choice": FUNCTION | {"x": 1}}, "tool_choice.x"),
+        ({"messages": [{"role": "user", "content": "x", "x": 1}]}, "messages[0].x"),
+        ({"messages": [{"role": "user", "content": [TEXT, TEXT | {"x": 1}]}]},
+         "messages[0].content[1].x"),
+        ({"messages": [{"role": "user", "tool_calls": [FUNCTION_CALL | {"index": 0}]}]},
+         "messages[0].tool_calls[0].index"),
+    ],
+)  # fmt: skip
+def test_unknown_fields_within_others_are_named_by_path(
+    fields: dict[str, object], path: str
+) -> None:
+    """What is misspelt there changes the answer as much."""
+    assert ignored(fields) == [path]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template_kwargs": {"x": {"y": 1}}},
+        {"logit_bias": {"7": 1}},
+        {"response_format": {"type": "json_object", "schema": {"x": {"y": [{"z": 1}]}}}},
+        {"grammar": {"type": "llguidance", "value": {"x": [{"y": 1}]}}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": {}}}}]},
+        {"messages": [{"role": "user", "function_call": {"x": 1}}], "functions": [{"x": 1}]},
+    ],
+)
+def test_what_may_hold_any_json_has_no_unknown_fields(fields: dict[str, object]) -> None:
+    assert ignored(fields) == []
+
+
+def test_a_message_of_an_answer_has_no_unknown_fields() -> None:
+    """Clients send it back as it is, with its nulls."""
+    answered = {"role": "assistant", "content": "x", "refusal": None}
+    assert ignored({"messages": [answered], "x": None}) == []
+
+
+def test_an_unknown_field_of_many_messages_hides_no_other() -> None:
+    """Only so many fit into a header."""
+    messages = [{"role": "user", "x": 1}] * 100 + [{"role": "user", "y": 1}]
+    assert ignored({"messages": messages, "z": 1}) == ["z", "messages[0].x", "messages[100].y"]
+
+
+def test_the_last_of_equal_keys_counts() -> None:
+    assert read(b'{"prompt": "a", "prompt": "b"}').prompt == "b"
+
+
+_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=4),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "value", "schema", "json_schema", "function", "name", "1"]),
+            children,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+
+
+def refusal(body: bytes) -> ServiceError | None:
+    try:
+        assert to_complete_request(read(body)).SerializeToString()
+    except ServiceError as error:
+        return error
+    return None
+
+
+@given(st.dictionaries(st.sampled_from(CompletionBody.__struct_fields__), _json, max_size=4))
+def test_any_json_is_read_or_refused(fields: dict[str, Any]) -> None:
+    """Whatever a client sends, it gets a request or a 400 that names a field, never a 500."""
+    error = refusal(json.dumps(fields).encode())
+    assert error is None or http_status(error.code) == 400
+    assert error is None or re.split(r"[.\[]", error.field)[0] in CompletionBody.__struct_fields__

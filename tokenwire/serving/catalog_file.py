@@ -1,0 +1,206 @@
+"""Catalog: a TOML file that names the models of one server.
+
+[[models]]
+id = "small"
+aliases = ["tiny"]
+path = "models/small"            # `tokenwire serve` starts the services of this checkpoint
+
+[[models]]
+id = "acme/large"
+target = "10.0.0.7:50051"        # a running tokenizer service
+max_output_length = 4096
+
+[models.variants.int8]           # acme/large:int8
+target = "10.0.0.8:50051"
+
+[[models]]
+id = "acme/soon"
+placeholder = true               # listed, but not served
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tokenwire.serving.addresses import LAST_PORT
+
+__all__ = ["CatalogError", "CatalogModel", "read_catalog", "write_catalog"]
+
+_Id: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@+:-]*\Z", max_length=200)]
+_Variant: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z", max_length=100)]
+_Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
+_Seconds: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
+_RESERVED = "default"
+"""Name of the only model in a request"""
+
+
+class CatalogError(Exception):
+    """Unusable catalog. The message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogModel:
+    """A model, or a variant of one, that requests can name."""
+
+    id: str
+    """Canonical id; a variant has its model's id"""
+    variant: str = ""
+    names: tuple[str, ...] = ()
+    """All names under which requests find it"""
+    target: str | None = None
+    """host:port of its tokenizer service"""
+    path: Path | None = None
+    """Directory of a checkpoint whose services `tokenwire serve` starts"""
+    dtype: str = "auto"
+    engine_args: str = ""
+    max_output_length: int | None = None
+    """Most tokens of a choice; None = the backend's limit"""
+    context: int | None = None
+    """Tokens of prompt and output together; None = the backend's limit"""
+    owned_by: str = "tokenwire"
+    created: int = 0
+    """Unix seconds; 0 = as the backend reports"""
+
+    @property
+    def is_placeholder(self) -> bool:
+        """True for a model that no service serves."""
+        return self.target is None and self.path is None
+
+    @property
+    def full_name(self) -> str:
+        """Id, or id:variant."""
+        return f"{self.id}:{self.variant}" if self.variant else self.id
+
+
+class _Deployment(Struct, forbid_unknown_fields=True, kw_only=True):
+    target: str | None = None
+    path: str | None = None
+    dtype: str | None = None
+    engine_args: str | None = None
+    max_output_length: _Tokens | None = None
+    context: _Tokens | None = None
+
+
+class _Row(_Deployment, forbid_unknown_fields=True, kw_only=True):
+    id: _Id
+    aliases: list[_Id] = []
+    placeholder: bool = False
+    owned_by: str = "tokenwire"
+    created: _Seconds = 0
+    variants: dict[_Variant, _Deployment] = {}
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    models: Annotated[list[_Row], Meta(min_length=1)]
+
+
+def read_catalog(path: Path) -> tuple[CatalogModel, ...]:
+    """Read the models in the file's order, each before its variants. Raises CatalogError."""
+    try:
+        content = tomllib.loads(path.read_text("utf-8"))
+        rows = msgspec.convert(content, _File).models
+        models = tuple(model for row in rows for model in _models(row, path.parent))
+        _require_distinct(models)
+    except OSError as error:
+        raise CatalogError(f"The catalog {path} can't be read: {error.strerror}.") from None
+    except RecursionError:
+        raise CatalogError(f"The catalog {path} is nested too deeply.") from None
+    except UnicodeDecodeError:
+        raise CatalogError(f"The catalog {path} is not UTF-8.") from None
+    except ValueError as error:  # from TOML, from a type, or raised below
+        why = " ".join(str(error).split()).rstrip(".")
+        raise CatalogError(f"The catalog {path} is wrong: {why}.") from None
+    return models
+
+
+def write_catalog(path: Path, models: Sequence[CatalogModel]) -> None:
+    """Write models whose targets are all known, atomically."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text("\n".join(line for model in models for line in _lines(model)), "utf-8")
+    temporary.replace(path)
+
+
+def _models(row: _Row, folder: Path) -> Iterator[CatalogModel]:
+    if row.placeholder == (row.target is not None or row.path is not None):
+        raise ValueError(f"model {row.id} needs one of target, path and placeholder = true")
+    spellings = (row.id, *row.aliases)
+    model = replace(
+        _apply(CatalogModel(id=row.id, names=spellings), row, folder),
+        owned_by=row.owned_by,
+        created=row.created,
+    )
+    yield model
+    for name, deployment in row.variants.items():
+        names = tuple(f"{spelling}:{name}" for spelling in spellings)
+        variant = replace(model, variant=name, names=names)
+        yield _apply(variant, deployment, folder)
+
+
+def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> CatalogModel:
+    """Return the model with the deployment's values; an absent value stays as it is."""
+    if deployment.target is not None and deployment.path is not None:
+        raise ValueError(f"model {model.full_name} has both target and path")
+    if deployment.target is not None:
+        _require_target(model, deployment.target)
+        model = replace(model, target=deployment.target, path=None)
+    if deployment.path is not None:
+        model = replace(model, target=None, path=(folder / deployment.path).absolute())
+    if model.path is None and (deployment.dtype or deployment.engine_args):
+        raise ValueError(f"dtype and engine_args of model {model.full_name} need a path")
+    if deployment.dtype is not None:
+        model = replace(model, dtype=deployment.dtype)
+    if deployment.engine_args is not None:
+        model = replace(model, engine_args=deployment.engine_args)
+    return replace(
+        model,
+        max_output_length=deployment.max_output_length or model.max_output_length,
+        context=deployment.context or model.context,
+    )
+
+
+def _require_target(model: CatalogModel, target: str) -> None:
+    host, _, port = target.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= LAST_PORT:
+        raise ValueError(f"the target of model {model.full_name} must be host:port")
+
+
+def _require_distinct(models: Sequence[CatalogModel]) -> None:
+    seen: set[str] = set()
+    for model in models:
+        for name in model.names:
+            if name == _RESERVED:
+                raise ValueError(f"{_RESERVED} can't name a model: it stands for the only model")
+            if name in seen:
+                raise ValueError(f"the name {name} occurs twice")
+            seen.add(name)
+
+
+def _lines(model: CatalogModel) -> Iterator[str]:
+    """Yield TOML lines; JSON strings, numbers and lists are valid TOML."""
+    if model.variant:
+        yield f"[models.variants.{json.dumps(model.variant)}]"
+    else:
+        yield "[[models]]"
+        yield f"id = {json.dumps(model.id)}"
+        yield f"aliases = {json.dumps(model.names[1:])}"
+        yield f"owned_by = {_string(model.owned_by)}"
+        yield f"created = {model.created}"
+        if model.is_placeholder:
+            yield "placeholder = true"
+    if model.target is not None:
+        yield f"target = {_string(model.target)}"
+    if model.max_output_length is not None:
+        yield f"max_output_length = {model.max_output_length}"
+    if model.context is not None:
+        yield f"context = {model.context}"
+    yield ""
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

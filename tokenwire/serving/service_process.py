@@ -1,0 +1,193 @@
+"""Process of one service: start, log, stop."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from tokenwire.serving.exit_status import exit_status
+from tokenwire.serving.stack_layout import ServeError, Service
+
+__all__ = ["ServiceProcess", "report"]
+
+_LIBRARY_LOG = re.compile(r"[IW]\d{4} ")
+"""Start of gRPC's info and warning lines"""
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class ServiceProcess:
+    """Running process of a service."""
+
+    def __init__(self, service: Service, process: asyncio.subprocess.Process) -> None:
+        self.service = service
+        self._last_message, self._last_is_error = "", False
+        self._log_is_lost = False
+        self._process = process
+        self._output: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def start(
+        cls, service: Service, log_dir: Path | None, listener: socket.socket | None = None
+    ) -> "ServiceProcess":
+        """Start the service; log to a file in `log_dir`, or to stderr. Raises ServeError.
+
+        The service serves `listener` if given, which stays open when the process ends.
+        """
+        fds = () if listener is None else (listener.fileno(),)
+        arguments = (*service.arguments, *(f"--fd={fd}" for fd in fds))
+        sink = _sink(service, log_dir)
+        # A service that sees a terminal shows its progress.
+        source, stderr = os.openpty() if sink.isatty() else os.pipe()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", f"services.{service.name}", *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+            pass_fds=fds,
+            process_group=0,  # Ctrl-C reaches only the supervisor, which stops them in order
+            preexec_fn=_die_with_parent,
+        )  # fmt: skip
+        os.close(stderr)
+        running = cls(service, process)
+        running._forward(source, sink)
+        return running
+
+    def _forward(self, source: int, sink: IO[bytes]) -> None:
+        """Copy the service's output to the sink, in whole lines."""
+        loop = asyncio.get_running_loop()
+        rest = b""
+
+        def on_readable() -> None:
+            nonlocal rest
+            try:
+                chunk = os.read(source, 1 << 16)
+            except OSError:  # a terminal whose other end is closed raises
+                chunk = b""
+            cut = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
+            if chunk and not cut:
+                rest += chunk
+                return
+            whole, rest = rest + chunk[:cut], chunk[cut:]
+            self._note_message(whole)
+            self._write(sink, whole)
+            if not chunk:
+                loop.remove_reader(source)
+                os.close(source)
+                if sink is not sys.stderr.buffer:
+                    with contextlib.suppress(OSError):  # raised again for earlier failed writes
+                        sink.close()
+                self._output.set_result(None)
+
+        loop.add_reader(source, on_readable)
+
+    def _write(self, sink: IO[bytes], output: bytes) -> None:
+        """Write to the log. Report the first failed write and keep the service running."""
+        try:
+            sink.write(output)
+            sink.flush()
+        except OSError as error:
+            if not self._log_is_lost:
+                self._log_is_lost = True
+                report(f"the log of {self.service.title} can't be written: {error.strerror}")
+
+    def _note_message(self, output: bytes) -> None:
+        """Keep the last message that may explain an exit: the last error, else the last line."""
+        for line in _plain(output).splitlines():
+            if line.strip():
+                message, is_error = _message(line.strip())
+                if is_error or not self._last_is_error:
+                    self._last_message, self._last_is_error = message, is_error
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait(self) -> None:
+        """Wait until the process has ended."""
+        await self._process.wait()
+
+    async def last_message(self) -> str:
+        """Return the log message that explains the exit; empty if there is none."""
+        with contextlib.suppress(TimeoutError):  # a child process may hold the pipe open
+            await asyncio.wait_for(asyncio.shield(self._output), 1.0)
+        return self._last_message
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        self._process.send_signal(number)
+
+    async def stop(self, seconds: float, kill: "asyncio.Future[None]") -> bool:
+        """Send SIGTERM, then SIGKILL after `seconds` or on `kill`; return False if killed."""
+        by_itself = True
+        if self.returncode is None:
+            self._process.terminate()
+            ended: asyncio.Future[Any] = asyncio.ensure_future(self._process.wait())
+            ends = [ended, kill]
+            await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                by_itself = False
+                report(f"{self.service.title} was still running and was killed")
+                self._process.kill()
+            await ended
+        await self.last_message()
+        return by_itself
+
+    async def failure(self, was_up: bool) -> ServeError:
+        """Return the error that describes the exit of a process that has ended."""
+        code = self.returncode or 0
+        how = exit_status(code)
+        reason = await self.last_message()
+        if code == -signal.SIGKILL:
+            reason = "another process killed it, or the system ran out of memory."
+        title = self.service.title
+        if not was_up and code == 2 and reason.startswith(f"{self.service.name}: "):
+            return ServeError(title + reason.removeprefix(self.service.name))
+        return ServeError(f"{title} ended with {how}: {reason or 'it logged nothing.'}", 1)
+
+
+def _sink(service: Service, log_dir: Path | None) -> IO[bytes]:
+    """Open the log of a service. Raises ServeError."""
+    if log_dir is None:
+        return sys.stderr.buffer
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{service.name}-{service.model}".rstrip("-"))
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        return (log_dir / f"{name}.log").open("ab")
+    except OSError as error:
+        raise ServeError(f"No log can be written in {log_dir}: {error.strerror}.") from None
+
+
+def _message(line: str) -> tuple[str, bool]:
+    """Return the message of a log line, and True for an error or plain text (a traceback)."""
+    if not line.startswith("{"):
+        return line, _LIBRARY_LOG.match(line) is None
+    try:
+        record = json.loads(line)
+        return str(record["message"]), record["level"] in ("error", "critical")
+    except (ValueError, KeyError):
+        return line, False
+
+
+def _plain(output: bytes) -> str:
+    return _TERMINAL_CODES.sub("", output.decode("utf-8", "replace"))
+
+
+def report(line: str) -> None:
+    """Print a line of the supervisor on stderr."""
+    with contextlib.suppress(OSError):  # stderr may be closed
+        print(f"tokenwire: {line}", file=sys.stderr, flush=True)
+
+
+def _die_with_parent() -> None:
+    """Let the kernel send the child SIGTERM when the supervisor ends (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
