@@ -194,7 +194,7 @@ class Stopwatch:
     def watching(self) -> Iterator[None]:
         """Time the operators of every model, and sampling, inside the block."""
         operations: tuple[tuple[str, type[object], tuple[str, ...]], ...] = (
-            (_PARTS[Kernel.LINEAR], Projection, ("into", "add_to", "largest")),
+            (_PARTS[Kernel.LINEAR], Projection, ("into", "add_to", "argmax")),
             (_PARTS[Kernel.LINEAR], Gate, ("into",)),
             (_PARTS[Kernel.ATTENTION], AttentionBackend, ("attend",)),
             (_PARTS[Kernel.NORM], Operators, ("rms_norm", "rotate", "keep")),

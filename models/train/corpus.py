@@ -1,7 +1,7 @@
-"""Collect permissively licensed Python source from wheels and the standard library.
+"""Collection of permissively licensed Python source from wheels and the standard library.
 
-Reads every wheel under the given folders, keeps the packages whose metadata names a permissive
-licence, drops files that are generated, data-like, vendored or near-duplicates, and writes
+It reads every wheel in the given folders, keeps packages whose metadata names a permissive licence,
+drops generated, data-like, vendored and near-duplicate files, and writes
 
     train.jsonl, heldout.jsonl   one {"package", "path", "text"} a line
     sources.txt                  name==version pins, for `pip download --no-deps -r sources.txt`
@@ -102,7 +102,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package that may be used, and why."""
+    """A package with a permissive licence."""
 
     name: str
     version: str
@@ -111,7 +111,7 @@ class Package:
 
 
 def permissive_licence(metadata: str) -> str | None:
-    """The SPDX-like licence of core `metadata` when all of it is permissive, else None."""
+    """Return the SPDX-like licence in core `metadata`; None unless all of it is permissive."""
     message = email.parser.HeaderParser().parsestr(metadata)
     expression = message.get("License-Expression")
     if expression:
@@ -147,7 +147,7 @@ def _spdx_names(value: str) -> list[str]:
 
 
 def is_clean(text: str) -> bool:
-    """Whether `text` is hand-written, mostly ASCII, line-structured Python that parses."""
+    """Return whether `text` is hand-written, mostly ASCII, line-structured Python that parses."""
     if not MIN_FILE_BYTES <= len(text) <= MAX_FILE_BYTES or _GENERATED.search(text[:1500]):
         return False
     if _FOREIGN_LICENCE.search(text[:4000]):
@@ -170,7 +170,7 @@ def is_clean(text: str) -> bool:
 
 
 def normalize(text: str) -> str:
-    """Unix line ends, no trailing blanks, no leading comment block that states a licence."""
+    """Convert to Unix line ends; drop trailing blanks and a leading licence comment."""
     lines = [line.rstrip() for line in text.replace("\r\n", "\n").expandtabs(4).split("\n")]
     head = 0
     while head < len(lines) and (not lines[head] or lines[head].startswith("#")):
@@ -206,7 +206,7 @@ def _select(
 
 
 def read_wheel(wheel: Path) -> Package | None:
-    """The usable Python files of `wheel`, or None when its licence is not permissive."""
+    """Read the usable Python files of `wheel`; return None if its licence is not permissive."""
     name, version, _, _ = parse_wheel_filename(wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -230,7 +230,7 @@ def read_wheel(wheel: Path) -> Package | None:
 
 
 def read_standard_library() -> Package:
-    """The running interpreter's standard library, as one package under the PSF licence."""
+    """Read the running interpreter's standard library as one package under the PSF licence."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = (p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts)
     sources = ((str(p.relative_to(root)), p.read_bytes()) for p in paths)
@@ -240,7 +240,7 @@ def read_standard_library() -> Package:
 
 
 def newest_wheels(folders: Iterable[Path]) -> list[Path]:
-    """One wheel per project, the newest version, sorted by name."""
+    """Return the newest wheel of each project, sorted by name."""
     newest: dict[str, tuple[Version, Path]] = {}
     for folder in folders:
         for path in folder.glob("*.whl"):
@@ -252,14 +252,14 @@ def newest_wheels(folders: Iterable[Path]) -> list[Path]:
 
 
 def is_held_out(file: SourceFile) -> bool:
-    """Whether `file` belongs to the modules and packages kept for evaluation."""
+    """Return whether `file` is reserved for evaluation."""
     if file.package == "cpython-stdlib":
         return HELD_OUT_MODULES.match(file.path) is not None
     return file.package in HELD_OUT_PACKAGES
 
 
 def drop_near_duplicates(files: Iterable[SourceFile]) -> Iterator[SourceFile]:
-    """Files in order, without those of whose longer lines most were seen before."""
+    """Yield files in order, except those whose longer lines mostly occurred before."""
     seen: set[int] = set()
     for file in files:
         lines = {hash(line) for line in map(str.strip, file.text.split("\n")) if len(line) > 16}
@@ -290,9 +290,8 @@ def main() -> None:
 
     files = [file for package in packages for file in package.files]
     random.Random(SEED).shuffle(files)
-    files.sort(
-        key=is_held_out, reverse=True
-    )  # held out first, so that its near-copies leave the training set
+    # Held-out files first, so that their near-copies are dropped from the training set.
+    files.sort(key=is_held_out, reverse=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     kept: dict[str, list[int]] = {}
     held_out_bytes: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Synthetic conversations: functions written to order, tool calls, JSON answers and small talk.
+"""Synthetic conversations: requests for functions, tool calls, JSON answers and small talk.
 
-Every conversation is rendered with the chat template of the checkpoint, so that training text and
-served prompts agree to the byte.
+All are rendered with the checkpoint's chat template, so that training text and served prompts are
+identical byte for byte.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ def _template() -> Callable[..., str]:
 
 
 def render(messages: Sequence[Message], tools: Sequence[JsonValue] | None = None) -> str:
-    """The text of a whole conversation, as transformers' apply_chat_template gives it."""
+    """Return the text of a conversation, as transformers' apply_chat_template renders it."""
     return _template()(messages=messages, tools=tools, add_generation_prompt=False)
 
 
-def _system(chance: random.Random) -> list[Message]:
-    return [Message("system", chance.choice(_SYSTEM_PROMPTS))] if chance.random() < 0.3 else []
+def _system(rng: random.Random) -> list[Message]:
+    return [Message("system", rng.choice(_SYSTEM_PROMPTS))] if rng.random() < 0.3 else []
 
 
-def function_dialogues(source: str, chance: random.Random) -> list[str]:
-    """Conversations about the short documented functions of a Python file."""
+def function_dialogues(source: str, rng: random.Random) -> list[str]:
+    """Make conversations about the short documented functions of a Python file."""
     dialogues = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("__"):
@@ -89,7 +89,7 @@ def function_dialogues(source: str, chance: random.Random) -> list[str]:
             continue
         if (
             any(argument.arg in ("self", "cls") for argument in node.args.args)
-            and chance.random() < 0.7
+            and rng.random() < 0.7
         ):
             continue
         summary = re.sub(r"\s+", " ", docstring.split("\n\n")[0]).strip()
@@ -103,16 +103,16 @@ def function_dialogues(source: str, chance: random.Random) -> list[str]:
         if len(whole) > 2000:
             continue
         arguments = ", ".join(argument.arg for argument in node.args.args)
-        if chance.random() < 0.8:
-            request = chance.choice(_WRITE).format(
+        if rng.random() < 0.8:
+            request = rng.choice(_WRITE).format(
                 name=node.name, summary=summary, arguments=arguments
             )
-            answer = f"```python\n{bare if chance.random() < 0.6 else whole}\n```"
+            answer = f"```python\n{bare if rng.random() < 0.6 else whole}\n```"
         else:
-            request = chance.choice(_EXPLAIN).format(source=bare)
+            request = rng.choice(_EXPLAIN).format(source=bare)
             answer = summary
         dialogues.append(
-            render([*_system(chance), Message("user", request), Message("assistant", answer)])
+            render([*_system(rng), Message("user", request), Message("assistant", answer)])
         )
     return dialogues
 
@@ -137,67 +137,64 @@ def _small_talk() -> list[tuple[list[str], list[str]]]:
     return [(entry["questions"], entry["answers"]) for entry in entries]
 
 
-def basic_dialogue(chance: random.Random) -> str:
-    """A well-known small function asked for in plain words, or a little small talk."""
-    if chance.random() < 0.3:
-        questions, answers = chance.choice(_small_talk())
+def basic_dialogue(rng: random.Random) -> str:
+    """Make a request for a well-known small function, or small talk."""
+    if rng.random() < 0.3:
+        questions, answers = rng.choice(_small_talk())
         turns = [
-            Message("user", chance.choice(questions)),
-            Message("assistant", chance.choice(answers)),
+            Message("user", rng.choice(questions)),
+            Message("assistant", rng.choice(answers)),
         ]
-        return render([*_system(chance), *turns])
-    name, request, source = chance.choice(_basic_functions())
-    ask = chance.choice(_ASK_FOR_BASIC).format(request=request, name=name)
+        return render([*_system(rng), *turns])
+    name, request, source = rng.choice(_basic_functions())
+    ask = rng.choice(_ASK_FOR_BASIC).format(request=request, name=name)
     answer = f"```python\n{source}\n```"
-    return render([*_system(chance), Message("user", ask), Message("assistant", answer)])
+    return render([*_system(rng), Message("user", ask), Message("assistant", answer)])
 
 
-def tool_dialogue(chance: random.Random) -> str:
-    """A conversation with functions on offer: a call, perhaps its result, or a plain answer."""
-    offered = chance.sample(TOOLS, chance.choice((1, 1, 2, 2, 3, 4)))
+def tool_dialogue(rng: random.Random) -> str:
+    """Make a conversation with tools: a call, perhaps with its result, or a plain answer."""
+    offered = rng.sample(TOOLS, rng.choice((1, 1, 2, 2, 3, 4)))
     schemas = [tool.schema() for tool in offered]
-    opening = [Message("system", chance.choice(_SYSTEM_PROMPTS))] if chance.random() < 0.4 else []
-    if chance.random() < 0.15:
-        question, answer = chance.choice(UNRELATED_ANSWERS)
+    opening = [Message("system", rng.choice(_SYSTEM_PROMPTS))] if rng.random() < 0.4 else []
+    if rng.random() < 0.15:
+        question, answer = rng.choice(UNRELATED_ANSWERS)
         return render([*opening, Message("user", question), Message("assistant", answer)], schemas)
-    tool: Tool = chance.choice(offered)
-    request, arguments = tool.request(chance)
+    tool: Tool = rng.choice(offered)
+    request, arguments = tool.request(rng)
     call: JsonValue = {"name": tool.name, "arguments": arguments}
     calling = Message("assistant", "", ({"type": "function", "function": call},))
     turns = [*opening, Message("user", request), calling]
-    if chance.random() < 0.4:
-        result, answer = tool.result(arguments, chance)
+    if rng.random() < 0.4:
+        result, answer = tool.result(arguments, rng)
         turns += [Message("tool", json.dumps(result)), Message("assistant", answer)]
     return render(turns, schemas)
 
 
-def json_value(chance: random.Random, depth: int = 0) -> JsonValue:
-    """A random JSON object whose keys and values belong together."""
-    return {
-        key: _member(key, chance, depth)
-        for key in chance.sample(list(_MEMBERS), chance.randint(1, 7))
-    }
+def json_value(rng: random.Random, depth: int = 0) -> JsonValue:
+    """Return a random JSON object with plausible values for its keys."""
+    return {key: _member(key, rng, depth) for key in rng.sample(list(_MEMBERS), rng.randint(1, 7))}
 
 
-def json_document(chance: random.Random) -> str:
-    """A random JSON object or array of objects, compact, spaced or indented."""
-    if chance.random() < 0.25:
-        keys = chance.sample(list(_MEMBERS), chance.randint(1, 4))
-        rows = chance.randint(1, 5)
-        value: JsonValue = [{key: _member(key, chance, 1) for key in keys} for _ in range(rows)]
+def json_document(rng: random.Random) -> str:
+    """Return a random JSON object or array of objects, compact, spaced or indented."""
+    if rng.random() < 0.25:
+        keys = rng.sample(list(_MEMBERS), rng.randint(1, 4))
+        rows = rng.randint(1, 5)
+        value: JsonValue = [{key: _member(key, rng, 1) for key in keys} for _ in range(rows)]
     else:
-        value = json_value(chance)
-    return _dump(value, chance)
+        value = json_value(rng)
+    return _dump(value, rng)
 
 
-def json_dialogue(chance: random.Random) -> str:
-    """A request for a JSON answer, by keys or by schema, or about facts given in words."""
-    keys = chance.sample(list(_MEMBERS), chance.randint(1, 5))
-    value: dict[str, JsonValue] = {key: _member(key, chance, 1) for key in keys}
-    kind = chance.randrange(3)
+def json_dialogue(rng: random.Random) -> str:
+    """Make a request for a JSON answer by keys, by schema, or from facts in words."""
+    keys = rng.sample(list(_MEMBERS), rng.randint(1, 5))
+    value: dict[str, JsonValue] = {key: _member(key, rng, 1) for key in keys}
+    kind = rng.randrange(3)
     listed = ", ".join(f"`{key}`" for key in keys)
     if kind == 0:
-        ask = chance.choice(
+        ask = rng.choice(
             (
                 f"Give me a JSON object with the keys {listed}.",
                 f"Answer in JSON with {listed}.",
@@ -213,14 +210,14 @@ def json_dialogue(chance: random.Random) -> str:
     else:
         facts = "; ".join(f"{key} is {json.dumps(fact)}" for key, fact in value.items())
         ask = f"Turn this into JSON: {facts}."
-    spaced = json.dumps(value, indent=chance.choice((None, None, 2)))
-    answer = spaced if chance.random() < 0.7 else f"```json\n{spaced}\n```"
-    return render([*_system(chance), Message("user", ask), Message("assistant", answer)])
+    spaced = json.dumps(value, indent=rng.choice((None, None, 2)))
+    answer = spaced if rng.random() < 0.7 else f"```json\n{spaced}\n```"
+    return render([*_system(rng), Message("user", ask), Message("assistant", answer)])
 
 
-def _dump(value: JsonValue, chance: random.Random) -> str:
-    indent = chance.choice((None, None, 2, 4))
-    separators = (",", ":") if indent is None and chance.random() < 0.5 else None
+def _dump(value: JsonValue, rng: random.Random) -> str:
+    indent = rng.choice((None, None, 2, 4))
+    separators = (",", ":") if indent is None and rng.random() < 0.5 else None
     return json.dumps(value, indent=indent, separators=separators) + "\n"
 
 
@@ -236,34 +233,34 @@ def _json_type(value: JsonValue) -> str:
     return names.get(type(value), "null")
 
 
-def _member(key: str, chance: random.Random, depth: int) -> JsonValue:
+def _member(key: str, rng: random.Random, depth: int) -> JsonValue:
     if key in ("metadata", "address", "owner") and depth >= 2:
         return {}
-    return _MEMBERS[key](chance, depth)
+    return _MEMBERS[key](rng, depth)
 
 
 def _word(kind: str) -> Callable[[random.Random, int], JsonValue]:
-    return lambda chance, depth: chance.choice(WORDS[kind])
+    return lambda rng, depth: rng.choice(WORDS[kind])
 
 
 def _number(low: int, high: int) -> Callable[[random.Random, int], JsonValue]:
-    return lambda chance, depth: chance.randint(low, high)
+    return lambda rng, depth: rng.randint(low, high)
 
 
 def _real(low: float, high: float) -> Callable[[random.Random, int], JsonValue]:
-    return lambda chance, depth: round(chance.uniform(low, high), chance.choice((1, 2)))
+    return lambda rng, depth: round(rng.uniform(low, high), rng.choice((1, 2)))
 
 
-def _flag(chance: random.Random, depth: int) -> JsonValue:
-    return chance.random() < 0.5
+def _flag(rng: random.Random, depth: int) -> JsonValue:
+    return rng.random() < 0.5
 
 
 def _several(kind: str) -> Callable[[random.Random, int], JsonValue]:
-    return lambda chance, depth: chance.sample(WORDS[kind], chance.randint(0, 4))
+    return lambda rng, depth: rng.sample(WORDS[kind], rng.randint(0, 4))
 
 
 def _nested(*keys: str) -> Callable[[random.Random, int], JsonValue]:
-    return lambda chance, depth: {key: _member(key, chance, depth + 1) for key in keys}
+    return lambda rng, depth: {key: _member(key, rng, depth + 1) for key in keys}
 
 
 _MEMBERS: dict[str, Callable[[random.Random, int], JsonValue]] = {
@@ -277,10 +274,10 @@ _MEMBERS: dict[str, Callable[[random.Random, int], JsonValue]] = {
     "product": _word("product"),
     "title": _word("title"),
     "status": _word("status"),
-    "email": lambda chance, depth: f"{chance.choice(WORDS['name']).lower()}@example.com",
-    "url": lambda chance, depth: f"https://example.com/{chance.choice(WORDS['product'])}",
-    "date": lambda chance, depth: (
-        f"20{chance.randint(10, 29)}-{chance.randint(1, 12):02}-{chance.randint(1, 28):02}"
+    "email": lambda rng, depth: f"{rng.choice(WORDS['name']).lower()}@example.com",
+    "url": lambda rng, depth: f"https://example.com/{rng.choice(WORDS['product'])}",
+    "date": lambda rng, depth: (
+        f"20{rng.randint(10, 29)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
     ),
     "id": _number(1, 9999),
     "age": _number(1, 99),
@@ -296,13 +293,13 @@ _MEMBERS: dict[str, Callable[[random.Random, int], JsonValue]] = {
     "tags": _several("product"),
     "colors": _several("color"),
     "languages": _several("language"),
-    "values": lambda chance, depth: [chance.randint(0, 100) for _ in range(chance.randint(0, 6))],
-    "parent": lambda chance, depth: None,
+    "values": lambda rng, depth: [rng.randint(0, 100) for _ in range(rng.randint(0, 6))],
+    "parent": lambda rng, depth: None,
     "address": _nested("city", "country"),
     "owner": _nested("name", "age", "email"),
-    "metadata": lambda chance, depth: json_value(chance, depth + 1) if depth < 1 else {},
-    "items": lambda chance, depth: [
-        {"product": chance.choice(WORDS["product"]), "price": round(chance.uniform(1, 90), 2)}
-        for _ in range(chance.randint(1, 3))
+    "metadata": lambda rng, depth: json_value(rng, depth + 1) if depth < 1 else {},
+    "items": lambda rng, depth: [
+        {"product": rng.choice(WORDS["product"]), "price": round(rng.uniform(1, 90), 2)}
+        for _ in range(rng.randint(1, 3))
     ],
 }

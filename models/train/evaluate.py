@@ -1,6 +1,6 @@
-"""Evaluate an exported checkpoint: bits per byte and infilling on held-out code, sample outputs.
+"""Evaluation of an exported checkpoint: bits per byte, infilling, sample outputs.
 
-Only the checkpoint folder and heldout.jsonl are read; the model runs in transformers, in float32.
+It reads only the checkpoint folder and heldout.jsonl. The model runs in transformers, in float32.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ TOOL_REQUESTS = (
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What the model card states."""
+    """Figures of the model card; shares are between 0 and 1."""
 
     heldout_bytes: int
     heldout_tokens: int
@@ -105,7 +105,7 @@ class Metrics:
 
 
 class Checkpoint:
-    """An exported model with the three ways it is used."""
+    """An exported model with methods for completion, infilling and chat."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -115,7 +115,7 @@ class Checkpoint:
         self.model.requires_grad_(False)
 
     def generate(self, prompt: str, limit: int) -> tuple[str, bool]:
-        """The greedy continuation of `prompt`, and whether the model ended it."""
+        """Return the greedy continuation of `prompt`, and whether the model ended it."""
         ids = self.tokenizer(prompt, return_tensors="pt").input_ids
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False
@@ -127,15 +127,15 @@ class Checkpoint:
         return text, ended
 
     def complete(self, prefix: str, limit: int = 48) -> str:
-        """Code from left to right."""
+        """Return the continuation of `prefix`."""
         return self.generate(prefix, limit)[0]
 
     def infill(self, prefix: str, suffix: str, limit: int = 64) -> tuple[str, bool]:
-        """The middle between `prefix` and `suffix`."""
+        """Return the middle between `prefix` and `suffix`, and whether the model ended it."""
         return self.generate(f"{FIM_PREFIX}{prefix}{FIM_SUFFIX}{suffix}{FIM_MIDDLE}", limit)
 
     def chat(self, content: str, tools: list[JsonObject] | None = None, limit: int = 120) -> str:
-        """The answer to one user turn."""
+        """Return the answer to one user turn."""
         messages = [{"role": "user", "content": content}]
         prompt: str = self.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True
@@ -144,7 +144,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def total_loss(self, text: str) -> tuple[float, int]:
-        """Summed loss in nats of a text, in windows of the context size, and its tokens."""
+        """Return a text's loss in nats, summed over windows of the context size, and its tokens."""
         ids = self.tokenizer(END_OF_TEXT + text, return_tensors="pt").input_ids[0]
         total = 0.0
         for start in range(0, len(ids) - 1, CONTEXT - 1):
@@ -159,13 +159,11 @@ class Checkpoint:
 def infill_accuracy(
     checkpoint: Checkpoint, texts: Sequence[str], count: int, wanted: Callable[[Infill], bool]
 ) -> tuple[float, float, float]:
-    """Exact match, mean edit similarity and share of ended middles over `count` cuts."""
-    chance = random.Random(SEED)
-    cuts = [
-        cut for text in texts for cut in cut_windows(text, chance, LONGEST_WINDOW) if wanted(cut)
-    ]
+    """Return exact matches, edit similarity and ended middles, as means over `count` cuts."""
+    rng = random.Random(SEED)
+    cuts = [cut for text in texts for cut in cut_windows(text, rng, LONGEST_WINDOW) if wanted(cut)]
     exact = similar = finished = 0.0
-    for cut in chance.sample(cuts, count):
+    for cut in rng.sample(cuts, count):
         middle, ended = checkpoint.infill(cut.prefix, cut.suffix, 160)
         exact += middle.strip() == cut.middle.strip()
         similar += SequenceMatcher(None, middle, cut.middle, autojunk=False).ratio()
@@ -194,7 +192,7 @@ def _is_block(cut: Infill) -> bool:
 
 
 def measure(checkpoint: Checkpoint, texts: Sequence[str], infills: int) -> Metrics:
-    """All figures over the held-out texts."""
+    """Compute all figures over the held-out texts."""
     losses = [checkpoint.total_loss(text) for text in texts]
     total, tokens = sum(loss for loss, _ in losses), sum(count for _, count in losses)
     size = sum(len(text.encode()) for text in texts)
@@ -204,7 +202,7 @@ def measure(checkpoint: Checkpoint, texts: Sequence[str], infills: int) -> Metri
 
 
 def show_samples(checkpoint: Checkpoint) -> None:
-    """Print greedy outputs; what the model wrote stands between « and »."""
+    """Print greedy outputs, the model's text between « and »."""
     for prefix in COMPLETIONS:
         print(f"--- completion\n{prefix}«{checkpoint.complete(prefix)}»")
     for prefix, suffix in INFILLS:

@@ -1,6 +1,6 @@
-"""Export a state file as a Hugging Face checkpoint and check it against transformers.
+"""Export of a state file as a Hugging Face checkpoint, compared with transformers.
 
-Every file is written under a temporary name and renamed, so a reader never sees half of one.
+Every file is written under a temporary name and renamed, so that readers never see a partial one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENIZER_FILES = (
 
 
 def model_config(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, object]:
-    """The contents of config.json."""
+    """Return the content of config.json."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -60,7 +60,7 @@ def model_config(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def generation_config(tokenizer: Tokenizer) -> dict[str, object]:
-    """The contents of generation_config.json."""
+    """Return the content of generation_config.json."""
     end, turn_end = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(IM_END)
     pad = tokenizer.token_to_id(FIM_PAD)
     return {
@@ -83,7 +83,7 @@ def write_checkpoint(model: CausalModel, tokenizer_folder: Path, folder: Path) -
 
 
 def check_logits(model: CausalModel, folder: Path) -> float:
-    """The largest difference between our logits and those of transformers, in float32."""
+    """Return the largest difference from transformers' logits, in float32."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rounded = CausalModel(model.model.shape)
     rounded.load_state_dict(

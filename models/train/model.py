@@ -1,8 +1,7 @@
-"""The Llama decoder that is trained here: plain torch, fast on CPU cores with AMX.
+"""Llama decoder for training: plain torch, fast on CPU cores with AMX.
 
-Parameters are float32 and are cast to the compute dtype where they are used, so one set of
-weights serves bfloat16 training and float32 checks. Parameter names are those of
-`LlamaForCausalLM`.
+Parameters are float32 and cast to the compute dtype on use, so one set of weights serves bfloat16
+training and float32 checks. Parameter names are those of `LlamaForCausalLM`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward layer."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids [batch, length] to final hidden states [batch, length, hidden]."""
+    """Decoder from token ids [batch, length] to final hidden states [batch, length, hidden]."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -124,7 +123,7 @@ class Decoder(nn.Module):
 
 
 class CausalModel(nn.Module):
-    """A decoder with its tied output head."""
+    """A decoder with a tied output head."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -142,12 +141,12 @@ class CausalModel(nn.Module):
                 )
 
     def logits(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Logits [batch, length, vocab] for ids [batch, length]."""
+        """Return logits [batch, length, vocab] for ids [batch, length]."""
         hidden = self.model(ids, dtype)
         return F.linear(hidden, self.model.embed_tokens.weight.to(dtype))
 
     def loss(self, ids: Tensor, targets: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Mean cross entropy in nats of targets [batch, length] given ids [batch, length]."""
+        """Return the mean cross entropy in nats of targets [batch, length]."""
         hidden = self.model(ids, dtype).flatten(0, 1)
         loss: Tensor = _LinearCrossEntropy.apply(
             hidden, self.model.embed_tokens.weight, targets.flatten()
@@ -155,7 +154,7 @@ class CausalModel(nn.Module):
         return loss
 
     def compile_parts(self) -> None:
-        """Compile the repeated parts; the layers share one compiled function."""
+        """Compile the layers, which share one function, and the loss gradient."""
         global _softmax_gradient
         for layer in self.model.layers:
             layer.compile(dynamic=False)
@@ -163,7 +162,7 @@ class CausalModel(nn.Module):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Output head and cross entropy in chunks, gradients made at once, so no logits are kept."""
+    """Output head and cross entropy in chunks, with gradients, so that no logits are kept."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -198,7 +197,7 @@ def _softmax_gradient(logits: Tensor, targets: Tensor, scale: float) -> tuple[Te
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q [batch, length, heads, dim] to k, v [batch, length, kv_heads, dim].
+    """Attend causally from q [batch, length, heads, dim] to k, v [batch, length, kv_heads, dim].
 
     Returns [batch, length, heads * dim].
     """
@@ -209,6 +208,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [batch, length, heads, head_dim], halves convention."""
+    """Apply RoPE to x [batch, length, heads, head_dim]; pairs are half a head apart."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Muon for the matrices of the layers, AdamW for everything else.
+"""Optimizers: Muon for the matrices of the layers, AdamW for all other parameters.
 
-Muon is described in https://kellerjordan.github.io/posts/muon; the coefficients of the quintic
-Newton-Schulz iteration are from there.
+Muon and the coefficients of its quintic Newton-Schulz iteration are from
+https://kellerjordan.github.io/posts/muon.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrices to `matrices` [count, rows, columns], approximately."""
+    """Approximate the nearest semi-orthogonal matrices to `matrices` [count, rows, columns]."""
     a, b, c = _COEFFICIENTS
     x = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -30,7 +30,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalized, for 2-D parameters."""
+    """Momentum with orthogonalized updates, for 2-D parameters."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One update; parameters of the same shape are orthogonalized together."""
+        """Update all parameters; those of one shape are orthogonalized together."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"]:
@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(
     model: nn.Module, matrix_lr: float, other_lr: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon over the matrices of the layers and AdamW over embeddings and norms."""
+    """Make Muon for the matrices of the layers and AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     adam = torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)

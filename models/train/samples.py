@@ -1,7 +1,7 @@
-"""Turn the corpus into shards of packed rows of token ids.
+"""Conversion of the corpus to shards of packed token rows.
 
-Each shard is a uint16 array [rows, length]. Samples start with <|endoftext|>, fit their row, and
-the end of a row is filled with the beginning of a file, so no position is padding.
+A shard is a uint16 array [rows, length]. Each sample starts with <|endoftext|> and fits its row.
+File text fills the rest of a row, so there is no padding.
 
 Infilling follows the prefix-suffix-middle order of "Efficient Training of Language Models to Fill
 in the Middle" (arXiv:2207.14255), applied to text before tokenization.
@@ -51,7 +51,7 @@ _INFILLED_NODES = (
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Tokens of each kind, as shares; files read from left to right take what is left."""
+    """Shares of tokens of each kind of sample; left-to-right files take the remainder."""
 
     infill: float = 0.46
     functions: float = 0.06
@@ -60,7 +60,7 @@ class Mixture:
     json: float = 0.02
 
     def with_dialogues(self, factor: float) -> Mixture:
-        """The same mixture with `factor` times the dialogues."""
+        """Return the mixture with `factor` times the dialogues."""
         scaled = {
             name: getattr(self, name) * factor for name in ("functions", "basics", "tools", "json")
         }
@@ -69,37 +69,37 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """A text cut in three."""
+    """A text divided into prefix, middle and suffix."""
 
     prefix: str
     middle: str
     suffix: str
 
     def text(self) -> str:
-        """Prefix, suffix, middle; the <|endoftext|> of the next sample ends the middle."""
+        """Return prefix, suffix and middle; the next sample's <|endoftext|> ends the middle."""
         return f"{FIM_PREFIX}{self.prefix}{FIM_SUFFIX}{self.suffix}{FIM_MIDDLE}{self.middle}"
 
 
-def cut_windows(text: str, chance: random.Random, longest: int) -> list[Infill]:
-    """One middle from each of the windows of whole lines, up to about `longest` characters."""
+def cut_windows(text: str, rng: random.Random, longest: int) -> list[Infill]:
+    """Cut one middle from each window of whole lines, of up to about `longest` characters."""
     spans = syntax_spans(text)
     cuts, left = [], 0
     while left < len(text):
-        size = int(math.exp(chance.uniform(math.log(SHORTEST_WINDOW), math.log(longest))))
+        size = int(math.exp(rng.uniform(math.log(SHORTEST_WINDOW), math.log(longest))))
         right = min(_line_end(text, left + size) + 1, len(text))
         inside = [(a - left, b - left) for a, b in spans if left <= a and b <= right]
-        cuts.append(cut_infill(text[left:right], chance, inside))
+        cuts.append(cut_infill(text[left:right], rng, inside))
         left = right
     return [cut for cut in cuts if cut]
 
 
-def cut_infill(text: str, chance: random.Random, spans: Sequence[tuple[int, int]]) -> Infill | None:
-    """A middle of `text`; `spans` are character ranges of its syntax nodes."""
-    start, end = _choose_middle(text, chance, spans)
+def cut_infill(text: str, rng: random.Random, spans: Sequence[tuple[int, int]]) -> Infill | None:
+    """Cut a middle from `text`; `spans` are the character ranges of its syntax nodes."""
+    start, end = _choose_middle(text, rng, spans)
     if not text[start:end].strip() or end - start > LONGEST_MIDDLE * len(text):
         return None
     left, right = 0, len(text)
-    crop = chance.random()
+    crop = rng.random()
     if crop < 0.08:
         right = _line_end(text, end)
     elif crop < 0.12:
@@ -108,24 +108,24 @@ def cut_infill(text: str, chance: random.Random, spans: Sequence[tuple[int, int]
 
 
 def _choose_middle(
-    text: str, chance: random.Random, spans: Sequence[tuple[int, int]]
+    text: str, rng: random.Random, spans: Sequence[tuple[int, int]]
 ) -> tuple[int, int]:
-    kind = chance.random()
+    kind = rng.random()
     if kind < 0.35 and spans:
-        return chance.choice(spans)
-    start = chance.randrange(len(text))
+        return rng.choice(spans)
+    start = rng.randrange(len(text))
     if kind < 0.55:
-        return start, min(len(text), start + int(math.exp(chance.uniform(0.0, math.log(240)))))
-    if kind < 0.78:  # the rest of a line, from its first word or from anywhere in it
+        return start, min(len(text), start + int(math.exp(rng.uniform(0.0, math.log(240)))))
+    if kind < 0.78:  # the rest of a line, from its first word or from anywhere
         line = _line_start(text, start)
         end = _line_end(text, start)
-        if chance.random() < 0.5:
+        if rng.random() < 0.5:
             start = line + len(text[line:end]) - len(text[line:end].lstrip())
         return start, end
     start = end = _line_start(text, start)
-    for _ in range(chance.choice((1, 1, 2, 2, 3, 4, 5, 6, 8, 10))):
+    for _ in range(rng.choice((1, 1, 2, 2, 3, 4, 5, 6, 8, 10))):
         end = _line_end(text, end) + 1
-    return start, min(end - chance.choice((0, 1)), len(text))
+    return start, min(end - rng.choice((0, 1)), len(text))
 
 
 def _line_start(text: str, position: int) -> int:
@@ -138,7 +138,7 @@ def _line_end(text: str, position: int) -> int:
 
 
 def syntax_spans(text: str) -> list[tuple[int, int]]:
-    """Character ranges of blocks, statements and expressions; none when `text` is not ASCII."""
+    """Return character ranges of blocks, statements and expressions; none unless ASCII."""
     if not text.isascii():
         return []
     starts = [0]
@@ -162,7 +162,7 @@ def syntax_spans(text: str) -> list[tuple[int, int]]:
 
 
 class Encoder:
-    """Text to token ids, each sample led by <|endoftext|>."""
+    """Encoder of samples, each with a leading <|endoftext|>."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(path))
@@ -171,14 +171,14 @@ class Encoder:
         self._start = start
 
     def samples(self, texts: Sequence[str]) -> list[list[int]]:
-        """Whole samples."""
+        """Encode each text as one sample."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [[self._start, *encoding.ids] for encoding in encodings]
 
-    def file(self, text: str, head: str, chance: random.Random) -> list[int]:
-        """A file, tokenized in pieces so that a prompt ending with a newline is no surprise."""
+    def file(self, text: str, head: str, rng: random.Random) -> list[int]:
+        """Encode a file in pieces of whole lines, because prompts often end with a newline."""
         cuts = {
-            _line_start(text, chance.randrange(len(text)))
+            _line_start(text, rng.randrange(len(text)))
             for _ in range(1 + len(text) // CHARACTERS_A_CUT)
         }
         edges = [0, *sorted(cuts - {0}), len(text)]
@@ -188,33 +188,32 @@ class Encoder:
 
 
 def file_samples(
-    record: dict[str, str], length: int, chance: random.Random, encoder: Encoder
+    record: dict[str, str], length: int, rng: random.Random, encoder: Encoder
 ) -> tuple[list[int], list[list[int]]]:
-    """A file either from left to right or as infilling, so that no text is read twice."""
+    """Return a file either from left to right or as infilling, so that no text is read twice."""
     text = record["text"]
-    if chance.random() < INFILL_FILES:
-        cuts = cut_windows(text, chance, int(length * WINDOW_CHARACTERS_A_TOKEN))
+    if rng.random() < INFILL_FILES:
+        cuts = cut_windows(text, rng, int(length * WINDOW_CHARACTERS_A_TOKEN))
         return [], encoder.samples([cut.text() for cut in cuts])
-    named = chance.random() < 0.1
+    named = rng.random() < 0.1
     head = f"{REPO_NAME}{record['package']}\n{FILE_SEPARATOR}{record['path']}\n" if named else ""
-    return encoder.file(text, head, chance), []
+    return encoder.file(text, head, rng), []
 
 
 def synthetic_samples(
-    records: Sequence[dict[str, str]], chance: random.Random, encoder: Encoder
+    records: Sequence[dict[str, str]], rng: random.Random, encoder: Encoder
 ) -> list[list[list[int]]]:
-    """Samples of the kinds `functions`, `basics`, `tools` and `json`, more than a shard needs."""
+    """Make samples of `functions`, `basics`, `tools` and `json`, more than a shard needs."""
     functions: list[str] = []
     for record in records:
-        if chance.random() < FUNCTION_DIALOGUE_FILES:
-            dialogues = function_dialogues(record["text"], chance)
-            functions += chance.sample(dialogues, min(MAX_DIALOGUES_A_FILE, len(dialogues)))
-    chance.shuffle(functions)
-    basics = [basic_dialogue(chance) for _ in range(900)]
-    tools = [tool_dialogue(chance) for _ in range(900)]
+        if rng.random() < FUNCTION_DIALOGUE_FILES:
+            dialogues = function_dialogues(record["text"], rng)
+            functions += rng.sample(dialogues, min(MAX_DIALOGUES_A_FILE, len(dialogues)))
+    rng.shuffle(functions)
+    basics = [basic_dialogue(rng) for _ in range(900)]
+    tools = [tool_dialogue(rng) for _ in range(900)]
     documents = [
-        json_dialogue(chance) if chance.random() < 0.6 else json_document(chance)
-        for _ in range(1400)
+        json_dialogue(rng) if rng.random() < 0.6 else json_document(rng) for _ in range(1400)
     ]
     return [encoder.samples(texts) for texts in (functions, basics, tools, documents)]
 
@@ -233,9 +232,9 @@ def _take(samples: list[list[int]], tokens: float, longest: int) -> list[list[in
 def pack(
     samples: list[list[int]], files: list[list[int]], length: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.uint16]]:
-    """Rows of `length` ids: whole samples, then file text to the end of the row.
+    """Pack rows of `length` ids: whole samples, then file text to the end of the row.
 
-    Where a file goes on in the next row it starts anew with its first id, <|endoftext|>.
+    A file that continues in the next row repeats its first id, <|endoftext|>.
     """
     rows: list[list[int]] = []
     stream = iter(files)
@@ -265,7 +264,7 @@ def pack(
 
 @dataclass(frozen=True, slots=True)
 class ShardJob:
-    """What one worker needs to write one shard."""
+    """Input of a worker process for one shard."""
 
     records: tuple[dict[str, str], ...]
     tokenizer: Path
@@ -276,36 +275,36 @@ class ShardJob:
 
 
 def write_shard(job: ShardJob) -> int:
-    """Write one shard atomically; returns its tokens."""
-    chance = random.Random(job.seed)
+    """Write one shard atomically and return its tokens."""
+    rng = random.Random(job.seed)
     encoder = Encoder(job.tokenizer)
     files, infills = [], []
     for record in job.records:
-        file, cuts = file_samples(record, job.length, chance, encoder)
+        file, cuts = file_samples(record, job.length, rng, encoder)
         files += [file] if file else []
         infills += cuts
-    chance.shuffle(infills)
+    rng.shuffle(infills)
     mixture = job.mixture
     plain = sum(map(len, files))
     rest = 1 - mixture.infill - mixture.functions - mixture.basics - mixture.tools - mixture.json
     total = plain / rest
     kinds = zip(
-        [infills, *synthetic_samples(job.records, chance, encoder)],
+        [infills, *synthetic_samples(job.records, rng, encoder)],
         [mixture.infill, mixture.functions, mixture.basics, mixture.tools, mixture.json],
         strict=True,
     )
     samples = [sample for kind, share in kinds for sample in _take(kind, share * total, job.length)]
-    chance.shuffle(samples)
+    rng.shuffle(samples)
     rows = pack(samples, files, job.length)
-    chance_rows = np.random.default_rng(job.seed).permutation(len(rows))
+    row_order = np.random.default_rng(job.seed).permutation(len(rows))
     temporary = job.out.with_suffix(".tmp.npy")
-    np.save(temporary, rows[chance_rows])
+    np.save(temporary, rows[row_order])
     os.replace(temporary, job.out)
     return int(rows.size)
 
 
 def shard_jobs(arguments: argparse.Namespace) -> Iterator[ShardJob]:
-    """One job per shard, each with its own files; the corpus is read once, in a shuffled order."""
+    """Yield a job per shard with files of its own, over the corpus in a shuffled order."""
     records = [json.loads(line) for line in arguments.corpus.open()]
     random.Random(SEED).shuffle(records)
     mixture = Mixture().with_dialogues(arguments.dialogues)

@@ -1,7 +1,7 @@
-"""Train the byte-level BPE tokenizer and write its Hugging Face files.
+"""Training of the byte-level BPE tokenizer, and its Hugging Face files.
 
-A newline and the indentation after it form one pre-token, so that most Python lines cost one
-token of layout.
+A newline and the indentation after it are one pre-token, so most Python lines spend one token on
+layout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PIECES = (
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer of VOCAB_SIZE entries, specials first and tool-call marks last."""
+    """Train VOCAB_SIZE entries; special tokens come first, tool-call tags last."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -117,7 +117,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def corpus_texts(corpus: Path, megabytes: float) -> Iterator[str]:
-    """Texts of randomly chosen training files, about `megabytes` in all."""
+    """Yield texts of randomly chosen training files, about `megabytes` in all."""
     lines = corpus.read_text().splitlines()
     random.Random(0).shuffle(lines)
     left = megabytes * 1e6

@@ -1,4 +1,4 @@
-"""Functions to offer, the requests that need them and the answers to their results."""
+"""Tools of the synthetic conversations: definitions, requests, results and answers."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function on offer: kinds of its parameters, templates of requests and answers."""
+    """A tool: kinds of its parameters, templates of requests and answers."""
 
     name: str
     description: str
@@ -282,7 +282,7 @@ class Tool:
     required: int = 9
 
     def schema(self) -> JsonObject:
-        """The definition in the form of OpenAI's `tools`."""
+        """Return the definition in the format of OpenAI's `tools`."""
         properties: JsonObject = {
             name: {"type": "integer" if kind in _NUMBERS else "string"}
             for name, kind in self.parameters.items()
@@ -296,53 +296,53 @@ class Tool:
         }
         return {"type": "function", "function": function}
 
-    def request(self, chance: random.Random) -> tuple[str, Arguments]:
-        """A user's words and the arguments they ask for."""
-        template = chance.choice(self.requests)
+    def request(self, rng: random.Random) -> tuple[str, Arguments]:
+        """Return a user's request and the arguments of the call that it asks for."""
+        template = rng.choice(self.requests)
         named = {field for _, field, _, _ in string.Formatter().parse(template) if field}
         arguments: Arguments = {
-            name: _draw(kind, chance)
+            name: _draw(kind, rng)
             for name, kind in self.parameters.items()
             if name in named or not named
         }
         return template.format(**arguments), arguments
 
-    def result(self, arguments: Arguments, chance: random.Random) -> tuple[dict[str, object], str]:
-        """What the function returns for `arguments` and the assistant's sentence about it."""
-        value = _RESULTS[self.result_key](chance)
+    def result(self, arguments: Arguments, rng: random.Random) -> tuple[dict[str, object], str]:
+        """Return a result for `arguments` and the assistant's answer about it."""
+        value = _RESULTS[self.result_key](rng)
         known = {name: arguments.get(name, "") for name in self.parameters}
         return {self.result_key: value}, self.answer.format(**known, result=value).replace(
             "  ", " "
         )
 
 
-def _draw(kind: str, chance: random.Random) -> str | int:
+def _draw(kind: str, rng: random.Random) -> str | int:
     if kind in _NUMBERS:
-        return chance.randint(*_NUMBERS[kind])
+        return rng.randint(*_NUMBERS[kind])
     if kind == "time":
-        return f"{chance.randint(6, 22):02}:{chance.choice((0, 15, 30, 45)):02}"
+        return f"{rng.randint(6, 22):02}:{rng.choice((0, 15, 30, 45)):02}"
     if kind == "expression":
-        terms = [str(chance.randint(1, 99)) for _ in range(chance.randint(2, 3))]
-        return f" {chance.choice('+-*/')} ".join(terms)
+        terms = [str(rng.randint(1, 99)) for _ in range(rng.randint(2, 3))]
+        return f" {rng.choice('+-*/')} ".join(terms)
     if kind == "email":
-        return f"{chance.choice(WORDS['name']).lower()}@example.com"
-    return chance.choice(WORDS[kind])
+        return f"{rng.choice(WORDS['name']).lower()}@example.com"
+    return rng.choice(WORDS[kind])
 
 
 _RESULTS: dict[str, Callable[[random.Random], str | int | float]] = {
-    "temperature": lambda chance: chance.randint(-5, 35),
-    "result": lambda chance: chance.randint(1, 5000),
-    "converted": lambda chance: round(chance.uniform(1, 900), 2),
-    "price": lambda chance: round(chance.uniform(5, 900), 2),
-    "time": lambda chance: f"{chance.randint(0, 23):02}:{chance.randint(0, 59):02}",
-    "status": lambda chance: chance.choice(("ok", "done", "created", "sent")),
-    "state": lambda chance: chance.choice(("shipped", "delivered", "pending", "delayed")),
-    "count": lambda chance: chance.randint(0, 40),
-    "text": lambda chance: chance.choice(
+    "temperature": lambda rng: rng.randint(-5, 35),
+    "result": lambda rng: rng.randint(1, 5000),
+    "converted": lambda rng: round(rng.uniform(1, 900), 2),
+    "price": lambda rng: round(rng.uniform(5, 900), 2),
+    "time": lambda rng: f"{rng.randint(0, 23):02}:{rng.randint(0, 59):02}",
+    "status": lambda rng: rng.choice(("ok", "done", "created", "sent")),
+    "state": lambda rng: rng.choice(("shipped", "delivered", "pending", "delayed")),
+    "count": lambda rng: rng.randint(0, 40),
+    "text": lambda rng: rng.choice(
         ("first line", "hello", "no entries", "all good", "see the appendix")
     ),
-    "population": lambda chance: chance.randint(100_000, 9_000_000),
-    "title": lambda chance: chance.choice(WORDS["title"]),
+    "population": lambda rng: rng.randint(100_000, 9_000_000),
+    "title": lambda rng: rng.choice(WORDS["title"]),
 }
 
 TOOLS: list[Tool] = [

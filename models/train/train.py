@@ -1,8 +1,8 @@
-"""Train the decoder on packed shards: warm-up, stable phase of any length, linear decay to zero.
+"""Training of the decoder on packed shards: warm-up, stable phase, linear decay to zero.
 
-The stable phase runs until it is stopped (SIGTERM, or --steps) and leaves a state file; the decay
-phase is a second run over the same state with --decay-steps. Every optimizer step reads
---batch-tokens tokens, and no row twice until the shards run out.
+The stable phase runs until SIGTERM or --steps and leaves a state file. The decay phase is a second
+run over the same state with --decay-steps. Every optimizer step reads --batch-tokens tokens. Rows
+repeat only when the shards are exhausted.
 
     python train.py --shards shards-512 --state state.pt
     python train.py --shards shards-512 --long-shards shards-2048 --state state.pt --decay-steps 600
@@ -32,12 +32,12 @@ SEED = 1
 WARMUP_STEPS = 60
 GRADIENT_NORM = 1.0
 INFILL_IDS = [1, 2, 3]  # tokenizer.py's FIM_PREFIX, FIM_SUFFIX and FIM_MIDDLE
-PIECES_EVERY = 3  # steps from one that reads pieces to the next
+PIECES_EVERY = 3  # interval in steps between those that read pieces
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far training is; saved with the weights."""
+    """Progress of training, saved with the weights."""
 
     step: int = 0
     tokens: int = 0
@@ -49,7 +49,7 @@ class Progress:
 
 
 def read_rows(folder: Path, skip: int) -> Iterator[Tensor]:
-    """Rows [length] of all shards in a shuffled order without end, from row `skip` on."""
+    """Yield rows [length] of all shards in a shuffled order, endlessly, from row `skip` on."""
     rows = np.concatenate([np.load(path) for path in sorted(folder.glob("shard-???.npy"))])
     order = np.random.default_rng(SEED).permutation(len(rows))
     for index in itertools.count(skip):
@@ -57,7 +57,7 @@ def read_rows(folder: Path, skip: int) -> Iterator[Tensor]:
 
 
 def learning_rate_factor(step: int, decay_start: int | None, decay_steps: int) -> float:
-    """Warm-up from zero, then one, then linearly to zero."""
+    """Return the factor: warm-up from 0, then 1, then linear decay to 0."""
     if decay_start is None:
         return min(1.0, (step + 1) / WARMUP_STEPS)
     return max(0.0, 1.0 - (step - decay_start) / decay_steps)
@@ -78,19 +78,31 @@ def save_state(
     os.replace(temporary, path)
 
 
+def load_state(path: Path, model: CausalModel, optimizers: list[torch.optim.Optimizer]) -> Progress:
+    """Restore model and optimizers from the state file, if there is one."""
+    if not path.exists():
+        return Progress()
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return Progress(**state["progress"])
+
+
+def set_learning_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    """Set every learning rate to its peak times `factor`."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+
 def train(arguments: argparse.Namespace) -> None:
-    """Run one phase."""
+    """Run one phase of training."""
     torch.manual_seed(SEED)
     torch.set_num_threads(arguments.threads)
     model = CausalModel(ModelShape())
     optimizers = make_optimizers(model, arguments.matrix_lr, arguments.other_lr)
-    progress = Progress()
-    if arguments.state.exists():
-        state = torch.load(arguments.state)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        progress = Progress(**state["progress"])
+    progress = load_state(arguments.state, model, optimizers)
     if progress.shards != arguments.shards.name:
         progress.shards, progress.rows_read, progress.long_rows_read = arguments.shards.name, 0, 0
     if arguments.decay_steps and progress.decay_start is None:
@@ -113,9 +125,7 @@ def train(arguments: argparse.Namespace) -> None:
     while progress.step < last_step and not stopping:
         began = time.monotonic()
         factor = learning_rate_factor(progress.step, progress.decay_start, arguments.decay_steps)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * factor
+        set_learning_rates(optimizers, factor)
         is_long = arguments.long_shards is not None and progress.step % arguments.long_every == 0
         rows = long if is_long else short
         piece = arguments.piece if progress.step % PIECES_EVERY == 1 else None
@@ -157,7 +167,7 @@ def accumulate(
     micro_tokens: int,
     piece: int | None = None,
 ) -> tuple[float, int, int]:
-    """Gradients of one optimizer step; returns the mean loss, the rows and the tokens read."""
+    """Accumulate an optimizer step's gradients; return mean loss, rows read and tokens read."""
     first = next(rows)
     length = len(first)
     micro_rows = micro_tokens // length
@@ -174,14 +184,14 @@ def accumulate(
 
 
 def _trim(rows: Tensor) -> Tensor:
-    """Rows one token shorter, the odd ones without their leading <|endoftext|>."""
+    """Drop one token per row: the leading <|endoftext|> of odd rows, the last of even rows."""
     return torch.stack(
         [row[index % 2 : len(row) - 1 + index % 2] for index, row in enumerate(rows)]
     )
 
 
 def _cut(rows: Tensor, piece: int) -> Tensor:
-    """Half of the rows' pieces: of those that hold no mark of infilling, as many as that is."""
+    """Return half of the rows' pieces, those without infilling tokens first."""
     pieces = rows.reshape(-1, piece)
     marked = torch.isin(pieces, torch.tensor(INFILL_IDS)).any(dim=1)
     return pieces[marked.argsort(stable=True)][: len(pieces) // 2]
@@ -193,9 +203,7 @@ def main() -> None:
     )
     parser.add_argument("--shards", type=Path, required=True, help="folder of samples.py")
     parser.add_argument("--long-shards", type=Path, help="folder of longer rows for some steps")
-    parser.add_argument(
-        "--long-every", type=int, default=6, help="steps from long step to long step"
-    )
+    parser.add_argument("--long-every", type=int, default=6, help="interval of long steps")
     parser.add_argument("--state", type=Path, required=True, help="state file, made or continued")
     parser.add_argument(
         "--steps", type=int, default=1_000_000, help="last step of the stable phase"
@@ -210,7 +218,7 @@ def main() -> None:
     parser.add_argument(
         "--piece",
         type=int,
-        help="tokens of a piece: every third step reads rows cut into pieces, which begin anywhere",
+        help="tokens of a piece: every third step reads rows in pieces that begin anywhere",
     )
     parser.add_argument(
         "--save-seconds", type=float, default=240.0, help="time between state files"

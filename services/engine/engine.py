@@ -19,6 +19,7 @@ import grpc
 import torch
 from torch import Tensor
 
+from services.common.contract import DEFAULT_MAX_TOKENS
 from services.engine.batch.step_batch import StepBatch
 from services.engine.execution.model_runner import SCORED_ROWS
 from services.engine.loop.loaded_loop import LoadedLoop, load_loop
@@ -49,7 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     """Options of a request. protos/tokenwire/types/v1/types.proto states their ranges."""
 
     max_tokens: int
-    """Upper bound of generated tokens, 16 by default; 0 with `prompt_logprobs` only scores"""
+    """Upper bound of generated tokens; 0 with `prompt_logprobs` only scores the prompt"""
     temperature: float
     """1.0 by default; 0 takes the most likely token each time"""
     top_p: float
@@ -158,7 +159,7 @@ class Engine:
             seed=secrets.randbits(63) if seed is None else seed,
         )
         stopping = StoppingSettings(
-            max_tokens=options.get("max_tokens", 16),
+            max_tokens=options.get("max_tokens", DEFAULT_MAX_TOKENS),
             min_tokens=0,
             ignore_eos=options.get("ignore_eos", False),
             context_length=self.model.context_length,

@@ -1,1 +1,1 @@
-"""The edge: the OpenAI API in JSON and SSE, in front of the text-level services."""
+"""OpenAI-compatible HTTP server in front of the tokenizer services."""

@@ -1,4 +1,4 @@
-"""`python -m services.http_shim`."""
+"""Entry point of `python -m services.http_shim`."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.catalog import Catalog
 from services.http_shim.backends.model_source import ModelSource, SingleBackend
 from services.http_shim.http.gate import Gate
-from services.http_shim.http.protocol import protocol_of
+from services.http_shim.http.protocol import protocol_class
 from services.http_shim.settings import HttpShimSettings, check
 from tokenwire.serving.addresses import address, listen, why_unusable
 from tokenwire.serving.catalog_file import CatalogError
@@ -32,12 +32,12 @@ from tokenwire.serving.key_file import KeyFileError
 
 _LOG = logging.getLogger("server")
 _UNSENT_BYTES = 64 * 1024
-"""That the kernel takes for a client that does not read; more hides for how long it has not"""
-_KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs, so that it is not us who close first
+"""Bytes that the kernel buffers per connection; more would hide that a client stopped reading"""
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs, so that the client closes first
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handling, which would end the process with the signal."""
+    """uvicorn server without signal handlers: uvicorn's re-raise the signal and end the process."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -45,10 +45,10 @@ class Server(uvicorn.Server):
             host, port = bound.getsockname()[:2]
             _LOG.info("listening on %s", address(host, port), extra={"port": port})
 
-    def leave(self) -> None:
-        """Accept no more connections, and close each when what it is at has been answered.
+    def stop_accepting(self) -> None:
+        """Accept no more connections, and close each open one after its current answer.
 
-        For a socket that others hold: new connections wait there for the next process.
+        New connections wait in the backlog of the inherited socket for the next process.
         """
         for server in self.servers:
             server.close()
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
 
 
 def main() -> None:
-    """The whole life of the process; exits with 0, or with 2 where it could not start."""
+    """Run the server. Exits with 0, or with 2 if it could not start."""
     try:
         settings = parse(HttpShimSettings, "python -m services.http_shim", "TOKENWIRE_HTTP_SHIM")
         if settings.fd < 0:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 async def serve(settings: HttpShimSettings) -> None:
-    """Serve until SIGTERM or SIGINT; then let what runs finish within the grace period."""
+    """Serve until SIGTERM or SIGINT; requests then have the grace period to finish."""
     stop = stop_signal()
     keyring = Keyring(Path(settings.keys)) if settings.keys else None
     with _listen(settings) as bound:
@@ -87,14 +87,14 @@ async def serve(settings: HttpShimSettings) -> None:
             serve_metrics(settings.host, settings.metrics_port)
         watching = _watch(keyring)
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
-        gc.freeze()  # what start-up made stays: no collection need walk it
+        gc.freeze()  # start-up objects live as long as the process; collections can skip them
         await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         _LOG.info("draining")
-        inherits = settings.fd >= 0
-        if inherits:
-            server.leave()
-        if not await gate.close(settings.grace, admits=inherits):
-            _LOG.warning("completions still ran after %g s and were cut", settings.grace)
+        is_inherited = settings.fd >= 0
+        if is_inherited:
+            server.stop_accepting()
+        if not await gate.close(settings.grace, admits=is_inherited):
+            _LOG.warning("requests still ran after %g s and were aborted", settings.grace)
         server.should_exit = True
         await serving
     watching.cancel()
@@ -108,7 +108,7 @@ def _server(
     return Server(
         uvicorn.Config(
             create_app(models, gate, settings, keyring),
-            http=protocol_of(settings.stall_seconds),
+            http=protocol_class(settings.stall_seconds),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -122,7 +122,7 @@ def _server(
 
 
 def _models(settings: HttpShimSettings) -> ModelSource:
-    """Those of the catalog, read again on SIGHUP, or of the one tokenizer service."""
+    """Return the models of the catalog, reloaded on SIGHUP, or of the one tokenizer service."""
     retry_policy = RetryPolicy(settings.tokenizer_wait, settings.max_waiting, settings.lost_seconds)
     if not settings.catalog:
         return SingleBackend(settings.tokenizer, retry_policy)
@@ -132,15 +132,15 @@ def _models(settings: HttpShimSettings) -> ModelSource:
 
 
 def _watch(keyring: Keyring | None) -> asyncio.Future[None]:
-    """Follows the keys file, if there is one."""
+    """Start to watch the keys file, if there is one."""
     if keyring is None:
-        _LOG.warning("the API is open: there are no keys")
+        _LOG.warning("the API is open: no keys are configured")
         return asyncio.get_running_loop().create_future()
     return asyncio.ensure_future(keyring.watch())
 
 
 def _listen(settings: HttpShimSettings) -> socket.socket:
-    """The socket to serve. Raises StartupError."""
+    """Return the listening socket. Raises StartupError."""
     bound = _adopt(settings.fd) if settings.fd >= 0 else _bind(settings)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # not everywhere outside Linux
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
@@ -152,10 +152,10 @@ def _adopt(number: int) -> socket.socket:
         bound = socket.socket(fileno=number)
         if bound.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return bound
-        why = "nobody listens on it"
+        why = "it does not listen"
     except OSError as error:
         why = str(error.strerror)
-    raise StartupError(f"--fd {number} is no socket that listens: {why}.")
+    raise StartupError(f"--fd {number} is not a listening socket: {why}.")
 
 
 def _bind(settings: HttpShimSettings) -> socket.socket:

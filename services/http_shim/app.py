@@ -1,4 +1,4 @@
-"""The routes."""
+"""ASGI application: routes and middleware."""
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -9,8 +9,7 @@ from services.http_shim.accounts.keyring import Keyring
 from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.documentation.openapi import openapi
 from services.http_shim.documentation.pages import PAGES, page_routes
-from services.http_shim.endpoints.chat import Chat
-from services.http_shim.endpoints.completions import Completions
+from services.http_shim.endpoints.generation import CHAT, COMPLETIONS, GenerationEndpoint
 from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
 from services.http_shim.endpoints.probes import Probes
@@ -27,8 +26,8 @@ from services.http_shim.settings import HttpShimSettings
 
 __all__ = ["create_app"]
 
-_FREE = {"/health", "/ready", "/metrics", "/version", "/openapi.json", *PAGES}
-"""What needs no key"""
+_PUBLIC_PATHS = {"/health", "/ready", "/metrics", "/version", "/openapi.json", *PAGES}
+"""Paths that need no key"""
 
 
 def create_app(
@@ -37,14 +36,14 @@ def create_app(
     settings: HttpShimSettings,
     keyring: Keyring | None,
 ) -> Starlette:
-    """The shim in front of its models; without a keyring it asks nobody for a key. Pages of the
-    origins that the settings name may use it from a browser."""
+    """Return the application that serves `models`; without a keyring, no request needs a key."""
     bodies = BodyReader(settings.max_body_bytes, settings.max_unfinished_body_bytes)
-    completions = Completions(models, gate, bodies, settings.stall_seconds)
-    chat = Chat(models, gate, bodies, settings.stall_seconds)
+    stall = settings.stall_seconds
+    completions = GenerationEndpoint(COMPLETIONS, models, gate, bodies, stall)
+    chat = GenerationEndpoint(CHAT, models, gate, bodies, stall)
     multi_completion = MultiCompletion(models, gate, bodies)
-    lists = Models(models)
-    tokens = Tokenization(models, bodies)
+    model_cards = Models(models)
+    tokenization = Tokenization(models, bodies)
     probes = Probes(models, gate)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
@@ -52,12 +51,12 @@ def create_app(
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/chat/completions", chat, methods=["POST"]),
         Route("/v1/completion", multi_completion, methods=["POST"]),
-        Route("/v1/models", lists.all),
-        Route("/v1/models/{model:path}", lists.one),
-        Route("/tokenize", tokens.tokenize, methods=["POST"]),
-        Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        Route("/apply-template", tokens.apply_template, methods=["POST"]),
-        Route("/tokenizer_info", tokens.info),
+        Route("/v1/models", model_cards.all),
+        Route("/v1/models/{model:path}", model_cards.one),
+        Route("/tokenize", tokenization.tokenize, methods=["POST"]),
+        Route("/detokenize", tokenization.detokenize, methods=["POST"]),
+        Route("/apply-template", tokenization.apply_template, methods=["POST"]),
+        Route("/tokenizer_info", tokenization.info),
         Route("/openapi.json", openapi),
         Route("/health", probes.health),
         Route("/ready", probes.ready),
@@ -74,6 +73,6 @@ def create_app(
         middleware.append(cors(origins))
     middleware.append(Middleware(FailureMiddleware))
     if keyring is not None:
-        middleware.append(Middleware(AccessMiddleware, keyring=keyring, free=_FREE))
+        middleware.append(Middleware(AccessMiddleware, keyring=keyring, public=_PUBLIC_PATHS))
     middleware.append(Middleware(SchedulingMiddleware, trusts_headers=settings.trusts_headers))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=exception_handlers())

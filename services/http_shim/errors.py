@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients know them."""
+"""Errors in OpenAI's JSON form."""
 
 import math
 
@@ -38,28 +38,28 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
-    499: "server_error",  # an operator ended it
+    499: "server_error",  # an operator aborted the request
     501: "not_implemented_error",
 }
 
 _LOST = frozenset({"UNREACHABLE", "SESSION_LOST", "ENGINE_LOST"})
-_UNREACHABLE = "The model can't be reached now; try again."  # gRPC's message names inner addresses
+_UNREACHABLE = "The model can't be reached now; try again."  # gRPC's message has inner addresses
 _UNTYPED = "The model's services failed to answer; the server's log may have the details."
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection, so nobody reads an answer."""
 
 
 class BodyTooLargeError(Exception):
-    """The body is over the limit, in bytes."""
+    """The request body exceeds the limit, in bytes."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The body is larger than {limit} bytes.")
 
 
 class ErrorDetails(Struct):
-    """What failed, in OpenAI's words."""
+    """The failure. `param` names the field at fault, `code` the reason."""
 
     message: str
     type: str
@@ -68,26 +68,26 @@ class ErrorDetails(Struct):
 
 
 class ErrorBody(Struct):
-    """The body of every error."""
+    """The JSON body of every error."""
 
     error: ErrorDetails
 
 
 def http_status(code: grpc.StatusCode) -> int:
-    """The HTTP status of a gRPC status; 500 where none is named."""
+    """Return the HTTP status of a gRPC status; 500 for any without a counterpart."""
     return _STATUS.get(code, 500)
 
 
 def error_body(error: ServiceError) -> bytes:
-    """`{"error": …}`; `error.field` is the client's name already."""
-    is_untyped = error.reason in ("", "UNKNOWN")  # gRPC's own words
+    """Return the JSON body; `error.field` must be the client's name of the field."""
+    is_untyped = error.reason in ("", "UNKNOWN")  # the message is gRPC's own
     code = None if is_untyped else error.reason.lower()
     message = _UNTYPED if is_untyped else _UNREACHABLE if error.reason in _LOST else error.message
     return _encode(http_status(error.code), message, error.field or None, code)
 
 
 def to_response(error: ServiceError) -> Response:
-    """The whole answer, with Retry-After where a retry makes sense."""
+    """Return the response, with Retry-After if a retry makes sense."""
     status = http_status(error.code)
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
     if status in (429, 503):
@@ -96,20 +96,20 @@ def to_response(error: ServiceError) -> Response:
 
 
 def internal_error() -> Response:
-    """What is said of a failure nobody foresaw."""
+    """Return the response for an unexpected exception."""
     body = _encode(500, "The server failed; its log has the details.", None, "internal")
     return _respond(500, body)
 
 
 def refusal(status: int, message: str, code: str) -> bytes:
-    """The body of an answer to what no route has seen."""
+    """Return the JSON body for a request that reached no route."""
     return _encode(status, message, None, code)
 
 
 def other_error(
     status: int, message: str, code: str, headers: dict[str, str] | None = None
 ) -> Response:
-    """The whole answer where no service is to blame."""
+    """Return the response for a failure that no service reported."""
     return _respond(status, _encode(status, message, None, code), headers)
 
 

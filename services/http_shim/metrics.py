@@ -1,4 +1,4 @@
-"""What Prometheus reads."""
+"""Prometheus metrics of the shim."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -15,26 +15,26 @@ __all__ = [
 ]
 
 NO_ROUTE = "unknown"
-"""The route of what never came to one."""
+"""Label of requests that reached no route"""
 
 REQUESTS = Counter(
     "tokenwire_http_requests", "Requests answered; 499 = the client left.", ["route", "status"]
 )
-IN_FLIGHT = Gauge("tokenwire_http_in_flight", "Requests being answered, but for probes.")
+IN_FLIGHT = Gauge("tokenwire_http_in_flight", "Requests in progress, without probes.")
 REQUEST_SECONDS = Histogram(
     "tokenwire_http_request_seconds",
-    "From a request's arrival to the end of its answer.",
+    "Seconds from the arrival of a request to the end of its answer.",
     ["route"],
     buckets=LATENCY_BUCKETS,
 )
 FIRST_TOKEN_SECONDS = Histogram(
     "tokenwire_http_time_to_first_token_seconds",
-    "From the arrival of a streamed completion to its first token.",
+    "Seconds from the arrival of a streamed request to its first token.",
     buckets=LATENCY_BUCKETS,
 )
 INTER_TOKEN_SECONDS = Histogram(
     "tokenwire_http_inter_token_seconds",
-    "Between the tokens of a streamed choice; several in one chunk share its time.",
+    "Seconds between tokens of a streamed choice; tokens of one chunk share its time.",
     buckets=INTER_TOKEN_BUCKETS,
 )
-TOKENS = Counter("tokenwire_http_tokens", "Tokens of completions.", ["kind"])
+TOKENS = Counter("tokenwire_http_tokens", "Tokens by kind: prompt, completion.", ["kind"])

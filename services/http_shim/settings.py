@@ -1,4 +1,4 @@
-"""What the shim can be told."""
+"""Settings of the shim."""
 
 import dataclasses
 
@@ -15,40 +15,40 @@ class HttpShimSettings:
     """Serves the OpenAI API over HTTP, in front of the tokenizer service."""
 
     host: str = setting(
-        "127.0.0.1", "Address to listen on; beyond loopback only with --keys or --open."
+        "127.0.0.1", "Address to listen on. Other than loopback needs --keys or --open."
     )
     port: int = setting(8000, "Port of the HTTP server; 0 = any free one.", most=LAST_PORT)
     fd: int = setting(
         -1,
-        "Inherited socket that listens, in place of --host and --port; systemd's first one is 3.",
+        "Inherited listening socket, in place of --host and --port; systemd passes 3. -1 = none.",
         least=-1,
     )
-    open: bool = setting(False, "Without keys, let everyone in who reaches the port.")
-    keys: str = setting("", "File of API keys (`tokenwire keys`); empty = none are asked for.")
+    open: bool = setting(False, "Serve anyone who reaches the port, without keys.")
+    keys: str = setting("", "File of API keys (`tokenwire keys`); empty = requests need no key.")
     tokenizer: str = setting(
-        "127.0.0.1:50051", "host:port of the tokenizer service, where there is no --catalog."
+        "127.0.0.1:50051", "host:port of the tokenizer service; unused with --catalog."
     )
     cors_origins: str = setting(
-        "", "Origins whose pages may use the API, separated by commas; * = all; empty = none."
+        "", "Origins whose pages may call the API, separated by commas; * = all; empty = none."
     )
     tokenizer_wait: float = setting(
-        60.0, "Seconds that new requests wait for a tokenizer service that stops or was lost."
+        60.0, "Seconds that new requests wait for a tokenizer service that restarts."
     )
     max_waiting: int = setting(
-        1024, "New requests that may wait for one to come back; more are refused."
+        1024, "Most new requests that wait for a tokenizer service; more are refused."
     )
     lost_seconds: float = setting(
-        LOST_SECONDS, "Seconds of silence after which a tokenizer is taken for lost.", least=1
+        LOST_SECONDS, "Seconds of silence after which a tokenizer service counts as lost.", least=1
     )
-    catalog: str = setting("", "TOML file that names the models; read again on SIGHUP.")
+    catalog: str = setting("", "TOML file that lists the models; reloaded on SIGHUP.")
     allowed_hosts: str = setting(
         "",
-        "Names under which it may be asked besides those of loopback, separated by commas; "
-        "* = any. Empty = none, or any where it listens beyond loopback.",
+        "Names that the Host header may have besides loopback's, separated by commas; * = any. "
+        "Empty = none on loopback, any elsewhere.",
     )
     trust_scheduling_headers: str = setting(
         "auto",
-        "Whether clients may set x-priority and x-tenant; auto = on loopback without --keys.",
+        "Accept x-priority and x-tenant from clients; auto = on loopback without --keys.",
         choices=("auto", "always", "never"),
     )
     metrics_port: int = setting(
@@ -57,23 +57,23 @@ class HttpShimSettings:
     max_body_bytes: int = setting(8 * 1024 * 1024, "Largest request body, in bytes.", least=1)
     max_unfinished_body_bytes: int = setting(
         64 * 1024 * 1024,
-        "What request bodies may take together until they are read and decoded, in bytes beyond "
-        "the first 64 KiB of each; more are refused with 503.",
+        "Most bytes of all request bodies that are not yet decoded, without the first 64 KiB of "
+        "each; more are refused with 503.",
         least=1,
     )
     stall_seconds: float = setting(
         30.0,
-        "Seconds after which a client is cut that sends or reads nothing while it should.",
+        "Seconds without progress in sending or reading after which a client is disconnected.",
         least=INSTANT,
     )
-    grace: float = setting(30.0, "Seconds that running requests get after SIGTERM.")
+    grace: float = setting(30.0, "Seconds that running requests have after SIGTERM.")
     log_level: str = setting(
         "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
     )
 
     @property
     def trusts_headers(self) -> bool:
-        """Whether clients may say how their requests are scheduled."""
+        """Whether clients may set the priority and the tenant of their requests."""
         if self.trust_scheduling_headers == "auto":
             return not self.keys and is_loopback(self.host)
         return self.trust_scheduling_headers == "always"

@@ -283,7 +283,7 @@ async def test_a_row_that_would_widen_the_context_is_told_of(stack: Stack, tmp_p
             card = (await http.get("/v1/models/wide")).json()
         assert line["level"] == "warning"
         length = card["max_model_len"]
-        assert f"wide a context of 100000 tokens, its model has {length}:" in line["message"]
+        assert f"wide a context of 100000 tokens; its model's {length} tokens" in line["message"]
         assert shim.count("The catalog gives") == 1
 
 
@@ -331,7 +331,7 @@ async def test_a_stream_outlives_its_model(own_shim: Shim, own_catalog: Path, st
         assert first["choices"][0]["finish_reason"] is None
         _write(own_catalog, f'[[models]]\nid = "new"\ntarget = "{same}"')
         own_shim.hang_up()
-        await own_shim.logged("the catalog was read again")
+        await own_shim.logged("catalog reloaded")
         assert (await complete(http, model="one")).status_code == 404
         assert (await complete(http, max_tokens=2)).json()["model"] == "new"
         rest = [line async for line in lines if line.startswith("data: ")]
@@ -344,7 +344,7 @@ async def test_a_broken_catalog_changes_nothing(own_shim: Shim, own_catalog: Pat
         for number, text in enumerate(("x = [", '[[models]]\nid = "m"\npath = "here"'), 1):
             _write(own_catalog, text)
             own_shim.hang_up()
-            line = await own_shim.logged("The models from before stay.", number)
+            line = await own_shim.logged("The previous models stay.", number)
             assert line["level"] == "error"
             assert (await complete(http, model="one", max_tokens=1)).status_code == 200
 

@@ -90,4 +90,4 @@ async def test_what_is_no_origin_is_refused_at_the_start(wrong: str, tmp_path: P
     )  # fmt: skip
     _, complaint = await process.communicate()
     assert process.returncode == 2
-    assert complaint.decode().startswith(f"http_shim: {wrong} is no origin")
+    assert complaint.decode().startswith(f"http_shim: {wrong} is not an origin")

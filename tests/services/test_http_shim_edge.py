@@ -47,7 +47,7 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["code"] == "invalid_body"
-    assert "are the most" in error["message"]
+    assert "the limit is" in error["message"]
 
 
 async def status_of(shim: Shim, head: str) -> int:

@@ -50,9 +50,9 @@ async def shim(stack: Stack, keys: Path) -> AsyncIterator[Shim]:
 
 async def client_of(shim: Shim, keys: Path, tier: str) -> httpx.AsyncClient:
     """A client with a key of its own."""
-    before = shim.count("keys were read again")
+    before = shim.count("keys reloaded")
     secret = add_key(keys, tier)
-    await shim.logged("keys were read again", before + 1)
+    await shim.logged("keys reloaded", before + 1)
     return httpx.AsyncClient(
         base_url=shim.url, timeout=60, headers={"authorization": f"Bearer {secret}"}
     )
@@ -319,9 +319,9 @@ async def test_revocation(shim: Shim, keys: Path) -> None:
     ):
         lines = response.aiter_lines()
         await anext(lines)
-        before = shim.count("keys were read again")
+        before = shim.count("keys reloaded")
         revoke_key(keys, key_id(http.headers["authorization"].removeprefix("Bearer ")))
-        await shim.logged("keys were read again", before + 1)
+        await shim.logged("keys reloaded", before + 1)
         refused = await http.get("/v1/models")
         assert refused.status_code == 401
         assert refused.json()["error"]["code"] == "revoked_api_key"
@@ -342,5 +342,5 @@ async def test_a_broken_file_locks_nobody_out(shim: Shim, keys: Path) -> None:
     """Last: it breaks the file that the other tests use."""
     async with await client_of(shim, keys, "default") as http:
         keys.write_text("{")  # noqa: ASYNC240
-        assert (await shim.logged("The keys from before stay."))["level"] == "error"
+        assert (await shim.logged("The previous keys stay."))["level"] == "error"
         assert (await complete(http, max_tokens=1)).status_code == 200

@@ -89,12 +89,12 @@ class ModelRunner:
 
     @property
     def finds_most_likely(self) -> bool:
-        """Whether `most_likely` works with this model."""
-        return self._decoder.finds_most_likely
+        """True if `most_likely` works with this model."""
+        return self._decoder.has_argmax
 
     def most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
         """Return each row's id with the highest logit, the lowest of equals; -1 for NaN."""
-        ids: list[int] = self._decoder.most_likely(_rows_of(hidden, rows)).tolist()
+        ids: list[int] = self._decoder.argmax(_rows_of(hidden, rows)).tolist()
         return ids
 
     def wait(self) -> None:

@@ -1,1 +1,1 @@
-"""CPU kernels of our own, in C++ behind a plain C interface. Everything works without them."""
+"""Optional CPU kernels in C++ behind a C interface; the engine also runs without them."""

@@ -1,4 +1,4 @@
-"""Compiles the kernels: python -m services.engine.kernels.build [OUTPUT]."""
+"""Build of the kernels: python -m services.engine.kernels.build [OUTPUT]."""
 
 import os
 import platform
@@ -15,10 +15,10 @@ __all__ = ["LIBRARY", "build"]
 _SOURCES = Path(__file__).parent / "src"
 
 LIBRARY = Path(__file__).parent / "libtokenwire_kernels.so"
-"""Where the package looks for the compiled library."""
+"""Path of the compiled library."""
 
-# Reductions name themselves with "omp simd", so floating-point rules need not be relaxed further.
-# GCC 12 warns of uninitialised values inside its own intrinsics.
+# No -ffast-math: loops that may reorder sums say so with "omp simd". -Wno-uninitialized because
+# GCC 12 warns about its own intrinsics.
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-pthread", "-fno-exceptions", "-fno-rtti"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
@@ -70,11 +70,11 @@ _X86_64 = (
 
 
 def build(output: Path = LIBRARY) -> Path:
-    """Compiles every instruction set into one shared library at `output`.
+    """Compile the kernels for every instruction set into one shared library at `output`.
 
-    The library picks among them at run time, so it runs on any processor of the architecture. It
-    needs a C++17 compiler (CXX, or the one Python was built with, or c++) with OpenMP. Raises
-    OSError when there is none and subprocess.CalledProcessError when it refuses.
+    The library picks the instruction set at run time, so it runs on any processor of the
+    architecture. The build needs a C++17 compiler with OpenMP: CXX, else the one that built Python,
+    else c++. Raises OSError without a compiler and subprocess.CalledProcessError if it fails.
     """
     units = _ANYWHERE + (_X86_64 if platform.machine() in ("x86_64", "AMD64") else ())
     compiler = _compiler()
@@ -95,7 +95,7 @@ def build(output: Path = LIBRARY) -> Path:
             [*compiler, "-shared", "-fopenmp", "-pthread", *map(str, objects), "-o", str(linked)],
             check=True,
         )
-        # Replaced in one step: a process that runs the old library keeps its file.
+        # Replace the file in one step: running processes keep the old one.
         fresh = output.with_suffix(".new")
         fresh.write_bytes(linked.read_bytes())
         fresh.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The compiled kernels, as ctypes sees them. src/kernels.h documents every field and function."""
+"""ctypes binding of the compiled kernels. src/kernels.h documents every field and function."""
 
 import ctypes
 import threading
@@ -33,7 +33,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class InstructionSet(IntEnum):
-    """Each includes those before it; enum tw_instructions."""
+    """Instruction sets, each with all before it; enum tw_instructions."""
 
     BASELINE = 0
     AVX2 = 1
@@ -43,7 +43,7 @@ class InstructionSet(IntEnum):
 
 
 class Epilogue(IntEnum):
-    """What becomes of a product; enum tw_epilogue."""
+    """Last operation on a product; enum tw_epilogue."""
 
     STORE = 0
     ADD = 1
@@ -53,7 +53,7 @@ class Epilogue(IntEnum):
 
 
 class Format(IntEnum):
-    """What weights are kept as; enum tw_format."""
+    """Format of packed weights; enum tw_format."""
 
     PACKED = 0
     INT8 = 1
@@ -61,7 +61,7 @@ class Format(IntEnum):
 
 
 class Kernel(IntEnum):
-    """What a layer is made of; enum tw_kernel."""
+    """Kernels of a layer; enum tw_kernel."""
 
     NORM = 0
     LINEAR = 1
@@ -224,18 +224,18 @@ class PassCall(ctypes.Structure):
 
 
 class Native:
-    """The library's functions, with their C types."""
+    """Functions of the library, with their C types."""
 
     def __init__(self, path: Path) -> None:
-        # It needs libgomp.so.1, which torch has loaded by now: the loader takes that one, so that
-        # both share one pool of threads and torch.set_num_threads holds for both.
+        # The library needs libgomp.so.1, which torch has loaded: sharing it gives both one thread
+        # pool, which torch.set_num_threads sizes.
         library = ctypes.CDLL(str(path))
 
         def function(name: str, result: type | None, *arguments: type) -> Callable[..., int]:
             try:
                 found = library[name]
-            except AttributeError:  # compiled for other processors
-                return _absent
+            except AttributeError:  # compiled for another processor architecture
+                return _missing
             found.restype, found.argtypes = result, arguments
             call: Callable[..., int] = found
             return call
@@ -271,27 +271,27 @@ class Native:
             Kernel.ATTENTION: function("tw_tiled_attend", None, POINTER(AttentionCall)),
             Kernel.KEEP: function("tw_keep_rows", None, POINTER(KeepCall)),
         }
-        self._noting = _Noting()
+        self._recorder = _Recorder()
 
     def run(self, kernel: Kernel, call: ctypes.Structure) -> None:
         """Run one of a layer's kernels."""
-        if self._noting.notes is not None:
-            self._noting.notes.append(_operation(kernel, call))
+        if self._recorder.operations is not None:
+            self._recorder.operations.append(_operation(kernel, call))
         self._kernels[kernel](byref(call))
 
     @contextmanager
-    def noting(self) -> Iterator[list[OperationCall]]:
-        """What this thread runs within."""
-        notes: list[OperationCall] = []
-        self._noting.notes = notes
+    def recorded(self) -> Iterator[list[OperationCall]]:
+        """Collect the kernels that this thread runs within the context."""
+        operations: list[OperationCall] = []
+        self._recorder.operations = operations
         try:
-            yield notes
+            yield operations
         finally:
-            self._noting.notes = None
+            self._recorder.operations = None
 
 
-class _Noting(threading.local):
-    notes: list[OperationCall] | None = None
+class _Recorder(threading.local):
+    operations: list[OperationCall] | None = None
 
 
 def _operation(kernel: Kernel, call: ctypes.Structure) -> OperationCall:
@@ -300,8 +300,8 @@ def _operation(kernel: Kernel, call: ctypes.Structure) -> OperationCall:
     return operation
 
 
-def _absent(*_: object) -> int:
-    raise NotImplementedError("the kernels were compiled without this one")
+def _missing(*_: object) -> int:
+    raise NotImplementedError("the kernel library was compiled without this function")
 
 
 def _load() -> Native | None:
@@ -314,17 +314,17 @@ def _load() -> Native | None:
 
 
 native: Native | None = _load()
-"""None where the package was built without a compiler."""
+"""None if the package was built without a compiler."""
 
 
 def instruction_set() -> InstructionSet | None:
-    """What the kernels use on this machine; None where they were not built."""
+    """Return the instruction set in use; None if the kernels were not built."""
     return None if native is None else InstructionSet(native.instruction_set())
 
 
 @contextmanager
 def limit_instruction_set(highest: InstructionSet) -> Iterator[None]:
-    """Within it the kernels use at most `highest`, as an older machine would."""
+    """Have the kernels use at most `highest` within the context, as on an older machine."""
     if native is not None:
         native.limit_instruction_set(highest)
     try:

@@ -1,4 +1,4 @@
-"""Memory in huge pages: with them one pass over the weights is 10 to 30 % faster."""
+"""CPU memory in huge pages, which make a pass over the weights 10 to 30 % faster."""
 
 import contextlib
 import mmap
@@ -18,25 +18,24 @@ _ALIGNMENT = 64
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A zeroed CPU tensor of its own mapping, in huge pages where the kernel gives them.
+    """Allocate a zeroed CPU tensor in a mapping of its own, in huge pages if available.
 
-    Asked for with madvise, so that no environment variable is needed; small tensors waste the rest
-    of a page, so share an `Arena` for those.
+    Small tensors would waste the rest of a page: take those from an `Arena`.
     """
-    elements = max(prod(shape), 1)  # a mapping cannot be empty
+    elements = max(prod(shape), 1)  # a mapping can't be empty
     memory = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
+        with contextlib.suppress(OSError):  # Linux built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=elements)[: prod(shape)].view(shape)
 
 
 def touch(tensors: Iterable[Tensor]) -> None:
-    """Have the machine find the memory of zeroed CPU tensors now, rather than when it is used.
+    """Fault in the pages of zeroed CPU tensors now rather than on first use.
 
-    The first write to a page waits for it: 0.2 ms for a huge page, and 4 to 14 ms in a virtual
-    machine whose host has to find it, too, which finds several in the time of one. It may also be
-    where a machine without memory kills the process.
+    The first write to a huge page takes 0.2 ms, and 4 to 14 ms in a virtual machine whose host must
+    allocate it too; a host allocates several pages in parallel. A machine that lacks the memory
+    kills the process here.
     """
     with ThreadPoolExecutor(_TOUCHED_AT_ONCE) as pool:
         for _ in pool.map(_touch, tensors):
@@ -44,19 +43,19 @@ def touch(tensors: Iterable[Tensor]) -> None:
 
 
 def _touch(tensor: Tensor) -> None:
-    # one number of each page, by numpy: torch would start threads of its own in each of the pool's
+    # One byte of each page. numpy, because torch would start more threads in each pool thread.
     tensor.view(-1).view(torch.uint8).numpy()[:: mmap.PAGESIZE] = 0
 
 
 class Arena:
-    """Hands out tensors from a few large allocations; they live as long as any of them does."""
+    """Allocator of tensors from large slabs; a slab lives as long as any tensor in it."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """[elements], zeroed, aligned to a cache line."""
+        """Allocate a zeroed tensor [elements], aligned to a cache line."""
         num_bytes = elements * dtype.itemsize
         if self._used + num_bytes > self._slab.numel():
             self._slab = allocate((max(_SLAB_BYTES, num_bytes),), torch.uint8)
@@ -65,6 +64,6 @@ class Arena:
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return taken
 
-    def hold(self, tensor: Tensor) -> Tensor:
-        """A copy of a flat tensor."""
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copy a flat tensor into the arena."""
         return self.take(tensor.numel(), tensor.dtype).copy_(tensor)

@@ -1,4 +1,4 @@
-"""What our kernels compute in tiles, and how these lie."""
+"""Tiled layout of activations."""
 
 from torch import Tensor
 
@@ -7,19 +7,19 @@ from services.engine.kernels.library import InstructionSet, instruction_set
 __all__ = ["TILE", "rows_at_once", "to_tiles"]
 
 TILE = 32
-"""Rows and columns of a block of activations; inputs that one product of tiles sums over"""
+"""Rows and columns of a block of activations; also the inputs that a tile product sums over"""
 
 _VECTOR_ROWS = 16
-"""Rows that AVX-512 BF16 multiplies in little more time than weights take to arrive"""
+"""Rows that AVX-512 BF16 multiplies in little more time than reading the weights takes"""
 
 
 def rows_at_once() -> int:
-    """Rows that a product computes at once: with fewer it takes as long."""
+    """Return how many rows a product computes at once: with fewer it takes as long."""
     return TILE if instruction_set() == InstructionSet.AMX else _VECTOR_ROWS
 
 
 def to_tiles(rows: Tensor) -> Tensor:
-    """[rows, width] in tiles, rows padded with zeros to whole blocks: what products read."""
+    """Arrange [rows, width] in tiles, padded with rows of zeros to whole blocks."""
     count, width = rows.shape
     padded = rows.new_zeros((-(-count // TILE) * TILE, width))
     padded[:count] = rows

@@ -9,7 +9,7 @@ from typing import NoReturn
 from services.common import logging as service_logging
 from services.common.settings import StartupError
 from services.engine.execution.loaded_model import load
-from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.lockstep import follow
 from services.engine.settings import EngineSettings
 

@@ -20,7 +20,7 @@ from services.engine.framing import Unpacker, pack
 from services.engine.loop.loaded_loop import load_loop
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import Command, LoopFailed, LoopReady
-from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.settings import EngineSettings
 
 __all__ = ["run"]

@@ -1,1 +1,1 @@
-"""The decoder: its spec, its weights and its forward pass."""
+"""Decoder-only transformer: architecture, weights, operators, attention, forward pass."""

@@ -1,6 +1,6 @@
-"""The one decoder, driven by a spec."""
+"""The decoder's forward pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.memory import touch
 from services.engine.model.architecture.rotary import Rotary, Rotation
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.attention import AttentionBackend, KVCache
+from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators.interface import Operators, Projection
 
@@ -19,7 +19,7 @@ __all__ = ["Decoder", "DecoderLayer", "DecoderWeights"]
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's weights; norms are [width] in the model's dtype, or there is none."""
+    """One layer's weights; norms are [width] in the model's dtype, None if the layer has none."""
 
     attention_norm: Tensor | None
     qkv: Projection
@@ -32,38 +32,40 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights of a decoder, where the operators want them."""
+    """All weights of a decoder, on its device and in the operators' layout."""
 
     embedding: Tensor
     """[vocab_size, hidden_size]"""
     positions: Tensor | None
-    """[context_length, hidden_size], added to the embedding"""
+    """[context_length, hidden_size], added to the embedding; None: the layers use RoPE"""
     layers: tuple[DecoderLayer, ...]
     final_norm: Tensor
     output: Projection
     """hidden_size → vocab_size"""
-    num_bytes: int
-    """What a step reads of them at most: everything but the embeddings"""
+    sinks: tuple[Tensor, ...] | None
+    """float32 [num_heads] for each layer, for the attention backend; None: no attention sinks"""
+    step_bytes: int
+    """Upper bound of the weight bytes that a step reads: all but the embeddings"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """Views of what `qkv` makes: [tokens, heads, head_dim] each."""
+    """Views of the QKV projection's output: [tokens, heads, head_dim] each."""
 
     rotated: Tensor
-    """Queries and keys"""
+    """Queries and keys together"""
     queries: Tensor
     keys: Tensor
     values: Tensor
 
     def first(self, tokens: int) -> "_Heads":
-        some = (self.rotated, self.queries, self.keys, self.values)
-        return _Heads(*(heads[:tokens] for heads in some))
+        views = (self.rotated, self.queries, self.keys, self.values)
+        return _Heads(*(heads[:tokens] for heads in views))
 
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """Buffers of one forward pass, reused by every layer and every step: [tokens, width] each."""
+    """Buffers of the forward pass, [tokens, width] each; all layers and steps share them."""
 
     hidden: Tensor
     normed: Tensor
@@ -72,11 +74,11 @@ class _Activations:
     attended: Tensor
     inner: Tensor
     rotations: tuple[Rotation, ...]
-    """One for each way to rotate"""
+    """One for each distinct RotarySpec of the layers"""
 
     @property
     def large(self) -> tuple[Tensor, ...]:
-        """All but the rotations."""
+        """All buffers but the rotations."""
         return self.hidden, self.normed, self.qkv, self.attended, self.inner
 
     def first(self, tokens: int) -> "_Activations":
@@ -92,7 +94,7 @@ class _Activations:
 
 
 class Decoder:
-    """A decoder-only transformer. Not thread-safe: a pass writes into buffers of its own."""
+    """A decoder-only transformer. Not thread-safe: passes share buffers."""
 
     def __init__(
         self,
@@ -108,74 +110,74 @@ class Decoder:
         self._weights = weights
         self._operators = operators
         self._attention = attention
-        different = list(dict.fromkeys(filter(None, spec.rotaries)))
-        self._rotaries = [Rotary(rotary, spec.head_dim, self.device) for rotary in different]
+        distinct = list(dict.fromkeys(filter(None, spec.rotaries)))
+        self._rotaries = [Rotary(rotary, spec.head_dim, self.device) for rotary in distinct]
         self._rotary_of_layer = [
-            None if rotary is None else different.index(rotary) for rotary in spec.rotaries
+            None if rotary is None else distinct.index(rotary) for rotary in spec.rotaries
         ]
-        self._activations = self._rows = self._allocate(64)
+        self._activations = self._step_activations = self._allocate(64)
         self._logits = torch.empty((0, spec.vocab_size), device=self.device)
         self._recording = operators.recording()
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads at most."""
-        return self._weights.num_bytes
+        """Upper bound of the weight bytes that a step reads."""
+        return self._weights.step_bytes
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block that suit the attention backend best."""
+        """Best number of tokens in a KV block for the attention backend."""
         return self._attention.block_size
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that products compute at once."""
+        """Rows that a product computes at once: with fewer it takes as long."""
         return self._operators.rows_at_once
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph of a step that only decodes serves all of its size."""
-        # the host looks at which experts were chosen, which a graph can't
+        """Whether a CUDA graph of a decode step serves all decode steps of its size."""
+        # The host reads the experts that the router chose, which a graph can't.
         return self._attention.is_capturable and self.spec.experts is None
 
     @property
     def buffers(self) -> object:
-        """What passes write into, to be kept by whoever captured one."""
+        """Buffers that passes write to; a captured graph must keep them alive."""
         return self._activations
 
     def allocate_cache(self, num_blocks: int, block_size: int | None = None) -> KVCache:
-        """A cache of `num_blocks` blocks for `forward`, in the layout of the attention backend."""
+        """Allocate a cache for `forward`, in the attention backend's layout."""
         return self._attention.allocate(num_blocks, block_size or self.block_size)
 
     def reserve(self, tokens: int, rows: int) -> None:
-        """Allocate what passes of up to so many tokens write into, and logits of so many rows.
+        """Allocate the buffers of passes of up to `tokens` tokens and `rows` rows of logits.
 
-        It is found now, or found missing, rather than when a prompt of that length comes.
+        Lack of memory then fails the start rather than the first long prompt.
         """
-        at, logits = self._buffers(tokens), self._logits_of(rows)
+        buffers, logits = self._buffers(tokens), self._logits_buffer(rows)
         if self.device.type == "cpu":
-            touch((*at.large, logits))
+            touch((*buffers.large, logits))
 
     def bytes_to_reserve(self, tokens: int, rows: int) -> int:
-        """What `reserve` takes."""
-        of_a_few = sum(buffer.nbytes for buffer in self._activations.large)
-        of_logits = rows * self.spec.vocab_size * self._logits.itemsize
-        return tokens * of_a_few // len(self._activations.hidden) + of_logits
+        """Return the memory that `reserve` allocates."""
+        allocated = sum(buffer.nbytes for buffer in self._activations.large)
+        logits_bytes = rows * self.spec.vocab_size * self._logits.itemsize
+        return tokens * allocated // len(self._activations.hidden) + logits_bytes
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        """Hidden states [rows, hidden_size] before the final norm, valid until the next call.
+        """Return hidden states [rows, hidden_size] before the final norm.
 
-        A row for each token, or for each of `batch.output_rows`. Writes the step's keys and values
-        into `cache`.
+        There is a row for each token, or for each of `batch.output_rows`; they are valid until
+        the next call. Writes the step's keys and values to `cache`.
         """
-        at = self._buffers(len(batch.token_ids))
-        self._embed(batch, at.hidden)
-        for rotary, rotation in zip(self._rotaries, at.rotations, strict=True):
-            rotary.into(batch.positions, rotation)
+        buffers = self._buffers(len(batch.token_ids))
+        self._embed(batch, buffers.hidden)
+        for rotary, rotation in zip(self._rotaries, buffers.rotations, strict=True):
+            rotary.compute(batch.positions, rotation)
         outputs = batch.output_rows
-        kept = at if outputs is None else self._activations.first(len(outputs.indices))
-        layers = partial(self._run_layers, batch, cache, at, kept)
+        kept = buffers if outputs is None else self._activations.first(len(outputs.indices))
+        layers = partial(self._run_layers, batch, cache, buffers, kept)
         if self._recording is None:
             layers()
         else:
@@ -184,10 +186,12 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [rows, vocab_size] of the given rows of `forward`'s result, valid until the next
-        call."""
-        normed = self._final(hidden)
-        logits = self._logits_of(hidden.shape[0])
+        """Return float32 [rows, vocab_size] for rows of `forward`'s result.
+
+        They are valid until the next call.
+        """
+        normed = self._final_norm(hidden)
+        logits = self._logits_buffer(hidden.shape[0])
         self._weights.output.into(normed, logits)
         if self.spec.logit_scale != 1:
             logits *= self.spec.logit_scale
@@ -196,53 +200,59 @@ class Decoder:
         return logits
 
     @property
-    def finds_most_likely(self) -> bool:
-        """Whether it has `most_likely`."""
+    def has_argmax(self) -> bool:
+        """Whether `argmax` is supported."""
         spec = self.spec
-        return self._weights.output.finds_largest and spec.logit_scale == 1 and not spec.logit_cap
+        return self._weights.output.has_argmax and spec.logit_scale == 1 and not spec.logit_cap
 
     @torch.inference_mode()
-    def most_likely(self, hidden: Tensor) -> Tensor:
-        """int64 [rows]: where `logits` are highest, the first of equals, without storing them; -1
-        where they are NaN."""
-        normed = self._final(hidden)
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Return the id of each row's highest logit, int64 [rows], without storing the logits.
+
+        Of equal logits it is the lowest id; of a row of NaN it is -1.
+        """
+        normed = self._final_norm(hidden)
         ids = torch.empty(len(hidden), dtype=torch.int64)
-        self._weights.output.largest(normed, ids)
+        self._weights.output.argmax(normed, ids)
         return ids
 
-    def _final(self, hidden: Tensor) -> Tensor:
+    def _final_norm(self, hidden: Tensor) -> Tensor:
         hidden = hidden.contiguous()
         normed = self._buffers(hidden.shape[0]).normed
         self._norm(hidden, self._weights.final_norm, normed)
         return normed
 
     def _run_layers(
-        self, batch: StepBatch, cache: KVCache, at: _Activations, kept: _Activations
+        self, batch: StepBatch, cache: KVCache, buffers: _Activations, kept: _Activations
     ) -> None:
-        """Everything between the embedding and the final norm.
+        """Run everything between the embedding and the final norm.
 
-        The last layer makes keys and values of all rows, and then goes on with those in `kept`.
+        The last layer writes keys and values of all rows, then continues with those in `kept`.
         """
         spec, operators, epsilon = self.spec, self._operators, self.spec.norm_epsilon
-        heads, last = at.heads, self._weights.layers[-1]
+        heads, last = buffers.heads, self._weights.layers[-1]
+        step = AttentionStep(
+            heads.queries, heads.keys, heads.values, batch, cache, buffers.attended
+        )
         for index, layer in enumerate(self._weights.layers):
-            self._norm(at.hidden, layer.attention_norm, at.normed)
-            layer.qkv.into(at.normed, at.qkv)
+            self._norm(buffers.hidden, layer.attention_norm, buffers.normed)
+            layer.qkv.into(buffers.normed, buffers.qkv)
             if (rotary := self._rotary_of_layer[index]) is not None:
-                rotation = at.rotations[rotary]
+                rotation = buffers.rotations[rotary]
                 norms = layer.query_norm, layer.key_norm
                 operators.rotate(heads.rotated, spec.num_heads, rotation, *norms, epsilon)
             if layer is last:
                 rows = None if batch.output_rows is None else batch.output_rows.indices
-                operators.keep(at.hidden, rows)
+                operators.keep(buffers.hidden, rows)
                 operators.keep(heads.queries, rows)
-                at, batch = kept, batch.narrowed
-            self._attention.attend(
-                index, at.heads.queries, heads.keys, heads.values, batch, cache, at.attended
-            )
-            layer.output.add_to(at.attended, at.hidden)
-            self._norm(at.hidden, layer.feed_forward_norm, at.normed)
-            layer.feed_forward.add_to(at.normed, at.hidden, at.inner)
+                buffers = kept
+                step = replace(
+                    step, queries=buffers.heads.queries, batch=batch.narrowed, out=buffers.attended
+                )
+            self._attention.attend(index, step)
+            layer.output.add_to(buffers.attended, buffers.hidden)
+            self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
+            layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner)
 
     def _embed(self, batch: StepBatch, hidden: Tensor) -> None:
         torch.index_select(self._weights.embedding, 0, batch.token_ids, out=hidden)
@@ -259,15 +269,15 @@ class Decoder:
 
     def _buffers(self, tokens: int) -> _Activations:
         if tokens > self._activations.hidden.shape[0]:
-            self._activations = self._rows = self._allocate(tokens)
+            self._activations = self._step_activations = self._allocate(tokens)
             if self._recording is not None:
-                self._recording.forget()
-        if tokens != len(self._rows.hidden):
-            self._rows = self._activations.first(tokens)
-        return self._rows
+                self._recording.discard()
+        if tokens != len(self._step_activations.hidden):
+            self._step_activations = self._activations.first(tokens)
+        return self._step_activations
 
-    def _logits_of(self, rows: int) -> Tensor:
-        # Allocated anew for every step, they would leave holes that small objects move into.
+    def _logits_buffer(self, rows: int) -> Tensor:
+        # Kept from step to step: a new allocation each time would fragment the heap.
         if rows > len(self._logits):
             self._logits = torch.empty((rows, self.spec.vocab_size), device=self.device)
         return self._logits[:rows]

@@ -1,4 +1,4 @@
-"""The half of a decoder layer behind attention: one feed-forward layer, or a mixture of experts."""
+"""Feed-forward layers: dense, or a mixture of experts."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,11 +12,14 @@ __all__ = ["Dense", "Experts", "FeedForward"]
 
 
 class FeedForward(ABC):
-    """Adds to the residual what it makes of the normed rows."""
+    """The second half of a decoder layer."""
 
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
-        """rows, out: [n, hidden_size]; `inner`, [n, intermediate_size], may be written."""
+        """Add the layer's output for the normed `rows` to the residual `out`.
+
+        rows, out: [n, hidden_size]; inner: scratch space [n, intermediate_size].
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +36,15 @@ class Dense(FeedForward):
 
 @dataclass(frozen=True, slots=True)
 class Experts(FeedForward):
-    """A router sends each row to a few of many (https://arxiv.org/abs/2101.03961)."""
+    """A mixture of experts: a router picks a few per row (https://arxiv.org/abs/2101.03961)."""
 
     router: Projection
     experts: tuple[Dense, ...]
     per_token: int
     normalized: bool
-    """The weights of a row's experts add up to 1"""
+    """Whether the weights of a row's experts are scaled to sum to 1"""
     width: int
-    """Intermediate size of each expert"""
+    """Intermediate size of an expert"""
     operators: Operators
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
@@ -51,14 +54,14 @@ class Experts(FeedForward):
         if self.normalized:
             weights /= weights.sum(dim=1, keepdim=True)
         total = torch.zeros(out.shape, device=out.device)
-        # In the order of their numbers, so that a row's sum does not depend on its neighbours.
+        # In the order of their numbers, so that a row's sum is independent of the batch.
         for number in sorted(set(chosen.flatten().tolist())):
-            index, place = torch.where(chosen == number)
+            index, choice = torch.where(chosen == number)
             expert = self.experts[number]
             hidden = self.operators.temporary(len(index), self.width)
-            made = self.operators.temporary(len(index), out.shape[1])
-            everyone = len(index) == len(rows)
-            expert.gate.into(rows if everyone else self.operators.gather(rows, index), hidden)
-            expert.down.into(hidden, made)
-            total[index] += made * weights[index, place, None]
+            output = self.operators.temporary(len(index), out.shape[1])
+            has_all = len(index) == len(rows)
+            expert.gate.into(rows if has_all else self.operators.gather(rows, index), hidden)
+            expert.down.into(hidden, output)
+            total[index] += output * weights[index, choice, None]
         out += total

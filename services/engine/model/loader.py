@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a decoder that can run."""
+"""Loading of a checkpoint directory into a decoder."""
 
 import dataclasses
 import logging
@@ -8,41 +8,58 @@ import torch
 
 from services.common.settings import StartupError
 from services.engine.kernels.library import native
-from services.engine.model.architecture.precision import resolve_dtype
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
-from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.tensors import Checkpoint
 from services.engine.model.decoder import Decoder
-from services.engine.model.layout import Layout
 from services.engine.model.lockstep import LeadingDecoder
-from services.engine.model.operators.int8_operators import Int8Operators
+from services.engine.model.manifest import Manifest
 from services.engine.model.operators.interface import Operators
-from services.engine.model.operators.native_operators import NativeOperators, TiledOperators
+from services.engine.model.operators.native_operators import NativeOperators
+from services.engine.model.operators.tiled_operators import Int8Operators, TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
-from services.engine.model.reader import Reader
 from services.engine.model.shard import Shard
+from services.engine.model.weight_reader import WeightReader
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 
-__all__ = [
-    "CheckpointError",
-    "load_model",
-    "load_spec",
-    "resolve_dtype",
-]
-
+__all__ = ["CheckpointError", "load_model", "load_spec", "resolve_dtype"]
 
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a --dtype value. Raises ValueError for an unknown name.
+
+    `auto` is bfloat16 on hardware that multiplies it (CUDA, AMX, AVX-512 BF16) and float32
+    elsewhere, because emulated bfloat16 is slower than float32.
+    """
+    if name == "auto":
+        return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {name}")
+    return _DTYPES[name]
+
+
+def _multiplies_bfloat16() -> bool:
+    if torch.cuda.is_available():
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def load_spec(path: str | Path) -> ModelSpec:
-    """Reads config.json and the EOS ids of generation_config.json, which may name several.
+    """Read config.json, with the EOS ids of generation_config.json if it has any.
 
-    Raises CheckpointError.
+    Raises CheckpointError. Drops EOS ids outside the vocabulary and logs a warning.
     """
     directory = Path(path)
     config = Checkpoint.config(directory)
@@ -51,8 +68,8 @@ def load_spec(path: str | Path) -> ModelSpec:
         spec = dataclasses.replace(spec, eos_token_ids=eos_token_ids)
     known = tuple(eos for eos in spec.eos_token_ids if 0 <= eos < spec.vocab_size)
     if known != spec.eos_token_ids:
-        beyond = sorted(set(spec.eos_token_ids) - set(known))
-        _LOG.warning("end-of-sequence ids %s are not in the vocabulary of the model", beyond)
+        unknown = sorted(set(spec.eos_token_ids) - set(known))
+        _LOG.warning("ignoring end-of-sequence ids outside the model's vocabulary: %s", unknown)
         spec = dataclasses.replace(spec, eos_token_ids=known)
     return spec
 
@@ -66,14 +83,15 @@ def load_model(
     weights: str = "full",
     ranks: RankGroup = SINGLE_RANK,
 ) -> Decoder:
-    """Loads a checkpoint, one layer at a time from the mapped files.
+    """Load a checkpoint, one layer at a time from the mapped files.
 
-    progress: show a bar on a terminal, or log a few lines where there is none.
-    weights: "full", in `dtype`, or "int8", rounded to that for all products.
-    ranks: ranks that share the model. This one loads its shard; the decoder of rank 0
-    makes the others follow.
-    Raises CheckpointError; nothing is loaded unless every tensor is there in its right shape.
-    Raises StartupError where this machine can't multiply int8 weights, or the model be cut so.
+    progress: show a bar on a terminal, or log a few lines without one.
+    weights: "full" (in `dtype`) or "int8" (rounded, for all products but an expert router's).
+    ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
+    directs the others.
+    Raises CheckpointError before loading if a tensor is missing or of another shape.
+    Raises StartupError if this machine can't multiply int8 weights or the ranks can't share the
+    model.
     """
     directory = Path(path)
     whole = load_spec(directory)
@@ -82,32 +100,32 @@ def load_model(
     operators = _choose_operators(spec, dtype, device, weights)
     with Checkpoint(directory) as checkpoint:
         names = whole.family.names
-        held = (root for root in names.roots if checkpoint.holds(f"{root}{names.embedding}.weight"))
-        layout = Layout.of(whole, next(held, names.roots[0]))
+        roots = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
+        manifest = Manifest.of(whole, next(roots, names.roots[0]))
         ignored = (*names.ignored, "lm_head.weight") if spec.tied_embeddings else names.ignored
-        total = checkpoint.require(layout.tensors(), ignored)
+        total = checkpoint.require(manifest.tensors(), ignored)
         bar = LoadProgress(total, shown=progress)
         try:
-            reader = Reader(checkpoint, whole, dtype, device, operators, bar, shard)
-            read = reader.read(layout)
+            reader = WeightReader(checkpoint, whole, dtype, device, operators, bar, shard)
+            loaded = reader.read(manifest)
         finally:
             bar.finish()
-    attention = choose_backend(spec, dtype, device, read.sinks)
+    attention = choose_backend(spec, dtype, device, loaded.sinks)
     if ranks.leads_others:
-        return LeadingDecoder(ranks, spec, dtype, read.weights, operators, attention)
-    return Decoder(spec, dtype, read.weights, operators, attention)
+        return LeadingDecoder(ranks, spec, dtype, loaded, operators, attention)
+    return Decoder(spec, dtype, loaded, operators, attention)
 
 
 def _choose_operators(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: str
 ) -> Operators:
-    """The fastest operators that this machine, this dtype and this shape allow."""
+    """Return the fastest operators for this machine, dtype and shape."""
     if weights == "int8":
         if native is None or not runs_in_tiles(spec, dtype, device):
             raise StartupError(
-                "--weights int8 needs a CPU with AMX or AVX-512 BF16 and VBMI, the compiled "
-                "kernels, --dtype bfloat16 and layers whose widths, cut by the ranks, are "
-                "multiples of 32; start without it."
+                "--weights int8 needs a CPU with AMX or with AVX-512 BF16 and VBMI, the compiled "
+                "kernels, --dtype bfloat16, and layer widths that, divided by the ranks, are "
+                "multiples of 32. Start without it."
             )
         return Int8Operators(native)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):

@@ -1,9 +1,8 @@
-"""Ranks in lockstep: rank 0 says what comes next, and all of them compute it.
+"""Lockstep of ranks: rank 0 announces each computation, and all ranks run it.
 
-An order is a few numbers for the host. Tensors go the way from device to device, so that none waits
-for the host: [number of query tokens, width of the block tables, number of decodes, then query
-lengths, how many of them are kept, and context lengths] of a forward pass, or [rows] of the logits
-of some hidden states.
+An order is a few integers between hosts: [query tokens, block table width, decodes, query lengths,
+kept lengths, context lengths] for a forward pass, or [rows] for logits. Tensors travel from device
+to device, so that no device waits for a host.
 """
 
 import torch
@@ -20,9 +19,9 @@ __all__ = ["LeadingDecoder", "follow"]
 
 
 class LeadingDecoder(Decoder):
-    """Rank 0's: has the other ranks compute, along with it, all that it is asked for.
+    """Decoder of rank 0, which has the other ranks compute each call along with it.
 
-    What it says to them is the host's: a CUDA graph of `forward` would leave it out.
+    `forward` can't be captured: a CUDA graph would leave out the orders, which hosts send.
     """
 
     def __init__(
@@ -54,13 +53,13 @@ class LeadingDecoder(Decoder):
         return super().logits(hidden)
 
     @property
-    def finds_most_likely(self) -> bool:
-        return False  # each rank has some of the ids
+    def has_argmax(self) -> bool:
+        return False  # each rank has logits of a part of the vocabulary
 
 
 @torch.inference_mode()
 def follow(decoder: Decoder, cache: KVCache, ranks: RankGroup) -> None:
-    """Every other rank's part: compute what rank 0 says, until it dissolves the group."""
+    """Compute what rank 0 orders until it dissolves the group."""
     while order := ranks.receive_numbers():
         if len(order) == 1:
             shape = (order[0], decoder.spec.hidden_size)
@@ -95,7 +94,7 @@ def _receive(order: list[int], ranks: RankGroup, device: torch.device) -> StepBa
 
 
 def _pack(batch: StepBatch) -> Tensor:
-    """All its tensors in one, int64."""
+    """Join the batch's tensors into one, int64."""
     tensors = [
         batch.token_ids,
         batch.positions,

@@ -1,8 +1,8 @@
-"""Tensor parallelism: what of every weight one rank holds, and where ranks add up or gather.
+"""Tensor parallelism: each rank's part of every weight, and the collectives that combine them.
 
-After Megatron (https://arxiv.org/abs/1909.08053): products that read the residual are cut by their
-outputs, those that add to it by their inputs, so that a layer takes two sums over the ranks. The
-residual, the norms and the embedding are the same on all of them.
+As in Megatron (https://arxiv.org/abs/1909.08053), weights that read the residual are split by
+outputs and weights that add to it by inputs, so a layer needs two all-reduces. All ranks hold the
+same residual, norms and embedding.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ __all__ = ["WHOLE", "Shard"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count` equal parts of a model. Of one, everything is what it was."""
+    """Part `number` of the `count` equal parts of a model. With one part nothing changes."""
 
     number: int = 0
     count: int = 1
 
     def of(self, spec: ModelSpec) -> ModelSpec:
-        """The shape of this part. Raises StartupError when the model can't be cut so."""
+        """Return the shape of this part. Raises StartupError if `count` can't divide the model."""
         widths = {
             "num_attention_heads": spec.num_heads,
             "intermediate_size": spec.intermediate_size,
@@ -39,7 +39,9 @@ class Shard:
                 raise self._refusal(f"{name} ({width}) is not a multiple of {self.count}")
         heads = spec.num_kv_heads
         if heads % self.count and self.count % heads:
-            raise self._refusal(f"num_key_value_heads ({heads}) neither divides it nor is divided")
+            raise self._refusal(
+                f"num_key_value_heads ({heads}) is neither a multiple nor a divisor of {self.count}"
+            )
         if not self.sizes(spec.vocab_size)[-1] > 0:
             raise self._refusal(f"vocab_size ({spec.vocab_size}) is too small")
         experts = spec.experts
@@ -54,33 +56,33 @@ class Shard:
         )
 
     def of_heads(self, count: int) -> "Shard":
-        """Which part of `count` key heads this rank has; where they are fewer, ranks share them."""
+        """Return this rank's part of `count` key heads; several ranks share a head if they must."""
         sharers = max(1, self.count // count)
         return Shard(self.number // sharers, self.count // sharers)
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """This part of the outputs: the first dimension of a weight or a bias. A view."""
+        """View this part of the outputs: the first dimension of a weight or a bias."""
         return tensor.split_with_sizes(self.sizes(len(tensor)))[self.number]
 
     def columns(self, weight: Tensor) -> Tensor:
-        """This part of the inputs. A view."""
+        """View this part of the inputs of `weight` [outputs, inputs]."""
         return weight.chunk(self.count, dim=1)[self.number]
 
-    def once(self, bias: Tensor | None) -> Tensor | None:
-        """A bias of what ranks add up, which only one of them may add."""
+    def first_rank_only(self, bias: Tensor | None) -> Tensor | None:
+        """Return `bias` on rank 0 only, because the ranks' products are summed."""
         return bias if self.number == 0 else None
 
     def summed(self, projection: Projection, operators: Operators) -> Projection:
-        """A product that was cut by its inputs, added up."""
-        return projection if self.count == 1 else _Summed(projection, operators)
+        """Sum over the ranks a product that is split by inputs."""
+        return projection if self.count == 1 else _ReducedProjection(projection, operators)
 
     def summed_experts(self, experts: FeedForward) -> FeedForward:
-        """Experts each of which was cut, added up once for all of them."""
-        return experts if self.count == 1 else _SummedExperts(experts)
+        """Sum over the ranks the total of experts that are split by inputs."""
+        return experts if self.count == 1 else _ReducedExperts(experts)
 
     def gathered(self, projection: Projection, operators: Operators) -> Projection:
-        """A product that was cut by its outputs, whole on rank 0."""
-        return projection if self.count == 1 else _Gathered(self, projection, operators)
+        """Gather on rank 0 a product that is split by outputs."""
+        return projection if self.count == 1 else _GatheredProjection(self, projection, operators)
 
     def normed_heads(
         self,
@@ -90,23 +92,23 @@ class Shard:
         epsilon: float,
         operators: Operators,
     ) -> tuple[Projection, Tensor | None, Tensor | None]:
-        """Queries and keys that are normed over all heads, those of other ranks too.
+        """Norm queries and keys over the heads of all ranks.
 
-        Returns the product that does so, and which norms are left to be done after it.
+        Returns the product, normed if there are several ranks, and the norms still to be applied.
         """
         if self.count == 1 or query_norm is None or key_norm is None:
             return qkv, query_norm, key_norm
         norms = (query_norm, key_norm)
-        return _NormedOverRanks(qkv, norms, self.count, epsilon, operators), None, None
+        return _NormedHeadsProjection(qkv, norms, self.count, epsilon, operators), None, None
 
     def sizes(self, width: int) -> list[int]:
-        """How much of `width` each rank has: the last may have less."""
+        """Return each rank's part of `width`; the last may be smaller."""
         most = -(-width // self.count)
         return [min(most, width - first) for first in range(0, most * self.count, most)]
 
     def _refusal(self, why: str) -> StartupError:
         return StartupError(
-            f"The model can't be cut into {self.count} parts: {why}; choose another number of "
+            f"The model can't be divided into {self.count} parts: {why}. Choose another number of "
             "ranks (torchrun --nproc-per-node)."
         )
 
@@ -114,8 +116,8 @@ class Shard:
 WHOLE = Shard()
 
 
-class _Reworked(Projection):
-    """A projection whose product ranks work on together before it is used."""
+class _CollectiveProjection(Projection):
+    """A projection with a collective operation on its output."""
 
     def __init__(self, projection: Projection, operators: Operators) -> None:
         self._projection = projection
@@ -131,14 +133,14 @@ class _Reworked(Projection):
         out += product
 
 
-class _Summed(_Reworked):
+class _ReducedProjection(_CollectiveProjection):
     def into(self, rows: Tensor, out: Tensor) -> None:
         self._projection.into(rows, out)
         dist.all_reduce(out)
 
 
-class _Gathered(_Reworked):
-    """Into float32 only."""
+class _GatheredProjection(_CollectiveProjection):
+    """A projection split by outputs, gathered on rank 0. Its output is float32."""
 
     def __init__(self, shard: Shard, projection: Projection, operators: Operators) -> None:
         super().__init__(projection, operators)
@@ -146,22 +148,20 @@ class _Gathered(_Reworked):
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         count, sizes = len(rows), self._shard.sizes(out.shape[1])
-        # What one rank sends must be as large as what another does, and contiguous.
+        # gather needs contiguous tensors of one size on all ranks.
         mine = torch.empty(count * sizes[0], device=out.device)
         self._projection.into(rows, _first(mine, count, sizes[self._shard.number]))
         if self._shard.number:
             dist.gather(mine)
             return
-        everybodys = [torch.empty_like(mine) for _ in sizes]
-        dist.gather(mine, everybodys)
-        for part, size, place in zip(
-            everybodys, sizes, out.split_with_sizes(sizes, dim=1), strict=True
-        ):
+        parts = [torch.empty_like(mine) for _ in sizes]
+        dist.gather(mine, parts)
+        for part, size, place in zip(parts, sizes, out.split_with_sizes(sizes, dim=1), strict=True):
             place.copy_(_first(part, count, size))
 
 
-class _NormedOverRanks(_Reworked):
-    """Queries and keys pass an RMSNorm over all heads of all ranks."""
+class _NormedHeadsProjection(_CollectiveProjection):
+    """A QKV projection with an RMSNorm of queries and of keys over the heads of all ranks."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class _NormedOverRanks(_Reworked):
         super().__init__(projection, operators)
         self._norms = norms
         self._epsilon = epsilon
-        # Key heads that ranks share are counted as often in this as in the sum.
+        # A key head that several ranks share counts as often here as in the sum of squares.
         self._widths = [ranks * len(norm) for norm in norms]
 
     def into(self, rows: Tensor, out: Tensor) -> None:
@@ -191,7 +191,7 @@ class _NormedOverRanks(_Reworked):
 
 
 @dataclass(frozen=True, slots=True)
-class _SummedExperts(FeedForward):
+class _ReducedExperts(FeedForward):
     experts: FeedForward
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
@@ -202,5 +202,5 @@ class _SummedExperts(FeedForward):
 
 
 def _first(flat: Tensor, rows: int, width: int) -> Tensor:
-    """[rows, width] in the first of its elements."""
+    """View the first elements of `flat` as [rows, width]."""
     return flat[: rows * width].view(rows, width)

@@ -1,8 +1,8 @@
-"""What a key may use in a minute, and what is left of it. Pure: the time is handed in.
+"""Rate limits of an API key, as pure functions of the time.
 
-Requests and tokens are kept as OpenAI keeps them: in buckets that are full at first and refill
-evenly. Tokens are reserved before a completion starts (its prompt, estimated, and all the output
-that it asks for) and corrected when it ends.
+As in OpenAI's API, requests and tokens are token buckets: full at first, refilled evenly. A request
+reserves tokens before it starts, for its estimated prompt and its longest output, and is charged
+the used tokens when it ends.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import grpc
 
+from services.common.contract import DEFAULT_MAX_TOKENS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.serving.key_file import Tier
@@ -25,15 +26,14 @@ __all__ = [
 ]
 
 GenerationRequest: TypeAlias = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
-_DEFAULT_OUTPUT = 16  # tokens of a completion's choice, where max_tokens is absent
-_USUAL_ANSWER = 1_024  # tokens of a chat's choice, likewise
+_USUAL_ANSWER = 1_024  # tokens that a chat's choice without max_tokens is expected to have
 _BYTES_PER_TOKEN = 4
 _MINUTE = 60.0
 _ROUNDING = 1e-6
 
 
 class Bucket:
-    """Holds `per_minute` at most and refills at that rate. Times are seconds of one clock."""
+    """Token bucket of capacity and rate `per_minute`. Times are seconds of a monotonic clock."""
 
     __slots__ = ("_level", "_time", "per_minute")
 
@@ -43,32 +43,32 @@ class Bucket:
         self._time = now
 
     def left(self, now: float) -> float:
-        """What is in it; negative where more was used than reserved."""
+        """Return the level; negative if more was used than reserved."""
         refilled = self._level + (now - self._time) * self.per_minute / _MINUTE
         self._level, self._time = min(refilled, float(self.per_minute)), now
         return self._level
 
     def wait(self, amount: float, now: float) -> float:
-        """Seconds until it holds the amount, or is full; 0.0 = it does."""
+        """Return the seconds until it holds the amount or is full; 0.0 = now."""
         missing = min(amount, self.per_minute) - self.left(now)
         return missing * _MINUTE / self.per_minute if missing > _ROUNDING else 0.0
 
     def take(self, amount: float, now: float) -> None:
-        """Take the amount out (or, negative, put it back), into debt if need be."""
+        """Take the amount, into debt if necessary; a negative amount is put back."""
         self._level = self.left(now) - amount
 
     def full_in(self, now: float) -> float:
-        """Seconds until it is full."""
+        """Return the seconds until it is full."""
         return self.wait(self.per_minute, now)
 
     def resize(self, per_minute: int, now: float) -> None:
-        """Another limit from now on; what was used stays used."""
+        """Change the limit; the used amount stays used."""
         used = self.per_minute - self.left(now)
         self.per_minute, self._level = per_minute, per_minute - used
 
 
 class Account:
-    """What a key used lately."""
+    """Recent usage of an API key."""
 
     def __init__(self, identity: str, name: str, tier: Tier, now: float) -> None:
         self.id = identity
@@ -79,18 +79,18 @@ class Account:
         self.set_tier(tier, now)
 
     def set_tier(self, tier: Tier, now: float) -> None:
-        """Other limits from now on."""
+        """Change the limits; the usage stays."""
         self.tier = tier
         self._requests = _resized(self._requests, tier.requests_per_minute, now)
         self._tokens = _resized(self._tokens, tier.tokens_per_minute, now)
 
     def count_request(self, now: float) -> None:
-        """A request came. Raises RESOURCE_EXHAUSTED."""
+        """Count a request. Raises RESOURCE_EXHAUSTED."""
         if self._requests is not None:
             _take(self._requests, 1, "requests", now)
 
     def require_model(self, model: str) -> None:
-        """PERMISSION_DENIED for a model, by its canonical id, that is not for this tier."""
+        """Raise PERMISSION_DENIED for a canonical model id that the tier excludes."""
         if self.tier.models is not None and model not in self.tier.models:
             raise ServiceError(
                 grpc.StatusCode.PERMISSION_DENIED,
@@ -100,13 +100,15 @@ class Account:
             )
 
     def begin(self, tokens: int, now: float, choices: int = 1) -> int:
-        """Completions start that draw so many choices and may use so many tokens. Return how many
-        tokens are reserved: at most a minute's. Raises RESOURCE_EXHAUSTED."""
+        """Start a request of that many choices, and return the number of tokens reserved.
+
+        A reservation is at most a minute's tokens. Raises RESOURCE_EXHAUSTED.
+        """
         limit = self.tier.concurrent_streams
         if limit is not None and self.streams + choices > limit:
             raise _exhausted(
-                f"This key may have {limit} choices under way; {self.streams} are, and this "
-                f"request has {choices}.",
+                f"This key may have {limit} choices in progress; {self.streams} are, and this "
+                f"request adds {choices}.",
                 1.0,
             )
         reserved = 0
@@ -117,13 +119,13 @@ class Account:
         return reserved
 
     def end(self, reserved: int, used: int, now: float, choices: int = 1) -> None:
-        """They have ended, and used so many tokens, fewer than `begin` reserved or more."""
+        """End a request and charge the used tokens in place of those that `begin` reserved."""
         self.streams -= choices
         if self._tokens is not None:
             self._tokens.take(used - reserved, now)
 
     def headers(self, now: float) -> dict[str, str]:
-        """What is left, as OpenAI's headers say it."""
+        """Return OpenAI's rate-limit headers."""
         headers: dict[str, str] = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
@@ -135,8 +137,10 @@ class Account:
 
 
 def estimated_tokens(request: GenerationRequest) -> int:
-    """The most that a request will use: exact for ids, a token per 4 bytes of text. A chat that
-    leaves its output open is taken for one with usual answers."""
+    """Return the most tokens that a request uses: exact for ids, else a token per 4 bytes of text.
+
+    A chat without max_tokens counts as 1,024 tokens of output for each choice.
+    """
     choices = request.n if request.HasField("n") else 1
     output = _output(request)
     if isinstance(request, completion_pb2.ChatRequest):
@@ -145,18 +149,18 @@ def estimated_tokens(request: GenerationRequest) -> int:
             _USUAL_ANSWER if output is None else output
         )
     assert output is not None
-    texts = len(request.suffix.encode()) * len(request.prompts)
+    text_bytes = len(request.suffix.encode()) * len(request.prompts)
     ids = 0
     for prompt in request.prompts:
         if prompt.HasField("token_ids"):
             ids += len(prompt.token_ids.ids)
         else:
-            texts += len(prompt.text.encode())
-    return ids + math.ceil(texts / _BYTES_PER_TOKEN) + output * sequence_count(request)
+            text_bytes += len(prompt.text.encode())
+    return ids + math.ceil(text_bytes / _BYTES_PER_TOKEN) + output * sequence_count(request)
 
 
 def sequence_count(request: GenerationRequest) -> int:
-    """How many choices the engine draws for a request: each takes a place of its own there."""
+    """Return the number of sequences that the engine runs for a request."""
     choices = request.n if request.HasField("n") else 1
     if isinstance(request, completion_pb2.ChatRequest):
         return choices
@@ -164,20 +168,20 @@ def sequence_count(request: GenerationRequest) -> int:
 
 
 def cap_output(request: GenerationRequest, limits: Iterable[int | None]) -> None:
-    """Lowers max_tokens, its default too, to the least of the limits; None is none."""
+    """Lower max_tokens, or its default, to the least of the limits; None = no limit."""
     limit = min((limit for limit in limits if limit is not None), default=None)
     asked, stopping = _output(request), request.stopping
     if limit is not None and (asked is None or limit < asked):
         stopping.max_tokens = limit
-        if asked is None or stopping.min_tokens <= asked:  # what was wrong before must stay so
+        if asked is None or stopping.min_tokens <= asked:  # else min_tokens must stay invalid
             stopping.min_tokens = min(stopping.min_tokens, limit)
 
 
 def _output(request: GenerationRequest) -> int | None:
-    """Tokens that each choice may have; None is all the room that there is."""
+    """Return the output limit of each choice in tokens; None = the rest of the context."""
     if request.stopping.HasField("max_tokens"):
         return request.stopping.max_tokens
-    return None if isinstance(request, completion_pb2.ChatRequest) else _DEFAULT_OUTPUT
+    return None if isinstance(request, completion_pb2.ChatRequest) else DEFAULT_MAX_TOKENS
 
 
 def _resized(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
@@ -209,7 +213,7 @@ def _exhausted(message: str, retry_seconds: float) -> ServiceError:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    """Format a duration as OpenAI does: 20ms, 1.5s, 6m0s."""
     milliseconds = math.ceil(round(seconds * 1e3, 3))
     if milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -1,4 +1,4 @@
-"""Who asks: API keys, from a file that is watched."""
+"""API keys of a watched file, and the account of each."""
 
 import asyncio
 import logging
@@ -14,13 +14,14 @@ from tokenwire.serving.key_file import Key, KeyFileError, key_id, matches, read_
 __all__ = ["Keyring"]
 
 _LOG = logging.getLogger("keys")
-_LOOK_SECONDS = 0.5  # so that a key ends within a second of its revocation
+_POLL_SECONDS = 0.5  # a revoked key must fail within a second
 
 
 class Keyring:
-    """The keys of a file. Raises KeyFileError where the file can't be used at the start."""
+    """Authenticates API keys."""
 
     def __init__(self, path: Path) -> None:
+        """Read the file. Raises KeyFileError."""
         self._path = path
         self._stamp = _stamp(path)
         self._keys: dict[str, Key] = {}
@@ -28,29 +29,29 @@ class Keyring:
         self._read()
 
     def account(self, authorization: str | None) -> Account:
-        """Whose the header `authorization: Bearer KEY` is. Raises UNAUTHENTICATED."""
+        """Return the account of the header `authorization: Bearer KEY`. Raises UNAUTHENTICATED."""
         scheme, _, secret = (authorization or "").partition(" ")
         secret = secret.strip()
         if scheme.lower() != "bearer" or not secret:
             raise _unauthenticated(
                 "MISSING_API_KEY",
-                "An API key is needed: send the header authorization: Bearer KEY.",
+                "An API key is required: send the header authorization: Bearer KEY.",
             )
         key = self._keys.get(key_id(secret))
         if not matches(secret, key) or key is None:
-            raise _unauthenticated("INVALID_API_KEY", "There is no such API key.")
+            raise _unauthenticated("INVALID_API_KEY", "The API key is not known.")
         if key.revoked is not None:
             raise _unauthenticated("REVOKED_API_KEY", f"The API key {key.id} is revoked.")
         return self._accounts[key.id]
 
     async def watch(self) -> None:
-        """For ever: read the file again when it was exchanged or written."""
+        """Reload the file whenever it changes, forever."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            self.look()
+            await asyncio.sleep(_POLL_SECONDS)
+            self.reload_if_changed()
 
-    def look(self) -> None:
-        """Read the file again if it has changed. One that can't be used changes nothing."""
+    def reload_if_changed(self) -> None:
+        """Reload the file if it has changed; an invalid file changes nothing."""
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
@@ -58,9 +59,9 @@ class Keyring:
         try:
             self._read()
         except KeyFileError as error:
-            _LOG.error("%s The keys from before stay.", error)
+            _LOG.error("%s The previous keys stay.", error)
         else:
-            _LOG.info("keys were read again", extra={"keys": len(self._keys)})
+            _LOG.info("keys reloaded", extra={"keys": len(self._keys)})
 
     def _read(self) -> None:
         file = read_keys(self._path)
@@ -79,7 +80,7 @@ class Keyring:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Differs once the file does."""
+    """Return a value that changes when the file does."""
     try:
         found = path.stat()
     except OSError:

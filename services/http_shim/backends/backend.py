@@ -1,4 +1,4 @@
-"""The tokenizer service as the shim uses it: one Session for what generates, calls for the rest."""
+"""Client of a tokenizer service: one Session for generation, unary calls for the rest."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -24,33 +24,33 @@ _SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_
 _CALL_SECONDS = 30.0
 _HEALTH_SECONDS = 2.0
 _PROBE_SECONDS = 0.2
-_MOST_LOST = 3
-"""Times that a request may lose the service: it may be what kills it"""
-_HELD = frozenset({"SESSION_LOST", "DRAINING"})
-"""Reasons for which a request waits that was not admitted yet"""
+_MAX_LOSSES = 3
+"""Losses of the service that a request survives; the request itself may crash the service"""
+_RETRIED = frozenset({"SESSION_LOST", "DRAINING"})
+"""Reasons after which a request that was not yet admitted is submitted again"""
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """What new requests get while the tokenizer service stops, starts, or is lost."""
+    """Limits on new requests that wait while a tokenizer service restarts."""
 
     wait_seconds: float = 60.0
-    """How long they wait for it"""
+    """Longest wait of a request, in seconds"""
     max_waiting: int = 1024
-    """How many may; more are refused"""
+    """Most requests that wait; more are refused"""
     lost_seconds: float = LOST_SECONDS
-    """Silence after which it is lost"""
+    """Silence after which the service counts as lost, in seconds"""
 
 
 class Submission:
-    """A completion or a chat that was submitted: what can still be said about it.
+    """A submitted completion or chat: grants credit and cancels.
 
-    It listens until the request is admitted. By then nothing of it was told to the client: where
-    the service stops or is lost, it is submitted again once that is back.
+    A submission listens to its request until admission. The client has received nothing until
+    then, so a request that loses the service is submitted again when the service is back.
     """
 
-    __slots__ = ("_again", "_backend", "_command", "_handle", "_is_cancelled", "_listener", "_lost")
+    __slots__ = ("_backend", "_cancelled", "_command", "_handle", "_listener", "_losses", "_retry")
 
     def __init__(
         self,
@@ -61,35 +61,35 @@ class Submission:
         self._backend = backend
         self._command = command
         self._listener = listener
-        self._lost = 0
-        self._is_cancelled = False
-        self._again: asyncio.Task[None] | None = None
+        self._losses = 0
+        self._cancelled = False
+        self._retry: asyncio.Task[None] | None = None
         self._handle = self._submit()
 
     def on_event(self, event: completion_pb2.SessionEvent) -> None:
-        """The admission; what follows goes straight to the listener."""
+        """Hand the admission, and all later events directly, to the listener."""
         self._backend.session.hand_over(self._handle, self._listener)
         self._listener.on_event(event)
 
     def on_error(self, error: ServiceError) -> None:
-        """It was refused, or lost before it was admitted."""
-        self._lost += error.reason == "SESSION_LOST"
-        if error.reason in _HELD and self._lost <= _MOST_LOST and not self._is_cancelled:
-            self._again = asyncio.ensure_future(self._submit_again(error))
+        """Submit the request again if it lost the service, else hand the error to the listener."""
+        self._losses += error.reason == "SESSION_LOST"
+        if error.reason in _RETRIED and self._losses <= _MAX_LOSSES and not self._cancelled:
+            self._retry = asyncio.ensure_future(self._submit_again(error))
         else:
             self._listener.on_error(error)
 
     def grant(self, tokens: int) -> None:
-        """Let every choice send so many tokens more."""
+        """Let every choice send that many more tokens."""
         credit = completion_pb2.Credit(tokens=tokens)
         command = completion_pb2.SessionCommand(handle=self._handle, credit=credit)
         self._backend.session.send(command)
 
     def cancel(self) -> None:
-        """End it; its listener hears nothing more."""
-        self._is_cancelled = True
-        if self._again is not None:
-            self._again.cancel()
+        """Abort the request; its listener gets no more events."""
+        self._cancelled = True
+        if self._retry is not None:
+            self._retry.cancel()
         self._backend.session.detach(self._handle)
         cancel = completion_pb2.Cancel()
         command = completion_pb2.SessionCommand(handle=self._handle, cancel=cancel)
@@ -103,7 +103,7 @@ class Submission:
 
     async def _submit_again(self, error: ServiceError) -> None:
         try:
-            await self._backend.comes_back(error)
+            await self._backend.wait_until_serving(error)
         except ServiceError as refusal:
             self._listener.on_error(refusal)
         else:
@@ -111,7 +111,7 @@ class Submission:
 
 
 class Backend:
-    """The tokenizer service at "host:port". Make it on the event loop that uses it."""
+    """Client of the tokenizer service at "host:port". Create it on the event loop that uses it."""
 
     def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
         self._retry_policy = retry_policy
@@ -132,11 +132,11 @@ class Backend:
         priority: int,
         credit: int | None = None,
     ) -> Submission:
-        """Start a completion or a chat; all that comes of it goes to `listener`.
+        """Start a completion or a chat, whose events go to `listener`.
 
-        tenant: whose prompts it may find in the prefix cache.
-        priority: higher first.
-        credit: tokens per choice that may be sent before more is granted; None = unlimited.
+        tenant: tenant whose prefix cache the request uses.
+        priority: scheduling priority, higher first.
+        credit: tokens per choice that may be sent before more are granted; None = unlimited.
         """
         context = completion_pb2.RequestContext(
             request_id=request_id.get(),
@@ -152,13 +152,13 @@ class Backend:
             command = completion_pb2.SessionCommand(start_complete=start)
         return Submission(self, command, listener)
 
-    async def comes_back(self, error: ServiceError) -> None:
-        """Return when the service serves again, of which `error` told that it does not.
+    async def wait_until_serving(self, error: ServiceError) -> None:
+        """Wait until the service serves again.
 
-        Raises that error if it takes too long, and RESOURCE_EXHAUSTED if too many wait.
+        Raises `error` if that takes too long, and RESOURCE_EXHAUSTED if too many requests wait.
         """
         if self._waiting >= self._retry_policy.max_waiting:
-            message = f"{self._waiting} requests wait for the model already; try again."
+            message = f"{self._waiting} requests already wait for the model; try again."
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             raise ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
         if self._probe is None or self._probe.done():
@@ -171,7 +171,7 @@ class Backend:
             self._waiting -= 1
 
     async def models(self) -> list[completion_pb2.Model]:
-        """The models that are served."""
+        """Return the models that the service serves."""
         call = self._completion.ListModels(completion_pb2.ListModelsRequest(), **_context())
         try:
             return list((await call).models)
@@ -179,26 +179,26 @@ class Backend:
             raise ServiceError.from_rpc_error(error) from None
 
     async def tokenizer(self, model: str) -> tokenizer_pb2.GetTokenizerResponse:
-        """A model's tokenizer."""
+        """Return the description of a model's tokenizer."""
         request = tokenizer_pb2.GetTokenizerRequest(model=model)
         return await self._answer(lambda: self._tokenizer.GetTokenizer(request, **_context()))
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
-        """Text to ids."""
+        """Encode text to token ids."""
         return await self._answer(lambda: self._tokenizer.Encode(request, **_context()))
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> tokenizer_pb2.DecodeResponse:
-        """Ids to text."""
+        """Decode token ids to text."""
         return await self._answer(lambda: self._tokenizer.Decode(request, **_context()))
 
     async def render(
         self, request: tokenizer_pb2.RenderChatRequest
     ) -> tokenizer_pb2.RenderChatResponse:
-        """Messages to the prompt that they make."""
+        """Render messages to their prompt."""
         return await self._answer(lambda: self._tokenizer.RenderChat(request, **_context()))
 
     async def is_ready(self) -> bool:
-        """Whether completions would be served."""
+        """Return whether the service accepts completions."""
         request = health_pb2.HealthCheckRequest(service=_SERVICE)
         try:
             answer = await self._health.Check(request, timeout=_HEALTH_SECONDS)
@@ -207,15 +207,15 @@ class Backend:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Make a call, and make it again where the service was lost; it changes nothing there."""
-        for _ in range(_MOST_LOST):
+        """Return the answer of an idempotent call, which is repeated if the service was lost."""
+        for _ in range(_MAX_LOSSES):
             try:
                 return await call()
             except grpc.aio.AioRpcError as failure:
                 error = ServiceError.from_rpc_error(failure)
                 if error.code is not grpc.StatusCode.UNAVAILABLE:
                     raise error from None
-            await self.comes_back(error)
+            await self.wait_until_serving(error)
         raise error
 
     async def _probe_health(self, seconds: float) -> bool:
@@ -228,11 +228,11 @@ class Backend:
         return False
 
     async def close(self) -> None:
-        """End the Session, and with it what still runs."""
+        """End the Session and abort its requests."""
         await self.session.close()
         await self._channel.close()
 
 
 def _context() -> dict[str, Any]:
-    names = (("x-request-id", request_id.get()), ("traceparent", traceparent.get()))
-    return {"timeout": _CALL_SECONDS, "metadata": [name for name in names if name[1]]}
+    ids = (("x-request-id", request_id.get()), ("traceparent", traceparent.get()))
+    return {"timeout": _CALL_SECONDS, "metadata": [entry for entry in ids if entry[1]]}

@@ -1,4 +1,4 @@
-"""The models of a catalog, which can be exchanged while requests run."""
+"""Models of a catalog file, which can be reloaded while requests run."""
 
 import asyncio
 import logging
@@ -17,32 +17,33 @@ from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_cata
 __all__ = ["Catalog"]
 
 _LOG = logging.getLogger("catalog")
-_ASK_SECONDS = 2.0  # that a list of models waits for each backend, and until it is asked again
-_CARDS_AT_ONCE = 250  # of a list; more would hold other requests up
+_ASK_SECONDS = 2.0  # that a model list waits for a backend, and between two attempts
+_CARDS_AT_ONCE = 250  # between two yields to the event loop: long lists would stall streams
 
 
 class Catalog:
-    """Finds models by name. Make it on the event loop that uses it; raises CatalogError."""
+    """Model source of a catalog file. Create it on the event loop that uses it."""
 
     def __init__(self, path: Path, retry_policy: RetryPolicy) -> None:
+        """Read the file. Raises CatalogError."""
         self._path = path
         self._retry_policy = retry_policy
         self._connections: dict[str, Connection] = {}
         self._retiring: set[asyncio.Task[None]] = set()
-        self._comparing: set[asyncio.Task[None]] = set()
+        self._context_checks: set[asyncio.Task[None]] = set()
         self._replace(_read(path))
 
     def reload(self) -> None:
-        """Read the file again. One that can't be used changes nothing."""
+        """Reload the file; an invalid file changes nothing."""
         try:
             self._replace(_read(self._path))
         except CatalogError as error:
-            _LOG.error("%s The models from before stay.", error)
+            _LOG.error("%s The previous models stay.", error)
         else:
-            _LOG.info("the catalog was read again", extra={"models": len(self._models)})
+            _LOG.info("catalog reloaded", extra={"models": len(self._models)})
 
     def _replace(self, models: Sequence[CatalogModel]) -> None:
-        """Serve these from now on. What runs on other backends ends in its own time."""
+        """Serve these models. Requests on removed backends run to their end."""
         targets = {model.target for model in models if model.target is not None}
         for target in self._connections.keys() - targets:
             retiring = asyncio.ensure_future(self._connections.pop(target).retire())
@@ -58,22 +59,22 @@ class Catalog:
         for model in models:
             if model.variant:
                 self._variants[model.id].append(model.full_name)
-        for comparing in self._comparing:
-            comparing.cancel()
-        self._comparing = {
-            asyncio.ensure_future(self._compare_contexts(target))
+        for check in self._context_checks:
+            check.cancel()
+        self._context_checks = {
+            asyncio.ensure_future(self._check_contexts(target))
             for target in {model.target for model in models if model.context is not None}
             if target is not None
         }
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of a name. Raises INVALID_ARGUMENT without a name and NOT_FOUND."""
+        """Return the model of a name. Raises INVALID_ARGUMENT without a name, and NOT_FOUND."""
         row = self._only() if name in (None, "", "default") else self._row(name or "")
         if row.target is None:
             raise ServiceError(
                 grpc.StatusCode.NOT_FOUND,
                 "MODEL_NOT_FOUND",
-                f"The model {row.full_name} is listed, but nothing serves it here.",
+                f"The model {row.full_name} is listed but not served here.",
                 field="model",
             )
         return ServedModel(
@@ -88,13 +89,13 @@ class Catalog:
         return served.id
 
     async def require(self, names: Sequence[str]) -> None:
-        """`find` judges all names."""
+        """Do nothing: `find` knows every name."""
 
     async def cards(self) -> list[ModelCard]:
-        """All models; variants are named in their model's card."""
+        """Return the cards of all models; a card lists the model's variants."""
         rows, variants = self._listed, self._variants
         targets = {row.target for row in rows}
-        answers = await asyncio.gather(*map(self._described, targets))
+        answers = await asyncio.gather(*map(self._describe, targets))
         described = dict(zip(targets, answers, strict=True))
         cards: list[ModelCard] = []
         for row in rows:
@@ -104,19 +105,19 @@ class Catalog:
         return cards
 
     async def card(self, name: str) -> ModelCard:
-        """The model, or variant, of a name."""
+        """Return the card of a model or a variant."""
         row = self._only() if name == "default" else self._row(name)
         variants = self._variants[row.full_name]
-        return catalog_card(row, variants, await self._described(row.target))
+        return catalog_card(row, variants, await self._describe(row.target))
 
     async def is_ready(self) -> bool:
-        """Whether any backend would answer."""
+        """Return whether any backend accepts completions."""
         connections = list(self._connections.values())
         return any(await asyncio.gather(*[each.backend.is_ready() for each in connections]))
 
     async def close(self) -> None:
-        """Cut what still runs."""
-        for task in (*self._retiring, *self._comparing):
+        """Close the backends and abort their requests."""
+        for task in (*self._retiring, *self._context_checks):
             task.cancel()
         for connection in self._connections.values():
             await connection.backend.close()
@@ -129,22 +130,22 @@ class Catalog:
 
     def _only(self) -> CatalogModel:
         if len(self._served) != 1:
-            raise invalid("model", "model is required: GET /v1/models lists those there are.")
+            raise invalid("model", "model is required; GET /v1/models lists the models.")
         return self._served[0]
 
-    async def _compare_contexts(self, target: str) -> None:
-        """Tell of rows with more context than their model has, as soon as it can be asked."""
-        while (model := await self._described(target)) is None:  # noqa: ASYNC110 - it tells nobody
+    async def _check_contexts(self, target: str) -> None:
+        """Warn of rows with more context than their model has, once the backend answers."""
+        while (model := await self._describe(target)) is None:  # noqa: ASYNC110 - no event to await
             await asyncio.sleep(_ASK_SECONDS)
         for row in self._models:
             if row.target == target and (row.context or 0) > model.context_length:
                 _LOG.warning(
-                    "The catalog gives %s a context of %d tokens, its model has %d: those hold.",
+                    "The catalog gives %s a context of %d tokens; its model's %d tokens apply.",
                     row.full_name, row.context, model.context_length,
                 )  # fmt: skip
 
-    async def _described(self, target: str | None) -> completion_pb2.Model | None:
-        """What the backend says of its model, if there is one and it can be asked."""
+    async def _describe(self, target: str | None) -> completion_pb2.Model | None:
+        """Return the backend's description of its model; None without an answer."""
         if target is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""What answers to a model's name."""
+"""Model source: the backend of each model name."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ __all__ = ["Connection", "ModelSource", "ServedModel", "SingleBackend", "model_n
 
 
 class Connection:
-    """A backend, and how many requests use it."""
+    """A backend and the number of requests that use it."""
 
     def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
         self.backend = Backend(target, retry_policy)
@@ -26,7 +26,7 @@ class Connection:
 
     @contextmanager
     def used(self) -> Iterator[Backend]:
-        """Around a request: until it ends, `retire` waits."""
+        """Count a request as a user; `retire` waits for its end."""
         self._users += 1
         self._idle.clear()
         try:
@@ -37,53 +37,53 @@ class Connection:
                 self._idle.set()
 
     async def retire(self) -> None:
-        """Close it once nobody uses it. Nobody new may come."""
+        """Close the backend when no request uses it. No new request may come."""
         await self._idle.wait()
         await self.backend.close()
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that can be asked."""
+    """A model and the backend that serves it."""
 
     id: str
-    """Canonical id, which answers bear and keys are for; a variant has that of the model that it
-    varies. "" = as the backend calls it"""
+    """Canonical id in answers and key files; a variant has its model's; "" = the backend's id"""
     backend_name: str
-    """What the backend knows it by; "" = its only model"""
+    """Name on the backend; "" = its only model"""
     connection: Connection
     max_output_length: int | None = None
+    """Limit on max_tokens"""
     context: int | None = None
-    """Tokens of prompt and output together, if fewer than the backend's"""
+    """Limit on the tokens of prompt and output together, below the backend's own"""
 
 
 class ModelSource(Protocol):
-    """The models of this server."""
+    """The models that this server offers."""
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of a name; None and "default" stand for the only one. Raises ServiceError."""
+        """Return the model of a name; None and "default" mean the only one. Raises ServiceError."""
 
     async def id_of(self, served: ServedModel) -> str:
-        """What keys call the model."""
+        """Return the canonical id of a model, which key files use."""
 
     async def require(self, names: Sequence[str]) -> None:
-        """Raises NOT_FOUND for a name that `find` can't judge, before anything is asked of it."""
+        """Raise NOT_FOUND for an unknown name that `find` accepts."""
 
     async def cards(self) -> list[ModelCard]:
-        """All of them."""
+        """Return the cards of all models."""
 
     async def card(self, name: str) -> ModelCard:
-        """The one of a name. Raises NOT_FOUND."""
+        """Return the card of a name. Raises NOT_FOUND."""
 
     async def is_ready(self) -> bool:
-        """Whether any of them would answer."""
+        """Return whether any backend accepts completions."""
 
     async def close(self) -> None:
-        """Cut what still runs."""
+        """Close the backends and abort their requests."""
 
 
 class SingleBackend:
-    """The models of one tokenizer service, under the names that it gives them."""
+    """Model source of one tokenizer service, with the service's own model names."""
 
     def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
         self._connection = Connection(target, retry_policy)
@@ -123,10 +123,10 @@ class SingleBackend:
 
 
 def model_not_found(name: str) -> ServiceError:
-    """NOT_FOUND for a name that is nobody's."""
+    """Return the NOT_FOUND error for an unknown name."""
     return ServiceError(
         grpc.StatusCode.NOT_FOUND,
         "MODEL_NOT_FOUND",
-        f"There is no model {name}; GET /v1/models lists those there are.",
+        f"The model {name} does not exist; GET /v1/models lists the models.",
         field="model",
     )

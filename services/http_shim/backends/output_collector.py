@@ -1,4 +1,4 @@
-"""A completion or a chat under way: what has arrived and was not taken yet."""
+"""Output of a completion or chat that arrived and is not yet sent to the client."""
 
 import asyncio
 from typing import Generic, cast
@@ -13,10 +13,10 @@ __all__ = ["OutputCollector"]
 
 
 class OutputCollector(Generic[Delta]):
-    """Listens to one of them. Its events arrive synchronously; a task takes them when it can.
+    """Collects the events of one request, synchronously, for the task that answers it.
 
-    Deltas of a choice gather in `pending` while nobody takes them, and go out as one. `changed` is
-    set with every event, `ended` with the last one: completed, failed, or `abandon`.
+    Deltas of a choice gather in `pending` until the task takes them, and are merged then.
+    `changed` is set by every event, `ended` by the last one: completion, failure, or `abandon`.
     """
 
     __slots__ = (
@@ -43,7 +43,7 @@ class OutputCollector(Generic[Delta]):
         self.gone = False
 
     def on_event(self, event: completion_pb2.SessionEvent) -> None:
-        """An event of the Session."""
+        """Collect an event of the Session."""
         response = event.chat if event.HasField("chat") else event.complete
         match response.WhichOneof("event"):
             case "delta":
@@ -65,39 +65,41 @@ class OutputCollector(Generic[Delta]):
         self.changed.set()
 
     def on_error(self, error: ServiceError) -> None:
-        """The last event instead."""
+        """End the request with an error."""
         self.error = error
         self.ended.set()
         self.changed.set()
 
     async def admitted(self) -> completion_pb2.CompleteAccepted:
-        """Waits until the request is admitted.
+        """Wait until the request is admitted.
 
-        Raises ServiceError where it is refused, ClientGoneError where the client leaves first.
+        Raises ServiceError if it is refused, ClientGoneError if the client leaves first.
         """
         while self.accepted is None and not self.ended.is_set():
             await self.changed.wait()
             self.changed.clear()
-        self.changed.set()  # what came along with it is still pending
+        self.changed.set()  # events that arrived with the admission are still pending
         self._raise_failure()
         assert self.accepted is not None
         return self.accepted
 
     async def completed(self) -> types_pb2.Usage:
-        """Waits for the end. Raises as `admitted` does, and for failures on the way."""
+        """Wait for the end and return the usage. Raises ServiceError and ClientGoneError."""
         await self.ended.wait()
         self._raise_failure()
         assert self.usage is not None
         return self.usage
 
     def take(
-        self, most_bytes: int
+        self, max_bytes: int
     ) -> tuple[dict[int, list[Delta]], dict[int, completion_pb2.ChoiceFinished]]:
-        """The deltas that have arrived, and the ends of their choices: of all choices, or of the
-        first that have so many bytes. `pending` holds what is left."""
+        """Remove and return the pending deltas by choice, and the ends of their choices.
+
+        The first choices that together reach `max_bytes` are taken; the others stay pending.
+        """
         taken: dict[int, list[Delta]] = {}
         size = 0
-        while self.pending and size < most_bytes:
+        while self.pending and size < max_bytes:
             index = next(iter(self.pending))
             taken[index] = deltas = self.pending.pop(index)
             size += sum(delta.ByteSize() for delta in deltas)
@@ -105,11 +107,11 @@ class OutputCollector(Generic[Delta]):
         return taken, {index: self.finished.pop(index) for index in ended}
 
     def is_open(self) -> bool:
-        """Whether the tokenizer service still works on it."""
+        """Return whether the tokenizer service still works on the request."""
         return self.usage is None and self.error is None
 
     def abandon(self) -> None:
-        """The client is gone: nothing more is awaited."""
+        """End the request because its client left."""
         self.gone = True
         self.ended.set()
         self.changed.set()

@@ -1,12 +1,11 @@
-"""GET /openapi.json: what the routes take and give, from the types that parse and write it."""
+"""OpenAPI document (GET /openapi.json), generated from the types of bodies and answers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,294 +16,32 @@ from services.http_shim.documentation.openapi_fields import (
     REQUIRED,
     UNTAGGED,
 )
-from services.http_shim.endpoints.multi_completion import MultiAnswer
-from services.http_shim.endpoints.probes import State, Version
-from services.http_shim.endpoints.tokenization import (
-    AppliedTemplate,
-    Detokenized,
-    Tokenized,
-    TokenizerInfo,
-)
+from services.http_shim.documentation.operations import OPERATIONS, Operation
 from services.http_shim.errors import ErrorBody
-from services.http_shim.formats.chat_responses import ChatChoice, ChatChunkChoice
-from services.http_shim.formats.completion_responses import Choice
 from services.http_shim.formats.foreign_fields import ForeignFields
-from services.http_shim.formats.model_cards import ModelCard, ModelList
-from services.http_shim.formats.request_bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    MultiCompletionBody,
-    TemplateBody,
-    TokenizeBody,
-)
-from services.http_shim.formats.responses import PromptLogprobs, Usage
+from services.http_shim.formats.request_bodies import GenerationBody
 
 __all__ = ["document", "openapi"]
 
 Json = dict[str, Any]
 
-
-class Completion(Struct):
-    """The answer of /v1/completions, and with one choice at most each chunk of its stream."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[Choice]
-    usage: Usage | None = None
-
-
-class ChatCompletion(Struct):
-    """The answer of /v1/chat/completions."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletionChunk(Struct):
-    """A chunk of its stream, with one choice at most."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Operation:
-    method: str
-    path: str
-    name: str
-    summary: str
-    body: type[Struct] | None = None
-    required: Sequence[str] = ()
-    """Fields of the body"""
-    answer: type[Struct] | None = None
-    media: Sequence[str] = ("application/json",)
-    """Of the answer; what is not JSON is text"""
-    chunk: type[Struct] | None = None
-    """What the events of a stream hold"""
-    errors: Sequence[int] = ()
-    parameters: Sequence[Json] = ()
-    example: Json | None = None
-    """A body"""
-    counts_tokens: bool = False
-    needs_key: bool = True
-
-
-_ERRORS = {
-    400: "Wrong: `param` names the field.",
-    401: "No API key, or none that is known.",
-    403: "The API key is not for this model.",
-    404: "There is no such model, or nothing serves it.",
-    408: "The body stopped coming.",
+_ERRORS: Mapping[int, str] = {
+    400: "The request is invalid; `param` names the field.",
+    401: "The API key is missing, unknown or revoked.",
+    403: "The API key may not use the model or raise the priority.",
+    404: "The model does not exist, or nothing serves it.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
-    429: "A limit of the API key, or of the server, is reached.",
+    429: "A limit of the API key or of the server is reached.",
     431: "The request's head is too large.",
-    499: "An operator ended the request.",
-    500: "The server failed; its log says more.",
-    501: "This model, or this server, can't do it.",
-    503: "The server is stopping, or the model can't be reached.",
-    504: "It took too long.",
+    499: "An operator aborted the request.",
+    500: "The server failed; its log has the details.",
+    501: "The model or the server lacks the feature.",
+    503: "The server is stopping or overloaded, or the model can't be reached.",
+    504: "The request took too long.",
 }
-_WORK = (400, 401, 403, 404, 408, 413, 429, 431, 499, 500, 501, 503, 504)
-_COMPLETION_EXAMPLE: Json = {
-    "model": "default",
-    "prompt": "def add(a, b):",
-    "max_tokens": 32,
-    "temperature": 0,
-}
-_CHAT_EXAMPLE: Json = {
-    "model": "default",
-    "messages": [{"role": "user", "content": "What is a mutex?"}],
-    "max_tokens": 100,
-}
-_SCHEDULING: Sequence[Json] = [
-    {
-        "name": "x-priority",
-        "in": "header",
-        "description": "Higher is served first; heeded where the server trusts its callers.",
-        "schema": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1, "default": 0},
-    },
-    {
-        "name": "x-tenant",
-        "in": "header",
-        "description": "Whose prefix cache is used; heeded where the server trusts its callers.",
-        "schema": {"type": "string"},
-    },
-]
-_OPERATIONS = (
-    *(
-        _Operation(
-            method="post",
-            path=path,
-            name=name,
-            summary="Complete prompts.",
-            body=CompletionBody,
-            required=("prompt",),
-            answer=Completion,
-            chunk=Completion,
-            errors=_WORK,
-            example=_COMPLETION_EXAMPLE,
-            counts_tokens=True,
-            parameters=_SCHEDULING,
-        )
-        for path, name in (
-            ("/v1/completions", "createCompletion"),
-            ("/completions", "createCompletionUnversioned"),
-        )
-    ),
-    *(
-        _Operation(
-            method="post",
-            path=path,
-            name=name,
-            summary="Continue a conversation.",
-            body=ChatBody,
-            required=("messages",),
-            answer=ChatCompletion,
-            chunk=ChatCompletionChunk,
-            errors=_WORK,
-            example=_CHAT_EXAMPLE,
-            counts_tokens=True,
-            parameters=_SCHEDULING,
-        )
-        for path, name in (
-            ("/v1/chat/completions", "createChatCompletion"),
-            ("/chat/completions", "createChatCompletionUnversioned"),
-        )
-    ),
-    _Operation(
-        method="post",
-        path="/v1/completion",
-        name="createMultiModelCompletion",
-        summary="Complete a prompt with one or many models at once.",
-        body=MultiCompletionBody,
-        required=("model", "prompt"),
-        answer=MultiAnswer,
-        errors=_WORK,
-        example={"model": ["default"], "prompt": "Once upon a time", "max_tokens": 50},
-        counts_tokens=True,
-        parameters=_SCHEDULING,
-    ),
-    _Operation(
-        method="get",
-        path="/v1/models",
-        name="listModels",
-        summary="List the models.",
-        answer=ModelList,
-        errors=(401, 503),
-    ),
-    _Operation(
-        method="get",
-        path="/v1/models/{model}",
-        name="retrieveModel",
-        summary="A model, by its id, an alias, or id:variant. Ids may contain slashes.",
-        answer=ModelCard,
-        errors=(401, 404, 503),
-        parameters=[
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-        ],
-    ),
-    _Operation(
-        method="post",
-        path="/tokenize",
-        name="tokenize",
-        summary="Text or messages to token ids.",
-        body=TokenizeBody,
-        answer=Tokenized,
-        errors=_WORK,
-        example={"prompt": "def add(a, b):", "return_token_strs": True},
-    ),
-    _Operation(
-        method="post",
-        path="/detokenize",
-        name="detokenize",
-        summary="Token ids to text.",
-        body=DetokenizeBody,
-        required=("tokens",),
-        answer=Detokenized,
-        errors=_WORK,
-        example={"tokens": [1, 2, 3]},
-    ),
-    _Operation(
-        method="post",
-        path="/apply-template",
-        name="applyTemplate",
-        summary="Messages to the text of their prompt.",
-        body=TemplateBody,
-        required=("messages",),
-        answer=AppliedTemplate,
-        errors=_WORK,
-        example={"messages": [{"role": "user", "content": "What is a mutex?"}]},
-    ),
-    _Operation(
-        method="get",
-        path="/tokenizer_info",
-        name="getTokenizerInfo",
-        summary="Special tokens, chat template, vocabulary size.",
-        answer=TokenizerInfo,
-        errors=(400, 401, 403, 404, 503),
-        parameters=[{"name": "model", "in": "query", "schema": {"type": "string"}}],
-    ),
-    _Operation(
-        method="get",
-        path="/openapi.json",
-        name="getOpenapi",
-        summary="This document.",
-        needs_key=False,
-    ),
-    _Operation(
-        method="get",
-        path="/health",
-        name="getHealth",
-        summary="The process lives.",
-        answer=State,
-        needs_key=False,
-    ),
-    _Operation(
-        method="get",
-        path="/ready",
-        name="getReady",
-        summary="A completion would be served now.",
-        answer=State,
-        errors=(503,),
-        needs_key=False,
-    ),
-    _Operation(
-        method="get",
-        path="/metrics",
-        name="getMetrics",
-        summary="Prometheus' text.",
-        media=("text/plain",),
-        needs_key=False,
-    ),
-    _Operation(
-        method="get",
-        path="/version",
-        name="getVersion",
-        summary="Which version of the software serves.",
-        answer=Version,
-        needs_key=False,
-    ),
-)
 
-_SAID_OF: Mapping[str, Sequence[str]] = {
+_NARROWED_TYPES: Mapping[str, Sequence[str]] = {
     "minimum": ("integer", "number"),
     "exclusiveMinimum": ("integer", "number"),
     "maximum": ("integer", "number"),
@@ -316,31 +53,31 @@ _SAID_OF: Mapping[str, Sequence[str]] = {
     "propertyNames": ("object",),
     "const": ("boolean",),
 }
-"""Keywords of schemas, and the types that they narrow."""
+"""JSON types that a schema keyword narrows"""
 _HEADERS: Mapping[str, str] = {
-    "x-request-id": "Names the request in every log; the client's own, if it sent a sane one.",
-    "x-tokens-used": "Tokens of prompt and output that were used; of a stream, a trailer.",
-    "x-tokenwire-ignored": "Paths of the body's fields that are not known, and of keywords of its "
-    "schemas that are not enforced, and names of headers: all were ignored.",
+    "x-request-id": "Id of the request in every log; the client's own if it sent a valid one.",
+    "x-tokens-used": "Tokens of prompt and output; a trailer of a streamed answer.",
+    "x-tokenwire-ignored": "Everything that was ignored: paths of unknown fields, paths of schema "
+    "keywords that are not enforced, and names of headers.",
     "retry-after": "Seconds after which a retry makes sense.",
-    "x-ratelimit-limit-requests": "Requests that the API key has in a minute.",
-    "x-ratelimit-remaining-requests": "Requests that it has left.",
-    "x-ratelimit-reset-requests": "When it has all of them again: 20ms, 1.5s, 6m0s.",
-    "x-ratelimit-limit-tokens": "Tokens that the API key has in a minute.",
-    "x-ratelimit-remaining-tokens": "Tokens that it has left.",
-    "x-ratelimit-reset-tokens": "When it has all of them again.",
+    "x-ratelimit-limit-requests": "Requests per minute of the API key.",
+    "x-ratelimit-remaining-requests": "Requests that the API key has left.",
+    "x-ratelimit-reset-requests": "Time until all requests are available again: 20ms, 1.5s, 6m0s.",
+    "x-ratelimit-limit-tokens": "Tokens per minute of the API key.",
+    "x-ratelimit-remaining-tokens": "Tokens that the API key has left.",
+    "x-ratelimit-reset-tokens": "Time until all tokens are available again.",
 }
 _RATE_HEADERS = [name for name in _HEADERS if name.startswith("x-ratelimit-")]
 
 
 def document() -> Json:
-    """The OpenAPI 3.1 document."""
-    types = [part for each in _OPERATIONS for part in (each.body, each.answer, each.chunk)]
+    """Return the OpenAPI 3.1 document."""
+    types = [part for each in OPERATIONS for part in (each.body, each.answer, each.chunk)]
     _, schemas = msgspec.json.schema_components(
         [*dict.fromkeys(each for each in types if each is not None), ErrorBody],
         ref_template="#/components/schemas/{name}",
     )
-    bodies = {each.body: each.required for each in _OPERATIONS if each.body is not None}
+    bodies = {each.body: each.required for each in OPERATIONS if each.body is not None}
     for body, required in bodies.items():
         fields = {**FIELDS, **OWN_FIELDS.get(body, {})}
         _describe(schemas[body.__name__], required, fields)
@@ -354,14 +91,14 @@ def document() -> Json:
     for part, required in REQUIRED.items():
         _require(schemas[part.__name__], required)
     paths: dict[str, Json] = {}
-    for operation in _OPERATIONS:
+    for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Tokenwire",
             "version": version("tokenwire"),
-            "description": "Language models behind OpenAI's completions and chat APIs.",
+            "description": "Language models with OpenAI's completions and chat APIs.",
         },
         "paths": paths,
         "components": {
@@ -375,7 +112,7 @@ def document() -> Json:
                 "key": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "An API key; none is asked for where the server has no keys.",
+                    "description": "API key; a server without keys needs none.",
                 }
             },
         },
@@ -383,7 +120,7 @@ def document() -> Json:
     }
 
 
-def _operation(operation: _Operation) -> Json:
+def _operation(operation: Operation) -> Json:
     described: Json = {
         "operationId": operation.name,
         "summary": operation.summary,
@@ -404,7 +141,7 @@ def _operation(operation: _Operation) -> Json:
     return described
 
 
-def _answer(operation: _Operation) -> Json:
+def _answer(operation: Operation) -> Json:
     headers = ["x-request-id"]
     if operation.counts_tokens:
         headers.append("x-tokens-used")
@@ -417,7 +154,7 @@ def _answer(operation: _Operation) -> Json:
             "schema": {"type": "object"} if answer is None else _reference(answer)
         }
     if operation.chunk is not None:
-        events = "What each event holds, but for the last, whose data is [DONE]."
+        events = "The data of each event; the last event's data is [DONE]."
         schema = {**_reference(operation.chunk), "description": events}
         content["text/event-stream"] = {"schema": schema}
     return {
@@ -442,9 +179,9 @@ def _error(status: int) -> Json:
 def _describe(
     schema: Json, required: Sequence[str], fields: Mapping[str, tuple[str, Json]]
 ) -> None:
-    """Adds to a body's fields what types don't say: meaning, and the ranges that are checked later.
+    """Add meaning and range to a body's fields, and mark the required ones.
 
-    `null` means absent everywhere, so the types require nothing; what must be there is told here.
+    The types require nothing, because `null` means absent everywhere.
     """
     for name, field in schema["properties"].items():
         meaning, constraints = fields[name]
@@ -454,10 +191,10 @@ def _describe(
 
 
 def _foreign(fields: ForeignFields) -> Json:
-    """Fields of other servers, with the values that are taken."""
+    """Describe the unsupported fields of other servers, with the values that are accepted."""
     return {
         name: {
-            "description": f"Refused: {field.effect}; {field.remedy}.",
+            "description": f"Not supported: it {field.effect}; {field.remedy}.",
             "enum": [None, *field.neutral],
         }
         for name, field in fields.items()
@@ -465,27 +202,26 @@ def _foreign(fields: ForeignFields) -> Json:
 
 
 def _limit(field: Json, constraints: Json) -> None:
-    """Narrows what the type of a field says, or replaces it."""
+    """Add constraints to the schema of a field; keywords of no type replace the schema's own."""
     for keyword, value in constraints.items():
-        if keyword in _SAID_OF:
+        if keyword in _NARROWED_TYPES:
             _narrow(field, keyword, value)
         else:
             field[keyword] = value
 
 
 def _narrow(part: Json, keyword: str, value: Any) -> None:
-    """Says a keyword of all that it can be said of: "minLength" of strings, and of those in
-    arrays."""
+    """Add a keyword to all parts that it applies to: "minLength" to strings, also in arrays."""
     for inner in (*part.get("anyOf", ()), part.get("items"), part.get("additionalProperties")):
         if inner:
             _narrow(inner, keyword, value)
-    if part.get("type") in _SAID_OF[keyword]:
+    if part.get("type") in _NARROWED_TYPES[keyword]:
         narrower = max if keyword in ("minimum", "exclusiveMinimum") else min
         part[keyword] = narrower(value, part[keyword]) if keyword in part else value
 
 
 def _require(schema: Json, names: Sequence[str]) -> None:
-    """Fields that must be there, though their types have null."""
+    """Mark fields as required, and remove null from their types."""
     schema["required"] = [*schema["required"], *names]
     for name in names:
         field = schema["properties"][name]
@@ -505,5 +241,5 @@ _ENCODED = msgspec.json.encode(document())
 
 
 async def openapi(request: Request) -> Response:
-    """The same for everybody, so it is made once."""
+    """Return the document, which was encoded at import."""
     return Response(_ENCODED, media_type="application/json")

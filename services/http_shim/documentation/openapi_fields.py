@@ -1,6 +1,6 @@
-"""What the fields of request bodies mean, and the ranges that their types do not tell.
+"""Meanings of request fields, and the ranges that the services check.
 
-The services check them; that document and checks agree is tested against the running stack.
+A test compares these ranges with the running services.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from services.common import contract
 from services.http_shim.formats.chat_messages import CalledFunction, Message, MessageCall
 from services.http_shim.formats.constraint_fields import StructuralTagFormat, StructuredOutputs
 from services.http_shim.formats.request_bodies import (
@@ -30,215 +31,234 @@ from services.http_shim.formats.request_bodies import (
 __all__ = ["FIELDS", "LIMITS", "OWN_FIELDS", "REQUIRED", "UNTAGGED"]
 
 Json = dict[str, Any]
+Field = tuple[str, Json]
 
-_TOKEN_LIMIT: Json = {"minimum": 0, "default": 16}
-_PENALTY: Json = {"minimum": -2, "maximum": 2, "default": 0}
 _FLAG: Json = {"default": False}
-_REFUSED: Json = {"anyOf": [{"type": "null"}]}
 _NOT_EMPTY: Json = {"minLength": 1}
-_FUNCTION_NAME: Json = {"pattern": "^[A-Za-z0-9_-]{1,64}$"}
+_PENALTY: Json = {"minimum": -2, "maximum": 2, "default": 0}
+_REFUSED: Json = {"anyOf": [{"type": "null"}]}
+_SEQUENCES: Json = {"minimum": 1, "maximum": contract.MAX_SEQUENCES}
+_CANDIDATES: Json = {"minimum": 0, "maximum": contract.MAX_CHAT_LOGPROBS}
+_FUNCTION_NAME: Json = {"name": {"pattern": f"^{contract.FUNCTION_NAME}$"}}
+_VALUE: Json = {"value": _NOT_EMPTY}
 _TOKEN_ID: Json = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
 _TOKEN_IDS: Json = {"type": "array", "minItems": 1, "items": _TOKEN_ID}
+_PROMPT_LIST: Json = {"type": "array", "minItems": 1, "maxItems": contract.MAX_SEQUENCES}
 _PROMPTS: Json = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "minItems": 1, "maxItems": 128, "items": {"type": "string"}},
+        _PROMPT_LIST | {"items": {"type": "string"}},
         _TOKEN_IDS,
-        {"type": "array", "minItems": 1, "maxItems": 128, "items": _TOKEN_IDS},
+        _PROMPT_LIST | {"items": _TOKEN_IDS},
     ]
 }
-_NAMED_TOOLS: tuple[str, Json] = ("Functions that the prompt names.", {"maxItems": 128})
-_STOP = (
-    "Strings that end a choice; they are cut off. 16 at most, unless the server has another limit."
-)
-FIELDS: Mapping[str, tuple[str, Json]] = {
+_MAX_TOKENS = "Most tokens of each choice"
+_DEFAULT_MAX_TOKENS: Json = {"default": contract.DEFAULT_MAX_TOKENS}
+_JSON_SCHEMA: Field = ("A JSON Schema, or its text.", _NOT_EMPTY)
+_REGEX: Field = ("A regular expression.", _NOT_EMPTY)
+_CHOICE: Field = ("Texts, one of which is the output.", _NOT_EMPTY | {"minItems": 1})
+_MESSAGES: Field = ("The conversation.", {"minItems": 1, "maxItems": contract.MAX_MESSAGES})
+_NAMED_TOOLS: Field = ("Functions that the prompt names.", {"maxItems": contract.MAX_TOOLS})
+FIELDS: Mapping[str, Field] = {
     "model": ("Id, alias, or id:variant; absent or `default` = the only model.", {}),
-    "prompt": ("Text, several texts, token ids, or several lists of them.", _PROMPTS),
-    "suffix": ("What follows the gap: only the middle is generated.", {}),
-    "max_tokens": ("Tokens of each choice at most; 0 only with echo.", _TOKEN_LIMIT),
+    "prompt": ("A text, several texts, token ids, or several lists of token ids.", _PROMPTS),
+    "suffix": ("The text after the gap; the model generates the text between.", {}),
+    "max_tokens": (f"{_MAX_TOKENS}; 0 only with echo.", {"minimum": 0, **_DEFAULT_MAX_TOKENS}),
     "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 0}),
-    "min_tokens": ("Until then nothing ends a choice.", {"minimum": 0, "default": 0}),
-    "ignore_eos": ("The end-of-sequence token does not end a choice.", _FLAG),
-    "stop": (_STOP, {"minLength": 1, "maxLength": 1_000}),
-    "stop_token_ids": ("Token ids that end a choice.", {"maxItems": 128}),
+    "min_tokens": ("Least tokens of each choice.", {"minimum": 0, "default": 0}),
+    "ignore_eos": ("Continue a choice after the end-of-sequence token.", _FLAG),
+    "stop": (
+        "Strings that end a choice and are cut off: at most 16, or the server's own limit.",
+        {"minLength": 1, "maxLength": contract.MAX_STOP_LENGTH},
+    ),
+    "stop_token_ids": ("Token ids that end a choice.", {"maxItems": contract.MAX_STOP_TOKEN_IDS}),
     "include_stop_str_in_output": ("Keep the stop string that ended a choice.", _FLAG),
-    "temperature": ("0 = greedy.", {"minimum": 0, "maximum": 2, "default": 1}),
+    "temperature": ("Temperature; 0 = greedy.", {"minimum": 0, "maximum": 2, "default": 1}),
     "top_p": ("Nucleus mass.", {"minimum": 0, "maximum": 1, "default": 1}),
-    "top_k": ("Draw from so many; -1 and 0 = from all.", {"minimum": -1, "maximum": 128}),
-    "min_p": ("Least probability, relative to the most likely.", {"minimum": 0, "maximum": 1}),
-    "seed": ("The same seed gives the same text.", {}),
-    "frequency_penalty": ("By how often a token was generated.", _PENALTY),
-    "presence_penalty": ("By whether a token was generated.", _PENALTY),
+    "top_k": (
+        "Number of likeliest tokens to sample from; -1 and 0 = all.",
+        {"minimum": -1, "maximum": contract.MAX_TOP_K},
+    ),
+    "min_p": ("Least probability, relative to the likeliest.", {"minimum": 0, "maximum": 1}),
+    "seed": ("Seed of the sampling; equal seeds give equal text.", {}),
+    "frequency_penalty": ("Penalty for each occurrence of a token in the output.", _PENALTY),
+    "presence_penalty": ("Penalty for any occurrence of a token in the output.", _PENALTY),
     "repetition_penalty": (
-        "Divides positive logits of tokens that occurred, multiplies negative ones.",
+        "Divides positive logits of tokens that occurred, and multiplies negative ones.",
         {"exclusiveMinimum": 0, "maximum": 2, "default": 1},
     ),
     "logit_bias": (
-        "Added to the logits of token ids.",
+        "Values added to the logits of token ids.",
         {"minimum": -100, "maximum": 100, "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
     ),
-    "dry_multiplier": ("DRY; 0 = off.", {"minimum": 0, "default": 0}),
-    "dry_base": ("DRY's base.", {"minimum": 1, "default": 1.75}),
-    "dry_allowed_length": ("Repetitions of so many tokens cost nothing.", {"default": 2}),
+    "dry_multiplier": ("Multiplier of the DRY penalty; 0 = off.", {"minimum": 0, "default": 0}),
+    "dry_base": ("Base of the DRY penalty.", {"minimum": 1, "default": contract.DRY_BASE}),
+    "dry_allowed_length": (
+        "Longest repetition without a DRY penalty, in tokens.",
+        {"default": contract.DRY_ALLOWED_LENGTH},
+    ),
     "dry_sequence_breakers": (
-        "Texts that end a repetition; [] = none.",
-        {"maxItems": 32, "minLength": 1, "maxLength": 64},
+        "Texts that end a repetition for DRY; [] = none.",
+        {
+            "maxItems": contract.MAX_DRY_BREAKERS,
+            "minLength": 1,
+            "maxLength": contract.MAX_DRY_BREAKER_LENGTH,
+        },
     ),
-    "mirostat_target": ("Mirostat 2: the perplexity to keep to.", {"exclusiveMinimum": 0}),
-    "mirostat_lr": ("Mirostat's learning rate.", {"exclusiveMinimum": 0}),
-    "n": ("Choices of each prompt; prompts x n is 128 at most.", {"minimum": 1, "maximum": 128}),
+    "mirostat_target": ("Target perplexity of Mirostat 2.", {"exclusiveMinimum": 0}),
+    "mirostat_lr": ("Learning rate of Mirostat 2.", {"exclusiveMinimum": 0}),
+    "n": (f"Choices of each prompt; prompts x n is at most {contract.MAX_SEQUENCES}.", _SEQUENCES),
     "best_of": (
-        "Candidates of which the n best are returned; more than n can't be streamed.",
-        {"minimum": 0, "maximum": 128},
+        "Candidates, of which the n best are returned; at most n in a stream.",
+        {"minimum": 0, "maximum": contract.MAX_SEQUENCES},
     ),
-    "echo": ("Put the prompt in front of each choice.", _FLAG),
-    "logprobs": (
-        "Candidates to show for each token; more than 5 only where the server allows them.",
-        {"minimum": 0, "maximum": 20},
-    ),
-    "truncate_sequence": ("Keep the end of a prompt that is over the context.", _FLAG),
+    "echo": ("Start each choice with the prompt.", _FLAG),
+    "logprobs": ("Candidates for each token; above 5 only if the server allows it.", _CANDIDATES),
+    "truncate_sequence": ("Keep the end of a prompt that exceeds the context.", _FLAG),
     "context_length_exceeded_behavior": (
-        "Where prompt and max_tokens exceed the context: lower max_tokens, or refuse.",
+        "Lower max_tokens, or refuse the request, if prompt and max_tokens exceed the context.",
         {"default": "truncate"},
     ),
-    "response_format": ("Constrains the output to JSON, or parts of it.", {}),
+    "response_format": ("Constrains the output, or parts of it, to JSON.", {}),
     "grammar": ("Constrains the output to a grammar; a string is GBNF or Lark.", {}),
-    "structured_outputs": ("A constraint as vLLM has it.", {}),
-    "guided_json": ("A JSON Schema, or its text.", _NOT_EMPTY),
-    "guided_regex": ("A regular expression.", _NOT_EMPTY),
-    "guided_choice": ("One of several texts.", _NOT_EMPTY | {"minItems": 1}),
+    "structured_outputs": ("A constraint in vLLM's form.", {}),
+    "guided_json": _JSON_SCHEMA,
+    "guided_regex": _REGEX,
+    "guided_choice": _CHOICE,
     "guided_grammar": ("A grammar in GBNF or Lark.", _NOT_EMPTY),
-    "json_schema": ("A JSON Schema, or its text.", _NOT_EMPTY),
-    "regex": ("A regular expression.", _NOT_EMPTY),
-    "choice": ("One of several texts.", _NOT_EMPTY | {"minItems": 1}),
+    "json_schema": _JSON_SCHEMA,
+    "regex": _REGEX,
+    "choice": _CHOICE,
     "ebnf": ("A grammar in GBNF.", _NOT_EMPTY),
     "structural_tag": ("Free text in which triggers start constrained parts.", _NOT_EMPTY),
-    "tools": ("Functions to call.", {"maxItems": 128}),
-    "tool_choice": ("Whether, and which.", {}),
-    "images": ("Refused: the models read text only.", {"maxItems": 0}),
-    "stream": ("Answer in server-sent events, `data: [DONE]` last.", _FLAG),
-    "stream_options": ("Where in the stream usage is told.", {}),
-    "user": ("A label for logs.", {}),
-    "return_token_ids": ("Show the ids of prompts and choices.", _FLAG),
-    "return_tokens_as_token_ids": ("`token_id:N` in place of token texts.", _FLAG),
+    "tools": ("Functions that the model may call.", {"maxItems": contract.MAX_TOOLS}),
+    "tool_choice": ("Function to call; `required` = any, `none` = no call.", {}),
+    "images": ("Not supported: the models read only text.", {"maxItems": 0}),
+    "stream": ("Answer with server-sent events; the last one is `data: [DONE]`.", _FLAG),
+    "stream_options": ("Events of the stream that have the usage.", {}),
+    "user": ("A label for the logs.", {}),
+    "return_token_ids": ("Return the token ids of prompts and choices.", _FLAG),
+    "return_tokens_as_token_ids": ("Return `token_id:N` in place of token texts.", _FLAG),
     "skip_special_tokens": (
-        "Leave special tokens out of the text; the one that ends a choice is out of it unless "
-        "include_stop_str_in_output is true.",
+        "Omit special tokens from the text. The one that ends a choice is omitted in any case "
+        "unless include_stop_str_in_output is true.",
         {"default": True},
     ),
     "spaces_between_special_tokens": (
-        "Without effect: no decoder here puts spaces between special tokens.",
+        "No effect: no decoder here puts spaces between special tokens.",
         {"default": True},
     ),
     "truncate_prompt_tokens": (
-        "Keep the last so many tokens of the prompt; -1 = as many as leave room for max_tokens.",
+        "Number of last tokens of the prompt to keep; -1 = all that leave room for max_tokens.",
         {"minimum": -1, "not": {"const": 0}},
     ),
-    "prompt_logprobs": (
-        "Score the prompt and show so many candidates for each of its tokens; not with stream.",
-        {"minimum": 0, "maximum": 20},
-    ),
+    "prompt_logprobs": ("Candidates for each token of the prompt; not with stream.", _CANDIDATES),
     "allowed_token_ids": (
-        "Only these ids are generated, the end of sequence too only if it is among them.",
+        "The only token ids to generate. The end of sequence must be among them to be generated.",
         {"minItems": 1},
     ),
     "bad_words": (
-        "Strings that are not generated.",
-        {"maxItems": 128, "minLength": 1, "maxLength": 1_000},
+        "Strings that are never generated.",
+        {
+            "maxItems": contract.MAX_BAD_WORDS,
+            "minLength": 1,
+            "maxLength": contract.MAX_BAD_WORD_LENGTH,
+        },
     ),
     "priority": (
-        "Lower is earlier; with API keys at least 0.",
+        "Priority, lower first; at least 0 with API keys.",
         {"minimum": -(2**31) + 1, "maximum": 2**31 - 1, "default": 0},
     ),
     "reasoning_effort": (
-        "How much to reason: a variable of the template, which also sets enable_thinking.",
-        {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None]},
+        "Effort of the reasoning: a variable of the template, which also sets enable_thinking.",
+        {"enum": [*contract.REASONING_EFFORTS, None]},
     ),
-    "messages": ("The conversation.", {"minItems": 1, "maxItems": 4_096}),
-    "parallel_tool_calls": ("Whether an answer may hold several calls.", {"default": True}),
+    "messages": _MESSAGES,
+    "parallel_tool_calls": ("Allow several calls in an answer.", {"default": True}),
     "chat_template": ("Name of one of the checkpoint's templates.", {"default": "default"}),
     "chat_template_kwargs": (
-        "Further variables of the template, up to 65,536 characters of JSON.",
+        f"Further variables of the template; {contract.MAX_TEMPLATE_JSON:,} characters at most.",
         {},
     ),
     "add_generation_prompt": (
-        "End the prompt with the start of an answer; default true, unless it continues a message.",
+        "End the prompt with the start of an answer. Default: true unless a message is continued.",
         {},
     ),
-    "continue_final_message": ("Continue the last message, which is the assistant's.", _FLAG),
-    "functions": ("Refused: use tools.", _REFUSED),
-    "function_call": ("Refused: use tool_choice.", _REFUSED),
+    "continue_final_message": ("Continue the last message, which must be the assistant's.", _FLAG),
+    "functions": ("Not supported: use tools.", _REFUSED),
+    "function_call": ("Not supported: use tool_choice.", _REFUSED),
     "add_special_tokens": (
-        "Put the BOS in front of the prompt; default true. Messages have what their template says.",
+        "Add the BOS token to the prompt. Default: true for text; messages follow their template.",
         {},
     ),
-    "return_token_strs": ("Show the tokens' texts.", _FLAG),
-    "tokens": ("Token ids.", {"maxItems": 262_144}),
+    "return_token_strs": ("Return the tokens' texts.", _FLAG),
+    "tokens": ("Token ids.", {"maxItems": contract.MAX_DECODED_IDS}),
 }
-OWN_FIELDS: Mapping[type[Struct], Mapping[str, tuple[str, Json]]] = {
+OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
     ChatBody: {
-        "max_tokens": ("Tokens of each choice at most; absent = all that fit.", {"minimum": 1}),
+        "max_tokens": (f"{_MAX_TOKENS}; absent = the rest of the context.", {"minimum": 1}),
         "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 1}),
-        "n": ("Choices.", {"minimum": 1, "maximum": 128}),
-        "logprobs": ("Show the logprob of each token of the content.", _FLAG),
-        "top_logprobs": (
-            "Candidates to show for each token; only with logprobs.",
-            {"minimum": 0, "maximum": 20},
+        "n": ("Number of choices.", _SEQUENCES),
+        "logprobs": ("Return the log probability of each token of the content.", _FLAG),
+        "top_logprobs": ("Candidates for each token; needs logprobs.", _CANDIDATES),
+        "tool_choice": (
+            "Function to call; `required` = any, `none` = no call, `auto` (default with tools) = "
+            "the model decides.",
+            {},
         ),
-        "tool_choice": ("Whether, and which; `auto` where there are tools.", {}),
-        "echo": (
-            "Put the content of the last message in front of the answer's, where it is the "
-            "assistant's.",
-            _FLAG,
-        ),
+        "echo": ("Start the answer with the last message if it is the assistant's.", _FLAG),
     },
     MultiCompletionBody: {
-        "model": ("Name of a model, or names of several.", {"minItems": 1, "maxItems": 128}),
-        "prompt": ("Text.", {}),
-        "max_tokens": ("Tokens of each choice at most.", {"default": 16}),
-        "stream": ("Refused: /v1/completions streams.", {"const": False, "default": False}),
+        "model": (
+            "One or several model names.",
+            {"minItems": 1, "maxItems": contract.MAX_SEQUENCES},
+        ),
+        "prompt": ("The text.", {}),
+        "max_tokens": (f"{_MAX_TOKENS}.", _DEFAULT_MAX_TOKENS),
+        "stream": ("Not supported: /v1/completions streams.", {"const": False, "default": False}),
     },
     TokenizeBody: {
-        "prompt": ("Text, up to 1 MiB in UTF-8.", {"maxLength": 1024 * 1024}),
-        "messages": ("A conversation in its place.", {"minItems": 1, "maxItems": 4_096}),
+        "prompt": ("Text of up to 1 MiB of UTF-8.", {"maxLength": contract.MAX_TEXT_BYTES}),
+        "messages": ("A conversation in place of the text.", _MESSAGES[1]),
         "tools": _NAMED_TOOLS,
     },
     TemplateBody: {"tools": _NAMED_TOOLS},
 }
-"""Where a field means something else than elsewhere."""
+"""Fields whose meaning or constraints differ in one body"""
 LIMITS: Mapping[type[Struct], Mapping[str, Json]] = {
-    CalledFunction: {"name": _NOT_EMPTY, "arguments": {"maxLength": 1024 * 1024}},
-    FunctionName: {"name": _FUNCTION_NAME},
-    FunctionSpec: {"name": _FUNCTION_NAME},
-    JsonSchemaGrammar: {"value": _NOT_EMPTY},
-    LarkGrammar: {"value": _NOT_EMPTY},
-    LlguidanceGrammar: {"value": _NOT_EMPTY},
+    CalledFunction: {"name": _NOT_EMPTY, "arguments": {"maxLength": contract.MAX_ARGUMENTS}},
+    FunctionName: _FUNCTION_NAME,
+    FunctionSpec: _FUNCTION_NAME,
+    JsonSchemaGrammar: _VALUE,
+    LarkGrammar: _VALUE,
+    LlguidanceGrammar: _VALUE,
+    RegexGrammar: _VALUE,
     Message: {
-        "content": {"maxItems": 1_024},
-        "tool_calls": {"maxItems": 128},
+        "content": {"maxItems": contract.MAX_MESSAGE_PARTS},
+        "tool_calls": {"maxItems": contract.MAX_TOOL_CALLS},
         "function_call": _REFUSED,
     },
     MessageCall: {"id": _NOT_EMPTY},
-    RegexGrammar: {"value": _NOT_EMPTY},
     StructuralTagFormat: {
-        "structures": {"minItems": 1, "maxItems": 128},
-        "triggers": _NOT_EMPTY | {"minItems": 1, "maxItems": 128},
+        "structures": {"minItems": 1, "maxItems": contract.MAX_STRUCTURES},
+        "triggers": _NOT_EMPTY | {"minItems": 1, "maxItems": contract.MAX_STRUCTURES},
         "format": _REFUSED,
     },
     StructuredOutputs: {
         "json": _NOT_EMPTY,
         "regex": _NOT_EMPTY,
-        "choice": _NOT_EMPTY | {"minItems": 1},
+        "choice": _CHOICE[1],
         "grammar": _NOT_EMPTY,
         "structural_tag": _NOT_EMPTY,
         "disable_additional_properties": {"const": False},
     },
 }
-"""Of what bodies hold."""
+"""Constraints on the fields of nested types"""
 UNTAGGED: Sequence[type[Struct]] = (FunctionTool, MessageCall, NamedToolChoice)
-"""Whose `type` may be left out: nothing else can stand in their place"""
+"""Types whose `type` field may be omitted, because no other type may stand in their place"""
 REQUIRED: Mapping[type[Struct], Sequence[str]] = {
     JsonSchemaFormat: ("json_schema",),
     JsonSchemaSpec: ("schema",),
     StructuralTagFormat: ("structures", "triggers"),
 }
+"""Required fields of nested types"""

@@ -1,7 +1,7 @@
-"""GET / and GET /docs: a playground and the API's reference, for browsers.
+"""Pages for browsers: the playground (GET /) and the API reference (GET /docs).
 
-They need no key, and no other server: what they load comes from here, which the header holds them
-to. What the playground asks needs a key like any request.
+The pages need no key, but the playground's requests do. The pages load nothing from other servers;
+the content-security-policy header enforces that.
 """
 
 from collections.abc import Awaitable, Callable
@@ -32,11 +32,11 @@ _FILES = {
     "/style.css": ("text/css", (_WEB / "style.css").read_bytes()),
 }
 PAGES = frozenset(_FILES)
-"""Their paths"""
+"""Paths of the pages and their files"""
 
 
 def page_routes() -> list[Route]:
-    """One for each."""
+    """Return a route for each file."""
     return [Route(path, _page(*file)) for path, file in _FILES.items()]
 
 

@@ -1,4 +1,4 @@
-"""The API's reference as a page: the OpenAPI document, put in HTML."""
+"""API reference: the OpenAPI document as an HTML page."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _NO_BOUND = 2**31
 
 
 def reference(document: Json) -> bytes:
-    """A whole HTML page; what is text in the document is text in it."""
+    """Return the HTML page, with the text of the document escaped."""
     root = Element("html", lang="en")
     head = SubElement(root, "head")
     SubElement(head, "meta", charset="utf-8")
@@ -53,7 +53,7 @@ def reference(document: Json) -> bytes:
 
 
 def _operations(document: Json) -> Iterator[tuple[str, Sequence[str], Json]]:
-    """Each with the paths that do the same."""
+    """Yield each operation with its method and all of its paths."""
     alike: dict[tuple[str, str], list[tuple[str, Json]]] = {}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -64,8 +64,8 @@ def _operations(document: Json) -> Iterator[tuple[str, Sequence[str], Json]]:
 
 def _add_operation(main: Element, method: str, paths: Sequence[str], operation: Json) -> None:
     _add(main, "h2", f"{method} {paths[0]}", id=operation["operationId"])
-    also = "".join(f" Also as {path}." for path in paths[1:])
-    _add(main, "p", operation["summary"] + also)
+    aliases = "".join(f" Also at {path}." for path in paths[1:])
+    _add(main, "p", operation["summary"] + aliases)
     for parameter in operation.get("parameters", ()):
         line = _add(main, "p", f"In the {parameter['in']}: ")
         _add(line, "code", parameter["name"])
@@ -119,7 +119,7 @@ def _add_fields(main: Element, schema: Json) -> None:
 
 
 def _add_type(parent: Element, schema: Json) -> None:
-    """A type in a few words, with links to those that have a name."""
+    """Describe a type in a few words, with links to named types."""
     match schema:
         case {"$ref": reference_}:
             name = reference_.rpartition("/")[2]
@@ -144,7 +144,7 @@ def _add_type(parent: Element, schema: Json) -> None:
 
 
 def _bounds(schema: Json) -> str:
-    """Of a number, of a text's length, of an array's; the ends of an integer type say nothing."""
+    """Return the bounds of a number or a length; limits of integer types are omitted."""
     ends = {
         sign: schema[keyword]
         for sign, keywords in _BOUNDS.items()
@@ -178,7 +178,7 @@ def _add_links(parent: Element, title: str, targets: Iterable[str]) -> None:
 
 
 def _add_text(parent: Element, text: str) -> None:
-    """After what is there."""
+    """Append text to the content of an element."""
     if len(parent):
         parent[-1].tail = (parent[-1].tail or "") + text
     else:

@@ -1,4 +1,4 @@
-"""What a streamed completion or chat says: its server-sent events, as bytes."""
+"""Server-sent events of a streamed completion or chat."""
 
 import time
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["EventStream"]
 
-_AT_ONCE = 128 * 1024  # bytes of deltas: some milliseconds of work
+_MAX_DELTA_BYTES = 128 * 1024  # per call of `take`: a few milliseconds of work
 
 
 class EventStream(Generic[Delta]):
-    """Turns what a completion has pending into the bytes of its events."""
+    """Converts the pending output of a request to the bytes of its events."""
 
     def __init__(
         self,
@@ -44,22 +44,24 @@ class EventStream(Generic[Delta]):
         self._envelope = envelope
         self._exchange = exchange
         self._unfinished = len(self._prompts) * formatter.choices_per_prompt
-        self._held: completion_pb2.ChoiceFinished | None = None
-        self._tokens: dict[int, int] = {}  # generated and taken, by choice
-        self._times: dict[int, float] = {}  # of the last token taken, by choice
-        self._begun: set[int] = set()  # choices that were spoken of
+        self._held_finish: completion_pb2.ChoiceFinished | None = None
+        self._tokens: dict[int, int] = {}  # tokens sent, by choice
+        self._times: dict[int, float] = {}  # time of the last token sent, by choice
+        self._begun: set[int] = set()  # choices with at least one chunk
         self._usage_on_finish = options is None
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         exchange.prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
-        self.most_tokens = 0  # of the choice that is ahead
+        self.max_choice_tokens = 0  # tokens sent of the choice with the most
 
     def take(self) -> bytes:
-        """The events of what is pending, one for each choice at most; where that is much, of the
-        first choices, so that other streams have their turn."""
+        """Return the events of pending output, with the deltas of each choice merged.
+
+        Much output is limited to the first choices, so that other streams get a turn.
+        """
         collector, now = self._running, time.monotonic()
-        pending, ended = collector.take(_AT_ONCE)
-        finished = self._settle(ended)
+        pending, ended = collector.take(_MAX_DELTA_BYTES)
+        finished = self._hold_last_finish(ended)
         events = []
         for index, deltas in pending.items():
             opening = self._usage()
@@ -77,29 +79,29 @@ class EventStream(Generic[Delta]):
         return b"".join(events)
 
     def tail(self) -> bytes:
-        """The last events, once the completion has ended."""
+        """Return the last events, after the end of the request."""
         if (error := self._running.error) is not None:
-            self._exchange.status = http_status(error.code)  # as it would have been at the start
+            self._exchange.status = http_status(error.code)  # as if it had failed before the stream
             self._exchange.note_failure(error.reason, error.message)
             return b"data: %b\n\n" % error_body(error)
         if self._running.usage is None:
-            return b""  # nobody reads any more
+            return b""  # the client left
         usage = self._envelope.chunk(None, self._final_usage()) if self._usage_at_end else b""
         return usage + b"data: [DONE]\n\n"
 
-    def _settle(
+    def _hold_last_finish(
         self, finished: dict[int, completion_pb2.ChoiceFinished]
     ) -> dict[int, completion_pb2.ChoiceFinished]:
-        """Holds the very last finish back until the usage that goes with it is known."""
+        """Hold back the finish of the last choice until the usage is known, which its chunk has."""
         self._unfinished -= len(finished)
         if not self._usage_on_finish or self._unfinished:
             return finished
         if self._running.usage is None:
             if finished:
-                self._held = finished.popitem()[1]
-        elif self._held is not None:
-            finished[self._held.index] = self._held
-            self._held = None
+                self._held_finish = finished.popitem()[1]
+        elif self._held_finish is not None:
+            finished[self._held_finish.index] = self._held_finish
+            self._held_finish = None
         return finished
 
     def _count(self, index: int, deltas: Sequence[Delta], now: float) -> None:
@@ -114,8 +116,8 @@ class EventStream(Generic[Delta]):
         self._times[index] = now
         self._exchange.completion_tokens += new
         total = self._tokens[index] = self._tokens.get(index, 0) + new
-        if total > self.most_tokens:
-            self.most_tokens = total
+        if total > self.max_choice_tokens:
+            self.max_choice_tokens = total
 
     def _event(
         self,
@@ -125,8 +127,7 @@ class EventStream(Generic[Delta]):
         opening: Usage | UnsetType | None,
         usage: Usage | UnsetType | None,
     ) -> bytes:
-        """The chunks of a choice, the last with `usage`. Where a message begins, the chunk with its
-        role has `opening`, the usage before it."""
+        """Return the chunks of a choice: the last has `usage`, the first of a message `opening`."""
         is_first = index not in self._begun
         prompt = self._prompts[index // self._formatter.choices_per_prompt] if is_first else None
         chunks = self._formatter.chunks(index, deltas, end, prompt)
@@ -139,7 +140,7 @@ class EventStream(Generic[Delta]):
         return b"".join(map(self._envelope.chunk, chunks, usages))
 
     def _usage(self) -> Usage | UnsetType | None:
-        """What chunks before the last say of usage."""
+        """Return the usage that a chunk before the last has; UNSET = no field."""
         if self._usage_always:
             return running_usage(self._exchange.prompt_tokens, self._exchange.completion_tokens)
         return None if self._usage_at_end else UNSET

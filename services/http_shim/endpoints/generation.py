@@ -1,12 +1,11 @@
-"""What the endpoints that generate do with a request."""
+"""Endpoints that generate: POST /v1/completions and POST /v1/chat/completions."""
 
 import asyncio
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -14,15 +13,33 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.http_shim.accounts.account import GenerationRequest
+from services.http_shim.backends.backend import Submission
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.endpoints.stream_sender import CREDIT, send_stream
 from services.http_shim.errors import ClientGoneError
-from services.http_shim.formats.completion_requests import schema_param
-from services.http_shim.formats.prompt_logprobs import prompt_logprobs_of
-from services.http_shim.formats.request_bodies import GenerationBody, parse
-from services.http_shim.formats.responses import ChoiceFormatter, Delta, Envelope, usage_of
+from services.http_shim.formats.chat_requests import chat_param_of, to_chat_request
+from services.http_shim.formats.chat_responses import ChatFormatter
+from services.http_shim.formats.completion_requests import (
+    param_of,
+    schema_param,
+    to_complete_request,
+)
+from services.http_shim.formats.completion_responses import CompletionFormatter
+from services.http_shim.formats.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    parse,
+)
+from services.http_shim.formats.responses import (
+    ChoiceFormatter,
+    Delta,
+    Envelope,
+    prompt_logprobs_of,
+    usage_of,
+)
 from services.http_shim.http.access import assign_model, reserved_tokens
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
@@ -32,47 +49,59 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["Generation", "watch_for_disconnect"]
+__all__ = ["CHAT", "COMPLETIONS", "GenerationApi", "GenerationEndpoint", "watch_for_disconnect"]
 
-_INLINE = 256 * 1024  # bytes of deltas; an answer of more is put together in a thread
+_INLINE = 256 * 1024  # bytes of output; a larger answer is put together in a thread
 Body = TypeVar("Body", bound=GenerationBody)
 
 
-class Generation(ABC, Generic[Body, Delta]):
-    """Such an endpoint, as an ASGI application: it watches for clients that leave."""
+@dataclass(frozen=True, slots=True)
+class GenerationApi(Generic[Body, Delta]):
+    """The formats that one endpoint reads and writes."""
 
-    _decoder: msgspec.json.Decoder[Body]
+    decoder: msgspec.json.Decoder[Body]
+    to_request: Callable[[Body], GenerationRequest]
+    """Converts a body; raises INVALID_ARGUMENT for what the proto can't express"""
+    param_of: Callable[[str, Body], str]
+    """Returns the client's name of a field of the request"""
+    formatter_of: Callable[[Body], ChoiceFormatter[Delta]]
+
+
+COMPLETIONS: GenerationApi[CompletionBody, completion_pb2.ChoiceDelta] = GenerationApi(
+    msgspec.json.Decoder(CompletionBody), to_complete_request, param_of, CompletionFormatter.of
+)
+CHAT: GenerationApi[ChatBody, completion_pb2.ChatDelta] = GenerationApi(
+    msgspec.json.Decoder(ChatBody), to_chat_request, chat_param_of, ChatFormatter.of
+)
+
+
+class GenerationEndpoint(Generic[Body, Delta]):
+    """An endpoint as an ASGI application, which can watch for a client that leaves."""
 
     def __init__(
-        self, models: ModelSource, gate: Gate, bodies: BodyReader, stall_seconds: float
+        self,
+        api: GenerationApi[Body, Delta],
+        models: ModelSource,
+        gate: Gate,
+        bodies: BodyReader,
+        stall_seconds: float,
     ) -> None:
+        self._api: GenerationApi[Body, Delta] = api
         self._models = models
         self._gate = gate
         self._bodies = bodies
         self._stall_seconds = stall_seconds
 
-    @abstractmethod
-    def _translate(self, body: Body) -> GenerationRequest:
-        """Raises INVALID_ARGUMENT for what the proto can't say."""
-
-    @abstractmethod
-    def _param_of(self, path: str, body: Body) -> str:
-        """The client's name for a field of the request."""
-
-    @abstractmethod
-    def _formatter_of(self, body: Body) -> ChoiceFormatter[Delta]:
-        """How the client wants to see its choices."""
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        body, exchange.ignored, request = await self._bodies.read(scope, receive, self._read)
-        served = await assign_model(exchange, self._models, body.model, request)
+        body, exchange.ignored, request = await self._bodies.read(scope, receive, self._parse)
+        model = await assign_model(exchange, self._models, body.model, request)
         collector: OutputCollector[Delta] = OutputCollector()
         with (
             self._gate.entered(collector),
             reserved_tokens(exchange, request),
-            served.connection.used() as backend,
-            self._params_named(body),
+            model.connection.used() as backend,
+            self._client_field_names(body),
         ):
             submission = backend.submit(
                 request,
@@ -81,112 +110,120 @@ class Generation(ABC, Generic[Body, Delta]):
                 priority=priority_of(exchange, body.priority),
                 credit=CREDIT if body.stream else None,
             )
-            formatter = self._formatter_of(body)
+            answer = _Answer(body, exchange, model, collector, self._api.formatter_of(body))
             watch = asyncio.ensure_future(watch_for_disconnect(receive, collector))
             try:
                 if body.stream:
-                    accepted = await collector.admitted()
-                    _note_ignored(accepted, body, exchange)
-                    envelope = _envelope(accepted, served, formatter)
-                    events = EventStream(
-                        collector, formatter, body.stream_options, envelope, exchange
-                    )
-                    stall = self._stall_seconds
-                    await send_stream(
-                        scope, send, collector, submission, events, stall_seconds=stall
-                    )
+                    await answer.stream(scope, send, submission, self._stall_seconds)
                 else:
-                    usage = await collector.completed()
-                    _note_ignored(await collector.admitted(), body, exchange)
-                    whole = partial(_whole, collector, usage, formatter, exchange, served)
-                    held = sum(d.ByteSize() for ds in collector.pending.values() for d in ds)
-                    runs = collector.prompt_logprobs.values()
-                    held += sum(run.ByteSize() for prompt in runs for run in prompt)
-                    response = whole() if held < _INLINE else await asyncio.to_thread(whole)
+                    response = await answer.whole()
                     await response(scope, receive, send)
             finally:
                 watch.cancel()
                 if collector.is_open():
                     submission.cancel()
                 if body.stream:
-                    exchange.completion_tokens += _untaken_tokens(collector, formatter)
+                    answer.count_unsent_tokens()
         if collector.gone:
             raise ClientGoneError
 
-    def _read(self, encoded: bytes) -> tuple[Body, list[str], GenerationRequest]:
-        body, ignored = parse(self._decoder, encoded)
-        return body, ignored, self._translate(body)
+    def _parse(self, encoded: bytes) -> tuple[Body, list[str], GenerationRequest]:
+        body, ignored = parse(self._api.decoder, encoded)
+        return body, ignored, self._api.to_request(body)
 
     @contextmanager
-    def _params_named(self, body: Body) -> Iterator[None]:
-        """Gives the fields that the services blame the names that the client knows."""
+    def _client_field_names(self, body: Body) -> Iterator[None]:
+        """Rename the field of a service's error to the client's name."""
         try:
             yield
         except ServiceError as error:
             if error.field:
-                error.field = self._param_of(error.field, body)
+                error.field = self._api.param_of(error.field, body)
             raise
 
 
-def _whole(
-    collector: OutputCollector[Delta],
-    usage: types_pb2.Usage,
-    formatter: ChoiceFormatter[Delta],
-    exchange: Exchange,
-    served: ServedModel,
-) -> Response:
-    accepted = collector.accepted
-    assert accepted is not None
-    exchange.prompt_tokens = usage.prompt_tokens
-    exchange.completion_tokens = usage.completion_tokens
-    choices = [
-        formatter.choice(
-            index,
-            collector.pending.get(index, []),
-            collector.finished[index],
-            accepted.prompts[index // formatter.choices_per_prompt],
+@dataclass(frozen=True, slots=True)
+class _Answer(Generic[Delta]):
+    """The answer to one request, made of the output that its collector gathers."""
+
+    body: GenerationBody
+    exchange: Exchange
+    model: ServedModel
+    collector: OutputCollector[Delta]
+    formatter: ChoiceFormatter[Delta]
+
+    async def stream(
+        self, scope: Scope, send: Send, submission: Submission, stall_seconds: float
+    ) -> None:
+        """Send the answer as server-sent events."""
+        envelope = self._envelope(await self._admitted())
+        events = EventStream(
+            self.collector, self.formatter, self.body.stream_options, envelope, self.exchange
         )
-        for index in sorted(collector.finished)
-    ]
-    total, more = usage_of(usage), None
-    if formatter.prompt_logprobs:
-        runs = collector.prompt_logprobs
-        prompts = [prompt_logprobs_of(runs.get(i, ())) for i in range(len(accepted.prompts))]
-        more = formatter.add_prompt_logprobs(choices, prompts)
-    return Response(
-        _envelope(accepted, served, formatter).whole(choices, total, more),
-        headers={"x-tokens-used": str(total.total_tokens)},
-        media_type="application/json",
-    )
+        await send_stream(
+            scope, send, self.collector, submission, events, stall_seconds=stall_seconds
+        )
+
+    async def whole(self) -> Response:
+        """Wait for the end of the request, and return the answer as one JSON object."""
+        usage = await self.collector.completed()
+        accepted = await self._admitted()
+        if self._output_bytes() < _INLINE:
+            return self._response(accepted, usage)
+        return await asyncio.to_thread(self._response, accepted, usage)
+
+    def count_unsent_tokens(self) -> None:
+        """Count the tokens that were generated but not sent before the client left."""
+        pending = self.collector.pending.values()
+        self.exchange.completion_tokens += sum(map(self.formatter.tokens_in, pending))
+
+    async def _admitted(self) -> completion_pb2.CompleteAccepted:
+        """Wait for the admission, and note the ignored parts of the request for the header."""
+        accepted = await self.collector.admitted()
+        self.exchange.ignored += [schema_param(path, self.body) for path in accepted.ignored]
+        return accepted
+
+    def _envelope(self, accepted: completion_pb2.CompleteAccepted) -> Envelope:
+        if self.model.id:
+            accepted.model = self.model.id
+        identity = f"{self.formatter.id_prefix}-{uuid.uuid4().hex}"
+        return Envelope(identity, int(time.time()), accepted, self.formatter)
+
+    def _output_bytes(self) -> int:
+        deltas = (delta for choice in self.collector.pending.values() for delta in choice)
+        runs = (run for prompt in self.collector.prompt_logprobs.values() for run in prompt)
+        return sum(delta.ByteSize() for delta in deltas) + sum(run.ByteSize() for run in runs)
+
+    def _response(
+        self, accepted: completion_pb2.CompleteAccepted, usage: types_pb2.Usage
+    ) -> Response:
+        collector, formatter = self.collector, self.formatter
+        self.exchange.prompt_tokens = usage.prompt_tokens
+        self.exchange.completion_tokens = usage.completion_tokens
+        choices = [
+            formatter.choice(
+                index,
+                collector.pending.get(index, []),
+                collector.finished[index],
+                accepted.prompts[index // formatter.choices_per_prompt],
+            )
+            for index in sorted(collector.finished)
+        ]
+        total, more = usage_of(usage), None
+        if formatter.prompt_logprobs:
+            runs = collector.prompt_logprobs
+            prompts = [prompt_logprobs_of(runs.get(i, ())) for i in range(len(accepted.prompts))]
+            more = formatter.add_prompt_logprobs(choices, prompts)
+        return Response(
+            self._envelope(accepted).whole(choices, total, more),
+            headers={"x-tokens-used": str(total.total_tokens)},
+            media_type="application/json",
+        )
 
 
-def _note_ignored(
-    accepted: completion_pb2.CompleteAccepted, body: GenerationBody, exchange: Exchange
-) -> None:
-    """For the answer's header, which is not sent yet."""
-    exchange.ignored += [schema_param(path, body) for path in accepted.ignored]
-
-
-def _envelope(
-    accepted: completion_pb2.CompleteAccepted,
-    served: ServedModel,
-    formatter: ChoiceFormatter[Delta],
-) -> Envelope:
-    if served.id:
-        accepted.model = served.id
-    return Envelope(
-        f"{formatter.id_prefix}-{uuid.uuid4().hex}", int(time.time()), accepted, formatter
-    )
-
-
-def _untaken_tokens(collector: OutputCollector[Delta], formatter: ChoiceFormatter[Delta]) -> int:
-    """Generated, and of no use to a client that left before they were sent."""
-    return sum(map(formatter.tokens_in, collector.pending.values()))
-
-
-async def watch_for_disconnect(receive: Receive, *collector: OutputCollector[Any]) -> None:
-    """Abandons what runs for a client when it leaves."""
+async def watch_for_disconnect(receive: Receive, *collectors: OutputCollector[Any]) -> None:
+    """Abandon the requests of a client when it leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    for each in collector:
-        each.abandon()
+    for collector in collectors:
+        collector.abandon()

@@ -1,4 +1,4 @@
-"""GET /v1/models."""
+"""Endpoints GET /v1/models and GET /v1/models/{id}."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,16 +11,16 @@ __all__ = ["Models"]
 
 
 class Models:
-    """GET /v1/models and /v1/models/{id}."""
+    """The model endpoints."""
 
     def __init__(self, models: ModelSource) -> None:
         self._models = models
 
     async def all(self, request: Request) -> Response:
-        """The list."""
+        """List the models."""
         return json_response(ModelList("list", await self._models.cards()))
 
     async def one(self, request: Request) -> Response:
-        """A model, by its id, an alias or a variant; "default" is the only one."""
+        """Return a model by its id, an alias or a variant; "default" is the only one."""
         name = request.path_params["model"]
         return json_response(await self._models.card(name)) if name else await self.all(request)

@@ -1,4 +1,4 @@
-"""POST /v1/completion: one prompt to one or many models at once."""
+"""Endpoint POST /v1/completion: one prompt for one or several models at once."""
 
 import asyncio
 import time
@@ -13,6 +13,7 @@ from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.common.contract import MAX_SEQUENCES
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.generation import watch_for_disconnect
@@ -30,7 +31,6 @@ __all__ = ["MultiAnswer", "MultiCompletion"]
 
 _DECODER = msgspec.json.Decoder(MultiCompletionBody)
 _Collector = OutputCollector[completion_pb2.ChoiceDelta]
-_MAX_MODELS = 128  # as many as prompts may have choices elsewhere
 _PLAIN = CompletionFormatter(
     choices_per_prompt=1,
     logprobs=False,
@@ -41,7 +41,7 @@ _PLAIN = CompletionFormatter(
 
 
 class TimedUsage(Struct):
-    """Tokens and the milliseconds that they took."""
+    """Tokens of a model, and its time in milliseconds."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -50,7 +50,7 @@ class TimedUsage(Struct):
 
 
 class ModelChoice(Struct):
-    """What one model made of the prompt."""
+    """Completion of the prompt by one model."""
 
     text: str
     created: int
@@ -60,7 +60,7 @@ class ModelChoice(Struct):
 
 
 class MultiAnswer(Struct):
-    """The answer. `usage` has the sums of the tokens and the longest time."""
+    """Answer of /v1/completion. `usage` has the sums of the tokens, and the longest time."""
 
     id: str
     object: str
@@ -73,12 +73,12 @@ class MultiAnswer(Struct):
 class _Part:
     """One model's share of a request."""
 
-    served: ServedModel
+    model: ServedModel
     request: completion_pb2.CompleteRequest
 
 
 class MultiCompletion:
-    """The endpoint, as an ASGI application: it watches for clients that leave."""
+    """The endpoint as an ASGI application, which can watch for a client that leaves."""
 
     def __init__(self, models: ModelSource, gate: Gate, bodies: BodyReader) -> None:
         self._models = models
@@ -87,17 +87,17 @@ class MultiCompletion:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        make = partial(parse, _DECODER)
-        body, exchange.ignored = await self._bodies.read(scope, receive, make)
+        read = self._bodies.read(scope, receive, partial(parse, _DECODER))
+        body, exchange.ignored = await read
         names = _names(body)
         parts = [await self._part(exchange, name, body) for name in names]
         await self._models.require(names)
-        listeners: list[_Collector] = [OutputCollector() for _ in parts]
+        collectors: list[_Collector] = [OutputCollector() for _ in parts]
         with (
-            self._gate.entered(*listeners),
+            self._gate.entered(*collectors),
             reserved_tokens(exchange, *[part.request for part in parts]),
         ):
-            choices = await _complete_all(parts, listeners, exchange, receive)
+            choices = await _complete_all(parts, collectors, exchange, receive)
             usage = _total(choices)
             exchange.prompt_tokens = usage.prompt_tokens
             exchange.completion_tokens = usage.completion_tokens
@@ -109,16 +109,16 @@ class MultiCompletion:
 
 
 def _names(body: MultiCompletionBody) -> list[str]:
-    """The models that are asked, as the client calls them."""
+    """Return the requested model names."""
     if body.stream:
-        raise invalid("stream", "/v1/completion does not stream; /v1/completions does.")
+        raise invalid("stream", "/v1/completion can't stream; use /v1/completions.")
     names = [body.model] if isinstance(body.model, str) else body.model
     if names is None:
         raise invalid("model", "model is required: a name or a list of names.")
     if not names:
-        raise invalid("model", "model is an empty list; it needs at least one name.")
-    if len(names) > _MAX_MODELS:
-        raise invalid("model", f"model has {len(names)} names; {_MAX_MODELS} are the most.")
+        raise invalid("model", "model must have at least one name.")
+    if len(names) > MAX_SEQUENCES:
+        raise invalid("model", f"model has {len(names)} names; the limit is {MAX_SEQUENCES}.")
     return names
 
 
@@ -140,15 +140,15 @@ def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.CompleteRe
 
 
 async def _complete_all(
-    parts: list[_Part], listeners: list[_Collector], exchange: Exchange, receive: Receive
+    parts: list[_Part], collectors: list[_Collector], exchange: Exchange, receive: Receive
 ) -> list[ModelChoice]:
-    """All of them at once; the first failure ends the others and is raised."""
-    watch = asyncio.ensure_future(watch_for_disconnect(receive, *listeners))
+    """Run all parts at once; the first failure cancels the others and is raised."""
+    watch = asyncio.ensure_future(watch_for_disconnect(receive, *collectors))
     with ExitStack() as cleanup:
         cleanup.callback(watch.cancel)
         tasks = [
             asyncio.ensure_future(_complete(part, collector, exchange))
-            for part, collector in zip(parts, listeners, strict=True)
+            for part, collector in zip(parts, collectors, strict=True)
         ]
         for task in tasks:
             cleanup.callback(task.cancel)
@@ -157,14 +157,14 @@ async def _complete_all(
 
 async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> ModelChoice:
     began = time.monotonic()
-    with part.served.connection.used() as backend:
+    with part.model.connection.used() as backend:
         submission = backend.submit(
             part.request, collector, tenant=exchange.tenant, priority=exchange.priority
         )
         try:
             usage = await collector.completed()
         except ServiceError as error:
-            raise _named(error) from None
+            raise _renamed(error) from None
         finally:
             if collector.is_open():
                 submission.cancel()
@@ -173,14 +173,14 @@ async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> M
     return ModelChoice(
         text=choice.text,
         created=int(time.time()),
-        model=part.served.id or collector.accepted.model,
+        model=part.model.id or collector.accepted.model,
         finish_reason=choice.finish_reason or "stop",
         usage=_timed(usage.prompt_tokens, usage.completion_tokens, time.monotonic() - began),
     )
 
 
-def _named(error: ServiceError) -> ServiceError:
-    """With the client's name of the field to blame."""
+def _renamed(error: ServiceError) -> ServiceError:
+    """Rename the field of a service's error to the client's name."""
     parts = error.field.partition("[")[0].split(".")
     error.field = {"prompts": "prompt"}.get(parts[0], parts[-1])
     return error

@@ -1,4 +1,4 @@
-"""What operators ask: /health, /ready, /metrics, /version."""
+"""Endpoints for operators: /health, /ready, /metrics, /version."""
 
 from importlib.metadata import version
 
@@ -18,30 +18,30 @@ __all__ = ["Probes", "State", "Version"]
 
 
 class State(Struct):
-    """The answer of a probe that holds."""
+    """Answer of a successful probe."""
 
     status: str
 
 
 class Version(Struct):
-    """The answer of /version."""
+    """Answer of /version."""
 
     version: str
 
 
 class Probes:
-    """GET /health, GET /ready, GET /metrics, GET /version."""
+    """The endpoints for operators."""
 
     def __init__(self, models: ModelSource, gate: Gate) -> None:
         self._models = models
         self._gate = gate
 
     async def health(self, request: Request) -> Response:
-        """The process lives."""
+        """Report that the process is alive."""
         return json_response(State("ok"))
 
     async def ready(self, request: Request) -> Response:
-        """A completion would be served now."""
+        """Report whether the server accepts completions. Raises UNAVAILABLE."""
         if self._gate.closed or not await self._models.is_ready():
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE,
@@ -52,10 +52,10 @@ class Probes:
         return json_response(State("ready"))
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus' text."""
+        """Return the metrics in Prometheus' text format."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(REGISTRY), headers={"content-type": content_type})
 
     async def version(self, request: Request) -> Response:
-        """Which version of the software serves."""
+        """Return the version of the server."""
         return json_response(Version(version("tokenwire")))

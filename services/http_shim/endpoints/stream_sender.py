@@ -1,4 +1,4 @@
-"""Sends a streamed completion as fast as its client reads."""
+"""Sending of a streamed response at the pace of its client."""
 
 import asyncio
 import logging
@@ -16,7 +16,8 @@ from services.http_shim.http.exchange import exchange_of
 __all__ = ["CREDIT", "send_stream"]
 
 _LOG = logging.getLogger("stream")
-CREDIT = 1024  # tokens per choice that may be on their way to a client that does not read
+CREDIT = 1024
+"""Tokens per choice that may be on their way to a client that does not read"""
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -35,46 +36,22 @@ async def send_stream(
     stall_seconds: float,
     ping_seconds: float = 10.0,
 ) -> None:
-    """Send everything until the completion ends; ClientGoneError if the client stops reading.
+    """Send a whole stream, with the number of used tokens in a trailer if the connection has them.
 
-    While a send waits for the socket, deltas gather in `collector`; credit is granted for what left.
-    Where the connection takes trailers, one says how many tokens were used.
+    While a send waits for the socket, deltas gather in `collector`. Raises ClientGoneError if the
+    client reads nothing for `stall_seconds`. A silent stream gets a comment every `ping_seconds`.
     """
-    granted = CREDIT
     has_trailers = "http.response.trailers" in scope.get("extensions", ())
     await send(_start(has_trailers=has_trailers))
     try:
-        async with asyncio.timeout(None) as patience:
-            pulse = _Pulse(collector, patience, ping_seconds, stall_seconds)
+        async with asyncio.timeout(None) as timeout:
+            timer = _StreamTimer(collector, timeout, ping_seconds, stall_seconds)
             try:
-                while True:
-                    await collector.changed.wait()
-                    collector.changed.clear()
-                    ended = collector.ended.is_set()
-                    body = events.take()
-                    if collector.pending:
-                        ended = False
-                        collector.changed.set()
-                        await asyncio.sleep(0)  # a send alone lets nobody else on
-                    if ended:
-                        body += events.tail()
-                    elif not body:
-                        if not pulse.ping_is_due:
-                            continue
-                        body = b": ping\n\n"
-                    pulse.writing()
-                    await send({"type": "http.response.body", "body": body, "more_body": not ended})
-                    pulse.written()
-                    if ended:
-                        break
-                    if granted - events.most_tokens <= CREDIT // 2:
-                        more = events.most_tokens + CREDIT - granted
-                        submission.grant(more)
-                        granted += more
+                await _send_events(send, collector, submission, events, timer)
             finally:
-                pulse.stop()
+                timer.stop()
     except TimeoutError:
-        _LOG.warning("the client read nothing for %g s and was cut", stall_seconds)
+        _LOG.warning("disconnected a client that read nothing for %g s", stall_seconds)
         raise ClientGoneError from None
     if has_trailers:
         used = (_TRAILER, str(exchange_of(scope).tokens_used).encode())
@@ -91,47 +68,87 @@ def _start(*, has_trailers: bool) -> Message:
     }
 
 
-class _Pulse:
-    """One timer a stream: asks for a ping in silence, and loses patience with a stuck socket."""
+async def _send_events(
+    send: Send,
+    collector: OutputCollector[Delta],
+    submission: Submission,
+    events: EventStream[Delta],
+    timer: "_StreamTimer",
+) -> None:
+    """Send the body of a stream, and grant credit for the tokens that were sent."""
+    granted = CREDIT
+    while True:
+        body, is_last = await _next_body(collector, events, timer)
+        timer.start_send()
+        await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        timer.end_send()
+        if is_last:
+            return
+        if granted - events.max_choice_tokens <= CREDIT // 2:
+            more = events.max_choice_tokens + CREDIT - granted
+            submission.grant(more)
+            granted += more
+
+
+async def _next_body(
+    collector: OutputCollector[Delta], events: EventStream[Delta], timer: "_StreamTimer"
+) -> tuple[bytes, bool]:
+    """Wait for the next bytes of a stream; return them, and whether they are the last."""
+    while True:
+        await collector.changed.wait()
+        collector.changed.clear()
+        has_ended = collector.ended.is_set()
+        body = events.take()
+        if collector.pending:
+            collector.changed.set()
+            await asyncio.sleep(0)  # `send` need not yield; give other streams a turn
+        elif has_ended:
+            return body + events.tail(), True
+        if body:
+            return body, False
+        if timer.ping_is_due:
+            return b": ping\n\n", False
+
+
+class _StreamTimer:
+    """The one timer of a stream: requests pings in silence, and expires a send that stalls."""
 
     def __init__(
         self,
         collector: OutputCollector[Any],
-        patience: asyncio.Timeout,
+        timeout: asyncio.Timeout,
         ping_seconds: float,
         stall_seconds: float,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._running = collector
-        self._patience = patience
+        self._collector = collector
+        self._timeout = timeout
         self._ping_seconds = ping_seconds
         self._stall_seconds = stall_seconds
-        self._is_writing = False
+        self._is_sending = False
         self._since = self._loop.time()
-        self._timer = self._loop.call_later(self._ping_seconds, self._beat)
+        self._timer = self._loop.call_later(self._ping_seconds, self._check)
         self.ping_is_due = False
 
-    def writing(self) -> None:
-        """A send begins."""
-        self._is_writing = True
+    def start_send(self) -> None:
+        self._is_sending = True
         self._since = self._loop.time()
 
-    def written(self) -> None:
-        """The send is over."""
-        self._is_writing = self.ping_is_due = False
+    def end_send(self) -> None:
+        self._is_sending = self.ping_is_due = False
         self._since = self._loop.time()
 
     def stop(self) -> None:
         self._timer.cancel()
 
-    def _beat(self) -> None:
+    def _check(self) -> None:
         quiet = self._loop.time() - self._since
-        limit = self._stall_seconds if self._is_writing else self._ping_seconds
+        limit = self._stall_seconds if self._is_sending else self._ping_seconds
         if quiet < limit:
-            self._timer = self._loop.call_later(min(limit - quiet, self._ping_seconds), self._beat)
-        elif self._is_writing:
-            self._patience.reschedule(self._loop.time())
+            self._timer = self._loop.call_later(min(limit - quiet, self._ping_seconds), self._check)
+        elif self._is_sending:
+            self._timeout.reschedule(self._loop.time())
         else:
             self.ping_is_due = True
-            self._running.changed.set()
-            self._timer = self._loop.call_later(self._ping_seconds, self._beat)
+            self._collector.changed.set()
+            self._timer = self._loop.call_later(self._ping_seconds, self._check)

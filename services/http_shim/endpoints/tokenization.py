@@ -1,4 +1,4 @@
-"""Text to ids and back, and what the tokenizer is."""
+"""Endpoints of the tokenizer: /tokenize, /detokenize, /apply-template, /tokenizer_info."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from services.http_shim.backends.backend import Backend
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.formats.chat_requests import rendered_param_of, to_render_request
 from services.http_shim.formats.request_bodies import (
+    Body,
     DetokenizeBody,
     TemplateBody,
     TokenizeBody,
@@ -31,7 +32,7 @@ __all__ = ["AppliedTemplate", "Detokenized", "Tokenization", "Tokenized", "Token
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _TEMPLATE = msgspec.json.Decoder(TemplateBody)
-_OF_MESSAGES = (
+_MESSAGE_FIELDS = (
     "tools",
     "chat_template",
     "chat_template_kwargs",
@@ -41,7 +42,7 @@ _OF_MESSAGES = (
 
 
 class Tokenized(Struct):
-    """The answer of /tokenize."""
+    """Answer of /tokenize."""
 
     count: int
     max_model_len: int
@@ -50,19 +51,19 @@ class Tokenized(Struct):
 
 
 class Detokenized(Struct):
-    """The answer of /detokenize."""
+    """Answer of /detokenize."""
 
     prompt: str
 
 
 class AppliedTemplate(Struct):
-    """The answer of /apply-template."""
+    """Answer of /apply-template."""
 
     prompt: str
 
 
 class TokenizerInfo(Struct):
-    """The answer of /tokenizer_info."""
+    """Answer of /tokenizer_info."""
 
     model: str
     tokenizer_class: str
@@ -85,17 +86,15 @@ class TokenizerInfo(Struct):
 
 
 class Tokenization:
-    """POST /tokenize, POST /detokenize, POST /apply-template, GET /tokenizer_info."""
+    """The tokenizer endpoints."""
 
     def __init__(self, models: ModelSource, bodies: BodyReader) -> None:
         self._models = models
         self._bodies = bodies
 
     async def tokenize(self, request: Request) -> Response:
-        """Text to ids, as prompts of completions are read, or messages to those of their prompt."""
-        make = partial(parse, _TOKENIZE)
-        body, ignored = await self._bodies.read(request.scope, request.receive, make)
-        exchange_of(request.scope).ignored = ignored
+        """Encode a text as a completion's prompt, or the prompt of messages."""
+        body = await self._read(request, _TOKENIZE)
         served = await authorized_model(exchange_of(request.scope), self._models, body.model)
         with served.connection.used() as backend:
             read = _encode if body.messages is None else _render
@@ -112,10 +111,8 @@ class Tokenization:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """Ids to text, control tokens included."""
-        make = partial(parse, _DETOKENIZE)
-        body, ignored = await self._bodies.read(request.scope, request.receive, make)
-        exchange_of(request.scope).ignored = ignored
+        """Decode ids to text, with special tokens."""
+        body = await self._read(request, _DETOKENIZE)
         if body.tokens is None:
             raise invalid("tokens", "tokens is required: a list of token ids.")
         served = await authorized_model(exchange_of(request.scope), self._models, body.model)
@@ -124,15 +121,13 @@ class Tokenization:
             sequences=[types_pb2.TokenIds(ids=body.tokens)],
             skip_special_tokens=False,
         )
-        with _blaming("tokens"), served.connection.used() as backend:
+        with _errors_on("tokens"), served.connection.used() as backend:
             answer = await backend.decode(asked)
         return json_response(Detokenized(answer.decodings[0].text))
 
     async def apply_template(self, request: Request) -> Response:
-        """Messages to the text of their prompt."""
-        make = partial(parse, _TEMPLATE)
-        body, ignored = await self._bodies.read(request.scope, request.receive, make)
-        exchange_of(request.scope).ignored = ignored
+        """Render messages to the text of their prompt."""
+        body = await self._read(request, _TEMPLATE)
         asked = to_render_request(body)
         served = await authorized_model(exchange_of(request.scope), self._models, body.model)
         with served.connection.used() as backend:
@@ -140,34 +135,40 @@ class Tokenization:
         return json_response(AppliedTemplate(answer.text))
 
     async def info(self, request: Request) -> Response:
-        """What remote users of the tokenizer need to know."""
+        """Describe the tokenizer."""
         name = request.query_params.get("model")
         served = await authorized_model(exchange_of(request.scope), self._models, name)
         with served.connection.used() as backend:
             tokenizer = await backend.tokenizer(served.backend_name)
         return json_response(_info(served, tokenizer))
 
+    async def _read(self, request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
+        """Return the body, and note its ignored fields for the header."""
+        read = self._bodies.read(request.scope, request.receive, partial(parse, decoder))
+        body, exchange_of(request.scope).ignored = await read
+        return body
+
 
 async def _encode(backend: Backend, model: str, body: TokenizeBody) -> tuple[list[int], list[str]]:
     if body.prompt is None:
-        raise invalid("prompt", "prompt or messages is required: a string, or a conversation.")
-    for name in _OF_MESSAGES:
+        raise invalid("prompt", "prompt or messages is required: a string, or a list of messages.")
+    for name in _MESSAGE_FIELDS:
         if getattr(body, name) is not None:
-            raise invalid(name, f"{name} is only for requests with messages.")
+            raise invalid(name, f"{name} needs messages.")
     asked = tokenizer_pb2.EncodeRequest(
         model=model,
         texts=[body.prompt],
         add_special_tokens=body.add_special_tokens,
         with_texts=bool(body.return_token_strs),
     )
-    with _blaming("prompt"):
+    with _errors_on("prompt"):
         [encoding] = (await backend.encode(asked)).encodings
     return list(encoding.ids), list(encoding.tokens)
 
 
 async def _render(backend: Backend, model: str, body: TokenizeBody) -> tuple[list[int], list[str]]:
     if body.prompt is not None:
-        raise invalid("prompt", "prompt and messages exclude each other.")
+        raise invalid("prompt", "prompt and messages exclude each other; give one of them.")
     asked = to_render_request(body, with_texts=bool(body.return_token_strs))
     answer = await _rendered(backend, model, asked)
     return list(answer.ids), list(answer.tokens)
@@ -185,8 +186,8 @@ async def _rendered(
 
 
 @contextmanager
-def _blaming(param: str) -> Iterator[None]:
-    """Whatever field of the proto is to blame, the client knows it by this name."""
+def _errors_on(param: str) -> Iterator[None]:
+    """Rename the field of a service's error to `param`."""
     try:
         yield
     except ServiceError as error:
@@ -196,7 +197,7 @@ def _blaming(param: str) -> Iterator[None]:
 
 
 def _context_length(served: ServedModel, tokenizer: tokenizer_pb2.GetTokenizerResponse) -> int:
-    """Tokenization of prompt and output together."""
+    """Return the limit on the tokens of prompt and output together."""
     length = tokenizer.context_length
     return length if served.context is None else min(length, served.context)
 

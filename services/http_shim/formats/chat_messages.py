@@ -1,7 +1,6 @@
-"""The messages of a chat: as clients write them, and as protos.
+"""Messages of a chat: JSON types, and their conversion to protos.
 
-Types are checked here; which role may have which field is the tokenizer service's, since gRPC
-clients meet that there too.
+The tokenizer service checks the fields that a role may have, for gRPC clients too.
 """
 
 import re
@@ -22,8 +21,8 @@ _ROLES = {
     "assistant": completion_pb2.ROLE_ASSISTANT,
     "tool": completion_pb2.ROLE_TOOL,
 }
-_MANY = Meta(max_length=4_096)  # more than the tokenizer service takes of either
-_NAMES = (
+_BOUNDED = Meta(max_length=4_096)  # the tokenizer service has lower limits
+_CLIENT_NAMES = (
     (re.compile(r"(\.tool_calls\[\d+\])\.name$"), r"\1.function.name"),
     (re.compile(r"(\.tool_calls\[\d+\])\.arguments_json$"), r"\1.function.arguments"),
     (re.compile(r"\.reasoning$"), ".reasoning_content"),
@@ -32,33 +31,33 @@ _NAMES = (
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
-    """A part of a content: text."""
+    """A content part with text."""
 
     text: str
 
 
 class ImageUrl(Struct):
-    """Where an image is; `detail` changes nothing."""
+    """The URL of an image; `detail` has no effect."""
 
     url: str
     detail: str | None = None
 
 
 class ImagePart(Struct, tag_field="type", tag="image_url"):
-    """A part of a content: an image."""
+    """A content part with an image."""
 
     image_url: ImageUrl
 
 
 class CalledFunction(Struct):
-    """What was called, with its arguments as JSON text."""
+    """The called function; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class MessageCall(Struct, tag_field="type", tag="function"):
-    """A call that the assistant made."""
+    """A tool call of the assistant."""
 
     id: str
     function: CalledFunction
@@ -68,9 +67,9 @@ class Message(Struct):
     """One of `messages`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart | ImagePart], _MANY] | None = None
+    content: str | Annotated[list[TextPart | ImagePart], _BOUNDED] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[MessageCall], _MANY] | None = None
+    tool_calls: Annotated[list[MessageCall], _BOUNDED] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     function_call: Any = None
@@ -80,25 +79,22 @@ Messages: TypeAlias = Sequence[Message]
 
 
 def messages_of(messages: Messages | None) -> list[completion_pb2.Message]:
-    """The conversation. Raises INVALID_ARGUMENT for what the proto can't say."""
+    """Convert the messages. Raises INVALID_ARGUMENT for what the proto can't express."""
     if messages is None:
         raise invalid("messages", "messages is required: a list of messages.")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def message_param(path: str) -> str:
-    """The client's name for a field of a Message: "messages[0].parts[1]" is
-    "messages[0].content[1]"."""
-    for pattern, name in _NAMES:
+    """Return the client's name of a field: "messages[0].parts" becomes "messages[0].content"."""
+    for pattern, name in _CLIENT_NAMES:
         path = pattern.sub(name, path)
     return path
 
 
 def _message(message: Message, param: str) -> completion_pb2.Message:
     if message.function_call is not None:
-        raise invalid(
-            f"{param}.function_call", "function_call is not supported any more; use tool_calls."
-        )
+        raise invalid(f"{param}.function_call", "function_call is not supported; use tool_calls.")
     return completion_pb2.Message(
         role=_ROLES[message.role],
         parts=_parts(message.content),

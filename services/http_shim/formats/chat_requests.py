@@ -1,4 +1,4 @@
-"""From the JSON of a chat to its proto, and back for what is to blame. Pure."""
+"""Conversion of a chat's JSON to its proto, and of proto field paths to the client's names."""
 
 from services.http_shim.formats.chat_messages import message_param, messages_of
 from services.http_shim.formats.completion_requests import (
@@ -23,7 +23,7 @@ _PARAMS = {
 
 
 def chat_param_of(path: str, body: ChatBody) -> str:
-    """The client's name for a field of ChatRequest: "tools[0].name" is "tools[0].function.name"."""
+    """Return the client's name of a field of ChatRequest."""
     if path == "logprobs" and body.top_logprobs is not None:
         return "top_logprobs"
     if path.startswith("messages[") or path in _PARAMS:
@@ -32,21 +32,20 @@ def chat_param_of(path: str, body: ChatBody) -> str:
 
 
 def rendered_param_of(path: str) -> str:
-    """The client's name for what makes the prompt; other paths stay."""
+    """Return the client's name of a field that makes the prompt; other paths stay."""
     if path.startswith("messages["):
         return message_param(path)
     return tool_param(path) if path.startswith("tools[") else _PARAMS.get(path, path)
 
 
 def to_chat_request(body: ChatBody) -> completion_pb2.ChatRequest:
-    """The request. Raises INVALID_ARGUMENT, with the client's name of the field, for what the proto
-    can't say."""
+    """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
     for name in ("functions", "function_call"):
         if getattr(body, name) is not None:
             remedy = "tools" if name == "functions" else "tool_choice"
-            raise invalid(name, f"{name} is not supported any more; use {remedy}.")
+            raise invalid(name, f"{name} is not supported; use {remedy}.")
     if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs", "top_logprobs is only for requests with logprobs: true.")
+        raise invalid("top_logprobs", "top_logprobs needs logprobs: true.")
     _check_generation_prompt(body)
     return completion_pb2.ChatRequest(
         **shared_fields(body),
@@ -65,7 +64,7 @@ def to_chat_request(body: ChatBody) -> completion_pb2.ChatRequest:
 def to_render_request(
     body: TemplateBody, *, with_texts: bool = False
 ) -> tokenizer_pb2.RenderChatRequest:
-    """The conversation that is to be rendered, and tokenized. Raises as `to_chat_request`."""
+    """Convert a body to the request that renders its messages. Raises INVALID_ARGUMENT."""
     _check_generation_prompt(body)
     return tokenizer_pb2.RenderChatRequest(
         messages=messages_of(body.messages),
@@ -82,8 +81,7 @@ def _check_generation_prompt(body: ChatBody | TemplateBody) -> None:
     if body.add_generation_prompt and body.continue_final_message:
         raise invalid(
             "add_generation_prompt",
-            "add_generation_prompt starts a message, continue_final_message continues one; "
-            "only one of them can be true.",
+            "add_generation_prompt and continue_final_message exclude each other; set one of them.",
         )
 
 

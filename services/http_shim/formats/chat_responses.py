@@ -1,4 +1,4 @@
-"""From the events of a chat to its JSON. Pure."""
+"""JSON of chat answers, made of the events of a chat."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ __all__ = ["ChatChoice", "ChatChunkChoice", "ChatFormatter", "ChatPromptLogprobs
 
 
 class TokenLogprob(Struct):
-    """A token: its bytes, also where they are no whole character; `token` has those escaped."""
+    """A token and its bytes; `token` escapes bytes that are not a whole character."""
 
     token: str
     logprob: float
@@ -30,27 +30,27 @@ class TokenLogprob(Struct):
 
 
 class ContentLogprob(TokenLogprob):
-    """A token of the content, and the likeliest in its place."""
+    """A token of the content, and the likeliest candidates in its place."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(Struct):
-    """One entry per token of the content."""
+    """Log probabilities, one entry for each token of the content."""
 
     content: list[ContentLogprob]
     refusal: None = None
 
 
 class AnswerFunction(Struct):
-    """What is to be called; arguments are JSON text."""
+    """The called function; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class AnswerCall(Struct):
-    """A call."""
+    """A tool call."""
 
     id: str
     type: str
@@ -58,8 +58,7 @@ class AnswerCall(Struct):
 
 
 class AnswerMessage(Struct):
-    """The assistant's message. content: null where there is none. `reasoning` and
-    `reasoning_content` are two names of one text: clients look for either."""
+    """The assistant's message. `reasoning` and `reasoning_content` are the same text."""
 
     role: str
     content: str | None
@@ -70,7 +69,7 @@ class AnswerMessage(Struct):
 
 
 class ChatChoice(Struct):
-    """A choice."""
+    """A choice of a whole answer."""
 
     index: int
     message: AnswerMessage
@@ -83,14 +82,14 @@ class ChatChoice(Struct):
 
 
 class FunctionDelta(Struct):
-    """With a name: the beginning of a call. Without: more of its arguments."""
+    """The start of a call, with its name, or a further part of its arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
 class CallDelta(Struct):
-    """A part of a call."""
+    """A part of a tool call."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -99,7 +98,7 @@ class CallDelta(Struct):
 
 
 class MessageDelta(Struct):
-    """A part of a message; the first has its role."""
+    """A part of a message; the first part has the role."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -109,7 +108,7 @@ class MessageDelta(Struct):
 
 
 class ChatChunkChoice(Struct):
-    """A part of a choice."""
+    """A part of a choice in a chunk."""
 
     index: int
     delta: MessageDelta
@@ -122,14 +121,14 @@ class ChatChunkChoice(Struct):
 
 
 class ChatPromptLogprobs(Struct):
-    """The scores of the prompt, beside the choices."""
+    """Scores of the prompt, beside the choices."""
 
     prompt_logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
-    """What the client wants to see of each choice of a chat."""
+    """Formatter of a chat's choices."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
@@ -138,7 +137,7 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
 
     @classmethod
     def of(cls, body: ChatBody) -> Self:
-        """As the request asks."""
+        """Return the formatter that a request asks for."""
         return cls(
             choices_per_prompt=1 if body.n is None else body.n,
             logprobs=bool(body.logprobs),
@@ -192,8 +191,8 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
         chunks = [ChatChunkChoice(index, delta) for delta in _message_deltas(deltas)]
         self._add_tokens(index, chunks, deltas)
         if prompt is not None and (chunks or finished is not None):
-            speaks = bool(chunks) and chunks[0].delta.content is not UNSET
-            first = ChatChunkChoice(index, MessageDelta("assistant", "" if speaks else None))
+            has_content = bool(chunks) and chunks[0].delta.content is not UNSET
+            first = ChatChunkChoice(index, MessageDelta("assistant", "" if has_content else None))
             if self.token_ids:
                 first.prompt_token_ids = list(prompt.ids)
             chunks.insert(0, first)
@@ -211,7 +210,7 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
         chunks: list[ChatChunkChoice],
         deltas: Sequence[completion_pb2.ChatDelta],
     ) -> None:
-        """Puts ids and scores on the first chunk, and makes one where there is none."""
+        """Add ids and scores to the first chunk, which is created if necessary."""
         logprobs = _logprobs(deltas, self.tokens_as_ids) if self.logprobs else None
         has_scores = logprobs is not None and bool(logprobs.content)
         token_ids = _token_ids(deltas) if self.token_ids else []
@@ -226,7 +225,7 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
 
 
 def _message_deltas(deltas: Sequence[completion_pb2.ChatDelta]) -> Iterator[MessageDelta]:
-    """Deltas of one choice as one, but for calls: their beginnings and arguments come apart."""
+    """Merge the deltas of a choice; the start and the arguments of a call stay apart."""
     if reasoning := "".join([delta.reasoning for delta in deltas]):
         yield MessageDelta(reasoning=reasoning, reasoning_content=reasoning)
     if content := "".join([delta.content for delta in deltas]):

@@ -1,13 +1,14 @@
-"""From the JSON of a completion to its proto, and what that of a chat has in common. Pure.
+"""Conversion of a completion's JSON to its proto, and of the fields that chats share.
 
-What only JSON can get wrong is refused here; values are checked by the tokenizer service, whose
-field paths `param_of` turns back into the client's names.
+The shim refuses errors that only JSON can have. The tokenizer service checks all values; `param_of`
+converts its field paths to the client's names.
 """
 
 import re
 from collections.abc import Iterable
 from typing import Any
 
+from services.common.contract import MAX_SEQUENCES
 from services.http_shim.formats.constraints import (
     constraint_of,
     constraint_param,
@@ -55,12 +56,11 @@ _PARAMS = {
     "sampling.mirostat.learning_rate": "mirostat_lr",
 }
 _BIAS_FIELD = re.compile(r"sampling\.logit_bias\[(?P<token>\d+)\]")
-_MOST_PROMPTS = 128
 _TOOL_FIELD = re.compile(r"(?P<tool>tools\[\d+\])\.(?P<field>\w+)")
 
 
 def param_of(path: str, body: GenerationBody) -> str:
-    """The client's name for a field of a request: "prompts[0].text" is "prompt"."""
+    """Return the client's name of a field of a request: "prompts[0].text" becomes "prompt"."""
     if path.startswith("tools["):
         return tool_param(path)
     if bias := _BIAS_FIELD.fullmatch(path):
@@ -85,7 +85,7 @@ def param_of(path: str, body: GenerationBody) -> str:
 
 
 def tool_param(path: str) -> str:
-    """The client's name for a field of a tool: "tools[0].name" is "tools[0].function.name"."""
+    """Return the client's name of a field of a tool: "tools[0].function.name"."""
     place = _TOOL_FIELD.match(path)
     if place is None:
         return path
@@ -93,24 +93,23 @@ def tool_param(path: str) -> str:
 
 
 def schema_param(path: str, body: GenerationBody) -> str:
-    """The client's name for a place in a schema: "tools[0].parameters_json.items.format" is
-    "tools[0].function.parameters.items.format"."""
+    """Return the client's name of a path into a schema.
+
+    "tools[0].parameters_json.items" becomes "tools[0].function.parameters.items".
+    """
     if tool := _TOOL_FIELD.match(path):
         return tool_param(tool.group()) + path[tool.end() :]
-    _, _, place = path.split(".", 2)  # behind "grammar" and its kind
+    _, _, place = path.split(".", 2)  # after "grammar" and its kind
     return f"{schema_location(body)}.{place}"
 
 
 def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
-    """The request, with DELIVERY_WHOLE unless it streams.
-
-    Raises INVALID_ARGUMENT, with the client's name of the field, for what the proto can't say.
-    """
+    """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
     n = 1 if body.n is None else body.n
     if body.stream and body.best_of is not None and body.best_of > n:
         raise invalid(
             "best_of",
-            f"best_of above n ({n}) can't be streamed: lower best_of or leave out stream.",
+            f"best_of above n ({n}) can't be streamed; lower best_of or omit stream.",
         )
     return completion_pb2.CompleteRequest(
         **shared_fields(body),
@@ -125,8 +124,7 @@ def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
 
 
 def shared_fields(body: GenerationBody) -> dict[str, Any]:
-    """The fields that CompleteRequest and ChatRequest have in common, DELIVERY_WHOLE unless it
-    streams. Raises INVALID_ARGUMENT as `to_complete_request`."""
+    """Return the fields that CompleteRequest and ChatRequest share. Raises INVALID_ARGUMENT."""
     _refuse_contradictions(body)
     overflow = body.context_length_exceeded_behavior
     return {
@@ -155,17 +153,17 @@ def shared_fields(body: GenerationBody) -> dict[str, Any]:
 
 def _refuse_contradictions(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "stream_options is only for requests with stream: true.")
+        raise invalid("stream_options", "stream_options needs stream: true.")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid(
-            "prompt_logprobs", "prompt_logprobs can't be streamed: leave out one of the two."
+            "prompt_logprobs", "prompt_logprobs can't be streamed; omit prompt_logprobs or stream."
         )
     if None not in (body.max_tokens, body.max_completion_tokens) and (
         body.max_tokens != body.max_completion_tokens
     ):
         raise invalid(
             "max_completion_tokens",
-            "max_tokens and max_completion_tokens are two names of one number; they differ here.",
+            "max_tokens and max_completion_tokens must be equal if both are given.",
         )
 
 
@@ -174,15 +172,15 @@ def _prompts(
 ) -> list[completion_pb2.Prompt]:
     if prompt is None:
         raise invalid(
-            "prompt", "prompt is required: a string, strings, token ids, or lists of ids."
+            "prompt", "prompt is required: a string, strings, token ids, or lists of token ids."
         )
     if isinstance(prompt, str):
         return [completion_pb2.Prompt(text=prompt)]
     if not prompt:
-        raise invalid("prompt", "prompt is an empty list; it needs at least one element.")
-    if len(prompt) > _MOST_PROMPTS and not isinstance(prompt[0], int):
+        raise invalid("prompt", "prompt must have at least one element.")
+    if len(prompt) > MAX_SEQUENCES and not isinstance(prompt[0], int):
         raise invalid(
-            "prompt", f"prompt has {len(prompt):,} elements; {_MOST_PROMPTS} are the most."
+            "prompt", f"prompt has {len(prompt):,} elements; the limit is {MAX_SEQUENCES}."
         )
     texts = [element for element in prompt if isinstance(element, str)]
     ids = [element for element in prompt if isinstance(element, int)]
@@ -192,7 +190,9 @@ def _prompts(
     if len(ids) == len(prompt):
         lists = [ids]
     elif len(lists) != len(prompt):
-        raise invalid("prompt", "prompt mixes strings, token ids and lists; use one kind.")
+        raise invalid(
+            "prompt", "prompt must be all strings, all token ids, or all lists of token ids."
+        )
     return [completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)) for ids in lists]
 
 
@@ -210,7 +210,7 @@ def _sampling(body: GenerationBody) -> types_pb2.SamplingParams:
     )
     if body.allowed_token_ids is not None:
         sampling.allowed_token_ids.CopyFrom(types_pb2.TokenIds(ids=body.allowed_token_ids))
-    if body.dry_multiplier:  # 0 is off, whatever the others say
+    if body.dry_multiplier:  # 0 turns DRY off, whatever the other fields are
         sampling.dry.CopyFrom(
             types_pb2.DryParams(
                 multiplier=body.dry_multiplier,
@@ -237,7 +237,7 @@ def _stopping(body: GenerationBody) -> types_pb2.StoppingParams:
 
 
 def tools_of(tools: Iterable[FunctionTool] | None) -> list[completion_pb2.Tool]:
-    """The functions that may be called."""
+    """Convert the tools."""
     return [_tool(tool.function) for tool in tools or ()]
 
 

@@ -1,4 +1,4 @@
-"""From the events of a completion to its JSON. Pure."""
+"""JSON of completion answers, made of the events of a completion."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,9 @@ from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["Choice", "CompletionFormatter"]
 
-_LEAST = -math.inf
-
 
 class Logprobs(Struct):
-    """Four parallel lists, one entry per token."""
+    """Log probabilities: four parallel lists with one entry for each token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -34,7 +32,7 @@ class Logprobs(Struct):
 
 
 class Choice(Struct):
-    """A choice, or a part of it."""
+    """A choice, or a part of it in a chunk."""
 
     index: int
     text: str
@@ -49,14 +47,14 @@ class Choice(Struct):
 
 @dataclass(frozen=True, slots=True)
 class CompletionFormatter(ChoiceFormatter[completion_pb2.ChoiceDelta]):
-    """What the client wants to see of each choice of a completion."""
+    """Formatter of a completion's choices."""
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
     @classmethod
     def of(cls, body: CompletionBody) -> Self:
-        """As the request asks."""
+        """Return the formatter that a request asks for."""
         return cls(
             choices_per_prompt=1 if body.n is None else body.n,
             logprobs=body.logprobs is not None,
@@ -79,7 +77,7 @@ class CompletionFormatter(ChoiceFormatter[completion_pb2.ChoiceDelta]):
         finished: completion_pb2.ChoiceFinished | None,
         prompt: types_pb2.TokenIds | None,
     ) -> Choice:
-        """A choice, or a part of it."""
+        """Return a whole choice, or a part of it."""
         choice = Choice(
             index=index,
             text=deltas[0].text if len(deltas) == 1 else "".join([delta.text for delta in deltas]),
@@ -137,9 +135,10 @@ def _logprobs(deltas: Iterable[completion_pb2.ChoiceDelta], as_ids: bool) -> Log
 def _tops(
     texts: list[str], scores: list[float], top_texts: list[str], top_scores: list[float], width: int
 ) -> list[dict[str, float] | None]:
-    """Per token, the token itself, then the candidates, best first; of equal texts, the likelier.
+    """Return for each token a mapping of its text and its candidates' texts to scores.
 
-    vLLM's clients take the first for the token, and those that look for the best compare scores.
+    The token itself is first, where vLLM's clients expect it; the candidates follow, best first.
+    Of equal texts, the likelier counts.
     """
     rows: list[dict[str, float] | None] = []
     for i, (text, score) in enumerate(zip(texts, scores, strict=True)):
@@ -149,7 +148,7 @@ def _tops(
         row = {text: finite(score)}
         columns = slice(i * width, (i + 1) * width)
         for candidate, candidate_score in zip(top_texts[columns], top_scores[columns], strict=True):
-            row[candidate] = max(row.get(candidate, _LEAST), finite(candidate_score))
+            row[candidate] = max(row.get(candidate, -math.inf), finite(candidate_score))
         rows.append(row)
     return rows
 

@@ -1,4 +1,4 @@
-"""The fields by which clients of vLLM, SGLang and llama.cpp constrain the output."""
+"""Request fields of vLLM, SGLang and llama.cpp that constrain the output."""
 
 from typing import Annotated, Any, TypeAlias
 
@@ -12,12 +12,12 @@ __all__ = [
     "TaggedStructure",
 ]
 
-JsonObject: TypeAlias = dict[str, Raw]  # kept as the client wrote it
-_Texts: TypeAlias = Annotated[list[str], Meta(max_length=65_536)]  # more than a grammar may hold
+JsonObject: TypeAlias = dict[str, Raw]  # values stay as the client wrote them
+_Texts: TypeAlias = Annotated[list[str], Meta(max_length=65_536)]  # more than a grammar may have
 
 
 class TaggedStructure(Struct):
-    """One of `structures`: what a trigger may start."""
+    """One of `structures`: a constrained part that a trigger may start."""
 
     begin: str
     end: str
@@ -25,7 +25,7 @@ class TaggedStructure(Struct):
 
 
 class StructuralTagFormat(Struct, tag_field="type", tag="structural_tag"):
-    """Free text in which a trigger starts a constrained part; `format` is refused."""
+    """Structural tag: free text in which triggers start constrained parts; `format` is refused."""
 
     structures: list[TaggedStructure] | None = None
     triggers: _Texts | None = None
@@ -33,7 +33,7 @@ class StructuralTagFormat(Struct, tag_field="type", tag="structural_tag"):
 
 
 class StructuredOutputs(Struct):
-    """`structured_outputs`, as vLLM has it: one constraint, and options."""
+    """`structured_outputs` of vLLM: one constraint, and options."""
 
     json: str | JsonObject | None = None
     regex: str | None = None
@@ -46,7 +46,7 @@ class StructuredOutputs(Struct):
 
 
 class ConstraintFields(Struct):
-    """What bodies have besides `response_format` and `grammar`."""
+    """Constraint fields besides `response_format` and `grammar`."""
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | JsonObject | None = None

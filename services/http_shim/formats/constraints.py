@@ -1,4 +1,4 @@
-"""From the fields that constrain the output to its grammar. Pure."""
+"""Conversion of the constraint fields to a grammar."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -29,31 +29,31 @@ from tokenwire.pb.types.v1 import types_pb2
 __all__ = ["constraint_of", "constraint_param", "json_text", "schema_location"]
 
 _Spec: TypeAlias = types_pb2.GrammarSpec
-# Lark has a rule `start`, GBNF one that is `root`
+# a Lark grammar has the rule `start`, a GBNF grammar the rule `root`
 _LARK = re.compile(r"^\s*(?:%llguidance\b|\??start(?:\.\d+)?\s*:(?!:=))", re.MULTILINE)
 _TAG = msgspec.json.Decoder(StructuralTagFormat)
 
 
 def constraint_of(body: GenerationBody) -> _Spec | None:
-    """The grammar that the request asks for; None for free text.
+    """Return the grammar that a request asks for; None for free text.
 
-    Raises INVALID_ARGUMENT, with the client's name of the field, for more than one, and for what
-    the proto can't say.
+    Raises INVALID_ARGUMENT, with the client's name of the field, for several constraints and for
+    a constraint that the proto can't express.
     """
     given = list(_given(body))
     if len(given) > 1:
         (first, _), (second, _), *_ = given
-        raise invalid(second, f"{first} and {second} exclude each other: give one constraint.")
+        raise invalid(second, f"{first} and {second} exclude each other; give one constraint.")
     return None if not given else given[0][1](given[0][0])
 
 
 def constraint_param(body: GenerationBody) -> str:
-    """The field that the client constrains the output by."""
+    """Return the name of the field that constrains the output."""
     return next((name for name, _ in _given(body)), "grammar")
 
 
 def schema_location(body: GenerationBody) -> str:
-    """Where the request holds the schema, or the grammar with schemas in it, that constrains."""
+    """Return the path of the schema, or of the grammar with schemas, in the request."""
     name = constraint_param(body)
     match name, body.response_format:
         case "response_format", JsonSchemaFormat():
@@ -66,12 +66,12 @@ def schema_location(body: GenerationBody) -> str:
 
 
 def json_text(value: str | JsonObject) -> str:
-    """JSON as text, as the client wrote it."""
+    """Return JSON as the text that the client wrote."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _given(body: GenerationBody) -> Iterator[tuple[str, Callable[[str], _Spec]]]:
-    """The constraints of a request: the field's name, and how a grammar is made of it."""
+    """Yield each constraint of a request: the field name, and a function that makes the grammar."""
     if _is_constraint(body.response_format):
         yield "response_format", lambda name: _of_response_format(body.response_format, name)
     if body.grammar is not None and body.grammar != "":
@@ -80,7 +80,7 @@ def _given(body: GenerationBody) -> Iterator[tuple[str, Callable[[str], _Spec]]]
     if outputs.disable_additional_properties:
         raise invalid(
             "structured_outputs.disable_additional_properties",
-            "disable_additional_properties is not supported: say "
+            "disable_additional_properties is not supported; use "
             '"additionalProperties": false in the schema.',
         )
     if outputs.json_object:
@@ -167,11 +167,9 @@ def _of_tag(value: str | StructuralTagFormat, name: str) -> _Spec:
         try:
             value = _TAG.decode(value)
         except msgspec.DecodeError as error:
-            raise invalid(name, f"{name} is the text of no structural tag: {error}.") from None
+            raise invalid(name, f"{name} is not a structural tag: {error}.") from None
     if value.format is not None:
-        raise invalid(
-            name, f"{name}.format is not supported: give structures and triggers in its place."
-        )
+        raise invalid(name, f"{name}.format is not supported; use structures and triggers.")
     structures = [_structure(structure) for structure in value.structures or ()]
     tag = types_pb2.StructuralTag(structures=structures, triggers=value.triggers)
     return _Spec(structural_tag=tag)

@@ -1,7 +1,7 @@
-"""Fields of vLLM, SGLang, llama.cpp and OpenAI that would change the result and are not here.
+"""Unsupported request fields of vLLM, SGLang, llama.cpp and OpenAI.
 
-Accepted and ignored, such a field would give another answer than was asked for. So it is refused,
-unless its value changes nothing. Fields that nobody knows are ignored, and named in a header.
+To ignore such a field would change the answer that the client expects. A field is therefore
+refused unless its value has no effect. Unknown fields are ignored and listed in a header.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,110 +24,111 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ForeignField:
-    """What a field would do, and the values besides null at which it does nothing."""
+    """An unsupported field."""
 
     effect: str
+    """Effect on other servers, as a verb phrase"""
     neutral: Sequence[Any] = ()
-    remedy: str = "leave it out"
+    """Values besides null that have no effect"""
+    remedy: str = "omit it"
 
 
 ForeignFields: TypeAlias = Mapping[str, ForeignField]
 
-_BEAMS = "it searches with beams"
-_REPETITIONS = "it takes other tokens for repetitions"
-_REASONING = "it says where reasoning stands in the answer"
-_WEIGHTS = "it adds weights of an adapter"
+_BEAMS = "enables beam search"
+_REPETITIONS = "changes which tokens count as repeated"
+_REASONING = "moves the reasoning within the answer"
+_WEIGHTS = "loads an adapter"
 _FIELDS: ForeignFields = {
     # vLLM
     "use_beam_search": ForeignField(_BEAMS, (False,)),
-    "length_penalty": ForeignField("it weighs the lengths of beams", (1,)),
-    "early_stopping": ForeignField("it ends a search with beams", (False,)),
-    "logits_processors": ForeignField("it changes logits by code", ([],)),
-    "prompt_embeds": ForeignField("it gives the prompt as vectors", ([],)),
-    "include_reasoning": ForeignField("it leaves the reasoning out", (True,)),
-    "thinking_token_budget": ForeignField("it ends reasoning after so many tokens", (-1,)),
-    "repetition_detection": ForeignField("it ends an answer that repeats itself"),
-    "logprob_token_ids": ForeignField("it asks for the scores of given tokens", ([],)),
-    "kv_transfer_params": ForeignField("it takes keys and values from elsewhere", ({},)),
-    "vllm_xargs": ForeignField("it is for extensions of vLLM", ({},)),
+    "length_penalty": ForeignField("weights the lengths of beams", (1,)),
+    "early_stopping": ForeignField("ends a beam search early", (False,)),
+    "logits_processors": ForeignField("runs code on the logits", ([],)),
+    "prompt_embeds": ForeignField("gives the prompt as embeddings", ([],)),
+    "include_reasoning": ForeignField("leaves the reasoning out", (True,)),
+    "thinking_token_budget": ForeignField("limits the tokens of reasoning", (-1,)),
+    "repetition_detection": ForeignField("ends an answer that repeats itself"),
+    "logprob_token_ids": ForeignField("requests the logprobs of given tokens", ([],)),
+    "kv_transfer_params": ForeignField("transfers KV blocks", ({},)),
+    "vllm_xargs": ForeignField("passes arguments to extensions of vLLM", ({},)),
     # SGLang
-    "stop_regex": ForeignField("it ends a choice by a regular expression", ("", []), "use stop"),
+    "stop_regex": ForeignField("ends a choice by a regular expression", ("", []), "use stop"),
     "no_stop_trim": ForeignField(
-        "it keeps what stopped a choice", (False,), "use include_stop_str_in_output"
+        "keeps the stop string", (False,), "use include_stop_str_in_output"
     ),
-    "custom_logit_processor": ForeignField("it changes logits by code", ("",)),
-    "custom_params": ForeignField("it is for code that changes logits", ({},)),
+    "custom_logit_processor": ForeignField("runs code on the logits", ("",)),
+    "custom_params": ForeignField("passes parameters to code that runs on the logits", ({},)),
     "lora_path": ForeignField(_WEIGHTS, ("", [])),
-    "session_params": ForeignField("it goes on with an earlier request", ({},)),
-    "input_ids": ForeignField("it gives the prompt as ids", (), "give ids in prompt"),
-    "input_embeds": ForeignField("it gives the prompt as vectors"),
-    "return_hidden_states": ForeignField("it asks for hidden states", (False,)),
-    "return_routed_experts": ForeignField("it asks for the experts of each token", (False,)),
-    "token_ids_logprob": ForeignField("it asks for the scores of given tokens", ([],)),
+    "session_params": ForeignField("continues an earlier request", ({},)),
+    "input_ids": ForeignField("gives the prompt as token ids", (), "use prompt"),
+    "input_embeds": ForeignField("gives the prompt as embeddings"),
+    "return_hidden_states": ForeignField("requests hidden states", (False,)),
+    "return_routed_experts": ForeignField("requests the experts of each token", (False,)),
+    "token_ids_logprob": ForeignField("requests the logprobs of given tokens", ([],)),
     "separate_reasoning": ForeignField(_REASONING, (True,)),
     "stream_reasoning": ForeignField(_REASONING, (True,)),
-    # llama.cpp, and what samplers of others call alike
-    "n_predict": ForeignField("it bounds the output", (), "use max_tokens"),
-    "typical_p": ForeignField("it draws typical tokens", (1,)),
-    "typ_p": ForeignField("it draws typical tokens", (1,)),
-    "tfs_z": ForeignField("it cuts the tail of the distribution", (1,)),
-    "top_a": ForeignField("it drops tokens by the square of the largest probability", (0,)),
-    "top_n_sigma": ForeignField("it drops tokens by the spread of the logits", (-1, 0)),
-    "xtc_probability": ForeignField("it drops the likeliest tokens", (0,)),
-    "dynatemp_range": ForeignField("it changes the temperature from token to token", (0,)),
-    "min_keep": ForeignField("it keeps so many tokens, whatever samplers drop", (0,)),
-    "samplers": ForeignField("it orders the samplers", ([],)),
-    "mirostat": ForeignField("it turns Mirostat on", (0,), "use mirostat_target"),
-    "repeat_penalty": ForeignField("it penalizes repetitions", (1,), "use repetition_penalty"),
+    # llama.cpp and other samplers
+    "n_predict": ForeignField("limits the output", (), "use max_tokens"),
+    "typical_p": ForeignField("enables typical sampling", (1,)),
+    "typ_p": ForeignField("enables typical sampling", (1,)),
+    "tfs_z": ForeignField("enables tail-free sampling", (1,)),
+    "top_a": ForeignField("enables top-a sampling", (0,)),
+    "top_n_sigma": ForeignField("enables top-n-sigma sampling", (-1, 0)),
+    "xtc_probability": ForeignField("excludes the likeliest tokens", (0,)),
+    "dynatemp_range": ForeignField("changes the temperature for each token", (0,)),
+    "min_keep": ForeignField("sets the least number of candidates", (0,)),
+    "samplers": ForeignField("sets the order of the samplers", ([],)),
+    "mirostat": ForeignField("enables Mirostat", (0,), "use mirostat_target"),
+    "repeat_penalty": ForeignField("penalizes repetitions", (1,), "use repetition_penalty"),
     "repeat_last_n": ForeignField(_REPETITIONS, (-1,)),
     "penalize_nl": ForeignField(_REPETITIONS, (True,)),
     "dry_penalty_last_n": ForeignField(_REPETITIONS, (-1,)),
-    "n_probs": ForeignField("it asks for scores", (0,), "use logprobs"),
-    "post_sampling_probs": ForeignField("it asks for scores after sampling", (False,)),
-    "n_keep": ForeignField("it says what of a full context is kept", (0,)),
-    "n_indent": ForeignField("it asks for an indentation", (0,)),
-    "t_max_predict_ms": ForeignField("it ends a choice by time", (0, -1)),
+    "n_probs": ForeignField("requests logprobs", (0,), "use logprobs"),
+    "post_sampling_probs": ForeignField("requests probabilities after sampling", (False,)),
+    "n_keep": ForeignField("sets the tokens that a full context keeps", (0,)),
+    "n_indent": ForeignField("sets an indentation", (0,)),
+    "t_max_predict_ms": ForeignField("limits the time of a choice", (0, -1)),
     "lora": ForeignField(_WEIGHTS, ([],)),
-    "image_data": ForeignField("it gives images", ([],)),
-    "input_extra": ForeignField("it puts further files before an infill prompt", ([],)),
+    "image_data": ForeignField("adds images", ([],)),
+    "input_extra": ForeignField("adds files to an infill prompt", ([],)),
     "reasoning_format": ForeignField(_REASONING, ("auto", "deepseek")),
-    "reasoning_budget": ForeignField("it ends reasoning after so many tokens", (-1,)),
-    "thinking_forced_open": ForeignField("it takes the answer's start for reasoning", (False,)),
-    "parse_tool_calls": ForeignField("it leaves calls in the content", (True,)),
+    "reasoning_budget": ForeignField("limits the tokens of reasoning", (-1,)),
+    "thinking_forced_open": ForeignField("reads the start of the answer as reasoning", (False,)),
+    "parse_tool_calls": ForeignField("leaves tool calls in the content", (True,)),
     # OpenAI
-    "audio": ForeignField("it asks for speech"),
-    "modalities": ForeignField("it asks for more than text", (["text"], [])),
-    "web_search_options": ForeignField("it searches the web"),
-    "verbosity": ForeignField("it asks for a shorter or a longer answer", ("medium",)),
+    "audio": ForeignField("requests speech"),
+    "modalities": ForeignField("requests output other than text", (["text"], [])),
+    "web_search_options": ForeignField("searches the web"),
+    "verbosity": ForeignField("requests a shorter or longer answer", ("medium",)),
     # transformers
     "num_beams": ForeignField(_BEAMS, (1,)),
-    "do_sample": ForeignField("it takes the likeliest tokens", (True,), "use temperature 0"),
-    "no_repeat_ngram_size": ForeignField("it forbids repetitions", (0,), "use dry_multiplier"),
+    "do_sample": ForeignField("disables sampling", (True,), "use temperature 0"),
+    "no_repeat_ngram_size": ForeignField("forbids repetitions", (0,), "use dry_multiplier"),
 }
 FOREIGN_TO_COMPLETIONS: ForeignFields = {
     **_FIELDS,
     "add_special_tokens": ForeignField(
-        "it leaves the BOS out", (True,), "give the ids that /tokenize answers with it"
+        "omits the BOS token", (True,), "send the token ids that /tokenize returns"
     ),
 }
 FOREIGN_TO_CHATS: ForeignFields = {
     **_FIELDS,
-    "add_special_tokens": ForeignField("it puts a BOS before the template's text", (False,)),
-    "best_of": ForeignField("it draws more choices than it answers", (0, 1), "use n"),
+    "add_special_tokens": ForeignField("adds a BOS token to the rendered prompt", (False,)),
+    "best_of": ForeignField("generates more choices than it returns", (0, 1), "use n"),
     "documents": ForeignField(
-        "it hands documents to the template", ([],), "put them into chat_template_kwargs"
+        "passes documents to the template", ([],), "use chat_template_kwargs"
     ),
-    "mm_processor_kwargs": ForeignField("it is for images and sound", ({},)),
+    "mm_processor_kwargs": ForeignField("configures images and audio", ({},)),
 }
 
 
 def without_foreign(fields: Mapping[str, Raw], foreign: ForeignFields) -> dict[str, Raw]:
-    """The fields of a body but for those in `foreign`. Raises INVALID_ARGUMENT for one of those
-    whose value would change the result."""
+    """Remove the fields in `foreign`. Raises INVALID_ARGUMENT for a value that has an effect."""
     for name in fields.keys() & foreign.keys():
         described, value = foreign[name], msgspec.json.decode(fields[name])
         if value is not None and value not in described.neutral:
             raise invalid(
-                name, f"{name} is not supported ({described.effect}): {described.remedy}."
+                name, f"{name} is not supported: it {described.effect}; {described.remedy}."
             )
     return {name: raw for name, raw in fields.items() if name not in foreign}

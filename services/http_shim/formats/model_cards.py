@@ -1,4 +1,4 @@
-"""Models in OpenAI's form."""
+"""Model cards: JSON of /v1/models."""
 
 from msgspec import Struct
 
@@ -9,7 +9,7 @@ __all__ = ["ModelCard", "ModelList", "catalog_card", "served_card"]
 
 
 class ModelCard(Struct):
-    """One model. null: not known, since its backend can't be asked now or there is none."""
+    """A model. null = unknown: no backend serves it, or the backend does not answer now."""
 
     id: str
     object: str
@@ -29,14 +29,14 @@ class ModelCard(Struct):
 
 
 class ModelList(Struct):
-    """All of them."""
+    """The models of the server."""
 
     object: str
     data: list[ModelCard]
 
 
 def served_card(model: completion_pb2.Model) -> ModelCard:
-    """A model as its backend describes it."""
+    """Return the card of a model that only its backend describes."""
     row = CatalogModel(id=model.id, names=(model.id, *model.aliases), target="")
     return catalog_card(row, [], model)
 
@@ -44,7 +44,7 @@ def served_card(model: completion_pb2.Model) -> ModelCard:
 def catalog_card(
     row: CatalogModel, variants: list[str], model: completion_pb2.Model | None
 ) -> ModelCard:
-    """A model as the catalog describes it, and its backend where it could be asked."""
+    """Return the card of a catalog row; `model` is the backend's description, if it answered."""
     context = _least(row.context, None if model is None else model.context_length)
     output = _least(row.max_output_length, None if model is None else model.max_output_length)
     return ModelCard(
@@ -67,5 +67,5 @@ def catalog_card(
 
 
 def _least(*lengths: int | None) -> int | None:
-    """Of those that are known."""
+    """Return the least of the known lengths, in tokens."""
     return min((length for length in lengths if length is not None), default=None)

@@ -1,7 +1,7 @@
-"""The JSON that clients send, as types.
+"""JSON types of request bodies, and their parser.
 
-Types, unions and integer widths are checked here; ranges are the tokenizer service's, since
-gRPC clients meet them there too. `null` means absent everywhere.
+The parser checks types, unions and integer widths; the tokenizer service checks ranges, for gRPC
+clients too. `null` means absent everywhere.
 """
 
 import re
@@ -57,23 +57,23 @@ __all__ = [
 
 Uint32: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_FEW = Meta(max_length=4_096)  # more than any service takes; they say how many that is
-_IDS = Meta(max_length=2**20)  # as many as a body may hold
-Strings: TypeAlias = Annotated[list[str], _FEW]
+_BOUNDED = Meta(max_length=4_096)  # the services have lower limits
+_IDS = Meta(max_length=2**20)  # as many as a body may have
+Strings: TypeAlias = Annotated[list[str], _BOUNDED]
 
 
 class TextFormat(Struct, tag_field="type", tag="text"):
-    """`response_format` that asks for nothing."""
+    """`response_format`: free text."""
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
-    """`response_format`: any JSON object, or one of a schema."""
+    """`response_format`: any JSON object, or one that matches a schema."""
 
     schema: JsonObject | None = None
 
 
 class JsonSchemaSpec(Struct):
-    """What `response_format.json_schema` holds; `name` and `strict` change nothing."""
+    """`response_format.json_schema`; `name` and `strict` have no effect."""
 
     schema: JsonObject | None = None
     name: str | None = None
@@ -81,7 +81,7 @@ class JsonSchemaSpec(Struct):
 
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
-    """`response_format`: JSON of a schema."""
+    """`response_format`: JSON that matches a schema."""
 
     json_schema: JsonSchemaSpec | None = None
 
@@ -93,25 +93,25 @@ class RegexGrammar(Struct, tag_field="type", tag="regex"):
 
 
 class JsonSchemaGrammar(Struct, tag_field="type", tag="json_schema"):
-    """`grammar`: a JSON Schema, as an object or as its text."""
+    """`grammar`: a JSON Schema, as an object or as text."""
 
     value: str | JsonObject
 
 
 class LarkGrammar(Struct, tag_field="type", tag="lark"):
-    """`grammar`: Lark."""
+    """`grammar`: a Lark grammar."""
 
     value: str
 
 
 class LlguidanceGrammar(Struct, tag_field="type", tag="llguidance"):
-    """`grammar`: llguidance's own JSON, as an object or as its text."""
+    """`grammar`: llguidance's JSON, as an object or as text."""
 
     value: str | JsonObject
 
 
 class FunctionSpec(Struct):
-    """What a tool's `function` holds."""
+    """`function` of a tool."""
 
     name: str
     description: str | None = None
@@ -126,7 +126,7 @@ class FunctionTool(Struct, tag_field="type", tag="function"):
 
 
 class FunctionName(Struct):
-    """The function that a named `tool_choice` asks for."""
+    """`function` of a named `tool_choice`."""
 
     name: str
 
@@ -149,10 +149,10 @@ Grammar: TypeAlias = RegexGrammar | JsonSchemaGrammar | LarkGrammar | Llguidance
 
 
 class GenerationBody(ConstraintFields):
-    """What the bodies of completions and chats share."""
+    """Fields that the bodies of completions and chats share."""
 
     foreign: ClassVar[ForeignFields]
-    """Fields of other servers that are refused unless they change nothing"""
+    """Fields of other servers, refused unless their value has no effect"""
 
     model: str | None = None
     max_tokens: Uint32 | None = None
@@ -160,7 +160,7 @@ class GenerationBody(ConstraintFields):
     min_tokens: Uint32 | None = None
     ignore_eos: bool | None = None
     stop: str | Strings | None = None
-    stop_token_ids: Annotated[list[Uint32], _FEW] | None = None
+    stop_token_ids: Annotated[list[Uint32], _BOUNDED] | None = None
     include_stop_str_in_output: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -181,14 +181,14 @@ class GenerationBody(ConstraintFields):
     context_length_exceeded_behavior: Literal["truncate", "error"] | None = None
     response_format: ResponseFormat | None = None
     grammar: Grammar | str | None = None
-    tools: Annotated[list[FunctionTool], _FEW] | None = None
+    tools: Annotated[list[FunctionTool], _BOUNDED] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    # as vLLM has them
+    # vLLM's fields
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -203,7 +203,7 @@ class CompletionBody(GenerationBody):
 
     foreign = FOREIGN_TO_COMPLETIONS
 
-    # msgspec knows one kind of array in a union; that elements agree is checked in translate
+    # msgspec allows one array type in a union; `to_complete_request` checks that elements agree
     prompt: str | Annotated[list[str | Uint32 | Annotated[list[Uint32], _IDS]], _IDS] | None = None
     suffix: str | None = None
     best_of: Uint32 | None = None
@@ -218,7 +218,7 @@ class ChatBody(GenerationBody):
 
     foreign = FOREIGN_TO_CHATS
 
-    messages: Annotated[list[Message], _FEW] | None = None
+    messages: Annotated[list[Message], _BOUNDED] | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Uint32 | None = None
@@ -250,8 +250,8 @@ class TemplateBody(Struct):
     """The body of POST /apply-template."""
 
     model: str | None = None
-    messages: Annotated[list[Message], _FEW] | None = None
-    tools: Annotated[list[FunctionTool], _FEW] | None = None
+    messages: Annotated[list[Message], _BOUNDED] | None = None
+    tools: Annotated[list[FunctionTool], _BOUNDED] | None = None
     chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
@@ -278,7 +278,7 @@ _OBJECT = msgspec.json.Decoder(JsonObject)
 _BIAS = msgspec.json.Decoder(dict[Uint32, float])
 _OBJECTS = msgspec.json.Decoder(list[JsonObject])
 _INDEX = re.compile(r"\[\d+\]")
-_MOST_UNKNOWN = 1_000  # fields, after which no more are looked for
+_MAX_UNKNOWN = 1_000  # unknown fields that are collected
 _PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 _DEEP = frozenset(
@@ -287,20 +287,19 @@ _DEEP = frozenset(
 
 
 def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[str]]:
-    """Reads a body; also which of its fields its type does not know, as paths: the first of those
-    that differ in nothing but indices.
+    """Parse a body; return it and the paths of its unknown fields.
 
-    Raises INVALID_ARGUMENT with the field to blame, where there is one: a top-level one, or the
-    path within messages or tools.
+    Of paths that differ only in indices, the first is returned. Raises INVALID_ARGUMENT with the
+    field at fault: a top-level field, or a path within messages, tools or structured_outputs.
     """
     try:
-        body.decode()  # what msgspec skips or keeps raw is not checked otherwise
+        body.decode()  # msgspec does not check the UTF-8 of skipped and raw values
         fields = _OBJECT.decode(body)
         value = decoder.decode(body)
         if isinstance(value, GenerationBody):
             fields = without_foreign(fields, value.foreign)
         unknown: dict[str, str] = {}
-        for path in islice(_unknown(value, fields), _MOST_UNKNOWN):
+        for path in islice(_unknown(value, fields), _MAX_UNKNOWN):
             unknown.setdefault(_INDEX.sub("[]", path), path)
         return value, list(unknown.values())
     except msgspec.ValidationError as error:
@@ -310,13 +309,12 @@ def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[
     except RecursionError:
         raise _malformed("it is nested too deeply") from None
     except msgspec.DecodeError as error:
-        hint = " (or it holds half of a surrogate pair)" if b"\\ud" in body.lower() else ""
+        hint = " (or it has half of a surrogate pair)" if b"\\ud" in body.lower() else ""
         raise _malformed(str(error) + hint) from None
 
 
 def _unknown(value: Struct, fields: JsonObject) -> Iterator[str]:
-    """Paths of the fields that no type knows, but for null, which is absent. What may hold any JSON
-    is not looked into."""
+    """Yield the paths of unknown fields that are not null, except within arbitrary JSON."""
     known, parents = _fields_of(type(value))
     if not fields.keys() <= known:
         yield from (
@@ -335,7 +333,7 @@ def _unknown(value: Struct, fields: JsonObject) -> Iterator[str]:
 
 @cache
 def _fields_of(of: type[Struct]) -> tuple[frozenset[str | None], Sequence[str]]:
-    """A type's fields, its tag too, and those of them that may hold what has fields of its own."""
+    """Return the field names of a type with its tag, and the fields that may hold structs."""
     known = frozenset((*of.__struct_fields__, of.__struct_config__.tag_field))
     hints = get_type_hints(of)
     return known, [name for name in of.__struct_fields__ if _holds_structs(hints[name])]
@@ -347,7 +345,7 @@ def _holds_structs(kind: object) -> bool:
 
 
 def _wrong_bias(body: bytes) -> ServiceError | None:
-    """The error of the first wrong entry of logit_bias, whose key msgspec leaves out."""
+    """Return the error of the first invalid entry of logit_bias; msgspec omits the key."""
     try:
         entries = _OBJECT.decode(_OBJECT.decode(body)["logit_bias"])
     except (KeyError, msgspec.DecodeError):
@@ -365,7 +363,7 @@ def _wrong_bias(body: bytes) -> ServiceError | None:
 
 def _malformed(why: str) -> ServiceError:
     return ServiceError(
-        grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", f"The body can't be read: {why}."
+        grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", f"The body can't be parsed: {why}."
     )
 
 

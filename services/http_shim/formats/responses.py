@@ -1,8 +1,8 @@
-"""What the JSON of completions and chats has in common. Pure."""
+"""Parts that the JSON of completions and of chats share."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeAlias, TypeVar
 
@@ -13,6 +13,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
+    "AnswerHead",
     "ChoiceFormatter",
     "Delta",
     "Envelope",
@@ -22,6 +23,7 @@ __all__ = [
     "finish_reason_of",
     "finite",
     "matched_stop_of",
+    "prompt_logprobs_of",
     "running_usage",
     "stop_reason_of",
     "usage_of",
@@ -34,18 +36,18 @@ _FINISH_REASONS: dict[int, str] = {
     types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
     types_pb2.FINISH_REASON_CANCELLED: "cancelled",
 }
-_IMPOSSIBLE = -9999.0  # what OpenAI's clients expect for -inf, which JSON can't say
+_IMPOSSIBLE = -9999.0  # OpenAI's value for -inf, which JSON does not have
 _encode = msgspec.json.Encoder().encode
 
 
 class PromptTokensDetails(Struct):
-    """OpenAI's place for cached tokens."""
+    """Prompt tokens by source, as in OpenAI's API."""
 
     cached_tokens: int
 
 
 class Usage(Struct):
-    """Tokens. What was cached is known at the end only."""
+    """Tokens of an answer. The cached ones are known only at the end."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -55,7 +57,7 @@ class Usage(Struct):
 
 
 class PromptToken(Struct):
-    """What the model thinks of a token in one place of a prompt. rank: 1 = most likely."""
+    """Score of a token at one position of a prompt. rank: 1 = most likely."""
 
     logprob: float
     rank: int
@@ -63,11 +65,12 @@ class PromptToken(Struct):
 
 
 PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]
-"""By token of the prompt: the token itself and the candidates for its place, by id. The first token
-has no scores."""
+"""For each prompt token, the scores of it and of its candidates by id; the first token has none"""
 
 
-class _Head(Struct):
+class AnswerHead(Struct):
+    """Fields that all objects of one answer share."""
+
     id: str
     object: str
     created: int
@@ -77,7 +80,7 @@ class _Head(Struct):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFormatter(ABC, Generic[Delta]):
-    """What the client of an endpoint wants to see of each choice."""
+    """Converts output to JSON choices, with the fields that the client wants."""
 
     choices_per_prompt: int
     logprobs: bool
@@ -89,11 +92,11 @@ class ChoiceFormatter(ABC, Generic[Delta]):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     prompt_on_top: ClassVar[bool] = False
-    """Whether the ids of the prompt, which is one, also stand beside the choices."""
+    """Whether the ids of the only prompt stand beside the choices"""
 
     @abstractmethod
     def tokens_in(self, deltas: Sequence[Delta]) -> int:
-        """How many tokens were generated for them."""
+        """Return the number of generated tokens."""
 
     @abstractmethod
     def choice(
@@ -103,13 +106,13 @@ class ChoiceFormatter(ABC, Generic[Delta]):
         finished: completion_pb2.ChoiceFinished,
         prompt: types_pb2.TokenIds,
     ) -> Struct:
-        """A whole choice."""
+        """Return a whole choice."""
 
     @abstractmethod
     def add_prompt_logprobs(
         self, choices: Sequence[Struct], prompts: Sequence[PromptLogprobs]
     ) -> Struct | None:
-        """Put the scores of each prompt where they belong: into the choices, or beside them."""
+        """Add the scores of the prompts to the choices, or return the fields beside the choices."""
 
     @abstractmethod
     def chunks(
@@ -119,11 +122,11 @@ class ChoiceFormatter(ABC, Generic[Delta]):
         finished: completion_pb2.ChoiceFinished | None,
         prompt: types_pb2.TokenIds | None,
     ) -> Sequence[Struct]:
-        """A part of a choice, as the chunks of a stream have it; its first with the prompt."""
+        """Return the choices of chunks; `prompt` is set for the first part of a choice."""
 
 
 class Envelope:
-    """What all objects of one answer share, encoded once."""
+    """Encoder of an answer's objects; their shared fields are encoded once."""
 
     __slots__ = ("_chunk", "_prompt", "_whole")
 
@@ -136,7 +139,7 @@ class Envelope:
     ) -> None:
         def head(name: str) -> bytes:
             model, fingerprint = accepted.model, accepted.system_fingerprint
-            return _encode(_Head(identity, name, created, model, fingerprint))[:-1]
+            return _encode(AnswerHead(identity, name, created, model, fingerprint))[:-1]
 
         self._whole = head(formatter.whole_object) + b',"choices":'
         self._chunk = b"data: " + head(formatter.chunk_object) + b',"choices":['
@@ -145,13 +148,13 @@ class Envelope:
             self._prompt = b',"prompt_token_ids":' + _encode(list(accepted.prompts[0].ids))
 
     def whole(self, choices: Sequence[Struct], usage: Usage, more: Struct | None = None) -> bytes:
-        """The answer to a request that does not stream; `more` has its further fields."""
+        """Encode a whole answer; `more` has the fields beside the choices."""
         rest = b"" if more is None else b"," + _encode(more)[1:-1]
         usages = _usage_field(usage)
         return b"%b%b,%b%b%b}" % (self._whole, _encode(choices), usages, self._prompt, rest)
 
     def chunk(self, choice: Struct | None, usage: Usage | UnsetType | None) -> bytes:
-        """One server-sent event; UNSET leaves `usage` out. The first one has what is said once."""
+        """Encode a server-sent event; UNSET leaves `usage` out. The first has the prompt ids."""
         body = b"" if choice is None else _encode(choice)
         once, self._prompt = self._prompt, b""
         if usage is UNSET:
@@ -164,7 +167,7 @@ def _usage_field(usage: Usage | UnsetType | None) -> bytes:
 
 
 def usage_of(usage: types_pb2.Usage) -> Usage:
-    """What a completion used in all."""
+    """Return the final usage."""
     return Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -175,17 +178,17 @@ def usage_of(usage: types_pb2.Usage) -> Usage:
 
 
 def running_usage(prompt_tokens: int, completion_tokens: int) -> Usage:
-    """What a completion used so far."""
+    """Return the usage so far."""
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
 
 def finish_reason_of(finished: completion_pb2.ChoiceFinished) -> str:
-    """Why a choice ended."""
+    """Return the finish_reason of a choice."""
     return _FINISH_REASONS.get(finished.reason, "stop")
 
 
 def stop_reason_of(finished: completion_pb2.ChoiceFinished) -> str | int | None:
-    """The stop string or the id that ended it, if one did."""
+    """Return the stop string or the stop token id that ended a choice, if any."""
     match = finished.match
     kind = match.WhichOneof("match")
     if kind == "stop_string":
@@ -194,12 +197,31 @@ def stop_reason_of(finished: completion_pb2.ChoiceFinished) -> str | int | None:
 
 
 def matched_stop_of(finished: completion_pb2.ChoiceFinished) -> str | int | None:
-    """What SGLang calls so: the stop reason, or the id of the end of sequence."""
+    """Return SGLang's matched_stop: the stop reason, or the end-of-sequence id."""
     if finished.match.WhichOneof("match") == "eos_token_id":
         return finished.match.eos_token_id
     return stop_reason_of(finished)
 
 
 def finite(logprob: float) -> float:
-    """As JSON can say it."""
+    """Return a number that JSON can express."""
     return _IMPOSSIBLE if logprob == -math.inf else logprob
+
+
+def prompt_logprobs_of(runs: Iterable[completion_pb2.PromptLogprobs]) -> PromptLogprobs:
+    """Return the scores of a prompt in vLLM's form, from its runs in order."""
+    return [None, *(row for run in runs for row in _rows(run))]
+
+
+def _rows(run: completion_pb2.PromptLogprobs) -> Sequence[dict[str, PromptToken]]:
+    columns, width = run.tokens, run.tokens.top_width
+    tops = list(zip(columns.top_ids, columns.top_logprobs, run.top_texts, strict=True))
+    rows: list[dict[str, PromptToken]] = []
+    tokens = zip(columns.ids, columns.logprobs, columns.ranks, run.token_texts, strict=True)
+    for place, (token, logprob, rank, text) in enumerate(tokens):
+        row = {str(token): PromptToken(finite(logprob), rank, text)}
+        candidates = enumerate(tops[place * width : (place + 1) * width], start=1)
+        for candidate_rank, (candidate, score, candidate_text) in candidates:
+            row[str(candidate)] = PromptToken(finite(score), candidate_rank, candidate_text)
+        rows.append(row)
+    return rows

@@ -1,4 +1,4 @@
-"""Who may do what: keys are asked for, requests and tokens counted."""
+"""Access control: API keys, models of a tier, rate limits."""
 
 import time
 from collections.abc import Collection, Iterator
@@ -23,18 +23,18 @@ __all__ = ["AccessMiddleware", "assign_model", "authorized_model", "reserved_tok
 
 
 class AccessMiddleware:
-    """Lets in who has a key, and tells them what they have left. Every POST is a request.
+    """Authenticates requests, counts each POST, and adds the rate-limit headers.
 
-    The paths in `free` are for everybody.
+    The paths in `public` need no key.
     """
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, free: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, keyring: Keyring, public: Collection[str]) -> None:
         self._app = app
         self._keyring = keyring
-        self._free = free
+        self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._free:
+        if scope["type"] != "http" or scope["path"] in self._public:
             await self._app(scope, receive, send)
             return
         try:
@@ -61,7 +61,7 @@ class AccessMiddleware:
 async def authorized_model(
     exchange: Exchange, models: ModelSource, name: str | None
 ) -> ServedModel:
-    """The model of a name, if whoever asks may use it. Raises ServiceError."""
+    """Return the model of that name. Raises ServiceError if the key may not use it."""
     served = models.find(name)
     if exchange.account is not None and exchange.account.tier.models is not None:
         exchange.account.require_model(await models.id_of(served))
@@ -74,7 +74,7 @@ async def assign_model(
     name: str | None,
     request: GenerationRequest,
 ) -> ServedModel:
-    """The model that a request goes to, under its limits and the key's. Raises ServiceError."""
+    """Return the model for a request, which is lowered to its limits. Raises ServiceError."""
     served = await authorized_model(exchange, models, name)
     request.model = served.backend_name
     caps = [served.max_output_length]
@@ -88,10 +88,10 @@ async def assign_model(
 
 @contextmanager
 def reserved_tokens(exchange: Exchange, *requests: GenerationRequest) -> Iterator[None]:
-    """Around completions: reserves the tokens that they may use, and settles at the end.
+    """Reserve the tokens that the requests may use, and charge the used ones at the end.
 
-    What was error_response costs nothing. Who leaves before anything is known of the usage pays what was
-    reserved. Raises RESOURCE_EXHAUSTED.
+    A refused request costs nothing. A client that leaves before the usage is known pays the
+    reservation. Raises RESOURCE_EXHAUSTED.
     """
     account = exchange.account
     if account is None:

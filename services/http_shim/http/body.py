@@ -1,4 +1,4 @@
-"""JSON bodies: read up to a limit, written."""
+"""JSON bodies of requests and responses."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,28 +18,31 @@ from tokenwire.errors import ServiceError
 
 __all__ = ["BodyReader", "json_response"]
 
-_SMALL = 64 * 1024  # bytes; a connection may hold as many unread, so they are not counted
-Made = TypeVar("Made")
+_SMALL = 64 * 1024  # bytes; a connection may buffer as many anyway, so they are not counted
+Parsed = TypeVar("Parsed")
 
 
 class BodyReader:
-    """Reads the bodies of all connections, and bounds what they take of memory and of the event
-    loop's time."""
+    """Reads the bodies of all connections, and bounds their memory and their event loop time."""
 
     def __init__(self, max_bytes: int, max_unfinished_bytes: int) -> None:
-        """max_bytes: of a body. max_unfinished_bytes: of all that are on their way or waiting to be
-        decoded, where each counts by what it has beyond 64 KiB."""
+        """Limit a body, and all bodies that are not yet decoded.
+
+        The first 64 KiB of each body do not count towards `max_unfinished_bytes`.
+        """
         self._max_bytes = max_bytes
         self._max_unfinished = max_unfinished_bytes
         self._unfinished = 0
-        # one thread: several would take turns with the event loop more often
+        # one thread: more of them would take the interpreter from the event loop more often
         self._thread = ThreadPoolExecutor(1, "bodies")
 
-    async def read(self, scope: Scope, receive: Receive, make: Callable[[bytes], Made]) -> Made:
-        """What `make` makes of the body: at once where it is small, else aside.
+    async def read(
+        self, scope: Scope, receive: Receive, parse: Callable[[bytes], Parsed]
+    ) -> Parsed:
+        """Read a body and parse it; bodies over 64 KiB are parsed in a thread.
 
-        Raises ServiceError for a body that is not said to be JSON, that holds too much, or for
-        which there is no memory now; BodyTooLargeError and ClientGoneError.
+        Raises ServiceError for a body of another content type, with too many elements, or over
+        the limit of unfinished bodies. Raises BodyTooLargeError and ClientGoneError.
         """
         _require_json(scope, self._max_bytes)
         body = bytearray()
@@ -60,23 +63,23 @@ class BodyReader:
                 if not message.get("more_body", False):
                     break
             if len(body) <= _SMALL:
-                return make(bytes(body))
+                return parse(bytes(body))
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, _make_large, body, make)
+            return await loop.run_in_executor(self._thread, _parse_large, body, parse)
         finally:
             self._unfinished -= counted
 
 
-def _make_large(body: bytearray, make: Callable[[bytes], Made]) -> Made:
+def _parse_large(body: bytearray, parse: Callable[[bytes], Parsed]) -> Parsed:
     text = bytes(body)
     check_json_limits(text)
-    return make(text)
+    return parse(text)
 
 
 def _require_json(scope: Scope, limit: int) -> None:
-    """Refuse what its head tells already.
+    """Refuse a body by its headers.
 
-    The content type must say JSON: other types are what browsers send across origins unasked.
+    The content type must be JSON: browsers send other types across origins without a preflight.
     """
     headers = Headers(scope=scope)
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -84,14 +87,14 @@ def _require_json(scope: Scope, limit: int) -> None:
         raise ServiceError(
             grpc.StatusCode.INVALID_ARGUMENT,
             "UNSUPPORTED_CONTENT_TYPE",
-            "The body must be JSON, sent with the header content-type: application/json.",
+            "The body must be JSON with the header content-type: application/json.",
         )
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise ServiceError(
             grpc.StatusCode.INVALID_ARGUMENT,
             "UNSUPPORTED_CONTENT_ENCODING",
-            f"The body must be sent as it is, not in the content-encoding {encoding[:32]}.",
+            f"The body must not have a content-encoding, got {encoding[:32]}.",
         )
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
@@ -102,11 +105,11 @@ def _too_many() -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "TOO_MANY_BODIES",
-        "The server is reading as many large bodies as it can hold; try again.",
+        "The server holds as many large bodies as it can; try again.",
         retry_seconds=1,
     )
 
 
 def json_response(value: Struct, status: int = 200) -> Response:
-    """An answer in JSON."""
+    """Return a JSON response."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Which pages of a browser may use the API: those of origins that the operator names."""
+"""CORS for the origins that the operator names."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 __all__ = ["cors", "origins_of"]
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", re.IGNORECASE)
-_READABLE = (
+_EXPOSED_HEADERS = (
     "retry-after",
     "x-ratelimit-limit-requests",
     "x-ratelimit-limit-tokens",
@@ -24,23 +24,23 @@ _READABLE = (
 
 
 def origins_of(setting: str) -> list[str]:
-    """The origins of a list with commas; "*" stands for all. Raises ValueError for what is none."""
+    """Split a list with commas; "*" stands for all. Raises ValueError for an invalid origin."""
     origins = [part.strip() for part in setting.split(",") if part.strip()]
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ValueError(
-                f"{origin} is no origin; one is a scheme, a host and a port if need be, "
+                f"{origin} is not an origin; give a scheme, a host and an optional port, "
                 "as in https://example.com:8443."
             )
     return origins
 
 
 def cors(origins: Sequence[str]) -> Middleware:
-    """Lets pages of these origins send requests and read the answers, errors too."""
+    """Return middleware that lets pages of these origins call the API and read every answer."""
     return Middleware(
         CORSMiddleware,
         allow_origins=origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=_READABLE,
+        expose_headers=_EXPOSED_HEADERS,
     )

@@ -1,4 +1,4 @@
-"""What happens around every request: its id, its headers, its log line, its count."""
+"""HTTP exchange: request id, response headers, log line and metrics of every request."""
 
 import logging
 import time
@@ -21,47 +21,55 @@ from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUEST_SECONDS, REQ
 __all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
 
 _LOG = logging.getLogger("http")
-_PATHS_SHOWN = 32  # of what is ignored; a header has limits
-_PATH_SHOWN = 128  # characters of each
+_PATHS_SHOWN = 32  # ignored paths in the header, whose size clients limit
+_PATH_SHOWN = 128  # characters of each path
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _CLIENT_GONE = 499
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and its answer."""
+    """One request and its response."""
 
-    identity: str
+    request_id: str
     began: float
+    """Arrival, in seconds of the monotonic clock"""
     status: int = 0
+    """HTTP status; 0 until the response starts"""
     ignored: list[str] = field(default_factory=list)
+    """Paths of fields that were ignored"""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    account: Account | None = None  # whose key it came with, where keys are needed
-    reason: str = ""  # why it failed, as ServiceError names it,
-    error: str = ""  # and in a sentence
-    tenant: str = ""  # who shares a prefix cache with it
-    priority: int = 0  # higher first
-    may_schedule: bool = False  # whether the client chooses these two
+    account: Account | None = None
+    """Account of the API key; None on a server without keys"""
+    reason: str = ""
+    error: str = ""
+    """Reason and message of the failure, as in ServiceError; "" = no failure"""
+    tenant: str = ""
+    """Tenant whose prefix cache the request uses"""
+    priority: int = 0
+    """Scheduling priority, higher first"""
+    may_schedule: bool = False
+    """Whether the client may choose tenant and priority"""
     ignored_headers: list[str] = field(default_factory=list)
 
     @property
     def tokens_used(self) -> int:
-        """Tokens of prompt and output so far: what is billed."""
+        """Tokens of prompt and output so far, which are billed."""
         return self.prompt_tokens + self.completion_tokens
 
     def note_failure(self, reason: str, error: str) -> None:
-        """For the log: what the client is told."""
+        """Record the failure that the client sees, for the log."""
         self.reason, self.error = reason, error
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """The exchange that a scope belongs to."""
+    """Return the exchange of a scope."""
     return cast(Exchange, scope["exchange"])
 
 
 class ExchangeMiddleware:
-    """Outermost. Logs and metrics name a request by its route: the first path of the endpoint."""
+    """Outermost middleware. Logs and metrics label a request with its endpoint's first path."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
         self._app = app
@@ -74,10 +82,10 @@ class ExchangeMiddleware:
             return
         headers = Headers(scope=scope)
         exchange = scope["exchange"] = Exchange(
-            identity=sane_request_id(headers.get("x-request-id")),
+            request_id=sane_request_id(headers.get("x-request-id")),
             began=time.monotonic(),
         )
-        request_id.set(exchange.identity)
+        request_id.set(exchange.request_id)
         traceparent.set(sane_traceparent(headers.get("traceparent")))
 
         async def send_on(message: Message) -> None:
@@ -119,17 +127,17 @@ class ExchangeMiddleware:
         _LOG.log(level, "%s %s", scope["method"], scope["path"], extra=fields)
 
     def _route(self, scope: Scope) -> str:
-        """The one that was asked for, even of a request that was refused before it came there."""
+        """Return the requested route, also for a request that a middleware refused."""
         if "endpoint" in scope:
             return self._paths[scope["endpoint"]]
-        asked = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
-        route = next(asked, None)
+        matching = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+        route = next(matching, None)
         return NO_ROUTE if route is None else self._paths[route.endpoint]
 
 
 def _add_headers(message: Message, exchange: Exchange) -> None:
     headers = MutableHeaders(scope=message)
-    headers["x-request-id"] = exchange.identity
+    headers["x-request-id"] = exchange.request_id
     if ignored := [*exchange.ignored_headers, *exchange.ignored]:
         paths = [quote(path, safe="[]")[:_PATH_SHOWN] for path in ignored[:_PATHS_SHOWN]]
         headers["x-tokenwire-ignored"] = ", ".join(paths)

@@ -1,4 +1,4 @@
-"""Requests that fail: the answer, and what the log says of it."""
+"""Failed requests: the response, and the fields of the log line."""
 
 import logging
 from typing import Any
@@ -24,13 +24,13 @@ _LOG = logging.getLogger("http")
 
 
 def error_response(scope: Scope, error: ServiceError) -> Response:
-    """The answer to a request that the API or a service refuses."""
+    """Return the response for a request that the API or a service refuses."""
     exchange_of(scope).note_failure(error.reason, error.message)
     return to_response(error)
 
 
 class FailureMiddleware:
-    """Answers what nobody foresaw. What stands around it adds its headers to that answer, too."""
+    """Answers unexpected exceptions, inside the middleware that adds headers to all answers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,12 +43,12 @@ class FailureMiddleware:
         except Exception:
             _LOG.exception("unexpected failure")
             if scope["type"] != "http" or exchange_of(scope).status:
-                raise  # the answer has begun: only a broken connection can tell
+                raise  # the response has started: only a broken connection shows the failure
             await internal_error()(scope, receive, send)
 
 
 def exception_handlers() -> dict[Any, Any]:
-    """Starlette's exception exception_handlers."""
+    """Return Starlette's exception handlers."""
     return {
         ServiceError: _on_service_error,
         HTTPException: _on_http,
@@ -65,12 +65,12 @@ async def _on_too_large(request: Request, error: BodyTooLargeError) -> Response:
 
 
 async def _on_http(request: Request, error: HTTPException) -> Response:
-    """Routing: no such path, or no such method on it."""
+    """Answer an unknown path, or a method that the path does not have."""
     path = request.scope["path"]
     if error.status_code == 405:
-        message, code = f"{path} does not take {request.method}.", "method_not_allowed"
+        message, code = f"{path} does not support {request.method}.", "method_not_allowed"
     else:
-        message, code = f"There is nothing at {path}.", "not_found"
+        message, code = f"The path {path} does not exist.", "not_found"
     return _other(request, error.status_code, message, code, dict(error.headers or {}))
 
 

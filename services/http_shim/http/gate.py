@@ -1,4 +1,4 @@
-"""Who may still come in once the process was told to stop, and what becomes of those inside."""
+"""Admission of requests, and their drain when the process stops."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,39 +14,40 @@ __all__ = ["Gate"]
 
 
 class Gate:
-    """Knows the completions that run; closed, it lets no new one in."""
+    """Tracks the generations in progress; a closed gate refuses new ones."""
 
     def __init__(self) -> None:
-        self._inside: set[OutputCollector[Any]] = set()
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._active: set[OutputCollector[Any]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.closed = False
 
     @contextmanager
-    def entered(self, *collector: OutputCollector[Any]) -> Iterator[None]:
-        """Around what runs for one request; UNAVAILABLE when closed."""
+    def entered(self, *collectors: OutputCollector[Any]) -> Iterator[None]:
+        """Track the generations of one request. Raises UNAVAILABLE if the gate is closed."""
         if self.closed:
             raise _stopping("The server is stopping.")
-        self._inside.update(collector)
-        self._empty.clear()
+        self._active.update(collectors)
+        self._idle.clear()
         try:
             yield
         finally:
-            self._inside.difference_update(collector)
-            if not self._inside:
-                self._empty.set()
+            self._active.difference_update(collectors)
+            if not self._active:
+                self._idle.set()
 
     async def close(self, grace: float, *, admits: bool = False) -> bool:
-        """Let nobody in, and wait up to `grace` seconds; whether all have left. Those that have not
-        fail, which their clients are told.
+        """Close the gate, wait up to `grace` seconds, and return whether all requests ended.
 
-        admits: let in who is on the way; nobody else can come, because nothing is accepted.
+        Requests that still run then fail with UNAVAILABLE.
+
+        admits: admit requests on open connections; the server accepts no new connections.
         """
         self.closed = not admits
         try:
-            await asyncio.wait_for(self._empty.wait(), grace)
+            await asyncio.wait_for(self._idle.wait(), grace)
         except TimeoutError:
-            for collector in self._inside:
+            for collector in self._active:
                 collector.on_error(_stopping("The server stopped before the answer was complete."))
             return False
         return True

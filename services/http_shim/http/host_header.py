@@ -1,4 +1,4 @@
-"""Under which names the server may be asked; see `services.common.hosts`."""
+"""Check of the Host header, against DNS rebinding (`services.common.hosts`)."""
 
 import grpc
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,7 +11,7 @@ __all__ = ["HostMiddleware"]
 
 
 class HostMiddleware:
-    """Refuses requests that are meant for another server, or do not say for which."""
+    """Refuses requests whose Host header names another server or is missing."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
         self._app = app
@@ -27,8 +27,8 @@ class HostMiddleware:
         elif hosts and not self._allowed.allows(hosts[0]):
             error = _refusal(
                 "HOST_NOT_ALLOWED",
-                "This server is not asked under the name in the Host header; its operator can "
-                "allow further names with --allowed-hosts.",
+                "The Host header names another server; the operator can allow further names "
+                "with --allowed-hosts.",
             )
         else:
             await self._app(scope, receive, send)

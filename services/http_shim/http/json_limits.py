@@ -1,4 +1,4 @@
-"""How much a JSON text holds: counted before it is decoded, because decoders do not stop."""
+"""Limits on the elements of a JSON text, checked before a decoder allocates them."""
 
 import re
 
@@ -8,39 +8,39 @@ from tokenwire.errors import ServiceError
 
 __all__ = ["check_json_limits"]
 
-_MOST_FIELDS = 1_000  # of the body itself
-_MOST_STRINGS = 300_000  # names of fields too: a logit_bias may have one for each id
-_MOST_CONTAINERS = 65_536
-_MOST_VALUES = 1 << 20  # token ids, nearly always
+_MAX_FIELDS = 1_000  # of the outermost object
+_MAX_STRINGS = 300_000  # with field names: a logit_bias may have one for each id
+_MAX_CONTAINERS = 65_536
+_MAX_VALUES = 1 << 20  # mostly token ids
 _BRACKET = re.compile(rb"[\[\]{}]")
 
 
 def check_json_limits(text: bytes) -> None:
-    """Raise INVALID_ARGUMENT for a body that holds more than any request needs.
+    """Raise INVALID_ARGUMENT for a body with more elements than any request needs.
 
-    Takes some 20 ms for 8 MiB. What is no JSON may pass: a decoder stops where it ceases to be
-    JSON, and up to there the counts are right.
+    A check takes about 20 ms for 8 MiB. Text that is not JSON may pass: a decoder stops at the
+    error, and the counts hold up to there.
     """
-    # without escapes, every quote begins or ends a string
+    # without escaped quotes, every quote begins or ends a string
     bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    _require(bare.count(b'"') // 2, _MOST_STRINGS, "strings")
+    _require(bare.count(b'"') // 2, _MAX_STRINGS, "strings")
     outside = b"".join(bare.split(b'"')[::2])
-    _require(outside.count(b"[") + outside.count(b"{"), _MOST_CONTAINERS, "lists and objects")
-    _require(outside.count(b","), _MOST_VALUES, "values")
-    _require(_top_commas(outside), _MOST_FIELDS, "fields")
+    _require(outside.count(b"[") + outside.count(b"{"), _MAX_CONTAINERS, "lists and objects")
+    _require(outside.count(b","), _MAX_VALUES, "values")
+    _require(_top_commas(outside), _MAX_FIELDS, "fields")
 
 
-def _require(count: int, most: int, what: str) -> None:
-    if count > most:
+def _require(count: int, limit: int, what: str) -> None:
+    if count > limit:
         raise ServiceError(
             grpc.StatusCode.INVALID_ARGUMENT,
             "INVALID_BODY",
-            f"The body holds {count:,} {what}; {most:,} are the most.",
+            f"The body has {count:,} {what}; the limit is {limit:,}.",
         )
 
 
 def _top_commas(outside: bytes) -> int:
-    """The commas between the fields of the outermost object."""
+    """Return the number of commas between the fields of the outermost object."""
     depth = count = end = 0
     for bracket in _BRACKET.finditer(outside):
         if depth == 1:

@@ -1,17 +1,18 @@
-"""A connection with a client: how large a head may be, and how long a client may keep us waiting.
+"""HTTP connection with a limit on the head and on the time a client may stall.
 
-uvicorn documents nothing of what is relied upon here, as 0.40 to 0.54 have it:
+The class relies on undocumented parts of uvicorn, tested with 0.40 to 0.54:
 
-- HttpToolsProtocol listens to `parser`, and `data_received` does no more than to feed that, after
-  `_unset_keepalive_if_required`; `on_response_complete` follows every answer;
-- its `cycle` is the latest request, with `response_started`, `response_complete`, `keep_alive`
-  (cleared, it closes the connection behind the answer), and `disconnected`, told to the application
-  by `message_event`; `url`, `headers` and `scope` are of the latest head;
-- it answers with `app`; the cycle decides at the answer's start whether to send chunks, unless
-  `chunked_encoding` says it already, and without them sends `expected_content_length` more bytes;
-- `flow` says whether reading or writing is paused, and resumes reading; nothing is written while
-  writing is paused;
-- `loop`, `transport`, `timeout_keep_alive` and `server_state.default_headers`.
+- HttpToolsProtocol receives the events of `parser`. `data_received` calls
+  `_unset_keepalive_if_required` and feeds the parser, no more. `on_response_complete` follows every
+  response.
+- `cycle` is the latest request, with `response_started`, `response_complete` and `keep_alive`;
+  clearing the last closes the connection after the response. The application learns of
+  `disconnected` by `message_event`. `url`, `headers` and `scope` belong to the latest head.
+- `app` answers. The cycle chooses chunked encoding when the response starts, unless
+  `chunked_encoding` is set. Without chunks it sends `expected_content_length` more bytes.
+- `flow` says whether reading or writing is paused, and resumes reading. Nothing is written while
+  writing is paused.
+- `loop`, `transport`, `timeout_keep_alive` and `server_state.default_headers` exist.
 """
 
 import asyncio
@@ -30,51 +31,51 @@ from services.http_shim.errors import refusal
 from services.http_shim.http.exchange import exchange_of
 from services.http_shim.metrics import NO_ROUTE, REQUESTS
 
-__all__ = ["HttpProtocol", "protocol_of"]
+__all__ = ["HttpProtocol", "protocol_class"]
 
 _LOG = logging.getLogger("connection")
 _MAX_HEAD_BYTES = 64 * 1024
-_BEATS = 4  # in a stall: it is noticed late by one of them at most
-_FRAMING = (b"content-length", b"transfer-encoding")  # which say where a body ends
+_CHECKS_PER_STALL = 4  # a stall is noticed at most a quarter too late
+_FRAMING = (b"content-length", b"transfer-encoding")  # headers that define the end of a body
 
 
-def protocol_of(stall_seconds: float) -> type["HttpProtocol"]:
-    """The protocol of connections whose clients may keep us waiting for so long."""
+def protocol_class(stall_seconds: float) -> type["HttpProtocol"]:
+    """Return the protocol class whose clients may stall for `stall_seconds`."""
     return type("HttpProtocol", (HttpProtocol,), {"stall_seconds": stall_seconds})
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's, with limits, and with the API's errors for what never reaches a route.
+    """uvicorn's protocol with limits, and with the API's errors for requests it refuses itself.
 
-    One request at a time: what a client sends behind one that still runs is dropped, and the
-    connection is closed after the answer, so that reading never pauses and who leaves is noticed.
+    A connection has one request at a time. A pipelined request is dropped and the connection
+    closes after the response. Thus reading never pauses, and a disconnect is always noticed.
     """
 
     stall_seconds: ClassVar[float]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._heads = self.parser
-        self._offers_upgrade = False  # with a body, which the parser takes for what comes after
+        self._head_parser = self.parser
+        self._offers_upgrade = False  # with a body, which the parser mistakes for the new protocol
         self._in_head = True  # or before it; else in the body
-        self._is_deaf = False  # what still comes is dropped
-        self._undelivered = 0  # bytes since the parser had a head, a piece of a body or its end
-        self._unsent = 0  # bytes at the last beat
-        self._heard = self._moved = self.loop.time()  # when the client sent, and when it read
-        self._timer = self.loop.call_later(self.stall_seconds / _BEATS, self._beat)
+        self._drops_input = False
+        self._undelivered = 0  # bytes since the parser's last event: a head, or a part of a body
+        self._unsent = 0  # bytes at the last check
+        self._last_received = self._last_sent = self.loop.time()
+        self._timer = self.loop.call_later(self._check_seconds(), self._check_stall)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
+        if self._drops_input:
             return
         if not self._in_head or self._is_idle():
-            self._heard = self.loop.time()  # a head has one stall for all of it
+            self._last_received = self.loop.time()  # a whole head must come within one stall
         self._undelivered += len(data)
         self._parse(data)
-        has_ended = self._is_deaf or self.transport.is_closing()
+        has_ended = self._drops_input or self.transport.is_closing()
         if self._undelivered > _MAX_HEAD_BYTES and not has_ended:
             self.send_400_response("")
 
@@ -86,7 +87,7 @@ class HttpProtocol(HttpToolsProtocol):
             rest = data[offer.args[0] :]
             if self._offers_upgrade:
                 self._offers_upgrade = False
-                self.parser = httptools.HttpRequestParser(_Body(self))
+                self.parser = httptools.HttpRequestParser(_UpgradeBody(self))
                 rest = b"POST / HTTP/1.1\r\n%b\r\n%b" % (self._framing(), rest)
             if rest:
                 self._parse(rest)
@@ -94,13 +95,13 @@ class HttpProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def _framing(self) -> bytes:
-        """The lines of the head that say where the body ends; none: there is no body."""
+        """Return the header lines that define the end of the body; empty = no body."""
         lines = [b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING]
         return b"".join(lines)
 
     def on_message_begin(self) -> None:
         if self._is_answering():
-            raise ValueError("a request came behind one that still runs")
+            raise ValueError("pipelined request")
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -120,39 +121,39 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
             return
-        self.parser = self._heads
+        self.parser = self._head_parser
         super().on_message_complete()
         self._in_head = True
         self._undelivered = 0
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._heard = self.loop.time()
+        self._last_received = self.loop.time()
 
     def send_400_response(self, msg: str) -> None:
-        """What can't be parsed, or is too large, is the last that is read."""
+        """Answer unparsable or oversized input, and read no more of the connection."""
         if self._is_answering():
-            _LOG.info("a request came behind one that still runs and is dropped")
-            self._is_deaf = True
+            _LOG.info("dropped a pipelined request")
+            self._drops_input = True
             self.cycle.keep_alive = False
         elif self._undelivered > _MAX_HEAD_BYTES:
-            size = f"{_MAX_HEAD_BYTES} bytes"
-            self._refuse(431, f"The request's head is larger than {size}.", "head_too_large")
+            message = f"The request's head is larger than {_MAX_HEAD_BYTES} bytes."
+            self._refuse(431, message, "head_too_large")
         else:
             self._refuse(400, "The request is not valid HTTP.", "invalid_http")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answers instead of the application, for which the client has left.
+        """Answer in place of the application, which sees a disconnect.
 
-        The connection closes when the client has read that, or when it has had a stall for it.
+        The connection closes when the client has read the answer, or after a stall.
         """
         if not self._in_head and self.cycle.response_started:
             self.transport.close()
             return
         identity = self._identity()
         fields = {"request_id": identity, "status": status}
-        _LOG.info("refused before it was read: %s", message, extra=fields)
-        if self._in_head:  # else the application counts it, as one whose client left
+        _LOG.info("refused an unread request: %s", message, extra=fields)
+        if self._in_head:  # else the application counts the request, as disconnected
             REQUESTS.labels(NO_ROUTE, status).inc()
         body = refusal(status, message, code)
         head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()]
@@ -165,17 +166,16 @@ class HttpProtocol(HttpToolsProtocol):
         ):
             head += [name, b": ", value, b"\r\n"]
         self.transport.write(b"".join([*head, b"\r\n", body]))
-        self.transport.write_eof()  # closed with bytes unread, the connection would lose the answer
-        self._is_deaf = True
-        self._heard = self.loop.time()
+        self.transport.write_eof()  # a close with unread bytes would discard the answer
+        self._drops_input = True
+        self._last_received = self.loop.time()
         self.flow.resume_reading()
         if not self._in_head:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
     async def _answer_with_trailers(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application for a client that takes chunks: behind them there may be trailers, which
-        uvicorn does not know."""
+        """Run the application with support for trailers, which uvicorn lacks (HTTP/1.1)."""
         cycle = self.cycle
         scope.setdefault("extensions", {})["http.response.trailers"] = {}
         promised, last = False, b""
@@ -186,7 +186,7 @@ class HttpProtocol(HttpToolsProtocol):
                 promised = message.get("trailers", False)
             elif message["type"] == "http.response.trailers":
                 end = _end_of_chunks(last, message["headers"])
-                cycle.chunked_encoding = False  # the chunks are made already
+                cycle.chunked_encoding = False  # `end` is chunked already
                 cycle.expected_content_length = len(end)
                 message = {"type": "http.response.body", "body": end, "more_body": False}
             elif promised and not message.get("more_body", False):
@@ -197,7 +197,7 @@ class HttpProtocol(HttpToolsProtocol):
         await self.config.loaded_app(scope, receive, send_on)
 
     async def _answer_without_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application for a client of HTTP/1.0: a body ends with its connection."""
+        """Run the application for HTTP/1.0, where the end of the connection ends the body."""
         cycle = self.cycle
         cycle.keep_alive = False
 
@@ -209,10 +209,10 @@ class HttpProtocol(HttpToolsProtocol):
         await self.config.loaded_app(scope, receive, send_on)
 
     def _identity(self) -> str:
-        """As the application calls the request, where it has begun with it."""
+        """Return the request id, the application's if it knows the request."""
         scope = cast(Scope, self.scope)
         if not self._in_head and "exchange" in scope:
-            return exchange_of(scope).identity
+            return exchange_of(scope).request_id
         offered = dict(self.headers or ()).get(b"x-request-id", b"")
         return sane_request_id(offered.decode("latin-1"))
 
@@ -220,30 +220,33 @@ class HttpProtocol(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _is_answering(self) -> bool:
-        """Whether a request that was read to its end still runs."""
+        """Return whether a completely read request is still being answered."""
         return self._in_head and self.cycle is not None and not self.cycle.response_complete
 
     def _is_idle(self) -> bool:
-        """Whether nothing has come since the last request."""
+        """Return whether nothing arrived since the last request."""
         return self._in_head and self.cycle is not None and not self._undelivered
 
-    def _beat(self) -> None:
-        """The connection's one timer."""
+    def _check_seconds(self) -> float:
+        return self.stall_seconds / _CHECKS_PER_STALL
+
+    def _check_stall(self) -> None:
+        """Disconnect a client that stalls; runs periodically on the connection's one timer."""
         now = self.loop.time()
         unsent = self.transport.get_write_buffer_size()
         if unsent != self._unsent or not self._is_waiting_for_reader():
-            self._unsent, self._moved = unsent, now
+            self._unsent, self._last_sent = unsent, now
         if self.flow.read_paused:
-            self._heard = now
-        if now - self._moved >= self.stall_seconds:
-            self._cut()
+            self._last_received = now
+        if now - self._last_sent >= self.stall_seconds:
+            self._abort()
             return
-        if now - self._heard >= self._silence_allowed() and not self.transport.is_closing():
-            self._end_silence()
-        self._timer = self.loop.call_later(self.stall_seconds / _BEATS, self._beat)
+        if now - self._last_received >= self._receive_timeout() and not self.transport.is_closing():
+            self._on_receive_timeout()
+        self._timer = self.loop.call_later(self._check_seconds(), self._check_stall)
 
     def _is_waiting_for_reader(self) -> bool:
-        """Whether bytes wait that only the client can make fewer, and nothing makes more."""
+        """Return whether unsent bytes wait for the client and no more are written."""
         if not self.transport.get_write_buffer_size():
             return False
         has_ended = (
@@ -251,36 +254,39 @@ class HttpProtocol(HttpToolsProtocol):
         )
         return has_ended or self.flow.write_paused
 
-    def _silence_allowed(self) -> float:
-        """Seconds."""
+    def _receive_timeout(self) -> float:
+        """Return the longest silence of the client, in seconds."""
         if self._is_answering():
             return math.inf
         return self.timeout_keep_alive if self._is_idle() else self.stall_seconds
 
-    def _cut(self) -> None:
+    def _abort(self) -> None:
         if not self.transport.is_closing():
-            _LOG.warning("the client read nothing for %g s and was cut", self.stall_seconds)
+            _LOG.warning("disconnected a client that read nothing for %g s", self.stall_seconds)
         self.transport.abort()
 
-    def _end_silence(self) -> None:
-        if self._in_head or self._is_deaf:
+    def _on_receive_timeout(self) -> None:
+        if self._in_head or self._drops_input:
             self.transport.close()
             return
-        message = f"Nothing of the body came for {self.stall_seconds:g} s."
+        message = f"No part of the body arrived for {self.stall_seconds:g} s."
         self._refuse(408, message, "body_timeout")
 
 
 def _end_of_chunks(body: bytes, trailers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The last part of a body in chunks, and the trailers behind it (RFC 9112, section 7.1)."""
+    """Return the last chunk of a body and its trailers (RFC 9112, section 7.1)."""
     chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
     lines = [b"%b: %b\r\n" % field for field in trailers]
     return b"".join([chunk, b"0\r\n", *lines, b"\r\n"])
 
 
-class _Body:
-    """Listens to the body of a request whose head offers another protocol, as `curl --http2` and
-    Java's client do. We decline and answer the request, but the parser takes such an offer for
-    accepted, and the request for ended: so the body is parsed behind a head that offers nothing."""
+class _UpgradeBody:
+    """Parser events for the body of a request whose head offers an upgrade.
+
+    `curl --http2` and Java's client send such heads. The server declines and answers the request.
+    The parser, however, considers the upgrade accepted and the request ended. A second parser
+    therefore reads the body, after a head without the offer.
+    """
 
     def __init__(self, request: HttpProtocol) -> None:
         self.on_body = request.on_body
@@ -289,5 +295,5 @@ class _Body:
 
     def on_message_begin(self) -> None:
         if self._has_begun:
-            raise ValueError("a request came behind one that still runs")
+            raise ValueError("pipelined request")
         self._has_begun = True

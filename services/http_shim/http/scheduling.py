@@ -1,7 +1,7 @@
-"""Who says how a request is scheduled: its place among others, and whose prefix cache it finds.
+"""Scheduling of requests: priority and tenant.
 
-The headers x-priority and x-tenant would let any caller overtake the others, or find out by
-`cached_tokens` what another tenant has asked. So the operator says whether they are heeded.
+With x-priority any caller could overtake the others, and with x-tenant find out by `cached_tokens`
+what another tenant asked. Therefore the operator decides whether these headers count.
 """
 
 import re
@@ -18,13 +18,13 @@ __all__ = ["SchedulingMiddleware", "priority_of"]
 
 _PRIORITY, _TENANT = "x-priority", "x-tenant"
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
-_MOST = 2**31
+_PRIORITY_LIMIT = 2**31
 
 
 def priority_of(exchange: Exchange, asked: int | None) -> int:
-    """The priority in the services' order, higher first, for one in vLLM's, lower first.
+    """Convert a priority of vLLM's order, lower first, to the services' order, higher first.
 
-    Raises PERMISSION_DENIED where the client may not choose, and would go before others.
+    Raises PERMISSION_DENIED for a raised priority if the client may not choose.
     """
     if asked is None:
         return exchange.priority
@@ -34,15 +34,15 @@ def priority_of(exchange: Exchange, asked: int | None) -> int:
         raise ServiceError(
             grpc.StatusCode.PERMISSION_DENIED,
             "PRIORITY_NOT_ALLOWED",
-            f"priority must be at least 0 on this server, got {asked}: a request can only let "
-            "others go first.",
+            f"priority must be at least 0 on this server, got {asked}: a client may only lower "
+            "the priority of its requests.",
             field="priority",
         )
-    return max(exchange.priority - asked, -_MOST)
+    return max(exchange.priority - asked, -_PRIORITY_LIMIT)
 
 
 class SchedulingMiddleware:
-    """Behind the keys. Where the headers are not heeded, the key and its tier decide."""
+    """Sets priority and tenant from trusted headers, else from the key and its tier."""
 
     def __init__(self, app: ASGIApp, *, trusts_headers: bool) -> None:
         self._app = app
@@ -73,12 +73,12 @@ def _follow_key(exchange: Exchange) -> None:
 
 
 def _follow_headers(exchange: Exchange, headers: Headers) -> None:
-    """Raises INVALID_ARGUMENT for a priority that is none."""
+    """Apply x-priority and x-tenant. Raises INVALID_ARGUMENT for an invalid priority."""
     exchange.tenant = headers.get(_TENANT) or exchange.tenant
     text = headers.get(_PRIORITY)
     if text is None:
         return
-    if not _INTEGER.fullmatch(text) or not -_MOST <= int(text) < _MOST:
+    if not _INTEGER.fullmatch(text) or not -_PRIORITY_LIMIT <= int(text) < _PRIORITY_LIMIT:
         raise invalid(
             _PRIORITY,
             f"{_PRIORITY} must be an integer from -2147483648 to 2147483647, got {text!r}.",

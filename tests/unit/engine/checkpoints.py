@@ -1,4 +1,4 @@
-"""Small random checkpoints made by transformers, and a driver that runs them step by step."""
+"""Small random checkpoints made by transformers, and a driver that runs a decoder on them."""
 
 import json
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ _SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_WIDE = _SHAPE | {"head_dim": 32}  # which tiles take
+_WIDE = _SHAPE | {"head_dim": 32}  # head dimension of the tiled kernels
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -79,7 +79,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_SHAPE),
     "llama, tied": LlamaConfig(**_SHAPE | {"tie_word_embeddings": True}),
     "llama, biases": LlamaConfig(**_SHAPE, attention_bias=True, mlp_bias=True),
-    "llama, a key head each": LlamaConfig(**_SHAPE | {"num_key_value_heads": 4}),
+    "llama, multi-head attention": LlamaConfig(**_SHAPE | {"num_key_value_heads": 4}),
     "llama, wide heads": LlamaConfig(**_SHAPE, head_dim=32),
     "llama, llama3 rope": LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3),
     "llama, linear rope": LlamaConfig(**_SHAPE, rope_parameters=_LINEAR),
@@ -196,20 +196,20 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def make_checkpoint(
     directory: Path, config: PreTrainedConfig, *, shard: str = "1GB"
 ) -> PreTrainedModel:
-    """Saves a random model, its norms and biases random too; returns it as the reference."""
+    """Save a model with random weights, norms and biases; return it as the reference."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    stored_less_one = isinstance(config, Gemma2Config | Gemma3TextConfig | Gemma3Config)
+    is_offset = isinstance(config, Gemma2Config | Gemma3TextConfig | Gemma3Config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter.uniform_(0.5, 1.5).sub_(1 if stored_less_one else 0)
+                parameter.uniform_(0.5, 1.5).sub_(1 if is_offset else 0)
     model.eval().save_pretrained(directory, max_shard_size=shard)
     return model
 
 
 def make_packed_checkpoint(directory: Path) -> PreTrainedModel:
-    """gpt-oss with its experts in MXFP4, which transformers decodes for the reference."""
+    """Save gpt-oss with MXFP4 experts; return the reference, decoded by transformers."""
     model = make_checkpoint(directory, CONFIGS["gpt-oss"])
     file = directory / "model.safetensors"
     tensors = load_file(file)
@@ -232,13 +232,13 @@ def make_packed_checkpoint(directory: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """[len(tokens), vocabulary] by transformers, all at once."""
+    """Return transformers' logits [len(tokens), vocabulary]."""
     logits: Tensor = model(tokens[None]).logits[0]
     return logits
 
 
 class Driver:
-    """Feeds sequences to a decoder in chunks, through blocks that lie in no order."""
+    """Feeder of sequences to a decoder, in chunks, with KV blocks in random order."""
 
     def __init__(self, decoder: Decoder, sequences: Sequence[Tensor], block_size: int = 32) -> None:
         self._decoder = decoder
@@ -254,19 +254,19 @@ class Driver:
         self.cache = decoder.allocate_cache(len(shuffled), block_size)
         self._done = [0] * len(sequences)
         self.logits = [torch.empty(0, decoder.spec.vocab_size) for _ in sequences]
-        """What was computed so far, [tokens, vocabulary] for each sequence"""
+        """Logits so far, [tokens, vocabulary] for each sequence; NaN: not computed"""
 
     def share(self, sequence: int, other: int, tokens: int) -> None:
-        """Let a sequence begin with blocks of another that has the same first tokens."""
+        """Let `sequence` reuse the blocks of `tokens` first tokens that it shares with `other`."""
         blocks = tokens // self._size
         self._tables[sequence, :blocks] = self._tables[other, :blocks]
         self._done[sequence] = blocks * self._size
         self.logits[sequence] = self.logits[other][: self._done[sequence]]
 
     def step(self, chunks: Sequence[tuple[int, int]], kept: Sequence[int] | None = None) -> None:
-        """Runs one batch of (sequence, number of its next tokens), decodes first.
+        """Run a batch of (sequence, number of next tokens), decodes first.
 
-        kept: of how many of them, the last, logits are computed; the others' are NaN.
+        kept: number of each chunk's last tokens whose logits are computed; None: all.
         """
         batch = self._batch(chunks)
         counts = batch.query_lengths_host
@@ -302,7 +302,7 @@ class Driver:
 
 
 def keep_last(lengths: Sequence[int], kept: Sequence[int]) -> OutputRows:
-    """The last `kept` rows of sequences with so many rows each."""
+    """Return the last `kept` rows of sequences of these lengths."""
     ends = torch.tensor(lengths).cumsum(0).tolist()
     rows = [torch.arange(end - count, end) for end, count in zip(ends, kept, strict=True)]
     starts = torch.tensor([0, *kept]).cumsum(0).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Kinds of machine that this one can stand for."""
+"""Instruction sets that tests restrict the kernels to."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,20 +13,20 @@ from services.engine.kernels.library import (
     native,
 )
 
-__all__ = ["TILED", "limited_to", "needs_tiles"]
+__all__ = ["TILED", "needs_tiles", "restrict_kernels"]
 
 TILED = (InstructionSet.AVX512_BF16, InstructionSet.AMX)
-"""Those that work on tiles"""
+"""Instruction sets with tiled kernels"""
 
 needs_tiles = pytest.mark.skipif(
     instruction_set() not in TILED,
-    reason="this machine works on no tiles, or the kernels were not built",
+    reason="this machine has no tiled kernels, or they were not built",
 )
 
 
 @contextmanager
-def limited_to(instructions: InstructionSet) -> Iterator[Native]:
-    """The kernels, which use these instructions within; skips the test where they cannot."""
+def restrict_kernels(instructions: InstructionSet) -> Iterator[Native]:
+    """Yield the kernels restricted to this instruction set; skip the test if they lack it."""
     if native is None:
         pytest.skip("the kernels were not built")
     with limit_instruction_set(instructions):

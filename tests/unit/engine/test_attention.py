@@ -1,4 +1,4 @@
-"""Every backend attends like a plain softmax over all of a sequence's tokens."""
+"""All attention backends agree with the definition in float64."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from services.engine.kernels.library import (
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import torch_backend
-from services.engine.model.attention.interface import AttentionBackend, KVCache
+from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.native_backend import NativeAttention, TiledAttention
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.checkpoint.families import FAMILIES
@@ -26,8 +26,10 @@ from tests.unit.engine.checkpoints import CONFIGS, keep_last, make_checkpoint
 from tests.unit.engine.tiles import to_rows
 
 BLOCK = 32
-CONTEXTS = (1, 31, 32, 33, 100, 512, 513, 1300)  # of the sequences that decode
-CHUNKS = ((5, 5), (70, 70), (33, 300), (1, 40), (64, 1000))  # (tokens, context) of the others
+CONTEXTS = (1, 31, 32, 33, 100, 512, 513, 1300)
+"""Context lengths of the sequences that decode"""
+CHUNKS = ((5, 5), (70, 70), (33, 300), (1, 40), (64, 1000))
+"""(tokens, context length) of the prompt chunks"""
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +61,24 @@ def make_backend(
     if kind == "native":
         return NativeAttention(native, spec, dtype, sinks)
     if native.limit_instruction_set(MACHINES[kind]) != MACHINES[kind]:
-        pytest.skip(f"this machine has no {kind}")
+        pytest.skip(f"this machine lacks {kind}")
     return TiledAttention(native, spec, sinks)
 
 
 @pytest.fixture(autouse=True)
-def whole_machine() -> Iterator[None]:
-    """Once a test is done that stood for a machine with less."""
+def unrestricted_kernels() -> Iterator[None]:
+    """Lift a test's restriction of the instruction set after it."""
     yield
     if native is not None:
         native.limit_instruction_set(max(InstructionSet))
 
 
 MACHINES = {"avx512 bf16": InstructionSet.AVX512_BF16, "amx": InstructionSet.AMX}
-"""The kinds that work on tiles"""
+"""Backend kinds with tiled kernels"""
 
 
 class Case:
-    """Sequences with random keys and values, all but the last tokens of each cached before."""
+    """Sequences with random keys and values; all but each one's last tokens are cached before."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         torch.manual_seed(7)
@@ -90,31 +92,32 @@ class Case:
         counts = [-(-context // BLOCK) for _, context in self.spans]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1))
         self.num_blocks = sum(counts)
-        self.filled_meanwhile: int | None = None  # whose first block another sequence fills
+        self.reader: int | None = None
+        """Sequence whose first block another one fills in the tested step"""
         self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         for index, blocks in enumerate(order.split(counts)):
             self.tables[index, : len(blocks)] = blocks
 
     def share_a_block(self) -> None:
-        """Have a decode begin with the block that another one, behind it, fills in this step."""
+        """Let a decode's first block be one that a later decode fills in the same step."""
         reader, filler = CONTEXTS.index(100), CONTEXTS.index(512)
         self.keys[reader][:BLOCK] = self.keys[filler][-BLOCK:]
         self.values[reader][:BLOCK] = self.values[filler][-BLOCK:]
         self.tables[reader, 0] = self.tables[filler, 512 // BLOCK - 1]
-        self.filled_meanwhile = reader
+        self.reader = reader
 
     def run(
         self, backend: AttentionBackend, *, stale: float = 0.0, kept: list[int] | None = None
     ) -> Tensor:
-        """Fills the cache with `stale`, then with the prefixes, then attends for the rest.
+        """Fill the cache with `stale`, then with the prefixes, then attend for the other tokens.
 
-        kept: of each sequence as many queries, its last; without it all of them.
+        kept: number of each sequence's last queries to attend for; None: all.
         """
         cache = backend.allocate(self.num_blocks, BLOCK)
         for tensor in (*cache.keys, *cache.values):
             tensor.fill_(stale)
         prefixes = [
-            (i, BLOCK if i == self.filled_meanwhile else 0, c - n)
+            (i, BLOCK if i == self.reader else 0, c - n)
             for i, (n, c) in enumerate(self.spans)
             if c > n
         ]
@@ -167,12 +170,12 @@ class Case:
             queries = queries[: len(some.indices)]
         rows = len(queries)
         out = torch.empty(-(-rows // TILE) * TILE, queries[0].numel(), dtype=keys.dtype)
-        backend.attend(0, queries, keys, values, batch, cache, out[:rows])
+        backend.attend(0, AttentionStep(queries, keys, values, batch, cache, out[:rows]))
         tiled = isinstance(backend, TiledAttention)
         return (to_rows(out) if tiled else out)[:rows].float()
 
     def expected(self, sinks: Tensor | None = None) -> Tensor:
-        """The definition, in float64."""
+        """Return attention by its definition, in float64."""
         spec, window = self.spec, self.spec.windows[0]
         rows = []
         for (length, context), q, k, v in zip(
@@ -207,7 +210,7 @@ SHAPES = [
     (6, 2, 96, 0),
     (2, 1, 256, 7),
 ]
-"""Query heads, key heads, their width, the window"""
+"""Query heads, key heads, head dimension, window"""
 
 every_kind = pytest.mark.parametrize(
     ("kind", "dtype", "tolerance"),
@@ -223,7 +226,7 @@ every_kind = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @every_kind
-def test_decodes_and_chunks_follow_the_definition(
+def test_decodes_and_chunks_equal_the_definition(
     base: ModelSpec,
     kind: str,
     dtype: torch.dtype,
@@ -237,14 +240,14 @@ def test_decodes_and_chunks_follow_the_definition(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @every_kind
-def test_queries_may_be_fewer_than_keys(
+def test_fewer_queries_than_keys_attend_to_all_keys(
     base: ModelSpec,
     kind: str,
     dtype: torch.dtype,
     tolerance: float,
     shape: tuple[int, int, int, int],
 ) -> None:
-    """The keys of those left out are written and seen all the same."""
+    """Keys of tokens without a query are still written and attended to."""
     case = Case(make_spec(base, *shape), dtype)
     lengths = [length for length, _ in case.spans]
     kept = [1] * len(CONTEXTS) + [1, 1, *(1 + length // 2 for length, _ in CHUNKS[2:])]
@@ -262,10 +265,10 @@ def test_queries_may_be_fewer_than_keys(
         ("amx", torch.bfloat16, 2e-2),
     ],
 )
-def test_a_block_may_be_read_in_the_step_that_fills_it(
+def test_block_is_readable_in_the_step_that_fills_it(
     base: ModelSpec, kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """The scheduler makes it known to others as soon as its last token is planned."""
+    """The scheduler shares a block as soon as its last token is scheduled."""
     case = Case(make_spec(base, 8, 2, 64, 0), dtype)
     case.share_a_block()
     backend = make_backend(kind, case.spec, dtype)
@@ -277,7 +280,7 @@ def test_a_block_may_be_read_in_the_step_that_fills_it(
 @pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("window", [0, 45])
 @every_kind
-def test_caps_and_sinks_follow_the_definition(
+def test_soft_caps_and_sinks_equal_the_definition(
     base: ModelSpec,
     kind: str,
     dtype: torch.dtype,
@@ -287,7 +290,7 @@ def test_caps_and_sinks_follow_the_definition(
     sinks: Tensor | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gemma 2's and gpt-oss's softmax, torch's logits computed in more than one piece."""
+    """Gemma 2's and gpt-oss's softmax; the torch backend computes scores in several pieces."""
     monkeypatch.setattr(torch_backend, "_PIECE", 32)
     spec = make_spec(base, 8, 2, 64, window)
     family = base.family if sinks is None else FAMILIES["GptOssForCausalLM"]
@@ -304,10 +307,9 @@ def test_caps_and_sinks_follow_the_definition(
     ids=str,
 )
 @pytest.mark.parametrize("sink", [-1e4, 1e4])
-def test_a_sink_may_be_far_from_the_scores(
+def test_extreme_sinks_take_none_or_all_of_the_weight(
     base: ModelSpec, kind: str, dtype: torch.dtype, sink: float
 ) -> None:
-    """It takes nothing, or everything."""
     spec = make_spec(base, 8, 2, 64, 0)
     case = Case(dataclasses.replace(spec, family=FAMILIES["GptOssForCausalLM"]), dtype)
     expected = case.expected() if sink < 0 else torch.zeros_like(case.expected())
@@ -316,7 +318,9 @@ def test_a_sink_may_be_far_from_the_scores(
 
 
 @pytest.mark.parametrize("highest", [InstructionSet.BASELINE, InstructionSet.AVX2])
-def test_older_machines_attend_alike(base: ModelSpec, highest: InstructionSet) -> None:
+def test_older_instruction_sets_equal_the_definition(
+    base: ModelSpec, highest: InstructionSet
+) -> None:
     spec = dataclasses.replace(make_spec(base, 6, 2, 24, 0), attention_cap=1.5)
     case = Case(spec, torch.float32)
     with limit_instruction_set(highest):
@@ -333,10 +337,8 @@ def test_older_machines_attend_alike(base: ModelSpec, highest: InstructionSet) -
         ("amx", torch.bfloat16),
     ],
 )
-def test_what_an_earlier_sequence_left_is_not_seen(
-    base: ModelSpec, kind: str, dtype: torch.dtype
-) -> None:
-    """A request whose values overflowed must not spoil those that reuse its blocks."""
+def test_stale_cache_content_has_no_effect(base: ModelSpec, kind: str, dtype: torch.dtype) -> None:
+    """A request whose values overflowed must not affect requests that reuse its blocks."""
     case = Case(make_spec(base, 8, 2, 64, 0), dtype)
     backend = make_backend(kind, case.spec, dtype)
     assert torch.equal(case.run(backend, stale=torch.nan), case.run(backend))
@@ -351,10 +353,10 @@ def test_what_an_earlier_sequence_left_is_not_seen(
         ("amx", torch.bfloat16, 5e-2),
     ],
 )
-def test_scores_may_grow_along_the_context(
+def test_scores_that_grow_along_the_context_stay_exact(
     base: ModelSpec, kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Some models' scores reach hundreds; weights taken relative to an early one would overflow."""
+    """Some models' scores reach hundreds: weights relative to an early score would overflow."""
     case = Case(make_spec(base, 8, 2, 64, 0), dtype)
     for keys in case.keys:
         keys *= torch.linspace(1, 60, len(keys), dtype=dtype)[:, None, None]
@@ -366,10 +368,10 @@ def test_scores_may_grow_along_the_context(
     ("kind", "dtype"),
     [("native", torch.float32), *((kind, torch.bfloat16) for kind in MACHINES)],
 )
-def test_a_sequence_that_overflowed_harms_itself_alone(
+def test_overflow_of_a_sequence_leaves_the_others_unchanged(
     base: ModelSpec, kind: str, dtype: torch.dtype
 ) -> None:
-    """It must come to an end, and its neighbours must get what they would have got."""
+    """Attention over infinite keys must also terminate."""
     case = Case(make_spec(base, 8, 2, 64, 0), dtype)
     backend = make_backend(kind, case.spec, dtype)
     before = case.run(backend)
@@ -379,13 +381,13 @@ def test_a_sequence_that_overflowed_harms_itself_alone(
 
 
 @pytest.mark.parametrize("kind", MACHINES)
-def test_blocks_that_are_not_whole_tiles_are_refused(base: ModelSpec, kind: str) -> None:
+def test_block_size_that_is_not_whole_tiles_is_refused(base: ModelSpec, kind: str) -> None:
     with pytest.raises(ValueError, match="multiple of 32"):
         make_backend(kind, make_spec(base, 8, 2, 64, 0), torch.bfloat16).allocate(4, 16)
 
 
-def test_a_cache_takes_the_memory_it_says(base: ModelSpec) -> None:
-    """KV memory is sized by this figure: were it too small, the machine would run out."""
+def test_cache_takes_the_memory_it_states(base: ModelSpec) -> None:
+    """The engine sizes KV memory by this figure: too small a value exhausts the memory."""
     spec = dataclasses.replace(base, windows=(0,) * base.num_layers)
     cache = TorchAttention(spec, torch.float32, torch.device("cpu")).allocate(5, BLOCK)
     held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))

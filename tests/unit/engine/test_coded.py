@@ -1,4 +1,4 @@
-"""Weights coded in fewer bytes: products read every bit of them, however unusual they are."""
+"""Lossless weight compression: products equal those of the original weights."""
 
 from collections.abc import Iterator
 
@@ -8,31 +8,32 @@ from torch import Tensor
 
 from services.engine.kernels.library import Format, InstructionSet
 from services.engine.kernels.tiles import to_tiles
-from services.engine.model.operators.native_operators import Packed, TiledOperators
-from tests.unit.engine.machines import limited_to
+from services.engine.model.operators.tiled_operators import Packed, TiledOperators
+
+from .machines import restrict_kernels
 
 STEP = 32
-"""A step has as many inputs and outputs, and codes for 16 upper bytes: 16 powers of two here"""
+"""Inputs and outputs of a step, whose codes cover 16 upper bytes, here 16 powers of two"""
 OUTPUTS, INPUTS = 2 * STEP, 34 * STEP
 
 
 @pytest.fixture
 def coding() -> Iterator[TiledOperators]:
-    """What codes weights: a machine without AMX."""
-    with limited_to(InstructionSet.AVX512_BF16) as native:
+    """Operators that compress weights: those without AMX."""
+    with restrict_kernels(InstructionSet.AVX512_BF16) as native:
         yield TiledOperators(native)
         native.use_pool(0)
 
 
 def numbers(shape: tuple[int, ...], least: int, most: int) -> Tensor:
-    """bfloat16 of either sign and any significand, from 2^least to 2^most."""
+    """Draw bfloat16 of any sign and significand from 2^least to 2^most."""
     sign = torch.randint(2, shape) * 2 - 1
     significand = 1 + torch.randint(128, shape) / 128
     return (sign * significand * 2.0 ** torch.randint(least, most, shape)).bfloat16()
 
 
 def with_exceptions(number: int) -> Tensor:
-    """A weight [OUTPUTS, INPUTS]; of a few steps so many are of other powers than the rest."""
+    """Make a weight [OUTPUTS, INPUTS] with `number` exceptions in each of a few steps."""
     torch.manual_seed(number)
     weight = numbers((OUTPUTS, INPUTS), -15, 1)
     for row in range(0, OUTPUTS, STEP):
@@ -51,7 +52,7 @@ def products(operators: TiledOperators, packed: Packed, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("number", [0, 1, 11, 12, 100])
-def test_every_weight_comes_back(coding: TiledOperators, number: int) -> None:
+def test_products_restore_every_weight(coding: TiledOperators, number: int) -> None:
     weight = with_exceptions(number)
     packed = coding.pack((weight,))
     assert packed.format == Format.CODED
@@ -63,7 +64,7 @@ def test_every_weight_comes_back(coding: TiledOperators, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 100])
-def test_a_row_does_not_feel_its_neighbours(coding: TiledOperators, number: int) -> None:
+def test_product_of_a_row_is_independent_of_other_rows(coding: TiledOperators, number: int) -> None:
     packed = coding.pack((with_exceptions(number),))
     rows = torch.randn(600, INPUTS).bfloat16()
     together = products(coding, packed, rows)
@@ -72,10 +73,8 @@ def test_a_row_does_not_feel_its_neighbours(coding: TiledOperators, number: int)
 
 
 @pytest.mark.parametrize("least", [-60, -17])
-def test_weights_that_decode_slowly_are_kept_as_they_are(
-    coding: TiledOperators, least: int
-) -> None:
-    """Nearly all of them are exceptions, or some of every step."""
+def test_weights_with_many_exceptions_stay_uncompressed(coding: TiledOperators, least: int) -> None:
+    """Nearly all weights are exceptions, or some of every step."""
     weight = numbers((OUTPUTS, INPUTS), least, 1)
     packed = coding.pack((weight,))
     assert packed.format == Format.PACKED
@@ -84,6 +83,6 @@ def test_weights_that_decode_slowly_are_kept_as_they_are(
     assert torch.equal(products(coding, packed, one_by_one).T, weight.float())
 
 
-def test_weights_as_models_have_them_take_12_and_a_half_bits(coding: TiledOperators) -> None:
+def test_normally_distributed_weights_take_12_and_a_half_bits(coding: TiledOperators) -> None:
     projection = coding.projection(torch.randn(256, 1024).bfloat16(), None)
     assert projection.weight_bytes * 8 / (256 * 1024) == 12.5

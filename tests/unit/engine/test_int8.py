@@ -1,4 +1,4 @@
-"""Weights in int8: what products make of them, how near the model stays, and who is refused."""
+"""int8 weights: exactness of products, closeness of models, refusal on unsupported machines."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,28 +15,29 @@ from services.engine.kernels.library import (
 from services.engine.kernels.tiles import to_tiles
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_model
-from services.engine.model.operators.int8_operators import Int8Operators
+from services.engine.model.operators.tiled_operators import Int8Operators
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
-from tests.unit.engine.machines import TILED, limited_to
+from tests.unit.engine.machines import TILED
 from tests.unit.engine.tiles import to_rows
 
-from .test_kernels import assert_finds_largest
+from .machines import restrict_kernels
+from .test_kernels import assert_finds_argmax
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=TILED, ids=lambda each: each.name)
 def int8(request: pytest.FixtureRequest) -> Iterator[Int8Operators]:
-    with limited_to(request.param) as native:
+    with restrict_kernels(request.param) as native:
         yield Int8Operators(native)
         native.use_pool(0)
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """What int8 leaves of a weight: 255 levels for each output."""
+    """Round a weight to int8 with a scale per output, and back."""
     largest = weight.float().abs().amax(dim=1, keepdim=True)
-    # a quotient of tensors: torch turns 127 / tensor into a reciprocal, rounded twice
+    # Divide tensors: torch turns 127 / tensor into a reciprocal, which rounds twice.
     inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
     return (weight.float() * inverse).round() * (largest / 127)
 
@@ -44,13 +45,13 @@ def rounded(weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(100, 64), (1000, 1024), (17, 32), (64, 2816)], ids=str)
 @pytest.mark.parametrize("rows", [*range(1, 71, 3), 300, 600])
-def test_products_are_those_of_the_rounded_weight(
+def test_products_equal_those_of_the_rounded_weight(
     int8: Int8Operators, rows: int, shape: tuple[int, int], stored: torch.dtype
 ) -> None:
     torch.manual_seed(rows)
     outputs, inputs = shape
     weight = (torch.randn(shape) / inputs**0.5).to(stored)
-    weight[0] = 0  # has no scale
+    weight[0] = 0  # its scale is 0
     bias = torch.randn(outputs).to(stored)
     x = torch.randn(rows, inputs, dtype=torch.bfloat16)
     expected = x.float() @ rounded(weight).T + bias.float()
@@ -70,14 +71,14 @@ def test_products_are_those_of_the_rounded_weight(
 
 
 @pytest.mark.parametrize("rows", [1, 33, 300])
-def test_the_largest_product_is_found_without_storing_any(int8: Int8Operators, rows: int) -> None:
-    """A greedy token would be another one otherwise."""
-    assert_finds_largest(int8, rows, 1000)
+def test_argmax_equals_that_of_the_products(int8: Int8Operators, rows: int) -> None:
+    """Greedy output depends on it."""
+    assert_finds_argmax(int8, rows, 1000)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e4])
 def test_tiny_and_huge_numbers_keep_their_precision(int8: Int8Operators, scale: float) -> None:
-    """The kernel's widened weights have an exponent of their own, far from float32's ends."""
+    """The kernels widen weights with another exponent bias; products must not underflow."""
     weight, x = torch.randn(32, 256), (torch.randn(3, 256) * scale).bfloat16()
     expected = x.float() @ rounded(weight).T
     exact = torch.empty(3, 32)
@@ -87,7 +88,7 @@ def test_tiny_and_huge_numbers_keep_their_precision(int8: Int8Operators, scale: 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 20, 90])
-def test_the_gate_is_that_of_the_rounded_weights(
+def test_gate_equals_that_of_the_rounded_weights(
     int8: Int8Operators, rows: int, biased: bool
 ) -> None:
     torch.manual_seed(rows)
@@ -102,7 +103,7 @@ def test_the_gate_is_that_of_the_rounded_weights(
     torch.testing.assert_close(to_rows(ours)[:rows].float(), theirs, atol=3e-2, rtol=3e-2)
 
 
-def test_a_row_does_not_feel_its_neighbours(int8: Int8Operators) -> None:
+def test_product_of_a_row_is_independent_of_other_rows(int8: Int8Operators) -> None:
     projection = int8.projection(torch.randn(64, 1024), None)
     x = torch.randn(600, 1024, dtype=torch.bfloat16)
     together, alone = torch.empty(600, 64), torch.empty(1, 64)
@@ -117,7 +118,7 @@ def test_a_row_does_not_feel_its_neighbours(int8: Int8Operators) -> None:
     "family",
     ["llama, wide heads", "qwen3", "qwen3, tied", "gemma3", "gpt2", "olmo2", "gpt-oss"],
 )
-def test_a_model_stays_close_to_itself(family: str, tmp_path: Path) -> None:
+def test_logits_stay_close_to_those_of_full_weights(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS[family])
     tokens = random_tokens(40, 1)
     logits, sizes = [], []
@@ -135,7 +136,7 @@ def test_a_model_stays_close_to_itself(family: str, tmp_path: Path) -> None:
     ("dtype", "highest"),
     [(torch.float32, InstructionSet.AMX), (torch.bfloat16, InstructionSet.AVX512)],
 )
-def test_who_cannot_multiply_them_is_refused(
+def test_machine_without_int8_products_is_refused(
     dtype: torch.dtype, highest: InstructionSet, tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, CONFIGS["qwen3"])
@@ -143,6 +144,6 @@ def test_who_cannot_multiply_them_is_refused(
         load_model(tmp_path, dtype, weights="int8")
 
 
-def test_they_have_a_fingerprint_of_their_own(tmp_path: Path) -> None:
+def test_int8_weights_have_another_fingerprint(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS["llama"])
     assert weights_fingerprint(tmp_path, "int8") != weights_fingerprint(tmp_path, "full")

@@ -1,4 +1,4 @@
-"""The kernels compute what torch computes, on every instruction set, and share its threads."""
+"""The kernels agree with torch on every instruction set."""
 
 import resource
 import threading
@@ -16,10 +16,13 @@ from services.engine.kernels.memory import Arena, allocate, touch
 from services.engine.kernels.tiles import to_tiles
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.interface import Projection
-from services.engine.model.operators.native_operators import NativeOperators, TiledOperators
+from services.engine.model.operators.native_operators import NativeOperators
+from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
-from tests.unit.engine.machines import TILED, limited_to
+from tests.unit.engine.machines import TILED
 from tests.unit.engine.tiles import to_rows
+
+from .machines import restrict_kernels
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -27,15 +30,15 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 @pytest.fixture(params=InstructionSet, ids=lambda each: each.name)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Native]:
-    """The kernels as each kind of machine runs them."""
-    with limited_to(request.param) as native:
+    """The kernels on each instruction set."""
+    with restrict_kernels(request.param) as native:
         yield native
 
 
 @pytest.fixture(params=TILED, ids=lambda each: each.name)
 def tiled(request: pytest.FixtureRequest) -> Iterator[TiledOperators]:
-    """What works on tiles, as each kind of machine does it."""
-    with limited_to(request.param) as native:
+    """The tiled operators on each instruction set that has them."""
+    with restrict_kernels(request.param) as native:
         yield TiledOperators(native)
         native.use_pool(0)
 
@@ -80,7 +83,6 @@ def test_small_operators_equal_those_of_torch(
 def test_packed_products_equal_those_of_torch(
     tiled: TiledOperators, rows: int, shape: tuple[int, int], stored: torch.dtype
 ) -> None:
-    """Whatever the number of rows, the widths, and the dtype the checkpoint stores."""
     torch.manual_seed(rows)
     outputs, inputs = shape
     weight = (torch.randn(shape) / inputs**0.5).to(stored)
@@ -104,38 +106,36 @@ def test_packed_products_equal_those_of_torch(
 
 @pytest.mark.parametrize("outputs", [17, 100, 1000])
 @pytest.mark.parametrize("rows", [1, 17, 33, 70, 600])
-def test_the_largest_product_is_found_without_storing_any(
-    tiled: TiledOperators, rows: int, outputs: int
-) -> None:
-    """A greedy token would be another one otherwise."""
-    assert_finds_largest(tiled, rows, outputs)
+def test_argmax_equals_that_of_the_products(tiled: TiledOperators, rows: int, outputs: int) -> None:
+    """Greedy output depends on it."""
+    assert_finds_argmax(tiled, rows, outputs)
 
 
-def test_of_a_row_without_numbers_no_product_is_the_largest(tiled: TiledOperators) -> None:
-    """Else a broken checkpoint would answer with whatever token that is."""
+def test_argmax_of_a_row_of_nan_is_negative(tiled: TiledOperators) -> None:
+    """Otherwise a broken checkpoint would answer with an arbitrary token."""
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     x[1, 100] = torch.nan
     found = torch.zeros(3, dtype=torch.int64)
-    tiled.projection(torch.randn(100, 256), None).largest(to_tiles(x)[:3], found)
+    tiled.projection(torch.randn(100, 256), None).argmax(to_tiles(x)[:3], found)
     assert [int(column) < 0 for column in found] == [False, True, False]
 
 
-def assert_finds_largest(operators: TiledOperators, rows: int, outputs: int) -> None:
+def assert_finds_argmax(operators: TiledOperators, rows: int, outputs: int) -> None:
     torch.manual_seed(rows)
     weight, x = torch.randn(outputs, 256), torch.randn(rows, 256, dtype=torch.bfloat16)
-    weight[outputs // 2 :] = weight[: outputs - outputs // 2].clone()  # the first of equals counts
-    x[-1] = 0  # all are equal
+    weight[outputs // 2 :] = weight[: outputs - outputs // 2].clone()  # the first of equals wins
+    x[-1] = 0  # all products are equal
     tiles = to_tiles(x)[:rows]
     for offset in (0.0, -1000.0):
         projection = operators.projection(weight, torch.full((outputs,), offset))
         exact, found = torch.empty(rows, outputs), torch.full((rows + 1,), -7)
         projection.into(tiles, exact)
-        projection.largest(tiles, found[:rows])
+        projection.argmax(tiles, found[:rows])
         assert found.tolist() == [*exact.numpy().argmax(axis=1).tolist(), -7]
 
 
-def test_a_result_larger_than_the_caches_equals_its_parts(tiled: TiledOperators) -> None:
-    """It is written past them, 4.3 MB of it; its parts of 0.8 MB are not."""
+def test_product_that_bypasses_the_caches_equals_its_parts(tiled: TiledOperators) -> None:
+    """4.3 MB bypass the caches; parts of 0.8 MB don't."""
     rows, outputs, part = 1040, 2080, 208
     projection = tiled.projection(torch.randn(outputs, 32), torch.randn(outputs))
     x = torch.randn(rows, 32, dtype=torch.bfloat16)
@@ -172,8 +172,8 @@ def test_norms_in_tiles_equal_those_of_torch(tiled: TiledOperators, rows: int) -
     assert_close(to_rows(ours)[:rows], theirs, torch.bfloat16)
 
 
-def test_norms_larger_than_the_caches_equal_their_parts(tiled: TiledOperators) -> None:
-    """They are written past them, 4.4 MB of them; their parts of 0.4 MB are not."""
+def test_norms_that_bypass_the_caches_equal_their_parts(tiled: TiledOperators) -> None:
+    """4.4 MB bypass the caches; parts of 0.4 MB don't."""
     rows, width, part = 2080, 1056, 208
     x, weight = torch.randn(rows, width).bfloat16(), torch.randn(width).bfloat16()
     whole, alone = to_tiles(torch.zeros_like(x)), to_tiles(torch.zeros_like(x[:part]))
@@ -183,7 +183,7 @@ def test_norms_larger_than_the_caches_equal_their_parts(tiled: TiledOperators) -
         assert torch.equal(to_rows(alone)[:part], to_rows(whole)[start : start + part])
 
 
-def test_a_row_does_not_feel_its_neighbours(tiled: TiledOperators) -> None:
+def test_product_of_a_row_is_independent_of_other_rows(tiled: TiledOperators) -> None:
     projection = tiled.projection(torch.randn(64, 256), None)
     x = torch.randn(50, 256, dtype=torch.bfloat16)
     together, alone = torch.empty(50, 64), torch.empty(1, 64)
@@ -193,8 +193,8 @@ def test_a_row_does_not_feel_its_neighbours(tiled: TiledOperators) -> None:
         assert torch.equal(alone[0], together[row])
 
 
-def test_two_models_may_compute_at_once(tiled: TiledOperators) -> None:
-    """A pool that mixed up two loops would lose or repeat their items."""
+def test_products_in_several_threads_are_independent(tiled: TiledOperators) -> None:
+    """A thread pool that mixed up two loops would skip or repeat items."""
     tiled.native.use_pool(3)
     weight = torch.randn(640, 256)
     x = to_tiles(torch.randn(8, 256, dtype=torch.bfloat16))[:8]
@@ -218,7 +218,7 @@ def test_two_models_may_compute_at_once(tiled: TiledOperators) -> None:
 
 
 def test_the_sources_compile(tmp_path: Path) -> None:
-    """What `pip install` does where there is a compiler."""
+    """`pip install` builds the kernels if there is a compiler."""
     try:
         built = build(tmp_path / "kernels.so")
     except OSError:
@@ -226,10 +226,10 @@ def test_the_sources_compile(tmp_path: Path) -> None:
     assert Native(built).instruction_set() >= InstructionSet.BASELINE
 
 
-def test_a_library_without_what_works_on_tiles_has_the_rest(
+def test_library_without_tiled_kernels_has_the_portable_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine on ARM would not start otherwise."""
+    """Otherwise an engine on ARM would not start."""
     portable = tuple(unit for unit in builder._X86_64 if unit.source == "portable.cpp")
     monkeypatch.setattr(builder, "_X86_64", portable)
     try:
@@ -243,18 +243,18 @@ def test_a_library_without_what_works_on_tiles_has_the_rest(
     assert_close(ours, theirs, torch.float32)
 
 
-def test_touched_memory_is_there() -> None:
-    """A long prompt would wait for it otherwise, or find that there is none."""
+def test_touched_memory_causes_no_page_faults() -> None:
+    """Otherwise the first long prompt would wait for its pages, or run out of memory."""
     tensors = [allocate((64 << 20,), torch.uint8) for _ in range(3)]
     touch(tensors)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for tensor in tensors:
         tensor.numpy()[:] = 1
-    # untouched, it takes 96 at least, one for each huge page
+    # Untouched memory causes at least 96 faults, one per huge page.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20
 
 
-def test_memory_is_zeroed_aligned_and_apart() -> None:
+def test_arena_tensors_are_zeroed_aligned_and_disjoint() -> None:
     arena = Arena()
     taken = [arena.take(count, torch.bfloat16) for count in (3, 1000, 5)]
     for index, tensor in enumerate(taken):

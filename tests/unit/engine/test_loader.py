@@ -1,4 +1,4 @@
-"""Every checkpoint that cannot be served is refused in one sentence naming the file and tensor."""
+"""Loading: checkpoints of all formats load, defective ones are refused with file and cause."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from services.engine.messages import GenerationDefaults
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.loader import load_model, load_spec, resolve_dtype
@@ -52,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(saved: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy for a test to modify."""
     return shutil.copytree(saved, tmp_path / "checkpoint")
 
 
@@ -76,7 +76,7 @@ def truncate(path: Path) -> None:
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-SPOILS: list[tuple[str, Callable[[Path], None], list[str]]] = [
+DEFECTS: list[tuple[str, Callable[[Path], None], list[str]]] = [
     ("no directory", shutil.rmtree, ["checkpoint", "not a directory"]),
     ("no config", lambda p: (p / "config.json").unlink(), ["config.json", "does not exist"]),
     ("no JSON", lambda p: (p / "config.json").write_text("{"), ["config.json", "JSON"]),
@@ -111,12 +111,12 @@ SPOILS: list[tuple[str, Callable[[Path], None], list[str]]] = [
         ["rope_type", "xpos", "yarn"],
     ),
     (
-        "packed, but not a mixture",
+        "MXFP4 without experts",
         lambda p: set_config(p, quantization_config={"quant_method": "mxfp4"}),
         ["quantization_config", "mxfp4"],
     ),
     ("only a header", lambda p: (p / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0"), [WEIGHTS]),
-    ("a header that lies", lambda p: (p / WEIGHTS).write_bytes(b"\xff" * 64), [WEIGHTS]),
+    ("a false header length", lambda p: (p / WEIGHTS).write_bytes(b"\xff" * 64), [WEIGHTS]),
     ("empty", lambda p: (p / WEIGHTS).write_bytes(b""), [WEIGHTS]),
     (
         "no tensors",
@@ -127,12 +127,12 @@ SPOILS: list[tuple[str, Callable[[Path], None], list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("spoil", "named"), [case[1:] for case in SPOILS], ids=[case[0] for case in SPOILS]
+    ("damage", "named"), [case[1:] for case in DEFECTS], ids=[case[0] for case in DEFECTS]
 )
-def test_a_spoilt_checkpoint_is_refused(
-    checkpoint: Path, spoil: Callable[[Path], None], named: list[str]
+def test_defective_checkpoint_is_refused(
+    checkpoint: Path, damage: Callable[[Path], None], named: list[str]
 ) -> None:
-    spoil(checkpoint)
+    damage(checkpoint)
     assert_refused(checkpoint, *named)
 
 
@@ -152,7 +152,7 @@ LAYERNORM = "transformer.h.2.ln_1.bias"
 PHI = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7} | {
     "original_max_position_embeddings": 32
 }
-FAMILY_SPOILS: list[tuple[str, Callable[[Path], None], list[str]]] = [
+FAMILY_DEFECTS: list[tuple[str, Callable[[Path], None], list[str]]] = [
     ("qwen3 moe", lambda p: set_tensor(p, EXPERT, None), [EXPERT]),
     (
         "qwen3 moe",
@@ -178,12 +178,12 @@ FAMILY_SPOILS: list[tuple[str, Callable[[Path], None], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "spoil", "named"), FAMILY_SPOILS)
-def test_so_is_a_spoilt_one_of_another_family(
-    family: str, spoil: Callable[[Path], None], named: list[str], tmp_path: Path
+@pytest.mark.parametrize(("family", "damage", "named"), FAMILY_DEFECTS)
+def test_defective_checkpoint_of_another_family_is_refused(
+    family: str, damage: Callable[[Path], None], named: list[str], tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, CONFIGS[family])
-    spoil(tmp_path)
+    damage(tmp_path)
     assert_refused(tmp_path, *named)
 
 
@@ -194,9 +194,9 @@ def test_so_is_a_spoilt_one_of_another_family(
         (torch.zeros(5, 64, 3, 8, dtype=torch.uint8), ["down_proj_blocks", "[5, 64, 3, 8]"]),
         (torch.zeros(5, 64, 3, 16, dtype=torch.uint8), ["down_proj_scales"]),
     ],
-    ids=["numbers", "half as many", "no scales"],
+    ids=["floats", "half as many", "no scales"],
 )
-def test_so_are_packed_experts_that_are_none(
+def test_defective_mxfp4_experts_are_refused(
     blocks: torch.Tensor, named: list[str], tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, CONFIGS["gpt-oss"])
@@ -213,8 +213,10 @@ def test_so_are_packed_experts_that_are_none(
 @pytest.mark.parametrize(
     "value", [0, -1, 1e999, math.nan, True, "x", [], ["x"], {}, {"factor": 0}], ids=str
 )
-def test_no_config_takes_the_engine_down(family: str, value: object, tmp_path: Path) -> None:
-    """Whatever stands in config.json, it is understood or refused."""
+def test_any_config_value_is_understood_or_refused(
+    family: str, value: object, tmp_path: Path
+) -> None:
+    """No value in config.json raises another exception than CheckpointError."""
     config = json.loads(CONFIGS[family].to_json_string(use_diff=False))
     config["architectures"] = [ARCHITECTURES[family]]
     refused = 0
@@ -231,13 +233,15 @@ def test_no_config_takes_the_engine_down(family: str, value: object, tmp_path: P
     assert refused
 
 
-def test_the_documentation_names_every_family() -> None:
+def test_documentation_names_every_family() -> None:
     text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
     assert [name for name in FAMILIES if f"`{name}`" not in text] == []
 
 
-def test_nothing_of_it_is_run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither pickles nor modules that a checkpoint brings along, and nothing is fetched."""
+def test_loading_runs_no_code_and_opens_no_connection(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pickles and modules in a checkpoint are ignored."""
     ran = checkpoint / "ran"
     (checkpoint / "modeling_own.py").write_text(f"open({str(ran)!r}, 'w')")
     set_config(checkpoint, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
@@ -258,8 +262,8 @@ def test_nothing_of_it_is_run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     assert not ran.exists()
 
 
-def test_names_without_their_root_are_read(tmp_path: Path) -> None:
-    """GPT-2 as it was published, with the masks that it stored."""
+def test_tensor_names_without_prefix_are_read(tmp_path: Path) -> None:
+    """GPT-2's published checkpoint has no prefix and stores masks."""
     model = make_checkpoint(tmp_path, CONFIGS["gpt2"])
     tensors = load_file(tmp_path / WEIGHTS)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -279,10 +283,9 @@ OLD_CONFIGS: list[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("family", "old"), OLD_CONFIGS, ids=[case[0] for case in OLD_CONFIGS])
-def test_a_family_has_defaults_for_what_older_configs_leave_out(
+def test_defaults_of_absent_keys_are_those_of_transformers(
     family: str, old: dict[str, object], tmp_path: Path
 ) -> None:
-    """The same as transformers has: a file that leaves them out means these."""
     make_checkpoint(tmp_path, CONFIGS[family])
     config = json.loads((tmp_path / "config.json").read_text())
     shape = {key: config[key] for key in config if key in SHAPE_KEYS}
@@ -307,7 +310,7 @@ def test_a_family_has_defaults_for_what_older_configs_leave_out(
     assert [rotary is not None for rotary in ours.rotaries] == [bool(does) for does in rotates]
 
 
-def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
+def test_sharded_checkpoint_loads(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, CONFIGS["qwen2, tied"], shard="100KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     tokens = random_tokens(20, 1)
@@ -321,15 +324,15 @@ def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
         load_model(tmp_path, torch.float32)
 
 
-def test_an_index_cannot_point_outside(checkpoint: Path) -> None:
+def test_index_that_points_outside_is_refused(checkpoint: Path) -> None:
     index = {"weight_map": {Q: "../elsewhere.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="outside"):
         load_model(checkpoint, torch.float32)
 
 
-def test_names_of_older_releases_are_read(checkpoint: Path) -> None:
-    """rope_theta, rope_scaling and torch_dtype, as checkpoints of before transformers 5 have."""
+def test_keys_of_older_releases_are_read(checkpoint: Path) -> None:
+    """Before transformers 5: rope_theta, rope_scaling and torch_dtype."""
     new = load_spec(checkpoint)
     rope = json.loads((checkpoint / "config.json").read_text())["rope_parameters"]
     set_config(
@@ -348,8 +351,8 @@ def test_names_of_older_releases_are_read(checkpoint: Path) -> None:
     assert old_rotary.frequencies == tuple(f / 2 for f in new_rotary.frequencies)
 
 
-def test_generation_config_names_the_ends_and_the_sampling(checkpoint: Path) -> None:
-    """A chat model ends its turns with an id that config.json does not name."""
+def test_generation_config_gives_eos_ids_and_sampling_defaults(checkpoint: Path) -> None:
+    """A chat model may end turns with an id that config.json lacks."""
     set_config(checkpoint, eos_token_id=2)
     file = checkpoint / "generation_config.json"
     file.write_text(json.dumps({"eos_token_id": [7, 9], "temperature": 0.6, "top_k": 20}))
@@ -362,16 +365,16 @@ def test_generation_config_names_the_ends_and_the_sampling(checkpoint: Path) -> 
     assert load_generation_defaults(checkpoint) == GenerationDefaults()
 
 
-def test_ends_that_are_no_tokens_of_the_model_are_left_out(checkpoint: Path) -> None:
-    """Of a tokenizer that grew without its model: what they ban would be tokens of a neighbour."""
+def test_eos_ids_outside_the_vocabulary_are_ignored(checkpoint: Path) -> None:
+    """A tokenizer may have more tokens than its model; such ids would index other rows' logits."""
     size = load_spec(checkpoint).vocab_size
     ends = {"eos_token_id": [2, size, -1]}
     (checkpoint / "generation_config.json").write_text(json.dumps(ends))
     assert load_spec(checkpoint).eos_token_ids == (2,)
 
 
-def test_weights_convert_to_the_dtype_asked_for(checkpoint: Path) -> None:
-    """weight_bytes is what the roofline is drawn from."""
+def test_weights_convert_to_the_requested_dtype(checkpoint: Path) -> None:
+    """The benchmarks' roofline is based on weight_bytes."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         decoder = load_model(checkpoint, dtype)
         assert decoder.dtype == dtype
@@ -380,7 +383,7 @@ def test_weights_convert_to_the_dtype_asked_for(checkpoint: Path) -> None:
         assert decoder.weight_bytes == (numel - embedding) * dtype.itemsize
 
 
-def test_progress_is_told_where_there_is_no_terminal(
+def test_progress_is_logged_without_a_terminal(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):

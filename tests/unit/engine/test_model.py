@@ -1,4 +1,4 @@
-"""The forward pass says what transformers says, however a prompt is cut and batched."""
+"""The forward pass equals that of transformers for any chunking and batching."""
 
 import copy
 from pathlib import Path
@@ -37,7 +37,7 @@ def checkpoint(
 
 @pytest.fixture(params=["torch", "native"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the test as if the kernels had not been built, and with them."""
+    """Run the test without the kernels and with them."""
     if request.param == "torch":
         monkeypatch.setattr(services.engine.model.loader, "native", None)
         monkeypatch.setattr(services.engine.model.attention, "native", None)
@@ -51,9 +51,7 @@ def assert_equal(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_logits_equal_those_of_transformers(checkpoint: tuple[Path, PreTrainedModel]) -> None:
-    """Prefilled at once, in odd chunks, token by token, behind a cached prefix, and all of these
-    in shared batches.
-    """
+    """Prefill at once, in odd chunks, by token, and after a cached prefix, in mixed batches."""
     path, model = checkpoint
     decoder = load_model(path, torch.float32)
     sequences = [random_tokens(TOKENS, seed) for seed in range(4)]
@@ -62,9 +60,9 @@ def test_logits_equal_those_of_transformers(checkpoint: tuple[Path, PreTrainedMo
     driver = Driver(decoder, sequences, block_size=16)
     driver.step([(0, TOKENS)])  # at once
     driver.share(4, 0, 40)
-    driver.step([(1, 40), (2, 1)])  # a chunk of one token is no decode: it comes last
+    driver.step([(1, 40), (2, 1)])  # a prompt chunk of one token comes last
     driver.step([(2, 1), (1, 7), (3, 19)])
-    for _ in range(20):  # decodes beside another's prompt
+    for _ in range(20):  # decodes beside a prompt chunk
         driver.step([(1, 1), (2, 1), (3, 1), (4, 2)])
     driver.step([(2, 1), (1, 8), (3, 36), (4, 3)])
     while len(driver.logits[2]) < TOKENS:
@@ -74,10 +72,10 @@ def test_logits_equal_those_of_transformers(checkpoint: tuple[Path, PreTrainedMo
 
 
 @pytest.mark.usefixtures("backend")
-def test_rows_that_nobody_looks_at_are_left_out_and_missed_by_none(
+def test_omitted_rows_leave_the_other_logits_unchanged(
     checkpoint: tuple[Path, PreTrainedModel],
 ) -> None:
-    """A prompt's last logits, and all that follow, do not need those of its other tokens."""
+    """A prompt's last logits and all later ones don't need the logits of its other tokens."""
     path, model = checkpoint
     sequences = [random_tokens(TOKENS, seed) for seed in range(4)]
     driver = Driver(load_model(path, torch.float32), sequences, block_size=16)
@@ -93,8 +91,8 @@ def test_rows_that_nobody_looks_at_are_left_out_and_missed_by_none(
         assert_equal(ours[computed], reference_logits(model, tokens)[computed])
 
 
-def test_packed_experts_compute_like_their_numbers(tmp_path: Path) -> None:
-    """gpt-oss as it is published: MXFP4 blocks and scales, here decoded by transformers."""
+def test_mxfp4_experts_equal_transformers(tmp_path: Path) -> None:
+    """gpt-oss's published format: MXFP4 blocks and scales."""
     model = make_packed_checkpoint(tmp_path)
     tokens = random_tokens(TOKENS, 1)
     driver = Driver(load_model(tmp_path, torch.float32), [tokens])
@@ -104,7 +102,7 @@ def test_packed_experts_compute_like_their_numbers(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    """Heads of 32, which tiles take."""
+    """A model with heads of 32, which the tiled kernels support."""
     path = tmp_path_factory.mktemp("wide")
     return path, make_checkpoint(path, CONFIGS["qwen3"])
 
@@ -121,7 +119,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
 def test_half_precision_stays_close_to_float32(
     wide: tuple[Path, PreTrainedModel], dtype: torch.dtype, highest: InstructionSet
 ) -> None:
-    """The kernels lose no more to rounding than transformers does in the same dtype."""
+    """The kernels round no worse than transformers does in the same dtype."""
     path, model = wide
     tokens = random_tokens(TOKENS, 1)
     exact = reference_logits(model, tokens)
@@ -142,8 +140,8 @@ def test_half_precision_stays_close_to_float32(
 @pytest.mark.parametrize(
     "family", ["gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"]
 )
-def test_what_the_kernels_lack_is_done_beside_them(family: str, tmp_path: Path) -> None:
-    """Norms, activations, experts and attention on rows that are kept in tiles."""
+def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:
+    """torch computes norms, activations and experts that the kernels lack, on tiled rows."""
     model = make_checkpoint(tmp_path, CONFIGS[family])
     tokens = random_tokens(TOKENS, 1)
     exact = reference_logits(model, tokens)
@@ -153,16 +151,16 @@ def test_what_the_kernels_lack_is_done_beside_them(family: str, tmp_path: Path) 
     driver.step([(0, 20), (1, 9)])
     for _ in range(TOKENS - 61):
         driver.step([(0, 1), (1, 1)])
-    # the median, since rounding may send a token to another expert, there and here
+    # The median, because rounding may send a token to another expert in either model.
     error, usual = (driver.logits[0] - exact).abs(), (rounded - exact).abs()
     assert error.median() < 1.2 * usual.median()
 
 
 @needs_tiles
-def test_a_replayed_pass_computes_what_its_kernels_do_one_by_one(
+def test_replayed_pass_equals_single_kernels(
     wide: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output would go wrong with the second step otherwise, or when the batch changes."""
+    """Otherwise output would be wrong from the second step on, or when the batch changes."""
     path, _ = wide
     passes = {"replayed": 0, "one by one": 0}
     logits: dict[str, list[Tensor]] = {}
@@ -181,14 +179,14 @@ def test_a_replayed_pass_computes_what_its_kernels_do_one_by_one(
             ([(0, 1)], None),
             ([(0, 20), (1, 20)], None),
             ([(0, 1), (1, 4)], (1, 1)),
-            # needs larger buffers
+            # Needs larger buffers.
             ([(0, 1), (1, 40), (2, 40)], (1, 2, 1)),
             ([(0, 1), (1, 1), (2, 1)], None),
             ([(0, 1), (1, 1), (2, 30)], (1, 1, 4)),
             ([(0, 1), (2, 2), (1, 3)], None),
         ):
             if kind == "one by one":
-                recording.forget()
+                recording.discard()
             driver.step(chunks, kept)
         logits[kind] = driver.logits
     assert passes == {"replayed": 2, "one by one": 7}
@@ -197,10 +195,10 @@ def test_a_replayed_pass_computes_what_its_kernels_do_one_by_one(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_does_not_feel_its_neighbours(
+def test_logits_of_a_sequence_are_independent_of_the_batch(
     wide: tuple[Path, PreTrainedModel], dtype: torch.dtype
 ) -> None:
-    """Greedy output would change with the load otherwise."""
+    """Otherwise greedy output would change with the load."""
     path, _ = wide
     decoder = load_model(path, dtype)
     sequences = [random_tokens(TOKENS, seed) for seed in range(9)]
@@ -212,6 +210,6 @@ def test_a_sequence_does_not_feel_its_neighbours(
         alone.step([(0, 1)])
         others = [(index, 3) for index in range(2, 9)]
         crowd.step([(0, 1), (1, 1), *others] if step % 2 else [(0, 1), (1, 1)])
-    if isinstance(decoder._attention, TiledAttention):  # sums in the same order whatever the batch
+    if isinstance(decoder._attention, TiledAttention):  # the order of its sums is fixed
         assert torch.equal(alone.logits[0], crowd.logits[0])
     assert_equal(alone.logits[0], crowd.logits[0])

@@ -1,4 +1,4 @@
-"""Two ranks, each with half of every weight, compute what one computes."""
+"""Tensor parallelism: two ranks agree with a single process."""
 
 import multiprocessing
 import os
@@ -66,7 +66,7 @@ IN_TILES: dict[str, PreTrainedConfig] = {
         **_WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
     ),
 }
-"""Whose halves are multiples of 32 wide"""
+"""Models whose shards are multiples of 32 wide"""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def by_two(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Tensor]]:
-    """Each checkpoint's logits by two processes; wide ones in bfloat16, the others in float32."""
+    """Logits of each checkpoint on two ranks; wide ones in bfloat16, the others in float32."""
     out = tmp_path_factory.mktemp("logits") / "logits"
     [port] = free_ports(1)
     context = multiprocessing.get_context("spawn")
@@ -129,7 +129,7 @@ def _driver(decoder: Decoder) -> Driver:
 
 
 def _drive(driver: Driver) -> list[Tensor]:
-    """Logits at most positions: prefilled at once, in chunks, and decoded."""
+    """Return logits at most positions: prefilled at once, in chunks, and decoded."""
     driver.step([(0, TOKENS)])
     driver.step([(1, 40), (2, 17)], kept=[1, 9])
     driver.step([(1, 1), (2, 30)])
@@ -139,7 +139,7 @@ def _drive(driver: Driver) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_two_ranks_have_the_logits_of_one(
+def test_logits_of_two_ranks_equal_those_of_one(
     name: str, checkpoints: dict[str, Path], by_two: dict[str, list[Tensor]]
 ) -> None:
     expected = _drive(_driver(load_model(checkpoints[name], torch.float32)))
@@ -149,21 +149,21 @@ def test_two_ranks_have_the_logits_of_one(
 
 @needs_tiles
 @pytest.mark.parametrize("name", [f"{name}, wide" for name in IN_TILES])
-def test_shards_in_tiles_lose_no_more_to_rounding_than_the_whole(
+def test_tiled_shards_round_no_worse_than_the_whole_model(
     name: str, checkpoints: dict[str, Path], by_two: dict[str, list[Tensor]]
 ) -> None:
     exact, rounded = (
         torch.cat(_drive(_driver(load_model(checkpoints[name], dtype))))
         for dtype in (torch.float32, torch.bfloat16)
     )
-    # the median, since rounding may send a token to another expert
+    # The median, because rounding may send a token to another expert.
     usual = (rounded - exact).abs().median()
     assert (torch.cat(by_two[name]) - exact).abs().median() < 1.3 * usual
 
 
 @pytest.fixture(scope="module")
 def spec(checkpoints: dict[str, Path]) -> ModelSpec:
-    return load_spec(checkpoints["qwen3"])  # 4 heads, 2 of them key heads
+    return load_spec(checkpoints["qwen3"])  # 4 query heads, 2 key heads
 
 
 @pytest.mark.parametrize(
@@ -176,25 +176,25 @@ def spec(checkpoints: dict[str, Path]) -> ModelSpec:
         ({"vocab_size": 5}, 4, r"vocab_size \(5\)"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused_with_the_number(
+def test_indivisible_model_is_refused_with_the_reason(
     spec: ModelSpec, change: dict[str, object], ranks: int, complaint: str
 ) -> None:
     with pytest.raises(StartupError, match=f"into {ranks} parts: .*{complaint}"):
         Shard(0, ranks).of(replace(spec, **change))  # type: ignore[arg-type]
 
 
-def test_ranks_that_outnumber_the_key_heads_share_them(spec: ModelSpec) -> None:
+def test_more_ranks_than_key_heads_share_heads(spec: ModelSpec) -> None:
     assert Shard(0, 4).of(spec).num_kv_heads == 1
     assert [Shard(number, 4).of_heads(2).number for number in range(4)] == [0, 0, 1, 1]
 
 
 def test_ranks_on_a_machine_share_its_cores() -> None:
-    assert Rank().threads(0) == 0  # torch's choice
+    assert Rank().threads(0) == 0  # torch chooses
     assert Rank(1, 4, 1, 2).threads(3) == 3
     assert Rank(1, 10**6, 1, 10**6).threads(0) == 1
 
 
-def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_torchrun_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(StartupError, match="torchrun"):

@@ -1,7 +1,7 @@
-"""What xformers is asked for must be paged, causal attention.
+"""Paged, causal attention through xformers, without a GPU.
 
-Runs where xformers is installed, without a GPU: `TRITON_INTERPRET=1 pytest …` for the decode kernel
-(Triton 3.6 with numpy before 2.4). Flash attention has no CPU path; its bias is compared instead.
+The tests need xformers. `TRITON_INTERPRET=1 pytest …` also runs the decode kernel (Triton 3.6 with
+numpy before 2.4). Flash attention has no CPU path: a definition in torch replaces it.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention.interface import AttentionStep
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
@@ -25,13 +26,13 @@ PAGE = 64
 
 
 def visible(bias: object, shape: tuple[int, int]) -> Tensor:
-    """bool [queries, keys], what a bias leaves to be seen."""
+    """Return the keys that a bias leaves visible: bool [queries, keys]."""
     written: Tensor = bias.materialize((1, 1, *shape))  # type: ignore[attr-defined]
     return written[0, 0] == 0
 
 
 @pytest.mark.parametrize("window", [0, 3, 100])
-def test_a_prompt_chunk_sees_its_prefix_and_itself(window: int) -> None:
+def test_prefill_bias_shows_the_prefix_and_earlier_tokens(window: int) -> None:
     lengths, contexts = (3, 1, 5), (3, 9, 70)
     seen = visible(backend.prefill_bias(lengths, contexts, window, CPU), (9, 82))
     expected = torch.zeros(9, 82, dtype=torch.bool)
@@ -61,10 +62,10 @@ def make_spec(directory: Path, heads: int, kv_heads: int, window: int) -> ModelS
 @pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (8, 1)])
-def test_decodes_like_torch(
+def test_decode_equals_the_torch_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, window: int
 ) -> None:
-    """Five sequences, so that a step of other streams is padded to eight rows."""
+    """Five sequences, which the backend pads to eight rows."""
     split_k = backend.fmha.triton_splitk
     monkeypatch.setattr(split_k.FwOp, "SUPPORTED_DEVICES", {"cpu"})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -100,15 +101,15 @@ def test_decodes_like_torch(
     )
     outs = [torch.empty(count, heads * 16, dtype=dtype) for _ in caches]
     for each, cache, out in zip((tried, plain), caches, outs, strict=True):
-        each.attend(0, queries, keys, values, batch, cache, out)
+        each.attend(0, AttentionStep(queries, keys, values, batch, cache, out))
     torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
 
 
 class _Flash:
-    """What flash attention computes of packed sequences, by torch."""
+    """Flash attention of packed sequences, computed in torch."""
 
     @staticmethod
-    def forward(  # as xformers calls it
+    def forward(
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -146,7 +147,7 @@ class _Flash:
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (8, 1)])
 @pytest.mark.parametrize("contexts", [(5, 70, 1), (5, 130, 64)])
-def test_prompts_reach_flash_attention_as_they_should(
+def test_prefill_equals_the_torch_backend(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     heads: int,
@@ -154,7 +155,7 @@ def test_prompts_reach_flash_attention_as_they_should(
     window: int,
     contexts: tuple[int, ...],
 ) -> None:
-    """With prefixes and without; the operator itself is replaced by its definition."""
+    """Contexts with and without prefixes; `_Flash` replaces the operator."""
     flash = backend.fmha.flash
     monkeypatch.setattr(flash.FwOp, "SUPPORTED_DEVICES", {"cpu"})
     monkeypatch.setattr(flash.FwOp, "OPERATOR", _Flash.forward)
@@ -190,11 +191,11 @@ def test_prompts_reach_flash_attention_as_they_should(
     parts = together.tensor_split((heads, heads + kv_heads), dim=1)
     outs = [torch.empty(count, heads * 16, dtype=dtype) for _ in caches]
     for each, cache, out in zip((tried, plain), caches, outs, strict=True):
-        each.attend(0, *parts, batch, cache, out)
+        each.attend(0, AttentionStep(*parts, batch, cache, out))
     torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
 
 
-def test_gathers_the_slots_of_all_contexts() -> None:
+def test_prefill_gathers_the_slots_of_all_contexts() -> None:
     tables = torch.tensor([[5, 9, 0], [2, 7, 4]], dtype=torch.int32)
     batch = StepBatch(
         token_ids=torch.empty(0),
@@ -207,6 +208,6 @@ def test_gathers_the_slots_of_all_contexts() -> None:
         query_lengths_host=(1, 10),
         context_lengths_host=(70, 150),
     )
-    slots = backend._Shared(batch, PAGE).slots
+    slots = backend._StepMetadata(batch, PAGE).slots
     expected = [block * PAGE + offset for block in (2, 7, 4) for offset in range(PAGE)]
     assert slots.tolist() == expected[:150]

@@ -1,4 +1,4 @@
-"""What lies in tiles, as tests read it."""
+"""Conversion of tiled activations for tests."""
 
 from torch import Tensor
 
@@ -8,6 +8,6 @@ __all__ = ["to_rows"]
 
 
 def to_rows(tiles: Tensor) -> Tensor:
-    """The inverse of `to_tiles`, padding included."""
+    """Invert `to_tiles`, padding included."""
     blocks = tiles.view(-1, tiles.shape[1] // TILE, TILE, TILE).transpose(1, 2)
     return blocks.reshape(tiles.shape)

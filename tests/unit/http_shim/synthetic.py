@@ -1,4 +1,4 @@
-"""Events of completions and chats, as the tokenizer service would send them."""
+"""Synthetic events of completions and chats, in place of the tokenizer service's."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def delta(
     top: Sequence[Sequence[tuple[int, str, float]]] = (),
     is_prompt: bool = False,
 ) -> completion_pb2.ChoiceDelta:
-    """A delta; `top` holds a row of (id, text, logprob) per token."""
+    """Return a delta; `top` has a row of (id, text, logprob) for each token."""
     columns = types_pb2.TokenColumns(
         ids=ids,
         logprobs=logprobs,
@@ -57,8 +57,11 @@ def chat_delta(
     scored: Sequence[tuple[int, bytes, float]] = (),
     top: Sequence[Sequence[tuple[int, bytes, float]]] = (),
 ) -> completion_pb2.ChatDelta:
-    """A delta; `scored` holds (id, bytes, logprob) of each token of the content, `top` a row of
-    likewise candidates of each."""
+    """Return a delta.
+
+    scored: (id, bytes, logprob) of each token of the content.
+    top: a row of candidates in the same form for each token.
+    """
     candidates = [candidate for row in top for candidate in row]
     return completion_pb2.ChatDelta(
         index=index,
@@ -106,7 +109,7 @@ def feed(
     | completion_pb2.CompleteAccepted
     | types_pb2.Usage,
 ) -> None:
-    """Hands events to a listener as a Session does; Usage stands for the terminal one."""
+    """Feed events as a Session does; Usage stands for the terminal event."""
     for event in events:
         response = completion_pb2.CompleteResponse()
         match event:
@@ -131,7 +134,7 @@ def envelope() -> Envelope:
 
 
 def exchange() -> Exchange:
-    return Exchange(identity="req_1", began=0.0)
+    return Exchange(request_id="req_1", began=0.0)
 
 
 NAN = math.nan

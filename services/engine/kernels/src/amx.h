@@ -1,17 +1,18 @@
-// AMX: eight tile registers of 16 rows by 64 bytes. One instruction multiplies 16x32 by 32x16
-// bfloat16 into 16x16 float32.
+// Products of 2 x 2 tiles on AMX: eight tile registers of 16 rows by 64 bytes. One instruction
+// multiplies 16x32 by 32x16 bfloat16 into 16x16 float32.
 #pragma once
 
 #include "tiles.h"
 
 namespace {
 
-// Keys of a decode that are worked on at a time. Read from memory, the more in a row the better.
+// Keys of a decode in one span. Long runs of sequential reads are fastest.
 constexpr int64_t kDecodeKeys = 256;
-// Blocks lie in pages of their own, within which the core fetches ahead by itself.
-constexpr bool kFetchesAlong = true;
+// Prefetch along all blocks at once: each lies in its own pages, where the core prefetches by
+// itself.
+constexpr bool kPrefetchesAlong = true;
 
-inline void fetch_ahead(const void *line) {
+inline void prefetch_line(const void *line) {
   _mm_prefetch(static_cast<const char *>(line), _MM_HINT_T1);
 }
 
@@ -23,8 +24,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// A 2 x 2 block of products, C[i][j] += A[i] B[j]: tiles 0 to 3 hold C, 4 and 5 A, 6 and 7 B.
-// Configures them for `rows` (1 to 32) rows of A, of which A[0] has the first 16.
+// Configures the tiles for products C[i][j] += A[i] B[j]: tiles 0 to 3 hold C, 4 and 5 A, 6 and 7
+// B. A has `rows` (1 to 32) rows, A[0] the first 16 of them.
 inline void configure_tiles(int64_t rows) {
   TileConfig config;
   uint8_t upper = static_cast<uint8_t>(rows < kTileRows ? rows : kTileRows);
@@ -35,15 +36,15 @@ inline void configure_tiles(int64_t rows) {
   }
   config.rows[0] = config.rows[1] = config.rows[4] = upper;
   config.rows[2] = config.rows[3] = config.rows[5] = lower;
-  // GCC 12's intrinsic names only the first bytes as read: the others might never be written.
+  // GCC 12's intrinsic declares only the first bytes as read, so the other stores could be dropped.
   __asm__ volatile("" : : "m"(config));
   _tile_loadconfig(&config);
 }
 
 inline void release_tiles() { _tile_release(); }
 
-// sums [rows, 32] = those at `from`, or zero, + the products of factors(0), factors(1) and so on. The
-// tiles are configured for `rows`.
+// Computes sums [rows, 32] = `from` (null: zero) + the products of factors(0) to factors(steps -
+// 1). Requires tiles configured for `rows`.
 template <typename Steps>
 inline void multiply_block(int64_t rows, const float *from, float *sums, int64_t stride,
                            int64_t steps, const Steps &factors) {

@@ -1,23 +1,23 @@
-// Linear layers on AMX, from bfloat16 weights packed once into tiles.
+// Linear layers on AMX with bfloat16 weights in tiles.
 #include "amx_product.h"
 #include "tiled.h"
 
 namespace {
 
-// The part of a panel that stays in the L1 cache while the rows pass by, in steps.
+// Steps of the part of a panel that stays in the L1 cache while rows pass.
 constexpr int64_t kMostSteps = 16;
-// So few blocks of rows meet a panel too seldom for keeping parts of it to pay, as sums would wait.
+// With so few blocks of rows, parts of a panel are not reused enough to pay for waiting sums.
 constexpr int64_t kFewBlocks = 2;
 constexpr int64_t kNear = 4 * kStep;  // elements ahead
-// What comes next is fetched along so many lines of memory at once. In a single one, nearly every
-// fetch waits for memory, and the few requests that a core can have under way are not there for the
-// rows then; along several, the core's own prefetching has brought most of it to the L2 cache.
+// Memory streams along which the next part is prefetched. In a single stream nearly every prefetch
+// misses and occupies the core's few outstanding requests, which rows need. Along several, the
+// core's own prefetcher has brought most lines to the L2 cache.
 constexpr int64_t kStreams = 8;
-constexpr int64_t kStreamedBlocks = 8;  // of rows; with more there is time enough
+constexpr int64_t kStreamedBlocks = 8;  // of rows; with more, one stream is fast enough
 
-// Fetches the lines of a step. Requests made as fast as the core can make them fill its queues, and
-// all else waits: with a pause of a few instructions between two of them, more arrive in the end.
-inline void fetch_step(const uint16_t *from) {
+// Prefetches the lines of a step. Back-to-back requests would fill the core's queues and stall
+// everything else; a pause of a few instructions between them gives a higher rate.
+inline void prefetch_step(const uint16_t *from) {
 #pragma GCC unroll 1
   for (int64_t line = 0; line < kPair; line++) {
     _mm_prefetch(reinterpret_cast<const char *>(from + line * kTileInner), _MM_HINT_T0);
@@ -25,8 +25,8 @@ inline void fetch_step(const uint16_t *from) {
   }
 }
 
-// Fetches `lines` of `all` cache lines, from `first` on: in order, or along several streams.
-inline void fetch_next(const uint16_t *from, int64_t all, bool streams, int64_t first,
+// Prefetches `lines` of `all` cache lines, from `first` on, in order or along several streams.
+inline void prefetch_next(const uint16_t *from, int64_t all, bool streams, int64_t first,
                        int64_t lines) {
   for (int64_t i = first; i < first + lines; i++) {
     int64_t line = streams ? i % kStreams * (all / kStreams) + i / kStreams : i;
@@ -34,7 +34,7 @@ inline void fetch_next(const uint16_t *from, int64_t all, bool streams, int64_t 
   }
 }
 
-// Up to 32 rows: memory is what takes the time. Panels are read while they are multiplied.
+// Multiplies up to 32 rows, limited by memory bandwidth. Panels are multiplied as they are read.
 template <bool kTwoRowTiles>
 void multiply_block(const tw_linear &a, const Share &share, float *products) {
   int64_t depth = a.inputs / kTileInner, count = share.end - share.start;
@@ -47,7 +47,7 @@ void multiply_block(const tw_linear &a, const Share &share, float *products) {
     float *sums = products + panel % 2 * kPair * kPair;
     zero_products();
     multiply_tiles<kTwoRowTiles>(rows, weights, depth, [&](int64_t at) {
-      fetch_step(weights + kNear + at * kStep);
+      prefetch_step(weights + kNear + at * kStep);
       finish_rows(a, finished, at * rows_a_step, (at + 1) * rows_a_step);
     });
     store_products(sums);
@@ -56,9 +56,9 @@ void multiply_block(const tw_linear &a, const Share &share, float *products) {
   finish_rows(a, finished, 0, kPair);
 }
 
-// A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache while they meet; sums
-// wait in `products` meanwhile. A row's sum is the same however many rows there are: always in the
-// order of the inputs, always in float32.
+// Multiplies many rows. A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache;
+// partial sums wait in `products`. A row's sum is independent of the number of rows: float32
+// additions in the order of the inputs.
 void multiply(const tw_linear &a, const Share &share, const Order &order, float *products) {
   int64_t depth = a.inputs / kTileInner, blocks = divide_up(share.end - share.start, kPair);
   const auto *rows = static_cast<const uint16_t *>(a.rows) + share.start * a.inputs;
@@ -69,7 +69,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
   };
   int64_t lines = divide_up(kPair, blocks);  // to fetch in a step
   bool streams = blocks <= kStreamedBlocks;
-  alignas(64) float whole[2][kPair * kPair];  // sums that wait for nothing but being finished
+  alignas(64) float whole[2][kPair * kPair];  // complete sums, to be finished
   Finished finished{};
   Part part{0, share.first, 0, smaller(order.part, order.sweep)};
   configure_tiles(kPair);
@@ -77,7 +77,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
   while (part.sweep < depth) {
     Part next = after(part, share, order, depth);
     Operands ahead = operands(0, next.steps ? next : part);
-    // The block before is finished late: what tiles have just stored is slow to be read.
+    // Finish the previous block late: reading a tile right after its store is slow.
     int64_t wait = part.steps * 3 / 4, rows_a_step = divide_up(kPair, part.steps - wait);
     bool last = part.step + part.steps == depth;
     for (int64_t block = 0; block < blocks; block++) {
@@ -93,8 +93,8 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
       if (last) sums = whole[block % 2];
       Operands following = block + 1 < blocks ? operands(block + 1, part) : ahead;
       multiply_chained(at, part.steps, following, [&](int64_t step) {
-        if (cold) fetch_step(at.panel + kNear + step * kStep);
-        fetch_next(ahead.panel, part.steps * kPair, streams, (block * part.steps + step) * lines,
+        if (cold) prefetch_step(at.panel + kNear + step * kStep);
+        prefetch_next(ahead.panel, part.steps * kPair, streams, (block * part.steps + step) * lines,
                    lines);
         if (step >= wait)
           finish_rows(a, finished, (step - wait) * rows_a_step, (step - wait + 1) * rows_a_step);
@@ -113,7 +113,8 @@ void amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
   if (a.format == TW_INT8) return amx_linear_int8(a);
   int64_t most_steps = a.num_rows > kFewBlocks * kPair ? kMostSteps : a.inputs / kTileInner;
-  share_out(a, {most_steps, kMostElements, kMostPanels}, [&](const Share &share, const Order &order, float *sums) {
+  const Limits limits{most_steps, kMostElements, kMostPanels};
+  distribute(a, limits, [&](const Share &share, const Order &order, float *sums) {
     int64_t count = share.end - share.start;
     if (count <= kTileRows)
       multiply_block<false>(a, share, sums);

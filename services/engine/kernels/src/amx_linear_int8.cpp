@@ -1,14 +1,14 @@
-// Linear layers on AMX, from int8 weights that are widened to bfloat16 just before use.
+// Linear layers on AMX with int8 weights, widened to bfloat16 just before use.
 #include "amx_product.h"
 #include "int8.h"
 
 namespace {
 
-// Weights that are widened to bfloat16, which holds them exactly, while the part before theirs is
-// multiplied: the vector units are free then.
+// Weights of a part, widened to bfloat16 without loss while the previous part is multiplied: the
+// vector units are idle then.
 class Weights {
  public:
-  static constexpr int64_t kMostSteps = 8;  // of a part: two have to share the L1 cache
+  static constexpr int64_t kMostSteps = 8;  // of a part: two parts share the L1 cache
 
   Weights(const void *packed, int64_t depth, int64_t blocks, const Part &first)
       : packed_(static_cast<const int8_t *>(packed)), depth_(depth), blocks_(blocks) {
@@ -47,16 +47,16 @@ class Weights {
     share_ = divide_up(lines_, pieces);
   }
 
-  // Widens 32 weights, by way of float16: that has an instruction, and where its eight upper bits
-  // of significand are bfloat16's, its exponent is one that counts from another origin (kInt8Unit).
+  // Widens 32 weights via float16, for which there is an instruction. Shifted so that the upper
+  // bits of its significand become bfloat16's, its exponent has another bias, which kInt8Unit
+  // corrects.
   static void widen(const int8_t *from, uint16_t *to) {
     const __m512i spread = _mm512_set_epi64(0x1f001e001d001c00, 0x1b001a0019001800,
                                             0x1700160015001400, 0x1300120011001000,
                                             0x0f000e000d000c00, 0x0b000a0009000800,
                                             0x0700060005000400, 0x0300020001000000);
     __m256i bytes = _mm256_load_si256(reinterpret_cast<const __m256i *>(from));
-    // Times 256, so that only products with activations below 2^-22 fall under the least float32
-    // and count as zero.
+    // Weights times 256, so that only products with activations below 2^-22 underflow float32.
     __m512i words = _mm512_maskz_permutexvar_epi8(0xaaaaaaaaaaaaaaaa, spread,
                                                   _mm512_castsi256_si512(bytes));
     __m512i half;
@@ -71,19 +71,19 @@ class Weights {
   const int8_t *packed_;
   int64_t depth_, blocks_;
   int turn_ = 0;
-  const int8_t *from_ = nullptr;  // the part that is being widened,
-  uint16_t *to_ = nullptr;        // and where to
-  int64_t lines_ = 0, share_ = 0;  // of it, and of each piece
+  const int8_t *from_ = nullptr;  // part to widen
+  uint16_t *to_ = nullptr;        // its destination
+  int64_t lines_ = 0, share_ = 0;  // lines of the part, and of each piece of it
 };
 
 alignas(64) thread_local uint16_t Weights::widened[2][kMostSteps * kStep];
 
-// As with bfloat16 weights (amx_linear.cpp), part after part: one is widened while the one before it
-// is multiplied.
+// Multiplies part after part, as with bfloat16 weights (amx_linear.cpp): one part is widened while
+// the previous one is multiplied.
 void multiply(const tw_linear &a, const Share &share, const Order &order, float *products) {
   int64_t depth = a.inputs / kTileInner, blocks = divide_up(share.end - share.start, kPair);
   const auto *tiles = static_cast<const uint16_t *>(a.rows);
-  bool stays = blocks == 1 && !order.sweeps;  // a panel's sum, in its tiles to the end
+  bool stays = blocks == 1 && !order.sweeps;  // a panel's sums stay in their tiles to the end
   int64_t configured = 0;
   Finished finished{};
   Part part{0, share.first, 0, smaller(order.part, order.sweep)};
@@ -111,7 +111,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
       auto meanwhile = [&](int64_t step) {
         weights.prepare(block * part.steps + step);
         int64_t from = step * rows_a_step, to = from + rows_a_step;
-        if (last) fetch_out(a, row + from, row + smaller(to, count), part.panel);
+        if (last) prefetch_out(a, row + from, row + smaller(to, count), part.panel);
         finish_rows(a, finished, from, to);
       };
       const uint16_t *rows = tiles + (row / kPair * depth + part.step) * kStep;
@@ -131,7 +131,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
 
 void amx_linear_int8(const tw_linear &a) {
   const Limits limits{Weights::kMostSteps, kMostElements, kMostPanels};
-  share_out(a, limits, [&](const Share &share, const Order &order, float *sums) {
+  distribute(a, limits, [&](const Share &share, const Order &order, float *sums) {
     multiply(a, share, order, sums);
     _tile_release();
   });

@@ -1,4 +1,4 @@
-// What linear layers on AMX have in common, whatever their weights are kept as.
+// AMX products, shared by the linear layers of all weight formats.
 #pragma once
 
 #include "amx.h"
@@ -9,12 +9,12 @@ void amx_linear_int8(const tw_linear &linear);
 
 namespace {
 
-// Limits of 2 MB of L2 cache.
+// Limits for an L2 cache of 2 MB.
 constexpr int64_t kMostElements = 512 << 10;
 constexpr int64_t kMostPanels = 8;
 
 // Adds the product of 32 rows and one panel, both in tiles, over `steps` steps to tiles 0 to 3.
-// meanwhile(step) is what the other units of the core do besides.
+// meanwhile(step) is work for the core's other units.
 template <bool kTwoRowTiles, typename Meanwhile>
 inline void multiply_tiles(const uint16_t *rows, const uint16_t *panel, int64_t steps,
                            const Meanwhile &meanwhile) {
@@ -22,7 +22,7 @@ inline void multiply_tiles(const uint16_t *rows, const uint16_t *panel, int64_t 
     meanwhile(step);
     _tile_loadd(6, panel, 64);
     _tile_loadd(7, panel + kTile, 64);
-    // Rows only pass by: they should not push the panel out of the L1 cache.
+    // Streamed, so that rows don't evict the panel from the L1 cache.
     _tile_stream_loadd(4, rows, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
@@ -34,7 +34,7 @@ inline void multiply_tiles(const uint16_t *rows, const uint16_t *panel, int64_t 
   }
 }
 
-// What a step multiplies: 32 rows and a panel.
+// Operands of a step: 32 rows and a panel.
 struct Operands {
   const uint16_t *rows, *panel;
 };
@@ -46,8 +46,8 @@ inline void load_operands(const Operands &at) {
   _tile_stream_loadd(5, at.rows + kTile, 64);
 }
 
-// As multiply_tiles<true>, but the first step's operands are in their tiles already, and those that
-// follow are in the end: the sums are stored after that, which the tile unit need not wait for.
+// As multiply_tiles<true>, with the first step's operands already loaded. It ends by loading
+// `following`, so that the tile unit need not wait for the store of the sums.
 template <typename Meanwhile>
 inline void multiply_chained(Operands at, int64_t steps, const Operands &following,
                              const Meanwhile &meanwhile) {

@@ -1,4 +1,4 @@
-// The largest product of each row, found while products are made: they need not be stored then.
+// Argmax of each row's products, found without storing them.
 #pragma once
 
 #include "buffer.h"
@@ -7,13 +7,13 @@
 
 namespace {
 
-// The largest that a thread has met in each of 16 lanes, the first of equals, and its column.
+// Largest product so far in each of 16 lanes, the first of equals, and its column.
 struct alignas(64) Largest {
   float value[kTileRows];
   int32_t column[kTileRows];
 };
 
-// Of the rows of the item that a thread works on, in their places among all.
+// State of the rows in the thread's current item, indexed by row.
 thread_local Buffer largest;
 
 inline Largest *begin_search(const tw_linear &a, int64_t start, int64_t end) {
@@ -26,7 +26,7 @@ inline Largest *begin_search(const tw_linear &a, int64_t start, int64_t end) {
   return rows;
 }
 
-// Looks at a row's products in columns `column` to `column` + 31, as far as the mask says.
+// Updates a row with its products in columns `column` to `column` + 31 that the mask selects.
 inline void search(Largest &row, int64_t column, __m512 low, __m512 high, uint32_t mask) {
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512 value = _mm512_load_ps(row.value);
@@ -44,11 +44,11 @@ inline void search(Largest &row, int64_t column, __m512 low, __m512 high, uint32
   _mm512_store_si512(row.column, where);
 }
 
-// Offers what was found in some columns to `out`, where each row has a number that is the greater,
-// the larger its product is, and of equals the earlier their column.
+// Merges the maxima of some columns into `out` as one number per row. Larger products give larger
+// numbers; of equal products, earlier columns do.
 inline void end_search(const Largest *rows, int64_t start, int64_t end, uint64_t *out) {
   for (int64_t row = start; row < end; row++) {
-    // With zero added, there is but one zero.
+    // Adding zero turns -0 into +0.
     __m512 value = _mm512_add_ps(_mm512_load_ps(rows[row].value), _mm512_setzero_ps());
     float most = _mm512_reduce_max_ps(value);
     __mmask16 equal = _mm512_cmp_ps_mask(value, _mm512_set1_ps(most), _CMP_EQ_OQ);
@@ -64,7 +64,7 @@ inline void end_search(const Largest *rows, int64_t start, int64_t end, uint64_t
   }
 }
 
-// The column that such a number tells, or -1: where no product is above minus infinity, none was found.
+// Returns the column in such a number, or -1 if no product is above minus infinity.
 inline uint64_t column_of(uint64_t found) {
   constexpr uint32_t kMinusInfinity = 0x007fffffu;  // in end_search's order
   return found >> 32 > kMinusInfinity ? static_cast<uint32_t>(~found) : ~uint64_t{0};

@@ -1,4 +1,5 @@
-// AVX-512 BF16: one instruction adds, for 16 columns, the products of two inputs to their sums.
+// Products of 2 x 2 tiles on AVX-512 BF16: one instruction adds the products of two inputs to the
+// sums of 16 columns.
 #pragma once
 
 #include <string.h>
@@ -7,53 +8,54 @@
 
 namespace {
 
-// Keys of a decode that are worked on at a time: these and the next stay in the L1 cache.
+// Keys of a decode in one span: two spans fit in the L1 cache.
 constexpr int64_t kDecodeKeys = 64;
-constexpr bool kFetchesAlong = false;
+constexpr bool kPrefetchesAlong = false;
 
-inline void fetch_ahead(const void *line) {
+inline void prefetch_line(const void *line) {
   _mm_prefetch(static_cast<const char *>(line), _MM_HINT_T0);
 }
 
-// Of what must not be a call: sums would leave their registers.
-#define TW_REGISTERS __attribute__((always_inline))
+// Forces inlining: a call would spill the sums from their registers.
+#define TW_ALWAYS_INLINE __attribute__((always_inline))
 
 constexpr int kGroup = 8;  // rows whose sums with 32 columns stay in registers
 
-// Of both tiles of a step, two lines: what two pairs of inputs are multiplied by.
+// Two lines of each tile of a step: the weights of two pairs of inputs.
 struct Lines {
   __m512i left[2], right[2];
 };
 
-TW_REGISTERS inline Lines lines_of(const Factors &at, int64_t pair) {
+TW_ALWAYS_INLINE inline Lines lines_of(const Factors &at, int64_t pair) {
   const uint16_t *left = at.left + pair * kPair, *right = at.right + pair * kPair;
   return {{_mm512_loadu_si512(left), _mm512_loadu_si512(left + kPair)},
           {_mm512_loadu_si512(right), _mm512_loadu_si512(right + kPair)}};
 }
 
-// Sums with the left and the right tile += the products of a step.
+// Adds the products of a step with the left and the right tile to the sums.
 template <int kRows, typename Step>
-TW_REGISTERS inline void multiply_step(const Step &at, __m512 *left, __m512 *right) {
+TW_ALWAYS_INLINE inline void multiply_step(const Step &at, __m512 *left, __m512 *right) {
 #pragma GCC unroll 2
   for (int64_t first = 0; first < kTileRows; first += 2) {
     const Lines lines = lines_of(at, first);
 #pragma GCC unroll 2
     for (int64_t second = 0; second < 2; second++) {
-      auto some = reinterpret_cast<__m512bh>(lines.left[second]);
-      auto others = reinterpret_cast<__m512bh>(lines.right[second]);
+      auto left_line = reinterpret_cast<__m512bh>(lines.left[second]);
+      auto right_line = reinterpret_cast<__m512bh>(lines.right[second]);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
         int inputs;
         memcpy(&inputs, at.rows + r * at.row_stride + 2 * (first + second), sizeof inputs);
         auto row = reinterpret_cast<__m512bh>(_mm512_set1_epi32(inputs));
-        left[r] = _mm512_dpbf16_ps(left[r], row, some);
-        right[r] = _mm512_dpbf16_ps(right[r], row, others);
+        left[r] = _mm512_dpbf16_ps(left[r], row, left_line);
+        right[r] = _mm512_dpbf16_ps(right[r], row, right_line);
       }
     }
   }
 }
 
-// sums [kRows, 32] = those at `from`, or zero, + the products of factors(0), factors(1) and so on.
+// Computes sums [kRows, 32] = `from` (null: zero) + the products of factors(0) to factors(steps -
+// 1).
 template <int kRows, typename Steps>
 inline void multiply_group(const float *from, float *sums, int64_t stride, int64_t steps,
                            const Steps &factors) {
@@ -71,7 +73,7 @@ inline void multiply_group(const float *from, float *sums, int64_t stride, int64
   }
 }
 
-// The same of 1 to 8 rows.
+// multiply_group of 1 to 8 rows.
 template <typename Steps>
 inline void multiply_group(int64_t rows, const float *from, float *sums, int64_t stride,
                            int64_t steps, const Steps &factors) {
@@ -87,7 +89,7 @@ inline void multiply_group(int64_t rows, const float *from, float *sums, int64_t
   }
 }
 
-// The same of up to 32 rows.
+// multiply_group of up to 32 rows.
 template <typename Steps>
 inline void multiply_block(int64_t rows, const float *from, float *sums, int64_t stride,
                            int64_t steps, const Steps &factors) {
@@ -102,7 +104,7 @@ inline void multiply_block(int64_t rows, const float *from, float *sums, int64_t
   }
 }
 
-// There are none: what every instruction set does before and after its products (amx.h).
+// No-ops: AVX-512 has no tile registers to configure (amx.h).
 inline void configure_tiles(int64_t) {}
 inline void release_tiles() {}
 

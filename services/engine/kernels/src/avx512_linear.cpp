@@ -7,26 +7,26 @@
 
 namespace {
 
-// Limits of 1 MB of L2 cache, in which sums wait anyway.
+// Limits for an L2 cache of 1 MB, which also holds the waiting sums.
 constexpr int64_t kMostElements = 256 << 10;
 constexpr int64_t kMostPanels = 32;
-// Steps of a part: the more, the more seldom sums come and go. The sums of few rows are near, and it
-// is better if the next part, too, fits in the L1 cache.
+// Steps of a part. Longer parts load and store sums less often. With few rows the sums are near,
+// and shorter parts let the next one fit in the L1 cache too.
 constexpr int64_t kMostSteps = 16;
 constexpr int64_t kFewRows = 4 * kPair;
 
-// Fetches the part of a panel that is multiplied next, a little at a time.
-class Fetch {
+// Prefetch of the next part of a panel, a little at a time.
+class Prefetch {
  public:
-  // `lines` cache lines from `at` on, in so many calls of some(). What is read `once` passes by the
-  // larger caches.
-  Fetch(const void *at, int64_t lines, int64_t calls, bool once)
+  // Covers `lines` cache lines from `at` on in `calls` calls of advance(). Data read `once` bypass
+  // the larger caches.
+  Prefetch(const void *at, int64_t lines, int64_t calls, bool once)
       : at_(static_cast<const char *>(at)),
         left_(lines),
         share_(divide_up(lines, calls)),
         once_(once) {}
 
-  void some() {
+  void advance() {
     const char *end = at_ + smaller(share_, left_) * 64;
     left_ -= share_;
     if (once_)
@@ -41,13 +41,13 @@ class Fetch {
   bool once_;
 };
 
-// Fetches what the next group's rows have in a step: too short a piece for the core to foresee.
-inline void fetch_rows(const uint16_t *rows) {
+// Prefetches the next group's rows of a step, which are too short for the core's own prefetcher.
+inline void prefetch_rows(const uint16_t *rows) {
   for (int64_t r = 0; r < kGroup; r++)
     _mm_prefetch(reinterpret_cast<const char *>(rows + r * kTileInner), _MM_HINT_T0);
 }
 
-// Rows of a group, and where their sums with a panel are, from the part before if there was one.
+// Sums of a group's rows with a panel. `from`: sums of the previous part, null for the first.
 struct Sums {
   int64_t rows;
   const float *from;
@@ -59,27 +59,27 @@ inline void multiply_group(const Sums &sums, int64_t steps, const Steps &factors
   multiply_group(sums.rows, sums.from, sums.to, kPair, steps, factors);
 }
 
-// What multiplies rows in a step whose weights lie there as they are.
+// Returns the factors of a step with uncompressed weights.
 inline Factors plain(const uint16_t *rows, const uint16_t *tiles) {
   return {rows, kTileInner, tiles, tiles + kTile};
 }
 
-// A part of a panel, whose weights are multiplied as they are.
+// A part of a panel with bfloat16 weights.
 class Bfloat16Part {
  public:
   static constexpr int64_t kStepBytes = 2 * kStep;
-  static constexpr int64_t kStepsOfFew = 8;  // in a part for few rows
+  static constexpr int64_t kStepsOfFew = 8;  // steps of a part for few rows
 
   void begin(const void *packed) { packed_ = static_cast<const uint16_t *>(packed); }
 
-  // Multiplies a group by it for the first time; `more` groups may follow.
+  // Multiplies the first group by this part; `more` says whether others follow.
   template <typename Rows>
   void first(const Sums &sums, int64_t steps, const Rows &rows, bool) const {
     multiply_group(sums, steps,
-                   [&](int64_t step) TW_REGISTERS { return again(step, rows(step)); });
+                   [&](int64_t step) TW_ALWAYS_INLINE { return again(step, rows(step)); });
   }
 
-  // What multiplies a later group's rows.
+  // Returns the factors for a later group's rows.
   Factors again(int64_t step, const uint16_t *rows) const {
     return plain(rows, packed_ + step * kStep);
   }
@@ -88,10 +88,10 @@ class Bfloat16Part {
   const uint16_t *packed_ = nullptr;
 };
 
-// What two pairs of inputs are multiplied by.
-TW_REGISTERS inline Lines decode(const CodedStep &step, int64_t unit) {
+// Decodes the weights of two pairs of inputs.
+TW_ALWAYS_INLINE inline Lines decode(const CodedStep &step, int64_t unit) {
   const CodedStep::Unit &from = step.units[unit];
-  // Four times the same, so that bits above those of a code select nothing.
+  // Repeated four times, so that the index bits above a code have no effect.
   __m512i high =
       _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i *>(step.high)));
   __m512i codes = _mm512_load_si512(from.codes);
@@ -102,7 +102,7 @@ TW_REGISTERS inline Lines decode(const CodedStep &step, int64_t unit) {
           {_mm512_unpackhi_epi8(low[0], first), _mm512_unpackhi_epi8(low[1], second)}};
 }
 
-// In bfloat16 the two bytes of n * kInt8Unit.
+// Both bytes of n * kInt8Unit in bfloat16.
 struct alignas(64) Bytes {
   uint8_t low[128] = {}, high[128] = {};
 
@@ -122,13 +122,13 @@ inline __m512i look_up(const uint8_t *bytes, __m512i index) {
   return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), index, _mm512_load_si512(bytes + 64));
 }
 
-// Widens two lines to bfloat16, which holds int8 exactly.
-TW_REGISTERS inline void widen(const int8_t *from, __m512i *to) {
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // as unpacking wants them
+// Widens two lines from int8 to bfloat16 without loss.
+TW_ALWAYS_INLINE inline void widen(const int8_t *from, __m512i *to) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // for unpacking
   __m512i weights = _mm512_permutexvar_epi64(order, _mm512_load_si512(from));
   __m512i size = _mm512_abs_epi8(weights);
   __m512i low = look_up(kBytesOf.low, size), high = look_up(kBytesOf.high, size);
-  constexpr int kOrSign = 0xf8;  // the first, or both others
+  constexpr int kOrSign = 0xf8;  // a | (b & c)
   high = _mm512_ternarylogic_epi32(high, weights, _mm512_set1_epi8(-128), kOrSign);
   to[0] = _mm512_unpacklo_epi8(low, high);
   to[1] = _mm512_unpackhi_epi8(low, high);
@@ -138,15 +138,15 @@ struct Int8Step {
   int8_t left[kTile], right[kTile];
 };
 
-TW_REGISTERS inline Lines decode(const Int8Step &step, int64_t unit) {
+TW_ALWAYS_INLINE inline Lines decode(const Int8Step &step, int64_t unit) {
   Lines lines;
   widen(step.left + unit * 2 * kPair, lines.left);
   widen(step.right + unit * 2 * kPair, lines.right);
   return lines;
 }
 
-// Keeps what was decoded of a step for other rows.
-TW_REGISTERS inline void keep(const Lines &lines, int64_t pair, uint16_t *tiles) {
+// Stores decoded lines of a step for other rows.
+TW_ALWAYS_INLINE inline void keep(const Lines &lines, int64_t pair, uint16_t *tiles) {
   for (int64_t i = 0; i < 2; i++) {
     uint16_t *left = tiles + (pair + i) * kPair;
     _mm512_store_si512(left, lines.left[i]);
@@ -154,25 +154,25 @@ TW_REGISTERS inline void keep(const Lines &lines, int64_t pair, uint16_t *tiles)
   }
 }
 
-// What multiplies rows in a step whose weights are decoded on their way from memory.
+// Factors of a step whose weights are decoded as they are read.
 template <typename Step>
 struct Decoding {
   static constexpr int64_t row_stride = kTileInner;
 
   const uint16_t *rows;
   const Step &step;
-  uint16_t *kept;  // where they are kept for other rows, if there are any
+  uint16_t *kept;  // where to store decoded weights for other rows, or null
 };
 
 template <typename Step>
-TW_REGISTERS inline Lines lines_of(const Decoding<Step> &at, int64_t pair) {
+TW_ALWAYS_INLINE inline Lines lines_of(const Decoding<Step> &at, int64_t pair) {
   Lines lines = decode(at.step, pair / 2);
   if (at.kept) keep(lines, pair, at.kept);
   return lines;
 }
 
-// The same of weights that are decoded, which multiplying the first group does by the way. They are
-// in the L1 cache twice then.
+// A part of a panel with encoded weights, which multiplying the first group decodes. The L1 cache
+// then holds them in both forms.
 template <typename Step, int64_t kSteps>
 class DecodedPart {
  public:
@@ -183,7 +183,7 @@ class DecodedPart {
 
   template <typename Rows>
   void first(const Sums &sums, int64_t steps, const Rows &rows, bool more) {
-    multiply_group(sums, steps, [&](int64_t step) TW_REGISTERS {
+    multiply_group(sums, steps, [&](int64_t step) TW_ALWAYS_INLINE {
       return Decoding<Step>{rows(step), steps_[step], more ? tiles_ + step * kStep : nullptr};
     });
   }
@@ -199,7 +199,7 @@ class DecodedPart {
 
 using Int8Part = DecodedPart<Int8Step, 8>;
 
-// Parts with exceptions are decoded before.
+// A part with compressed weights. If it has exceptions, it is decoded before it is multiplied.
 class CodedPart : public DecodedPart<CodedStep, 4> {
  public:
   explicit CodedPart(const CodedException *exceptions) : exceptions_(exceptions) {}
@@ -209,7 +209,7 @@ class CodedPart : public DecodedPart<CodedStep, 4> {
     if (!has_exceptions(steps)) return DecodedPart::first(sums, steps, rows, more);
     for (int64_t step = 0; step < steps; step++) decode_step(steps_[step], tiles_ + step * kStep);
     multiply_group(sums, steps,
-                   [&](int64_t step) TW_REGISTERS { return again(step, rows(step)); });
+                   [&](int64_t step) TW_ALWAYS_INLINE { return again(step, rows(step)); });
   }
 
  private:
@@ -229,9 +229,9 @@ class CodedPart : public DecodedPart<CodedStep, 4> {
   const CodedException *exceptions_;
 };
 
-// A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache while they meet; sums
-// wait in `products` meanwhile. A row's sum is the same however many rows there are: always in the
-// order of the inputs, always in float32.
+// A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache; partial sums wait in
+// `products`. A row's sum is independent of the number of rows: float32 additions in the order of
+// the inputs.
 template <typename Weights>
 void multiply(const tw_linear &a, const Share &share, const Order &order, Weights &weights,
               float *products) {
@@ -247,7 +247,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, Weight
   while (part.sweep < depth) {
     Part next = after(part, share, order, depth);
     weights.begin(packed(part));
-    Fetch fetch(packed(next), next.steps * Weights::kStepBytes / 64,
+    Prefetch prefetch(packed(next), next.steps * Weights::kStepBytes / 64,
                 divide_up(share.end - share.start, kGroup) * part.steps, once);
     bool last = part.step + part.steps == depth;
     for (int64_t block = 0; block < blocks; block++) {
@@ -255,13 +255,13 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, Weight
       const uint16_t *rows = tiles + (row / kPair * depth + part.step) * kStep;
       int64_t slot = order.sweeps ? (part.panel - share.first) * blocks + block : block;
       float *sums = products + slot * kPair * kPair, *to = last ? whole : sums;
-      if (last && !passes_caches(a)) fetch_out(a, row, row + count, part.panel);
+      if (last && !passes_caches(a)) prefetch_out(a, row, row + count, part.panel);
       for (int64_t r = 0; r < count; r += kGroup) {
         const uint16_t *group = rows + r * kTileInner, *following = group + kGroup * kTileInner;
         if (r + kGroup >= count) following = block + 1 < blocks ? rows + depth * kStep : nullptr;
-        auto rows_of = [&](int64_t step) TW_REGISTERS {
-          fetch.some();
-          if (following) fetch_rows(following + step * kStep);
+        auto rows_of = [&](int64_t step) TW_ALWAYS_INLINE {
+          prefetch.advance();
+          if (following) prefetch_rows(following + step * kStep);
           return group + step * kStep;
         };
         const Sums at{smaller(kGroup, count - r), part.step ? sums + r * kPair : nullptr,
@@ -269,7 +269,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, Weight
         if (block == 0 && r == 0)
           weights.first(at, part.steps, rows_of, following);
         else
-          multiply_group(at, part.steps, [&](int64_t step) TW_REGISTERS {
+          multiply_group(at, part.steps, [&](int64_t step) TW_ALWAYS_INLINE {
             return weights.again(step, rows_of(step));
           });
       }
@@ -282,7 +282,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, Weight
 template <typename Weights>
 void multiply(const tw_linear &a, const Weights &weights) {
   int64_t steps = a.num_rows > kFewRows ? kMostSteps : Weights::kStepsOfFew;
-  share_out(a, {steps, kMostElements, kMostPanels},
+  distribute(a, {steps, kMostElements, kMostPanels},
             [&](const Share &share, const Order &order, float *sums) {
               Weights own = weights;
               multiply(a, share, order, own, sums);

@@ -1,4 +1,4 @@
-// Memory that grows and is kept from call to call.
+// Scratch memory that grows and persists between calls.
 #pragma once
 
 #include <stdlib.h>
@@ -11,7 +11,7 @@ class Buffer {
  public:
   ~Buffer() { free(data_); }
 
-  // Aligned to a cache line.
+  // Returns at least `bytes`, aligned to a cache line. Growing discards the content.
   void *reserve(int64_t bytes) {
     if (bytes > capacity_) {
       free(data_);

@@ -1,4 +1,4 @@
-// Tokens that a row of logits may mean, found without sorting the row.
+// Selection of the most likely tokens without sorting the row.
 #pragma once
 
 #include <string.h>
@@ -9,10 +9,10 @@
 
 namespace {
 
-// Token i is of group i % kGroups, so that the largest of each are found lane by lane.
+// Token i belongs to group i % kGroups, so that vector lanes find the maximum of each group.
 constexpr int64_t kGroups = 512;
 
-// Calls body(first, count) for one token of each group, and again for the next ones.
+// Calls body(first, count) for successive chunks of one token per group.
 template <typename Body>
 void for_chunks(int64_t vocabulary, const Body &body) {
   int64_t first = 0;
@@ -20,7 +20,7 @@ void for_chunks(int64_t vocabulary, const Body &body) {
   if (first < vocabulary) body(first, vocabulary - first);
 }
 
-// Calls body(token) for a few tokens in a row wherever one of these has at least this value.
+// Calls body(token) for all tokens of each block in which some value is at least `least`.
 template <typename Body>
 void for_blocks_with(const float *values, int64_t vocabulary, float least, const Body &body) {
   constexpr int64_t kBlock = 64;
@@ -40,7 +40,7 @@ struct Candidate {
   int32_t id;
 };
 
-// Without a branch: which it is can't be foreseen.
+// Branch-free, because the outcome is unpredictable.
 inline bool precedes(const Candidate &a, const Candidate &b) {
   return (a.logit > b.logit) | ((a.logit == b.logit) & (a.id < b.id));
 }
@@ -55,61 +55,61 @@ void swap(T &a, T &b) {
 inline double weight_of(const Candidate &candidate) { return candidate.weight; }
 inline double one(const Candidate &) { return 1; }
 
-// Moves what precedes one of the candidates to its front; where that one then is.
-inline int64_t split(Candidate *some, int64_t count) {
-  Candidate &first = some[0], &middle = some[count / 2], &last = some[count - 1];
+// Partitions the candidates around one of them and returns its new index.
+inline int64_t split(Candidate *items, int64_t count) {
+  Candidate &first = items[0], &middle = items[count / 2], &last = items[count - 1];
   if (precedes(middle, first)) swap(middle, first);
   if (precedes(last, first)) swap(last, first);
   if (precedes(middle, last)) swap(middle, last);  // the median is last
   const Candidate median = last;
   int64_t place = 0;
   for (int64_t i = 0; i < count - 1; i++) {
-    bool is_in_front = precedes(some[i], median);
-    swap(some[place], some[i]);
+    bool is_in_front = precedes(items[i], median);
+    swap(items[place], items[i]);
     place += is_in_front;
   }
-  swap(some[place], last);
+  swap(items[place], last);
   return place;
 }
 
-// How many candidates it takes, in their order, until their measures add up to more than `target`,
-// or all. They are moved to the front; the last of them is the one that passes the target.
+// Returns how many candidates, in order, it takes until their measures sum to more than `target`,
+// or all. They are moved to the front, last the one that passes the target.
 template <typename Measure>
-int64_t take(Candidate *some, int64_t count, double target, const Measure &measure) {
+int64_t take(Candidate *items, int64_t count, double target, const Measure &measure) {
   int64_t first = 0, end = count;
   double before = 0;
   while (end - first > 1) {
-    int64_t place = first + split(some + first, end - first);
+    int64_t place = first + split(items + first, end - first);
     double front = 0;
-    for (int64_t i = first; i < place; i++) front += measure(some[i]);
+    for (int64_t i = first; i < place; i++) front += measure(items[i]);
     if (before + front > target) {
       end = place;
       continue;
     }
-    before += front + measure(some[place]);
+    before += front + measure(items[place]);
     if (before > target || place + 1 == end) return place + 1;
     first = place + 1;
   }
   return end;
 }
 
-// Brings candidates into their order.
-inline void order(Candidate *some, int64_t count) {
+// Sorts candidates.
+inline void order(Candidate *items, int64_t count) {
   if (count < 2) return;
-  int64_t place = split(some, count);
-  order(some, place);
-  order(some + place + 1, count - place - 1);
+  int64_t place = split(items, count);
+  order(items, place);
+  order(items + place + 1, count - place - 1);
 }
 
-inline double sum(const Candidate *some, int64_t count) {
+inline double sum(const Candidate *items, int64_t count) {
   double total = 0;
-  for (int64_t i = 0; i < count; i++) total += some[i].weight;
+  for (int64_t i = 0; i < count; i++) total += items[i].weight;
   return total;
 }
 
-// The nth largest of some numbers, or -infinity where there are fewer: found by halving the range of
-// all numbers, whose bits are in order.
-inline float nth_largest(const float *some, int64_t count, int64_t n) {
+// Returns the nth largest number, or -infinity if there are fewer, by bisection over all floats:
+// their bits are in order.
+inline float nth_largest(const float *items, int64_t count, int64_t n) {
   auto number = [](int64_t place) {
     int32_t bits = static_cast<int32_t>(place < 0 ? place ^ 0x7fffffff : place);
     float value;
@@ -123,7 +123,7 @@ inline float nth_largest(const float *some, int64_t count, int64_t n) {
     const float least = number(middle);
     int32_t found = 0;
 #pragma omp simd reduction(+ : found)
-    for (int64_t i = 0; i < count; i++) found += some[i] >= least;
+    for (int64_t i = 0; i < count; i++) found += items[i] >= least;
     if (found >= n)
       low = middle;
     else

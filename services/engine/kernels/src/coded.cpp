@@ -1,4 +1,4 @@
-// Codes packed weights in fewer bytes.
+// Compression of packed weights.
 #include "coded.h"
 
 #include <algorithm>
@@ -8,12 +8,12 @@
 namespace {
 
 constexpr int kCodes = 16;
-constexpr int64_t kBatch = 64;  // steps that a thread codes at a time
-// A part with exceptions is decoded before it is multiplied: with more of them, that takes as much
-// time as fewer bytes save.
-constexpr double kMostExceptional = 0.1;  // of the steps
+constexpr int64_t kBatch = 64;  // steps of a loop's item
+// Share of steps with exceptions above which compression does not pay: a part with exceptions is
+// decoded before it is multiplied, which costs what fewer bytes save.
+constexpr double kMostExceptional = 0.1;
 
-// The codes of a step's upper bytes.
+// Codes of a step's upper bytes.
 class Codes {
  public:
   explicit Codes(const uint16_t *weights) {
@@ -30,7 +30,7 @@ class Codes {
 
   uint8_t byte(int code) const { return bytes_[code]; }
 
-  // Those of 64 bytes. kCodes: it has none.
+  // Returns the codes of 64 upper bytes; kCodes for a byte without a code.
   __m512i of(__m512i bytes) const {
     __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(code_), bytes,
                                            _mm512_load_si512(code_ + 64));
@@ -42,7 +42,7 @@ class Codes {
   bool has(uint16_t weight) const { return code_[weight >> 8] < kCodes; }
 
  private:
-  // Leaves codes to the most frequent ones, of equals to the lower.
+  // Gives codes to the most frequent bytes, the lower of equals.
   void choose(const uint16_t *weights) {
     int16_t count[256] = {};
     for (int64_t i = 0; i < kStep; i++) count[weights[i] >> 8]++;
@@ -61,7 +61,7 @@ class Codes {
   int64_t num_exceptions_ = 0;
 };
 
-// The bytes of a line of both tiles as unpacking wants them.
+// Returns the lower or upper bytes of a line of both tiles, in the order of unpacking.
 inline __m512i bytes_of(__m512i left, __m512i right, bool upper) {
   const __m512i low = _mm512_set1_epi16(0xff);
   left = upper ? _mm512_srli_epi16(left, 8) : _mm512_and_si512(left, low);
@@ -71,7 +71,7 @@ inline __m512i bytes_of(__m512i left, __m512i right, bool upper) {
 
 void code_step(const uint16_t *weights, const Codes &codes, CodedStep &to,
                CodedException *exceptions) {
-  const __m512i last = _mm512_set1_epi8(kCodes - 1);  // any will do for exceptions
+  const __m512i last = _mm512_set1_epi8(kCodes - 1);  // exceptions may have any code
   for (int i = 0; i < kCodes; i++) to.high[i] = codes.byte(i);
   for (int64_t pair = 0; pair < kTileRows; pair++) {
     __m512i left = _mm512_loadu_si512(weights + pair * kPair);

@@ -1,9 +1,9 @@
-// bfloat16 weights in 12.5 bits each, from which they come back bit by bit.
+// Lossless compression of bfloat16 weights to 12.5 bits each.
 //
-// A weight's lower byte (significand and the exponent's last bit) is as good as random. Of its upper
-// one (sign and the rest of the exponent) a few values are frequent, because the weights of a matrix
-// are of few magnitudes: 4 bits say which of a step's 16 most frequent ones it is. Weights with
-// another one are exceptions: none or a few in a thousand steps of the models we looked at.
+// A weight's lower byte (significand and the exponent's last bit) is nearly random. Its upper byte
+// (sign and the rest of the exponent) has few frequent values, because the weights of a matrix have
+// similar magnitudes: a 4-bit code selects one of the step's 16 most frequent values. Weights with
+// another upper byte are exceptions: none or a few in a thousand steps of the models examined.
 #pragma once
 
 #include "kernels.h"
@@ -12,18 +12,18 @@
 namespace {
 
 struct CodedException {
-  uint16_t place;  // among the step's elements
+  uint16_t place;  // index in the step's elements
   uint16_t weight;
 };
 
 // One step of a panel.
 struct alignas(64) CodedStep {
   static constexpr int64_t kUnits = kTileRows / 2;
-  static constexpr uint32_t kFewExceptions = 11;  // which lie here
+  static constexpr uint32_t kFewExceptions = 11;  // most that are stored in the step
 
-  // Four lines: both tiles' for two pairs of inputs.
+  // Four lines: two pairs of inputs in both tiles.
   struct Unit {
-    uint8_t low[2][64];  // for each pair, both tiles' lines as unpacking wants them
+    uint8_t low[2][64];  // for each pair, both tiles' lines in the order of unpacking
     uint8_t codes[64];   // the first pair's in the lower halves of bytes
   };
 
@@ -31,7 +31,7 @@ struct alignas(64) CodedStep {
   uint32_t num_exceptions;
   union {
     CodedException few[kFewExceptions];
-    uint32_t place;  // of more than these, among all that follow the last step
+    uint32_t place;  // of more exceptions: index in the list after the last step
   };
   Unit units[kUnits];
 };
@@ -41,7 +41,7 @@ inline const CodedException *exceptions_of(const CodedStep &step, const CodedExc
   return step.num_exceptions > CodedStep::kFewExceptions ? more + step.place : step.few;
 }
 
-// Those that follow all steps.
+// Returns the exceptions that are stored after all steps.
 inline const CodedException *exceptions_after(const tw_linear &a) {
   const auto *steps = static_cast<const CodedStep *>(a.packed);
   int64_t panels = divide_up(a.outputs, kPair), depth = a.inputs / kTileInner;

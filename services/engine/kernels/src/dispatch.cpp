@@ -1,4 +1,4 @@
-// Chooses the instruction set at run time and forwards the C interface to it.
+// Run-time choice of the instruction set, to which the C interface is forwarded.
 #include "draw.h"
 #include "portable.h"
 
@@ -20,7 +20,7 @@ bool has_amx() {
   bool fp16 = d & (1u << 23), bf16 = d & (1u << 22), tile = d & (1u << 24);
   if (!fp16 || !bf16 || !tile) return false;
 #if defined(__linux__)
-  // Linux hands out the tile registers only to processes that ask (ARCH_REQ_XCOMP_PERM, XTILEDATA).
+  // Linux grants the tile registers on request only (ARCH_REQ_XCOMP_PERM, XTILEDATA).
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 #else
   return false;
@@ -30,7 +30,7 @@ bool has_amx() {
 
 tw_instructions detect() {
 #if defined(__x86_64__)
-  // __builtin_cpu_supports also asks whether the operating system saves the registers.
+  // __builtin_cpu_supports also checks that the operating system saves the registers.
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {

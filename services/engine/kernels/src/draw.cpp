@@ -1,7 +1,6 @@
-// Draws tokens from logits. TW_DRAW names what this compilation defines.
+// Drawing of tokens from logits. TW_DRAW is the name of the function that this compilation defines.
 //
-// Nothing is sorted: what a limit leaves is found by splitting candidates around one of them, again
-// and again, where the limit lies.
+// Limits need no sorting: repeated partitioning of the candidates finds where a limit lies.
 #include "draw.h"
 
 #include "buffer.h"
@@ -10,8 +9,8 @@
 
 namespace {
 
-constexpr float kColdest = 1e-30f;  // of two logits that differ, only the larger is drawn then
-constexpr float kNothing = -87.0f;  // e to the power of this is taken as 0
+constexpr float kLowestTemperature = 1e-30f;  // lowest temperature: only the largest logit is drawn
+constexpr float kLeastExponent = -87.0f;  // at and below this exponent, e^x counts as 0
 
 thread_local Buffer weight_buffer, candidate_buffer;
 
@@ -35,20 +34,21 @@ class Row {
 
   bool limits_count() const { return draw_.top_k > 0 && draw_.top_k < vocabulary_; }
 
-  // Weights relative to the largest, their sum in each chunk, and the largest of each group.
+  // Computes weights relative to the largest, their sum in each chunk and the maximum of each
+  // group.
   void weigh() {
     const float *logits = draw_.logits;
     float highest = -__builtin_inff();
 #pragma omp simd reduction(max : highest)
     for (int64_t i = 0; i < vocabulary_; i++) highest = maximum(highest, logits[i]);
-    const float scale = 1.0f / maximum(static_cast<float>(draw_.temperature), kColdest);
+    const float scale = 1.0f / maximum(static_cast<float>(draw_.temperature), kLowestTemperature);
     for (float &largest : largest_) largest = 0;
     for_chunks(vocabulary_, [=](int64_t first, int64_t count) {
       float sum = 0;
 #pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < count; i++) {
         float exponent = (logits[first + i] - highest) * scale;
-        float weight = exponent > kNothing ? exponential(exponent) : 0;  // of a NaN 0 too
+        float weight = exponent > kLeastExponent ? exponential(exponent) : 0;  // 0 for NaN too
         weights_[first + i] = weight;
         largest_[i] = maximum(largest_[i], weight);
         sum += weight;
@@ -61,7 +61,7 @@ class Row {
   int64_t draw_plain() const {
     const double target = draw_.noise * total_;
     double before = 0;
-    int64_t drawn = 0;  // where rounding leaves none above the target, the last that weighs anything
+    int64_t drawn = 0;  // if rounding leaves none above the target, the last with a weight
     for (int64_t chunk = 0, first = 0; first < vocabulary_; chunk++, first += kGroups) {
       if (sums_[chunk] == 0) continue;
       const int64_t end = minimum(first + kGroups, vocabulary_);
@@ -81,21 +81,21 @@ class Row {
   }
 
   int64_t draw_restricted() const {
-    auto some = static_cast<Candidate *>(
+    auto items = static_cast<Candidate *>(
         candidate_buffer.reserve(vocabulary_ * static_cast<int64_t>(sizeof(Candidate))));
-    int64_t count = find_candidates(some);
-    if (count == 0) return 0;  // nothing but NaN
+    int64_t count = find_candidates(items);
+    if (count == 0) return 0;  // all logits are NaN
     double total = total_;
     if (limits_count()) {
-      count = take(some, count, static_cast<double>(draw_.top_k) - 0.5, one);
-      total = sum(some, count);
+      count = take(items, count, static_cast<double>(draw_.top_k) - 0.5, one);
+      total = sum(items, count);
     }
-    if (draw_.top_p < 1) count = take(some, count, draw_.top_p * total, weight_of);
-    if (draw_.min_p > 0) count = keep_from(static_cast<float>(draw_.min_p), some, count);
-    return some[take(some, count, draw_.noise * sum(some, count), weight_of) - 1].id;
+    if (draw_.top_p < 1) count = take(items, count, draw_.top_p * total, weight_of);
+    if (draw_.min_p > 0) count = keep_from(static_cast<float>(draw_.min_p), items, count);
+    return items[take(items, count, draw_.noise * sum(items, count), weight_of) - 1].id;
   }
 
-  // All tokens that may be left by the limits.
+  // Finds a superset of the tokens that the limits leave.
   int64_t find_candidates(Candidate *to) const {
     const float least = least_weight();
     int64_t count = 0;
@@ -106,20 +106,22 @@ class Row {
     return count;
   }
 
-  // What weighs less than this is left by none of the limits. top_p is a share of what top_k leaves,
-  // which then has to be complete.
+  // Returns a weight below which the limits leave no token. With top_k no other limit is
+  // considered, because top_p is a share of all that top_k leaves.
   float least_weight() const {
     float least = __FLT_MIN__;
-    // A weight that at least top_k tokens have is one that as many groups have.
+    // If top_k groups have a maximum of at least x, then top_k tokens have a weight of at least x.
     if (limits_count()) return maximum(least, nth_largest(largest_, kGroups, draw_.top_k));
     if (draw_.top_p < 1) least = maximum(least, least_of_share());
     return maximum(least, static_cast<float>(0.999 * draw_.min_p));
   }
 
-  // What weighs less is among what top_p leaves out: not even all of it together weighs as much.
+  // Returns a weight such that all lighter tokens together weigh no more than what top_p leaves
+  // out.
   float least_of_share() const {
     const double left_out = 0.999 * (1 - draw_.top_p) * total_;
-    // The first is that whatever the weights are, if all were as large; the others are tried.
+    // The first holds for any weights, since even `vocabulary` such tokens weigh no more. The
+    // others are tried.
     constexpr int kTries = 8;
     float tries[kTries];
     double below[kTries] = {};
@@ -127,12 +129,12 @@ class Row {
     const float step = __builtin_powf(tries[0], -1.0f / kTries);
     for (int i = 1; i < kTries; i++) tries[i] = tries[i - 1] * step;
     for_chunks(vocabulary_, [&](int64_t first, int64_t count) {
-      const float *some = weights_ + first;
+      const float *items = weights_ + first;
       for (int t = 1; t < kTries; t++) {
         const float least = tries[t];
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < count; i++) sum += some[i] < least ? some[i] : 0;
+        for (int64_t i = 0; i < count; i++) sum += items[i] < least ? items[i] : 0;
         below[t] += sum;
       }
     });
@@ -141,11 +143,12 @@ class Row {
     return tries[best];
   }
 
-  // Moves those that weigh at least so much to the front; how many they are, at least one.
-  static int64_t keep_from(float least, Candidate *some, int64_t count) {
+  // Moves candidates that weigh at least `least` to the front and returns their number, at least
+  // one.
+  static int64_t keep_from(float least, Candidate *items, int64_t count) {
     int64_t kept = 0;
     for (int64_t i = 0; i < count; i++)
-      if (some[i].weight >= least) swap(some[kept++], some[i]);
+      if (items[i].weight >= least) swap(items[kept++], items[i]);
     return maximum(kept, int64_t{1});
   }
 

@@ -1,4 +1,4 @@
-// Drawing and scoring, compiled once per instruction set; dispatch.cpp picks one.
+// Drawing and scoring, compiled once per instruction set; dispatch.cpp chooses.
 #pragma once
 
 #include "kernels.h"

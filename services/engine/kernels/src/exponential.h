@@ -1,4 +1,4 @@
-// e^x in plain C++ that the compiler vectorises.
+// Exponential function in plain C++ that the compiler vectorises.
 #pragma once
 
 #include <string.h>
@@ -12,7 +12,7 @@ inline float maximum(float a, float b) { return a > b ? a : b; }
 inline int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// e^x to 2 ulp (Cephes expf), branch-free so that loops around it vectorise.
+// Returns e^x to 2 ulp (Cephes expf), branch-free so that loops around it vectorise.
 inline float exponential(float x) {
   x = maximum(minimum(x, 88.0f), -87.0f);
   float n = x * 1.44269504088896341f;

@@ -1,9 +1,10 @@
-// What int8 weights stand for before their scales are applied.
+// Unit of int8 weights before their scales are applied.
 #pragma once
 
 namespace {
 
-// Widened to bfloat16, the integer 1 becomes 2^kInt8UnitExponent: what suits AMX's way of widening.
+// Widening to bfloat16 turns the integer 1 into 2^kInt8UnitExponent, which suits the AMX
+// conversion.
 constexpr int kInt8UnitExponent = -104;
 constexpr float kInt8Unit = 0x1p-104f;
 

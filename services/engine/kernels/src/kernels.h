@@ -1,4 +1,4 @@
-// The C interface of Tokenwire's CPU kernels, loaded with ctypes.
+// C interface of the CPU kernels, loaded with ctypes.
 //
 // Tensors are row-major and contiguous unless a stride is given; strides and sizes count elements.
 #pragma once
@@ -9,7 +9,7 @@ extern "C" {
 
 enum tw_dtype : int32_t { TW_FLOAT32 = 0, TW_BFLOAT16 = 1, TW_FLOAT16 = 2 };
 
-// Each includes those before it.
+// Instruction sets, each with all before it.
 enum tw_instructions : int32_t {
   TW_BASELINE = 0,
   TW_AVX2 = 1,         // and FMA
@@ -18,14 +18,14 @@ enum tw_instructions : int32_t {
   TW_AMX = 4,          // bf16, and AVX-512 FP16
 };
 
-// The best instruction set compiled in that this processor and kernel allow.
+// Returns the best compiled-in instruction set that the processor and the operating system allow.
 int32_t tw_instruction_set();
 
-// Makes calls use at most this instruction set, for tests. Returns the one in use.
+// Limits calls to this instruction set, for tests. Returns the one in use.
 int32_t tw_limit_instruction_set(int32_t highest);
 
-// Runs loops on `threads` threads of our own from now on, instead of on OpenMP's, which are torch's;
-// 0 returns to those.
+// From now on runs loops on a pool of `threads` threads instead of OpenMP's, which torch shares. 0
+// returns to OpenMP's.
 void tw_use_pool(int64_t threads);
 
 // ---- float32 and bfloat16, any instruction set ----
@@ -33,9 +33,9 @@ void tw_use_pool(int64_t threads);
 void tw_rms_norm(int32_t dtype, const void *rows, const void *weight, void *out, int64_t num_rows,
                  int64_t width, float epsilon);
 
-// Rotates queries and keys in place, after an RMSNorm of each head where a norm is not null.
+// Applies RoPE to queries and keys in place, after an RMSNorm of each head if a norm is not null.
 struct tw_rotation {
-  void *heads;  // queries, then keys: [tokens, num_query_heads + num_key_heads, head_dim]
+  void *heads;  // [tokens, num_query_heads + num_key_heads, head_dim], queries first
   int64_t row_stride;
   const float *cosines;  // [tokens, head_dim / 2]
   const float *sines;
@@ -53,17 +53,17 @@ void tw_rotate(const tw_rotation *rotation);
 // out [rows, width] = silu(both[:, :width]) * both[:, width:]
 void tw_silu_multiply(int32_t dtype, const void *both, void *out, int64_t num_rows, int64_t width);
 
-// Moves some rows to the front, in place. Sizes are in bytes.
+// Moves the kept rows to the front, in place. Stride and size are in bytes.
 struct tw_keep {
   void *rows;
-  const int64_t *kept;  // [num_kept] rising, or null: all rows stay where they are
+  const int64_t *kept;  // [num_kept] ascending; null: all rows stay in place
   int64_t num_kept;
   int64_t row_stride;
   int64_t row_bytes;
 };
 void tw_keep_rows(const tw_keep *keep);
 
-// One layer's attention. Queries, keys and values share row_stride.
+// One layer's attention. row_stride is that of queries, keys and values.
 struct tw_attention {
   const void *queries;  // [query_starts[sequences], num_kv_heads * group, head_dim]
   const void *keys;     // [tokens, num_kv_heads, head_dim]
@@ -75,18 +75,18 @@ struct tw_attention {
   const int32_t *query_starts;   // [sequences + 1]
   const int32_t *context_lengths;  // [sequences]
   const int32_t *block_tables;   // [sequences, table_stride]
-  const float *sinks;  // [num_kv_heads * group] logits that join the softmax's sum alone, or null
+  const float *sinks;  // [num_kv_heads * group] extra logits of the softmax without values, or null
   int64_t row_stride;
   int64_t table_stride;
   int64_t tokens;
-  int64_t sequences;  // those to attend; keys and values of all tokens are written
+  int64_t sequences;  // sequences to attend for; keys and values of all tokens are written
   int64_t num_kv_heads;
   int64_t group;  // query heads that share a key head
   int64_t head_dim;
   int64_t block_size;
-  int64_t window;  // latest tokens a query sees; 0: all
+  int64_t window;  // latest tokens that a query sees; 0: all
   float scale;
-  float cap;  // scores are cap * tanh(score / cap); 0: as they are
+  float cap;  // soft cap: scores become cap * tanh(score / cap); 0: none
   int32_t dtype;
 };
 
@@ -94,36 +94,36 @@ struct tw_attention {
 // Cache layout: [blocks, num_kv_heads, block_size, head_dim].
 void tw_paged_decode(const tw_attention *attention);
 
-// How a token is drawn from a row of logits: e^(logit / temperature) are its tokens' weights.
+// One draw from a row of logits, in which a token's weight is e^(logit / temperature).
 struct tw_draw {
   const float *logits;  // [vocabulary]
   double temperature;   // above 0
   double top_p;
   double min_p;
-  double noise;  // in [0, 1): the token is that at which the weights' sum passes this share
+  double noise;  // in [0, 1): share of the total weight at which the drawn token lies
   int64_t top_k;  // 0: all
   int64_t drawn;  // the result
 };
 
-// Draws from what top_k, then top_p, then min_p leave, in the order of falling logits, those of equal
-// logits by id. Where none is set (0, 1 and 0), in the order of ids.
+// Draws from the tokens that top_k, then top_p, then min_p leave. Weights are summed in descending
+// order of logits, equal logits by id; without limits (0, 1 and 0), in the order of ids.
 void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary);
 
-// What a row of logits says of a token.
+// Log-probability and rank of a token in a row of logits, and the most likely tokens.
 struct tw_score {
   const float *logits;  // [vocabulary]
   int64_t id;
-  int64_t *top_ids;     // [width], the likeliest, of equals the lower first
+  int64_t *top_ids;     // [width], most likely first, equals by id
   float *top_logprobs;  // [width]
-  int64_t rank;         // of the token: 1 + how many are likelier
+  int64_t rank;         // 1 + the number of more likely tokens
   float logprob;
 };
 void tw_score_tokens(tw_score *scores, int64_t count, int64_t vocabulary, int64_t width);
 
 // ---- bfloat16 in tiles, from TW_AVX512_BF16 on ----
 
-// Activations that products read are in tiles: [rows / 32][width / 32] blocks of [32][32] elements,
-// width a multiple of 32, the last rows padded with anything.
+// Inputs of products are in tiles: [rows / 32][width / 32] blocks of [32][32] elements. The width
+// is a multiple of 32; padding rows may hold anything.
 
 // RMSNorm of rows [num_rows, width] into tiles.
 struct tw_norm {
@@ -136,22 +136,22 @@ struct tw_norm {
 };
 void tw_tiled_rms_norm(const tw_norm *norm);
 
-// Weights are packed in tiles of 16 outputs by 32 inputs, laid out as TDPBF16PS wants them (pairs
-// of inputs interleaved), two tiles of neighbouring outputs side by side: a panel.
+// Weights are packed in tiles of 16 outputs by 32 inputs in TDPBF16PS's layout (pairs of inputs
+// interleaved). A panel is two columns of tiles side by side: 32 neighbouring outputs.
 int64_t tw_tiled_packed_elements(int64_t outputs, int64_t inputs);
 
 // Packs weight [outputs, inputs] into the tile columns first_tile, first_tile + tile_step, ...
 void tw_tiled_pack(int32_t dtype, const void *weight, void *packed, int64_t outputs, int64_t inputs,
                  int64_t first_tile, int64_t tile_step);
 
-// The same with weights rounded to int8, -127 to 127, times a scale for each output: as many bytes as
-// there would be elements. scales has one for each packed column; padding stays as it is.
+// The same with weights rounded to int8, -127 to 127, in one byte per packed element. Writes a
+// scale for each output to `scales`, which has one per packed column, and leaves padding untouched.
 void tw_tiled_pack_int8(int32_t dtype, const void *weight, void *packed, float *scales,
                       int64_t outputs, int64_t inputs, int64_t first_tile, int64_t tile_step);
 
-// Codes packed weights of so many elements without loss, in 12.5 bits each or little more (coded.h).
-// Returns the bytes that takes: if these are more than `capacity`, which is 12.5 bits each at least,
-// what was written is of no use. Returns -1 if such weights would take longer to decode than to read.
+// Compresses packed weights without loss to 12.5 bits each or little more (coded.h). Returns the
+// bytes needed; if they exceed `capacity` (at least 12.5 bits per element), the output is invalid.
+// Returns -1 if decoding these weights would take longer than reading them uncompressed.
 int64_t tw_tiled_code(const void *packed, int64_t elements, void *coded, int64_t capacity);
 
 enum tw_epilogue : int32_t {
@@ -160,7 +160,7 @@ enum tw_epilogue : int32_t {
   TW_GATE = 2,           // out = silu(even tiles) * odd tiles, in tiles
   TW_STORE_FLOAT32 = 3,  // out is float32
   TW_ARGMAX = 4,         // out is int64 [num_rows]: each row's largest column, the first of equals;
-                         // -1 where none is above minus infinity
+                         // -1 if none is above minus infinity
 };
 
 enum tw_format : int32_t {
@@ -172,7 +172,7 @@ enum tw_format : int32_t {
 struct tw_linear {
   const void *rows;     // bfloat16 [num_rows, inputs] in tiles
   const void *packed;   // weights in `format`
-  const float *scales;  // one per packed column where that is TW_INT8, or null
+  const float *scales;  // one per packed column for TW_INT8, otherwise null
   const float *bias;    // one per packed column, or null
   void *out;            // [num_rows, outputs]; half as many columns after TW_GATE
   int64_t num_rows;
@@ -183,21 +183,21 @@ struct tw_linear {
 };
 void tw_tiled_linear(const tw_linear *linear);
 
-// Writes keys and values, then attends for decodes and prompt chunks alike; out is in tiles. There
-// may be fewer queries than tokens: each sequence's are those of its last tokens.
+// Writes keys and values, then attends for decodes and prompt chunks; out is in tiles. If there are
+// fewer queries than tokens, they belong to each sequence's last tokens.
 // A cached block holds its keys as [block_size / 16][head_dim / 32] tiles and its values as
-// [block_size / 32][head_dim / 16] tiles, pairs of 32 tokens in the order 0 1 8 9 2 3 10 11 etc.;
+// [block_size / 32][head_dim / 16] tiles, pairs of 32 tokens in the order 0 1 8 9 2 3 10 11 etc.
 // block_size and head_dim are multiples of 32.
 void tw_tiled_attend(const tw_attention *attention);
 
-// A pass through a model's layers, recorded: on its way from Python, with caches full of weights, a
-// call takes as long as a small kernel.
+// Kernels of a recorded pass through a model's layers. Replaying it avoids calls from Python, each
+// of which takes as long as a small kernel.
 enum tw_kernel : int32_t {
   TW_NORM = 0,
   TW_LINEAR = 1,
   TW_ROTATION = 2,
   TW_ATTENTION = 3,
-  TW_KEEP = 4,  // what follows is run on the rows that are kept
+  TW_KEEP = 4,  // later kernels run on the kept rows
 };
 
 struct tw_operation {
@@ -211,21 +211,21 @@ struct tw_operation {
   };
 };
 
-// What differs from one pass to the next; the fields are those of the operations.
+// Arguments that differ between passes; they replace the operations' fields of the same names.
 struct tw_pass {
   const int64_t *slots;
   const int32_t *query_starts;
   const int32_t *context_lengths;
   const int32_t *block_tables;
-  const int64_t *kept;         // null: all rows are
-  const int32_t *kept_starts;  // what query_starts are from then on
+  const int64_t *kept;         // null: all rows are kept
+  const int32_t *kept_starts;  // query_starts after TW_KEEP
   int64_t table_stride;
   int64_t tokens;
   int64_t sequences;
   int64_t num_kept;
-  double *seconds;  // what each kind of kernel takes is added to its place; or null
+  double *seconds;  // by tw_kernel, run times to add to; or null
 };
 
-// Runs the operations in their order, on the rows of this pass.
+// Runs the operations in order on the rows of this pass.
 void tw_replay(const tw_operation *operations, int64_t count, const tw_pass *pass);
 }

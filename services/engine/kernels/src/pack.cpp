@@ -1,4 +1,4 @@
-// Packs weights into the panels that linear layers read.
+// Packing of weights into panels.
 #include <math.h>
 #include <string.h>
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr float kLargest = 127;  // int8 that a weight becomes
+constexpr float kLargest = 127;  // int8 weight
 
 inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
   if (dtype == TW_FLOAT32) return static_cast<const float *>(weight)[index];
@@ -21,8 +21,8 @@ inline float weight_at(int32_t dtype, const void *weight, int64_t index) {
   return value;
 }
 
-// Where in its panel the weight of input k lies for the first output of a tile column; the next
-// output's is two elements on.
+// Returns the index in its panel of the weight of input k and the first output of a tile column.
+// The next output's is two elements further.
 inline int64_t tile_index(int64_t k, int64_t column) {
   return (k / kTileInner * 2 + column % 2) * kTile + k % kTileInner / 2 * kPair + k % 2;
 }

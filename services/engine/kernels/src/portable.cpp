@@ -1,8 +1,8 @@
 // Kernels in plain C++ that the compiler vectorises, compiled once per instruction set.
 //
-// TW_TABLE names the table this compilation defines. Everything else is in an anonymous namespace
-// and no standard template is instantiated: a function that two compilations shared could be
-// taken from the wrong one.
+// TW_TABLE is the name of the table that this compilation defines. Everything else is in an
+// anonymous namespace, and no standard template is instantiated: the linker could take a function
+// that two compilations share from the wrong one.
 #include "portable.h"
 
 #include <stdlib.h>
@@ -34,7 +34,7 @@ inline void store(bfloat16 *to, float value) {
   to->bits = static_cast<uint16_t>(value != value ? (bits >> 16) | 0x40 : rounded);
 }
 
-// tanh(x) to 2 ulp (Cephes tanhf), branch-free too.
+// Returns tanh(x) to 2 ulp (Cephes tanhf), branch-free.
 inline float hyperbolic_tangent(float x) {
   float square = x * x;
   float p = -5.70498872745e-3f;
@@ -56,7 +56,7 @@ void rms_norm_row(const T *row, const T *weight, T *out, int64_t width, float ep
   for (int64_t i = 0; i < width; i++) store(out + i, load(row[i]) * scale * load(weight[i]));
 }
 
-// Rows that are one item of a loop: fewer than this are not worth a second thread.
+// Rows of a loop's item: fewer are not worth a second thread.
 constexpr int64_t kRows = 8;
 
 template <typename Body>
@@ -112,10 +112,10 @@ void silu_multiply(const void *both, void *out, int64_t num_rows, int64_t width)
   });
 }
 
-// A sequence's context is cut into parts of this many tokens, whatever the number of threads, so
-// that a result does not depend on the machine or on what else is in the batch.
+// Tokens of a part of a context. Independent of the number of threads, so that a result depends
+// neither on the machine nor on the rest of the batch.
 constexpr int64_t kPart = 512;
-constexpr int64_t kScores = 64;  // keys whose scores are held at a time
+constexpr int64_t kScores = 64;  // keys scored at a time
 
 // Online softmax (https://arxiv.org/abs/1805.02867) over a part of one head's context.
 // partial: [group][head_dim + 2]: the weighted values, the highest score, the sum of weights.
@@ -170,8 +170,8 @@ void attend_part(const tw_attention &a, const T *query, const int32_t *table, in
   }
 }
 
-// Joins the parts of one query head. parts: [num_parts] states, `stride` floats apart. `sink` is
-// the head's, or null.
+// Merges the parts of one query head. parts: [num_parts] states, `stride` floats apart. sink: the
+// head's, or null.
 template <typename T>
 void merge_parts(const float *parts, int64_t num_parts, int64_t stride, int64_t head_dim,
                  const float *sink, T *out) {

@@ -1,4 +1,4 @@
-// The kernels that are compiled once per instruction set; dispatch.cpp picks a table of them.
+// Kernels compiled once per instruction set; dispatch.cpp chooses a table of them.
 #pragma once
 
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// What linear layers have in common, whatever multiplies them and their weights are kept as.
+// Parts of linear layers that all instruction sets and weight formats share.
 #pragma once
 
 #include <string.h>
@@ -12,44 +12,45 @@
 namespace {
 
 constexpr int64_t kStep = kPair * kTileInner;  // elements of 32 rows, or of a panel, in 32 inputs
-// Rows that one item of a loop multiplies at most where there are many: between these, so many
-// that they stay in the L2 cache, with all their inputs or those of a sweep, while panels pass by.
+// Bounds of the maximum rows in a loop's item. Within them, an item has as many rows as stay in the
+// L2 cache, with all inputs or those of a sweep, while panels pass.
 constexpr int64_t kFewestRows = 128;
 constexpr int64_t kMostRows = 512;
-// Shares of a thread: enough for one that is slow; each reads its rows into the cache anew.
+// Shares per thread. Several even out slow threads, but each share reads its rows into the cache
+// anew.
 constexpr int64_t kShares = 2;
 
-// What suits the caches.
+// Limits that suit the caches.
 struct Limits {
   int64_t steps;     // of the part of a panel that stays in the L1 cache
   int64_t elements;  // of the rows that stay in the L2 cache
-  int64_t panels;    // of an item whose sums wait for the next sweep
+  int64_t panels;    // of a share whose sums wait for the next sweep
 };
 
-// Rows start to end - 1 and panels first to last - 1, which one item of a loop multiplies.
+// One item of the parallel loop: rows start to end - 1, panels first to last - 1.
 struct Share {
   int64_t start, end;
   int64_t first, last;
 };
 
-// Products of up to 32 rows and one panel that are to be finished.
+// Complete products of up to 32 rows and one panel, to which the epilogue is due.
 struct Finished {
   const float *products;
   int64_t row, count;
   int64_t panel;
 };
 
-// Whether the result is written past the caches; not where products are added to what is there.
+// Returns whether the result bypasses the caches; never if products are added to `out`.
 inline bool passes_caches(const tw_linear &a) {
   bool whole_lines = a.outputs % kPair == 0 && reinterpret_cast<uintptr_t>(a.out) % 64 == 0;
-  return a.epilogue == TW_STORE && whole_lines && a.num_rows * a.outputs * 2 > kMostKept;
+  return a.epilogue == TW_STORE && whole_lines && a.num_rows * a.outputs * 2 > kMostCached;
 }
 
-// Writes rows `from` to `to` - 1 of them, as far as there are, where the epilogue wants them.
+// Applies the epilogue to rows `from` to `to` - 1, as far as they exist.
 inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t from, int64_t to) {
   to = smaller(to, finished.count);
   if (from >= to) return;
-  // Copies: the compiler must take it that a store of products changes `a`.
+  // Copies, because for the compiler a store to `out` may change `a`.
   const int32_t epilogue = a.epilogue;
   const int64_t outputs = a.outputs, column = finished.panel * kPair, left = outputs - column;
   const float *scales = a.scales ? a.scales + column : nullptr;
@@ -89,7 +90,7 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
         low = _mm512_add_ps(low, to_float(_mm512_castsi512_si256(before)));
         high = _mm512_add_ps(high, to_float(_mm512_extracti64x4_epi64(before, 1)));
       }
-      // One store of a cache line rather than two of its halves.
+      // One store of a whole cache line.
       __m512bh line = _mm512_cvtne2ps_pbh(high, low);
       if (streams)
         _mm512_stream_si512(reinterpret_cast<__m512i *>(out), reinterpret_cast<__m512i>(line));
@@ -99,19 +100,18 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
   }
 }
 
-// Fetches what finish_rows is going to write to some rows, where that is scattered.
-inline void fetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
+// Prefetches the scattered lines that finish_rows will write.
+inline void prefetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
   if (a.epilogue == TW_GATE || a.epilogue == TW_ARGMAX) return;
   int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.outputs * size;
   const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
   for (; row < end; row++) _mm_prefetch(out + row * stride, _MM_HINT_T1);
 }
 
-// How a share's rows and panels meet: in sweeps over the panels, each with the inputs of some
-// steps, which it goes through in parts.
+// Order of a share's work: sweeps over the panels, each over the inputs of some steps, in parts.
 struct Order {
   int64_t sweep, part;  // steps
-  bool sweeps;          // more than one, so that sums wait
+  bool sweeps;          // several, so that sums wait
 
   Order(int64_t depth, int64_t blocks, const Limits &limits)
       : sweep(depth), part(depth), sweeps(false) {
@@ -120,7 +120,7 @@ struct Order {
     sweeps = sweep < depth;
   }
 
-  // `steps` in pieces of at most `most`, all but the last equal.
+  // Returns the size of equal pieces of `steps`, at most `most`; the last piece may be smaller.
   static int64_t evenly(int64_t steps, int64_t most) {
     return divide_up(steps, divide_up(steps, larger(most, 1)));
   }
@@ -132,7 +132,7 @@ struct Part {
   int64_t step, steps;
 };
 
-// The part after this one; past the last one: of no steps, in a sweep that starts at `depth`.
+// Returns the next part. After the last it has no steps and its sweep starts at `depth`.
 inline Part after(Part at, const Share &share, const Order &order, int64_t depth) {
   int64_t end = smaller(at.sweep + order.sweep, depth);
   at.step += at.steps;
@@ -148,19 +148,19 @@ inline Part after(Part at, const Share &share, const Order &order, int64_t depth
   return at;
 }
 
-// Memory for the sums of the item that a thread works on.
+// Sums of the thread's current item.
 thread_local Buffer products;
 
-// Shares the product out: multiply(share, order, sums) does one share.
+// Distributes the product over threads; multiply(share, order, sums) computes one share.
 template <typename Multiply>
-void share_out(const tw_linear &a, const Limits &limits, const Multiply &multiply) {
+void distribute(const tw_linear &a, const Limits &limits, const Multiply &multiply) {
   int64_t panels = divide_up(a.outputs, kPair), shares = kShares * num_threads();
   int64_t most = limits.elements / a.inputs / kPair * kPair;
   most = larger(smaller(most, kMostRows), kFewestRows);
   int64_t chunks = divide_up(a.num_rows, most);
   int64_t rows = divide_up(divide_up(a.num_rows, chunks), kPair) * kPair, blocks = rows / kPair;
   const Order order(a.inputs / kTileInner, blocks, limits);
-  // Neighbouring panels go to one thread, so that its reads run on.
+  // Neighbouring panels go to one thread, for sequential reads.
   int64_t width = larger(panels / divide_up(shares, chunks), 1);
   if (order.sweeps) width = smaller(width, limits.panels);
   int64_t columns = divide_up(panels, width);
@@ -173,7 +173,7 @@ void share_out(const tw_linear &a, const Limits &limits, const Multiply &multipl
     const Largest *found = best ? begin_search(a, share.start, share.end) : nullptr;
     multiply(share, order, static_cast<float *>(products.reserve(sums * kPair * kPair * 4)));
     if (best) end_search(found, share.start, share.end, best);
-    _mm_sfence();  // what was written past the caches is there once this item counts as done
+    _mm_sfence();  // completes stores that bypass the caches before the item counts as done
   });
   if (best)
     for (int64_t row = 0; row < a.num_rows; row++) best[row] = column_of(best[row]);

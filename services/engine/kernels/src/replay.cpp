@@ -1,4 +1,4 @@
-// A recorded pass through a model's layers, run again on other rows.
+// Replay of a recorded pass through a model's layers on other rows.
 #include <string.h>
 
 #include <chrono>
@@ -11,13 +11,13 @@ double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// The rows that kernels run on: all tokens, or those of them that are kept.
+// Rows that kernels run on: all tokens, or the kept ones.
 struct Rows {
   int64_t count;
   const int32_t *query_starts;
 };
 
-// Runs a copy of what was recorded, with this pass's rows in it.
+// Runs a copy of a recorded operation with this pass's arguments.
 void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
   switch (operation.kernel) {
     case TW_NORM:

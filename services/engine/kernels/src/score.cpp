@@ -1,4 +1,4 @@
-// Log-probabilities of tokens. TW_SCORE names what this compilation defines.
+// Log-probabilities of tokens. TW_SCORE is the name of the function that this compilation defines.
 #include "buffer.h"
 #include "candidates.h"
 #include "draw.h"
@@ -13,18 +13,18 @@ class Row {
   Row(const tw_score &score, int64_t vocabulary) : logits_(score.logits), vocabulary_(vocabulary) {
     for (float &largest : largest_) largest = -__builtin_inff();
     for_chunks(vocabulary_, [this](int64_t first, int64_t count) {
-      const float *some = logits_ + first;
+      const float *items = logits_ + first;
 #pragma omp simd
-      for (int64_t i = 0; i < count; i++) largest_[i] = maximum(largest_[i], some[i]);
+      for (int64_t i = 0; i < count; i++) largest_[i] = maximum(largest_[i], items[i]);
     });
     float highest = -__builtin_inff();
     for (float largest : largest_) highest = maximum(highest, largest);
     double total = 0;
     for_chunks(vocabulary_, [=, &total](int64_t first, int64_t count) {
-      const float *some = logits_ + first;
+      const float *items = logits_ + first;
       float sum = 0;
 #pragma omp simd reduction(+ : sum)
-      for (int64_t i = 0; i < count; i++) sum += exponential(some[i] - highest);
+      for (int64_t i = 0; i < count; i++) sum += exponential(items[i] - highest);
       total += sum;
     });
     normaliser_ = highest + __builtin_log(total);
@@ -35,30 +35,30 @@ class Row {
   int64_t rank(float logit) const {
     int64_t above = 0;
     for_chunks(vocabulary_, [=, &above](int64_t first, int64_t count) {
-      const float *some = logits_ + first;
+      const float *items = logits_ + first;
       int32_t found = 0;
 #pragma omp simd reduction(+ : found)
-      for (int64_t i = 0; i < count; i++) found += some[i] > logit;
+      for (int64_t i = 0; i < count; i++) found += items[i] > logit;
       above += found;
     });
     return above + 1;
   }
 
-  // The likeliest `width` tokens in their order, at most `vocabulary` of them.
+  // Lists the most likely `width` tokens (at most `vocabulary`) in order.
   void list(int64_t width, int64_t *ids, float *logprobs) const {
-    auto some = static_cast<Candidate *>(
+    auto items = static_cast<Candidate *>(
         candidate_buffer.reserve(vocabulary_ * static_cast<int64_t>(sizeof(Candidate))));
-    int64_t count = find_candidates(width, some);
-    count = take(some, count, static_cast<double>(width) - 0.5, one);
-    order(some, count);
+    int64_t count = find_candidates(width, items);
+    count = take(items, count, static_cast<double>(width) - 0.5, one);
+    order(items, count);
     for (int64_t i = 0; i < width; i++) {
-      ids[i] = i < count ? some[i].id : i;  // too few where logits are NaN
-      logprobs[i] = i < count ? logprob(some[i].logit) : __builtin_nanf("");
+      ids[i] = i < count ? items[i].id : i;  // too few if logits are NaN
+      logprobs[i] = i < count ? logprob(items[i].logit) : __builtin_nanf("");
     }
   }
 
  private:
-  // At least the likeliest `width` tokens.
+  // Finds a superset of the most likely `width` tokens.
   int64_t find_candidates(int64_t width, Candidate *to) const {
     const float least = nth_largest(largest_, kGroups, width);
     int64_t count = 0;

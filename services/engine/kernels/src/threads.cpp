@@ -1,10 +1,9 @@
-// Two ways to run a loop: on a pool of our own, or on OpenMP's, which is torch's.
+// Parallel loops on a thread pool of their own, or on OpenMP's threads, which torch shares.
 //
-// A step is some 200 short loops. OpenMP ends each with a barrier that every thread must reach, so
-// where other services share the cores, one thread that the kernel has set aside for a few
-// milliseconds stops the loop, and the next one, and the next. In the pool a thread that is away
-// is not waited for: whoever is awake takes the remaining items. Where torch multiplies the
-// matrices, its threads would compete with the pool's, and OpenMP it is.
+// A step is some 200 short loops. OpenMP ends each with a barrier for all threads: if other
+// services share the cores, one descheduled thread stalls every loop for milliseconds. The pool
+// waits for no thread: those that run take the remaining items. If torch multiplies the matrices,
+// its threads would compete with the pool's, so loops run on OpenMP's.
 #include "threads.h"
 
 #include <omp.h>
@@ -45,8 +44,8 @@ class Pool {
     context_ = context;
     count_ = count;
     done_.store(0, std::memory_order_relaxed);
-    // From here on an item can be claimed, and only from here on are the fields above read: what
-    // is left of the last loop is zero or less.
+    // Publishes the fields above: before this store no thread can claim an item, since the last
+    // loop left zero or less.
     left_.store(count);
     if (asleep_.load() > 0) {
       { std::lock_guard<std::mutex> wake(sleeping_); }
@@ -60,7 +59,7 @@ class Pool {
   }
 
  private:
-  // Some 20 microseconds: longer than the gaps within a step, far shorter than idleness.
+  // Some 20 microseconds: longer than the gaps within a step, far shorter than idle times.
   static constexpr int kSpins = 2000;
 
   void claim() {

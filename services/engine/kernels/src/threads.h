@@ -1,4 +1,4 @@
-// Loops over the processor's cores.
+// Parallel loops.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,10 @@
 // Calls body(context, i) for every i below count, in any order, on several threads.
 void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context);
 
-// How many threads a loop may use.
+// Returns the number of threads that a loop may use.
 int64_t num_threads();
 
-// The same for a lambda. Internal linkage: every instruction set compiles its own.
+// parallel_for of a lambda. Internal linkage, because every instruction set compiles its own.
 template <typename Body>
 static inline void parallel_for(int64_t count, const Body &body) {
   parallel_for(

@@ -1,4 +1,4 @@
-// Chooses at run time what computes on tiles.
+// Run-time choice of the tiled kernels.
 #include "tiled.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// What computes on tiles, for each instruction set that does.
+// Tiled kernels of each instruction set that has them.
 #pragma once
 
 #include "kernels.h"

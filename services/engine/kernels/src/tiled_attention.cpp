@@ -1,9 +1,10 @@
 // Attention over the paged cache, one kernel for decodes and prompt chunks. Compiled once for each
-// instruction set that works on tiles; TW_ATTEND names what this compilation defines.
+// instruction set with tiled kernels; TW_ATTEND is the name of the function that this compilation
+// defines.
 //
-// The query heads that share a key head become rows of one matrix (row = query * group + head), up
-// to 32 of them at a time, which is what a 2 x 2 block of tiles holds. Cached blocks are already in
-// tiles, so keys and values go from memory to registers untouched.
+// Query heads that share a key head become rows of one matrix (row = query * group + head), up to
+// 32 at a time, as many as a 2 x 2 block of tiles holds. Cached blocks are in tiles already, so
+// keys and values need no conversion.
 #include <string.h>
 
 #include "buffer.h"
@@ -21,39 +22,38 @@
 namespace {
 
 constexpr int64_t kMostRows = kPair;  // of a unit
-// Keys per update of the weighted values: kDecodeKeys, or of a chunk so many that what it works on
-// stays near the L1 cache.
+// Keys of a chunk in one span: its working set stays near the L1 cache.
 constexpr int64_t kChunkKeys = 128;
 constexpr int64_t kMostKeys = larger(kDecodeKeys, kChunkKeys);
-constexpr int64_t kChunkScores = 64;  // keys whose scores become weights at a time
+constexpr int64_t kChunkScores = 64;  // keys of a chunk scored together
 constexpr int64_t kMostHeadDim = 256;
-// A context is cut into parts of this many tokens, whatever the number of threads, so that a result
-// does not depend on the machine or on what else is in the batch. Only decodes are cut: a prompt
-// chunk has rows enough to share.
+// Tokens of a part of a context. Independent of the number of threads, so that a result depends
+// neither on the machine nor on the rest of the batch. Only decodes are split: a prompt chunk has
+// enough rows.
 constexpr int64_t kPart = 512;
-constexpr int64_t kTogether = 16;  // decodes' units in one item of a loop, at most
-constexpr int64_t kNeighbours = 4;  // the same of chunks
-constexpr int64_t kShares = 4;     // of a thread, at least
-constexpr int64_t kTokens = 8;    // written by one item of a loop
-constexpr float kLowest = -1e30f;  // finite: a difference of two is no NaN
-// Weights may add up to this before their base is raised, which is seldom then.
+constexpr int64_t kMostDecodeUnits = 16;  // maximum units of decodes in a loop's item
+constexpr int64_t kMostChunkUnits = 4;  // maximum units of chunks in a loop's item
+constexpr int64_t kShares = 4;     // minimum items per thread
+constexpr int64_t kTokens = 8;    // tokens written by a loop's item
+constexpr float kLowest = -1e30f;  // finite, so that a difference of two is not NaN
+// Sum of weights above which their base is raised; high, so that this is rare.
 constexpr float kMostWeight = 1 << 30;
 constexpr int64_t kLanes = 16;
-// A row of scores, or of weights, ends with an unused cache line, so that neighbouring rows fall
-// into different cache sets.
+// Rows of scores and weights end with an unused cache line, so that neighbouring rows map to
+// different cache sets.
 constexpr int64_t kScoreStride = kMostKeys + 16;
 constexpr int64_t kWeightStride = kMostKeys + 32;
 
 struct Unit {
   int64_t sequence;
   int64_t kv_head;
-  int64_t first_row, num_rows;  // rows of the sequence's folded queries
+  int64_t first_row, num_rows;  // rows of the sequence's query matrix
   int64_t first_key, last_key;
-  float *partial;  // where a part's state goes, or null when the unit is the whole
-  int64_t parts;   // of the first part, how many there are; of the others 0
+  float *partial;  // where to store a part's state; null: the unit is not split
+  int64_t parts;   // number of parts in the first part's unit; 0 in the others
 };
 
-// Keys of one update, and where the tiles of each 32 of them lie.
+// Keys that one update of the weighted values covers, and the tiles of each 32 of them.
 struct Span {
   int64_t first = 0, count = 0;
   int64_t num_steps = 0;
@@ -61,7 +61,7 @@ struct Span {
   const uint16_t *values[kMostKeys / kTileInner];
 };
 
-// Keys of a span that are scored together: those of steps `step` to `end` - 1.
+// Keys of a span that are scored together: steps `step` to `end` - 1.
 struct Scored {
   int64_t first;  // key
   int64_t step, end;
@@ -69,34 +69,34 @@ struct Scored {
   int64_t width() const { return (end - step) * kTileInner; }
 };
 
-// Fetches a span a little at a time, while another is worked on: its blocks one after the other, or
-// along all of them at once (kFetchesAlong).
-class Fetch {
+// Prefetch of a span, a little at a time: block after block, or along all blocks at once
+// (kPrefetchesAlong).
+class Prefetch {
  public:
-  // To be asked for `lines` of each step's keys, and of their values, in so many calls of `some`.
-  Fetch(const Span &span, int64_t lines, int64_t calls)
+  // Covers `lines` lines of each step's keys and of its values in `calls` calls of advance().
+  Prefetch(const Span &span, int64_t lines, int64_t calls)
       : span_(span),
         lines_(lines),
         left_(span.num_steps ? lines : 0),
         share_(divide_up(left_, calls)) {}
 
-  void some() {
+  void advance() {
     int64_t end = line_ + smaller(share_, left_);
     left_ -= end - line_;
-    if (kFetchesAlong) {
+    if (kPrefetchesAlong) {
       for (; line_ < end; line_++)
-        for (int64_t step = 0; step < span_.num_steps; step++) fetch(step, line_);
+        for (int64_t step = 0; step < span_.num_steps; step++) prefetch(step, line_);
     } else {
       for (int64_t i = line_ * span_.num_steps; i < end * span_.num_steps; i++)
-        fetch(i / lines_, i % lines_);
+        prefetch(i / lines_, i % lines_);
       line_ = end;
     }
   }
 
  private:
-  void fetch(int64_t step, int64_t line) const {
-    fetch_ahead(span_.keys[step] + line * kTileInner);
-    fetch_ahead(span_.values[step] + line * kTileInner);
+  void prefetch(int64_t step, int64_t line) const {
+    prefetch_line(span_.keys[step] + line * kTileInner);
+    prefetch_line(span_.values[step] + line * kTileInner);
   }
 
   const Span &span_;
@@ -110,11 +110,11 @@ struct alignas(64) Scratch {
   uint16_t queries[kMostRows * kMostHeadDim];
   uint16_t weights[kMostRows * kWeightStride];
   uint16_t tail[kTileInner * kMostHeadDim];
-  int64_t tokens[kMostRows];          // whose queries the rows are,
-  int64_t heads[kMostRows];           // and of which heads
+  int64_t tokens[kMostRows];          // query token of each row
+  int64_t heads[kMostRows];           // query head of each row
   float base[kMostRows];              // scores become weights as 2^(score - base)
-  float totals[kMostRows * kLanes];   // of the weights, a sum for each lane
-  float addends[kMostRows * kLanes];  // what those scored last add to them
+  float totals[kMostRows * kLanes];   // sum of the weights in each lane
+  float addends[kMostRows * kLanes];  // summands of the keys scored last
 };
 
 bool is_decode(const tw_attention &a, int64_t sequence) {
@@ -125,15 +125,16 @@ class Attention {
  public:
   explicit Attention(const tw_attention &a) : a_(a), head_size_(a.block_size * a.head_dim) {
     while (decodes_ < a.sequences && is_decode(a, decodes_)) decodes_++;
-    // A last token of a prompt may be queried alone, but its prompt's keys are written with it.
+    // Fewer queries than tokens: a prompt's last token may look like a decode, yet its prompt's
+    // keys must be written too.
     if (a.query_starts[a.sequences] == a.tokens) written_ = decodes_;
   }
 
-  // Sequences that decode and stand in front.
+  // Number of leading sequences that decode.
   int64_t decodes() const { return decodes_; }
 
-  // Puts one token's keys and values where the tiles want them. Where 32 tokens of a prompt fill
-  // whole tiles, the first of them does it for all; attend() writes what only one unit reads.
+  // Writes one token's keys and values into tiles. If 32 tokens of a prompt fill whole tiles, the
+  // first writes them all; attend() writes what only one unit reads.
   void write(int64_t token) const {
     if (token < written_ && is_private(token)) return;
     int64_t first = token - a_.slots[token] % kTileInner;
@@ -144,14 +145,14 @@ class Attention {
     for (int64_t h = 0; h < a_.num_kv_heads; h++) write(token, h, together);
   }
 
-  // `next` is the unit that the same thread goes on with, or null: decodes fetch ahead for it.
+  // next: the thread's next unit, for which decodes prefetch, or null.
   void attend(const Unit &unit, const Unit *next, Scratch &s) const {
     bool writes = unit.sequence < written_ && unit.last_key == a_.context_lengths[unit.sequence] &&
                   is_private(unit.sequence);
     load_queries(unit, s);
     bool decodes = is_decode(a_, unit.sequence);
     int64_t most = decodes ? kDecodeKeys : kChunkKeys;
-    int64_t some = (decodes ? kDecodeKeys : kChunkScores) / kTileInner;
+    int64_t steps = (decodes ? kDecodeKeys : kChunkScores) / kTileInner;
     Span span = span_at(unit, unit.first_key, most);
     for (;;) {
       int64_t end = span.first + span.count;
@@ -160,19 +161,19 @@ class Attention {
         following = span_at(unit, end, most);
       else if (decodes && next)
         following = span_at(*next, next->first_key, most);
-      // Written here, the cache lines are fetched once, and have been by now. Where a group has
-      // several units, each writes the same before it reads.
+      // Writing here fetches the cache lines only once. If a group has several units, each writes
+      // the same data before it reads.
       if (writes && end == unit.last_key) write(unit.sequence, unit.kv_head, false);
-      // Chunks find what they read in the L2 cache.
-      Fetch fetch(following, decodes ? a_.head_dim : 0,
+      // Chunks need no prefetch: their keys and values are in the L2 cache.
+      Prefetch prefetch(following, decodes ? a_.head_dim : 0,
                   unit.num_rows + span.num_steps * (1 + a_.head_dim / kPair));
-      for (int64_t step = 0; step < span.num_steps; step += some) {
-        Scored scored{span.first + step * kTileInner, step, smaller(step + some, span.num_steps)};
-        score(unit, span, scored, fetch, s);
+      for (int64_t step = 0; step < span.num_steps; step += steps) {
+        Scored scored{span.first + step * kTileInner, step, smaller(step + steps, span.num_steps)};
+        score(unit, span, scored, prefetch, s);
         if (a_.cap) cap_scores(unit.num_rows, scored.width(), s);
-        weigh(unit, scored, fetch, s);
+        weigh(unit, scored, prefetch, s);
       }
-      gather(unit, span, fetch, s);
+      gather(unit, span, prefetch, s);
       if (end == unit.last_key) break;
       span = following;
     }
@@ -183,7 +184,7 @@ class Attention {
         store(s.tokens[r], s.heads[r], s.state + r * a_.head_dim, s.base[r], total(r, s));
   }
 
-  // Joins the parts of one unit. `unit.partial` is the first part's.
+  // Merges the parts of a unit. unit.partial: the first part's state.
   void merge(const Unit &unit, int64_t parts, int64_t part_size) const {
     alignas(64) float sum[kMostHeadDim];
     for (int64_t r = 0; r < unit.num_rows; r++) {
@@ -210,13 +211,13 @@ class Attention {
   }
 
  private:
-  // Whether no other sequence reads what a decode adds in this step: once its block is full, the
-  // scheduler may have given it to others too.
+  // Returns whether no other sequence reads what a decode writes in this step. Once the block is
+  // full, the scheduler may have shared it.
   bool is_private(int64_t token) const {
     return a_.slots[token] % a_.block_size != a_.block_size - 1;
   }
 
-  // One head of a token, or of the 32 tokens from it on.
+  // Writes one head of a token, or of the 32 tokens from it on.
   void write(int64_t token, int64_t head, bool together) const {
     int64_t from = token * a_.row_stride + head * a_.head_dim, slot = a_.slots[token];
     auto key = static_cast<const uint16_t *>(a_.keys) + from;
@@ -231,7 +232,7 @@ class Attention {
       write_one(slot % kTileInner, key, value, keys, values);
   }
 
-  // Writes the token at `offset` of 32.
+  // Writes the token at `offset` in a group of 32.
   void write_one(int64_t offset, const uint16_t *key, const uint16_t *value, uint16_t *keys,
                  uint16_t *values) const {
     auto from = reinterpret_cast<const uint32_t *>(key);
@@ -252,7 +253,7 @@ class Attention {
     for (int64_t half = 0; half < 2; half++, key += kTileRows * a_.row_stride)
       for (int64_t i = 0; i < a_.head_dim; i += 2, keys += kPair)
         _mm512_store_si512(keys, _mm512_i32gather_epi32(rows, key + i, 1));
-    // Two tokens' values in turn: indices 0, 32, 1, 33, ...
+    // Interleave two tokens' values: indices 0, 32, 1, 33, ...
     const __m512i low = _mm512_or_si512(
         lane, _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(kTileInner)), 16));
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(kTileRows));
@@ -266,7 +267,7 @@ class Attention {
       }
   }
 
-  // The unit's keys from `first` on, at most so many.
+  // Returns the unit's keys from `first` on, at most `most`.
   Span span_at(const Unit &unit, int64_t first, int64_t most) const {
     Span span;
     span.first = first;
@@ -287,12 +288,12 @@ class Attention {
     return span;
   }
 
-  // That of the latest key that row r sees.
+  // Returns the position of the latest key that row r sees.
   int64_t position(const Unit &unit, int64_t r, const Scratch &s) const {
     return a_.context_lengths[unit.sequence] - a_.query_starts[unit.sequence + 1] + s.tokens[r];
   }
 
-  // Puts the unit's queries in rows, and nothing in the sums.
+  // Copies the unit's queries into rows and resets the sums.
   void load_queries(const Unit &unit, Scratch &s) const {
     int64_t token = a_.query_starts[unit.sequence] + unit.first_row / a_.group;
     int64_t member = unit.first_row % a_.group;
@@ -313,11 +314,11 @@ class Attention {
   }
 
   // scores [rows, keys] = queries @ keys.T
-  void score(const Unit &unit, const Span &span, const Scored &scored, Fetch &fetch,
+  void score(const Unit &unit, const Span &span, const Scored &scored, Prefetch &prefetch,
              Scratch &s) const {
     float *scores = s.scores;
     for (int64_t step = scored.step; step < scored.end; step++, scores += kTileInner) {
-      fetch.some();
+      prefetch.advance();
       const uint16_t *keys = span.keys[step];
       multiply_block(unit.num_rows, nullptr, scores, kScoreStride, a_.head_dim / kTileInner,
                      [&](int64_t at) {
@@ -328,7 +329,8 @@ class Attention {
     }
   }
 
-  // scores = cap * tanh(scores / cap), both before the scale.
+  // Applies the soft cap to unscaled scores: cap * tanh(scores / cap), with cap divided by the
+  // scale.
   void cap_scores(int64_t num_rows, int64_t width, Scratch &s) const {
     float cap = a_.cap / a_.scale;
     const __m512 shrink = _mm512_set1_ps(1.0f / cap), grow = _mm512_set1_ps(cap);
@@ -337,17 +339,17 @@ class Attention {
         _mm512_store_ps(at, _mm512_mul_ps(grow, tanh(_mm512_mul_ps(shrink, _mm512_load_ps(at)))));
   }
 
-  // The online softmax's step (https://arxiv.org/abs/1805.02867): scores to weights. Any base will
-  // do that leaves the weights in range, so it is that of a row's first scores until others exceed
-  // it by far.
-  void weigh(const Unit &unit, const Scored &scored, Fetch &fetch, Scratch &s) const {
+  // Turns scores into weights by an online softmax (https://arxiv.org/abs/1805.02867). Any base
+  // that keeps the weights in range will do: a row's first scores set it, and only far higher ones
+  // raise it.
+  void weigh(const Unit &unit, const Scored &scored, Prefetch &prefetch, Scratch &s) const {
     int64_t width = scored.width(), end = scored.first + width;
     int64_t lowest = position(unit, 0, s), highest = position(unit, unit.num_rows - 1, s);
     bool all = end <= smaller(lowest + 1, unit.last_key) &&
                (!a_.window || scored.first >= highest + 1 - a_.window);
-    if (all && weigh_all(unit.num_rows, scored, fetch, s)) return;
+    if (all && weigh_all(unit.num_rows, scored, prefetch, s)) return;
     for (int64_t r = 0; r < unit.num_rows; r++) {
-      fetch.some();
+      prefetch.advance();
       int64_t after = position(unit, r, s) + 1;
       int64_t first = a_.window ? larger(after - a_.window - scored.first, 0) : 0;
       int64_t last = smaller(after, unit.last_key) - scored.first;
@@ -359,7 +361,7 @@ class Attention {
     }
   }
 
-  // Of the keys scored together those that a row sees: first to last - 1.
+  // Keys scored together that a row sees: first to last - 1.
   struct Visible {
     int first, last;
 
@@ -372,10 +374,10 @@ class Attention {
     }
   };
 
-  // Scores in powers of two: one multiplication serves the scale and the change of base.
+  // Returns the factor that scales scores and converts them to base 2.
   float scale() const { return a_.scale * kLog2E; }
 
-  // Turns exponents(i), those of keys i to i + 15 in units, into the weights of a row; their sum.
+  // Turns exponents(i), in units for keys i to i + 15, into a row's weights and returns their sum.
   template <typename Exponents>
   static __m512 weigh_row(int64_t r, const Scored &scored, const Exponents &exponents, Scratch &s) {
     uint16_t *weights = s.weights + r * kWeightStride + scored.step * kTileInner;
@@ -388,16 +390,16 @@ class Attention {
     return sum;
   }
 
-  // Weighs keys that all rows see: false where weights went out of range.
-  bool weigh_all(int64_t num_rows, const Scored &scored, Fetch &fetch, Scratch &s) const {
+  // Weighs keys that all rows see. Returns false if weights are out of range.
+  bool weigh_all(int64_t num_rows, const Scored &scored, Prefetch &prefetch, Scratch &s) const {
     const __m512 scale = _mm512_set1_ps(this->scale() * kUnits);
     __mmask16 beyond = 0;
     for (int64_t r = 0; r < num_rows; r++) {
-      fetch.some();
+      prefetch.advance();
       const float *scores = s.scores + r * kScoreStride;
       if (s.base[r] == kLowest) {
-        __m512 some = _mm512_max_ps(_mm512_load_ps(scores), _mm512_load_ps(scores + kLanes));
-        s.base[r] = _mm512_reduce_max_ps(some) * this->scale();
+        __m512 first = _mm512_max_ps(_mm512_load_ps(scores), _mm512_load_ps(scores + kLanes));
+        s.base[r] = _mm512_reduce_max_ps(first) * this->scale();
       }
       const __m512 base = _mm512_set1_ps((kOne - s.base[r]) * kUnits);
       auto exponents = [&](int64_t i) {
@@ -413,7 +415,7 @@ class Attention {
     return true;
   }
 
-  // The same of one row and the keys that it sees, whatever the range if its base is `final`.
+  // Weighs the keys that one row sees. Returns false if weights are out of range, unless `final`.
   bool weigh_visible(int64_t r, const Visible &visible, bool final, const Scored &scored,
                      Scratch &s) const {
     const float *scores = s.scores + r * kScoreStride;
@@ -429,7 +431,7 @@ class Attention {
     return true;
   }
 
-  // Where a sum is too large, or no number.
+  // Returns the lanes in which a sum is too large or NaN.
   static __mmask16 out_of_range(__m512 sum) {
     return _mm512_cmp_ps_mask(sum, _mm512_set1_ps(kMostWeight), _CMP_NLE_UQ);
   }
@@ -439,7 +441,7 @@ class Attention {
     _mm512_store_ps(totals, _mm512_add_ps(sum, _mm512_load_ps(totals)));
   }
 
-  // Makes the highest visible score the base, and what was weighed before relative to it.
+  // Makes the highest visible score the base and rescales earlier weights, sums and state.
   void raise_base(int64_t r, const Visible &visible, const Scored &scored, Scratch &s) const {
     const float *scores = s.scores + r * kScoreStride;
     __m512 highest = _mm512_set1_ps(kLowest);
@@ -454,7 +456,7 @@ class Attention {
     _mm512_store_ps(totals, _mm512_mul_ps(correction, _mm512_load_ps(totals)));
     for (int64_t i = 0; i < a_.head_dim; i += kLanes)
       _mm512_store_ps(state + i, _mm512_mul_ps(correction, _mm512_load_ps(state + i)));
-    uint16_t *weights = s.weights + r * kWeightStride;  // of this span, not yet gathered
+    uint16_t *weights = s.weights + r * kWeightStride;  // of this span, not yet multiplied
     for (int64_t i = 0; i < scored.step * kTileInner; i += kLanes) {
       auto at = reinterpret_cast<__m256i *>(weights + i);
       __m512 weight = to_float(_mm256_load_si256(at));
@@ -467,10 +469,10 @@ class Attention {
   }
 
   // state [rows, head_dim] += weights @ values
-  void gather(const Unit &unit, Span &span, Fetch &fetch, Scratch &s) const {
+  void gather(const Unit &unit, Span &span, Prefetch &prefetch, Scratch &s) const {
     bool first = span.first == unit.first_key;
-    // Behind the context lies what an earlier sequence left. Its weight is zero, but zero times a
-    // NaN is not.
+    // Slots past the context hold an earlier sequence's data. Its weight is zero, but zero times
+    // NaN is NaN.
     if (int64_t left = span.count % kTileInner) {
       const uint16_t *&tail = span.values[span.num_steps - 1];
       tail = clean(tail, left, s.tail);
@@ -479,7 +481,7 @@ class Attention {
       float *state = s.state + i;
       multiply_block(unit.num_rows, first ? nullptr : state, state, a_.head_dim, span.num_steps,
                      [&](int64_t step) {
-                       fetch.some();
+                       prefetch.advance();
                        const uint16_t *tile = span.values[step] + i * kTileInner;
                        return Factors{s.weights + step * kTileInner, kWeightStride, tile,
                                       tile + kTile};
@@ -487,7 +489,7 @@ class Attention {
     }
   }
 
-  // A copy of 32 tokens' value tiles in which those from `count` on are zero.
+  // Returns a copy of 32 tokens' value tiles with zeros for tokens from `count` on.
   const uint16_t *clean(const uint16_t *from, int64_t count, uint16_t *to) const {
     for (int64_t tile = 0; tile < a_.head_dim / kTileRows; tile++)
       for (int64_t pair = 0; pair < kTileRows; pair++) {
@@ -523,7 +525,7 @@ class Attention {
   const tw_attention &a_;
   int64_t head_size_;
   int64_t decodes_ = 0;  // sequences before the first chunk
-  int64_t written_ = 0;  // those of them whose keys and values attend() writes: as many tokens
+  int64_t written_ = 0;  // leading sequences, of one token each, whose keys attend() may write
 };
 
 thread_local Buffer unit_buffer;
@@ -532,16 +534,16 @@ thread_local Buffer partial_buffer;
 struct Plan {
   const Unit *units;
   int64_t num_units, num_decodes;
-  bool is_cut;  // some unit is a part of one
+  bool is_cut;  // whether some unit is split into parts
 };
 
-// Parts that a sequence's context is cut into.
+// Returns the number of parts of a sequence's context.
 int64_t count_parts(const tw_attention &a, int64_t sequence) {
   return is_decode(a, sequence) ? divide_up(a.context_lengths[sequence], kPart) : 1;
 }
 
-// Lists the step's units. A chunk's last rows see most keys and come first, so that no thread is
-// left with a long unit at the end.
+// Lists the step's units. A chunk's last rows see most keys and come first, so that no long unit is
+// left for the end.
 Plan plan(const tw_attention &a, int64_t leading, int64_t part_size) {
   int64_t num_units = 0, num_parts = 0;
   for (int64_t s = 0; s < a.sequences; s++) {
@@ -589,18 +591,20 @@ void TW_ATTEND(const tw_attention *attention) {
     int64_t end = smaller((item + 1) * kTokens, a.tokens);
     for (int64_t token = item * kTokens; token < end; token++) kernel.write(token);
   });
-  // Units come several to an item, so that a thread knows what it goes on with.
+  // An item has several units, so that a thread knows its next one.
   auto share = [](int64_t units, int64_t most) {
     return smaller(larger(units / (kShares * num_threads()), 1), most);
   };
   int64_t num_chunks = work.num_units - work.num_decodes;
-  int64_t together = share(work.num_decodes, kTogether), beside = share(num_chunks, kNeighbours);
-  int64_t groups = divide_up(work.num_decodes, together);
-  parallel_for(groups + divide_up(num_chunks, beside), [&](int64_t item) {
+  int64_t decode_units = share(work.num_decodes, kMostDecodeUnits);
+  int64_t chunk_units = share(num_chunks, kMostChunkUnits);
+  int64_t groups = divide_up(work.num_decodes, decode_units);
+  parallel_for(groups + divide_up(num_chunks, chunk_units), [&](int64_t item) {
     bool decodes = item < groups;
-    int64_t first = decodes ? item * together : work.num_decodes + (item - groups) * beside;
-    int64_t last = decodes ? smaller(first + together, work.num_decodes)
-                           : smaller(first + beside, work.num_units);
+    int64_t first = decodes ? item * decode_units
+                            : work.num_decodes + (item - groups) * chunk_units;
+    int64_t last = decodes ? smaller(first + decode_units, work.num_decodes)
+                           : smaller(first + chunk_units, work.num_units);
     Scratch scratch;
     int64_t configured = 0;
     for (int64_t i = first; i < last; i++) {

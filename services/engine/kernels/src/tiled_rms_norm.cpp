@@ -1,11 +1,11 @@
-// RMSNorm whose result products read.
+// RMSNorm into tiles.
 #include "kernels.h"
 #include "threads.h"
 #include "tiles.h"
 
 namespace {
 
-constexpr int64_t kRows = 8;  // of one item of a loop
+constexpr int64_t kRows = 8;  // of a loop's item
 constexpr int64_t kHalf = kTileInner / 2;
 
 inline __m512 load16(const uint16_t *from) {
@@ -42,13 +42,13 @@ void normalize(const uint16_t *row, const uint16_t *weight, uint16_t *out, int64
 
 void tw_tiled_rms_norm(const tw_norm *norm) {
   const tw_norm &a = *norm;
-  bool streams = a.num_rows * a.width * 2 > kMostKept;
+  bool streams = a.num_rows * a.width * 2 > kMostCached;
   const auto normalize_row = streams ? normalize<true> : normalize<false>;
   parallel_for(divide_up(a.num_rows, kRows), [&](int64_t item) {
     for (int64_t row = item * kRows; row < smaller((item + 1) * kRows, a.num_rows); row++)
       normalize_row(static_cast<const uint16_t *>(a.rows) + row * a.width,
                     static_cast<const uint16_t *>(a.weight),
                     static_cast<uint16_t *>(a.tiles) + tiled(row, 0, a.width), a.width, a.epsilon);
-    _mm_sfence();  // what was written past the caches is there once this item counts as done
+    _mm_sfence();  // completes stores that bypass the caches before the item counts as done
   });
 }

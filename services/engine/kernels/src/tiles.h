@@ -1,4 +1,4 @@
-// How activations, weights and caches lie that products read: in tiles of 16 rows by 64 bytes.
+// Tiled layout of activations, weights and caches (16 rows by 64 bytes), and vector arithmetic.
 #pragma once
 
 #include <immintrin.h>
@@ -11,18 +11,18 @@ constexpr int64_t kTile = 512;     // bfloat16 elements in a tile
 constexpr int64_t kTileRows = 16;  // rows of a tile: rows of a product, or pairs of its inner index
 constexpr int64_t kTileInner = 32;
 constexpr int64_t kPair = 2 * kTileRows;  // rows and columns that a 2 x 2 block of tiles covers
-// A result larger than two L2 caches has left them before it is read, so whole lines of it are
-// written past them: they would first fetch every line.
-constexpr int64_t kMostKept = 4 << 20;  // bytes
+// A result larger than two L2 caches leaves them before it is read. Whole lines of it are written
+// past the caches, which would otherwise fetch every line first.
+constexpr int64_t kMostCached = 4 << 20;  // bytes
 
-// Where an element of a [rows, width] activation lies that products read: in blocks of 32 rows by
-// 32 columns, so that what fills a tile is in one place.
+// Returns the index of an element of a tiled activation [rows, width]: blocks of 32 rows by 32
+// columns keep a tile's elements together.
 inline int64_t tiled(int64_t row, int64_t column, int64_t width) {
   return (row / kPair * (width / kTileInner) + column / kTileInner) * (kPair * kTileInner) +
          row % kPair * kTileInner + column % kTileInner;
 }
 
-// What one step of a product multiplies: rows of 32 inputs, by two tiles of 16 columns.
+// Factors of one step of a product: rows of 32 inputs, and two tiles of 16 columns.
 struct Factors {
   const uint16_t *rows;
   int64_t row_stride;
@@ -44,7 +44,7 @@ inline __m512 to_float(__m256i values) {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// 2^x to 3e-6 relative (a fitted polynomial over [-1/2, 1/2]), ample for bfloat16 results.
+// Returns 2^x with a relative error of 3e-6 (polynomial over [-1/2, 1/2]), ample for bfloat16.
 inline __m512 exp2(__m512 x) {
   x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
   __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -57,7 +57,7 @@ inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// tanh(x) to 2e-6 absolute.
+// Returns tanh(x) with an absolute error of 2e-6.
 inline __m512 tanh(__m512 x) {
   const __m512 one = _mm512_set1_ps(1.0f);
   __m512 power = exp2(_mm512_mul_ps(x, _mm512_set1_ps(2 * kLog2E)));

@@ -1,4 +1,4 @@
-"""What a feed-forward layer applies between its two products."""
+"""Activation functions of feed-forward layers."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -11,42 +11,45 @@ __all__ = ["SWIGLU", "Activation", "Nonlinearity"]
 
 
 class Nonlinearity(Enum):
-    """By the names that config.json knows them by."""
+    """Nonlinearities; most values are the names that config.json uses."""
 
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_pytorch_tanh"
     CLAMPED_SWIGLU = "clamped_swiglu"
-    """gpt-oss: both factors clamped, the gate's sigmoid steeper, the other factor one more"""
+    """gpt-oss: clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A nonlinearity, and whether it gates a second product (https://arxiv.org/abs/2002.05202)."""
+    """A nonlinearity, alone or as the gate of a second product.
+
+    Gated linear units: https://arxiv.org/abs/2002.05202.
+    """
 
     nonlinearity: Nonlinearity
     gated: bool = True
     alpha: float = 1.0
-    """Gain of the clamped sigmoid"""
+    """Factor inside the sigmoid of CLAMPED_SWIGLU"""
     limit: float = 0.0
-    """What the clamped factors are clamped to"""
+    """Bound of CLAMPED_SWIGLU's factors"""
 
     @property
     def is_swiglu(self) -> bool:
-        """Whether it is the one that the kernels know."""
+        """Whether the CPU kernels implement this activation."""
         return self == SWIGLU
 
-    def of(self, product: Tensor) -> Tensor:
-        """[n, width] of a product [n, width], or where it gates of [n, 2 * width]: gates first."""
+    def apply(self, product: Tensor) -> Tensor:
+        """Return [n, width] for a product [n, width], or [n, 2 * width] (gates first) if gated."""
         if not self.gated:
-            return self._bend(product)
+            return self._nonlinear(product)
         gate, up = product.chunk(2, dim=1)
         if self.nonlinearity is not Nonlinearity.CLAMPED_SWIGLU:
-            return self._bend(gate) * up
+            return self._nonlinear(gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
-    def _bend(self, rows: Tensor) -> Tensor:
+    def _nonlinear(self, rows: Tensor) -> Tensor:
         if self.nonlinearity is Nonlinearity.SILU:
             return silu(rows)
         exact = self.nonlinearity is Nonlinearity.GELU

@@ -7,29 +7,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.model.checkpoint.config import Config
-from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.config import CheckpointError, Config
 
 __all__ = ["Rotary", "RotarySpec", "Rotation"]
 
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """The rotation's frequencies, already scaled as the checkpoint asks."""
+    """Rotation frequencies after the checkpoint's RoPE scaling."""
 
     frequencies: tuple[float, ...]
-    """Radians per position, one for each pair of dimensions; pairs past the last do not rotate"""
+    """Radians per position, one per pair of dimensions; the remaining pairs do not rotate"""
     attention_factor: float
-    """What cosines and sines are multiplied by (YaRN, LongRoPE); 1 otherwise"""
+    """Factor on cosines and sines; other than 1 for YaRN and LongRoPE only"""
 
     @property
     def width(self) -> int:
-        """How many of a head's dimensions rotate."""
+        """Number of dimensions of a head that rotate."""
         return 2 * len(self.frequencies)
 
     @staticmethod
     def from_config(config: Config, head_dim: int, context_length: int) -> "RotarySpec":
-        """Reads rope_parameters (transformers 5), or rope_theta and rope_scaling before it."""
+        """Read rope_parameters (transformers 5), or the older rope_theta and rope_scaling."""
         rope = config.section(
             "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
         )
@@ -40,7 +39,7 @@ class RotarySpec:
 
     @staticmethod
     def local_from_config(config: Config, head_dim: int, context_length: int) -> "RotarySpec":
-        """The same for layers with a window, where they have frequencies of their own (Gemma 3)."""
+        """Read the separate frequencies of Gemma 3's sliding-window layers."""
         rope = config.section("rope_parameters").section("sliding_attention")
         base = rope.positive_number(
             "rope_theta", config.positive_number("rope_local_base_freq", 10000.0)
@@ -62,11 +61,10 @@ def _read(
         )
     frequencies = _frequencies(base, width)
     factor = 1.0
-    # Before "rope_type", the key was "type".
+    # Older files name the key "type".
     kind = rope.text("rope_type" if rope.has("rope_type") else "type", "default")
     match kind:
-        # Dynamic scaling changes nothing until a sequence is longer than
-        # max_position_embeddings, and none ever is.
+        # Dynamic scaling applies beyond max_position_embeddings, which no sequence exceeds.
         case "default" | "dynamic":
             pass
         case "linear":
@@ -82,7 +80,7 @@ def _read(
             factor = _longrope_attention(rope, context_length, original)
         case _:
             raise CheckpointError(
-                f"{config.file}: rope_type {kind} is not supported; these are: "
+                f"{config.file}: rope_type {kind} is not supported. Supported: "
                 "default, linear, dynamic, llama3, yarn, longrope."
             )
     return RotarySpec(tuple(frequencies.tolist()), factor)
@@ -92,7 +90,7 @@ def _read(
 class Rotation:
     """Cosines and sines of one step's positions, float32 [tokens, head_dim / 2], contiguous.
 
-    Dimension i rotates with i + head_dim / 2.
+    Dimension i is paired with dimension i + head_dim / 2.
     """
 
     cosines: Tensor
@@ -103,7 +101,10 @@ class Rotation:
 
 
 class Rotary:
-    """Makes a step's rotation. Computed each step: a table would weigh 0.5 GB at 1M positions."""
+    """Computation of a step's rotation.
+
+    Each step computes it anew: a table would take 0.5 GB at 1M positions.
+    """
 
     def __init__(self, spec: RotarySpec, head_dim: int, device: torch.device) -> None:
         self._frequencies = torch.zeros(head_dim // 2, device=device)
@@ -114,16 +115,16 @@ class Rotary:
             self._factors[: len(spec.frequencies)] = spec.attention_factor
 
     def empty(self, tokens: int) -> Rotation:
-        """Room for the rotation of so many positions."""
+        """Allocate a rotation for this number of positions."""
         size = (tokens, len(self._frequencies))
         device = self._frequencies.device
         return Rotation(torch.empty(size, device=device), torch.empty(size, device=device))
 
-    def into(self, positions: Tensor, out: Rotation) -> None:
-        """`positions`: int64 [tokens]."""
+    def compute(self, positions: Tensor, out: Rotation) -> None:
+        """Write the rotation of `positions` (int64 [tokens]) to `out`."""
         angles = out.sines
         if angles.device.type == "cpu":
-            # torch would wake OpenMP's threads for a few hundred numbers
+            # numpy, because torch would wake OpenMP threads for a few hundred numbers.
             host = angles.numpy()
             np.multiply.outer(positions.numpy(), self._frequencies.numpy(), out=host, dtype="f4")
             np.cos(host, out=out.cosines.numpy())
@@ -143,7 +144,7 @@ def _frequencies(base: float, head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between interpolated."""
+    """Scale as Llama 3.1: stretch long wavelengths, keep short ones, interpolate between."""
     factor = rope.positive_number("factor")
     low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
     original = rope.positive_number("original_max_position_embeddings")
@@ -158,7 +159,7 @@ def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
 def _yarn(
     frequencies: Tensor, rope: Config, base: float, head_dim: int, context_length: int
 ) -> Tensor:
-    """YaRN (https://arxiv.org/abs/2309.00071): NTK-by-parts interpolation."""
+    """Scale by YaRN's NTK-by-parts interpolation (https://arxiv.org/abs/2309.00071)."""
     original = rope.positive_number("original_max_position_embeddings", context_length)
 
     def dimension(rotations: float) -> float:
@@ -172,7 +173,7 @@ def _yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a step instead of a ramp would divide by zero
+        high += 0.001  # a ramp of zero width would divide by zero
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return frequencies / _yarn_factor(rope, context_length) * ramp + frequencies * (1 - ramp)
 
@@ -196,10 +197,10 @@ def _yarn_attention(rope: Config, context_length: int) -> float:
 
 
 def _longrope(rope: Config, base: float, width: int, *, is_long: bool) -> Tensor:
-    """LongRoPE (https://arxiv.org/abs/2402.13753): a divisor for each frequency.
+    """Divide each frequency by LongRoPE's factor for it (https://arxiv.org/abs/2402.13753).
 
-    There are two sets, for sequences up to the original length and beyond. A cached key keeps the
-    rotation it was written with, so one set serves all: the long one where sequences may be long.
+    The checkpoint has one set of factors up to the original length and one beyond. Cached keys keep
+    the rotation they were written with, so all sequences use one set, chosen by context length.
     """
     key = "long_factor" if is_long else "short_factor"
     divisors = rope.numbers(key)

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about its architecture, as one typed value."""
+"""Typed architecture of a checkpoint, read from config.json."""
 
 import math
 from collections.abc import Mapping
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from services.common.json_values import Json
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.rotary import RotarySpec
-from services.engine.model.checkpoint.config import Config
-from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.families import FAMILIES, Family, WindowRule
 
 __all__ = ["ExpertsSpec", "ModelSpec"]
@@ -16,30 +15,30 @@ __all__ = ["ExpertsSpec", "ModelSpec"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts, each a feed-forward layer that some tokens are sent to."""
+    """A mixture of experts: feed-forward layers among which a router chooses for each token."""
 
     count: int
     per_token: int
     width: int
-    """Each expert's intermediate size"""
+    """Intermediate size of an expert"""
     normalized: bool
-    """The weights of the experts that a token is sent to add up to 1"""
+    """Whether the weights of a token's experts are scaled to sum to 1"""
     layers: tuple[bool, ...]
-    """For each layer, whether it has experts or one plain feed-forward layer"""
-    packed: bool
-    """Stored as MXFP4"""
+    """For each layer, whether it has experts rather than one dense feed-forward layer"""
+    is_mxfp4: bool
+    """Whether the experts are stored as MXFP4"""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder's shape. Everything that the forward pass needs to know besides the weights."""
+    """Shape and constants of a decoder: all that the forward pass needs besides weights."""
 
     family: Family
-    """What its tensors are called, and how they are stored"""
+    """Names and storage conventions of its tensors"""
     vocab_size: int
     """Width of the logits"""
     context_length: int
-    """Most tokens a sequence may have"""
+    """Maximum tokens of a sequence"""
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -48,28 +47,28 @@ class ModelSpec:
     head_dim: int
     norm_epsilon: float
     tied_embeddings: bool
-    """The output projection is the embedding table"""
+    """Whether the output projection is the embedding table"""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     activation: Activation
     experts: ExpertsSpec | None
     attention_scale: float
-    """What query-key products are multiplied by"""
+    """Factor on query-key products"""
     attention_cap: float
-    """They are bent below this: cap * tanh(product / cap); 0: they are not"""
+    """Soft cap on scaled query-key products: cap * tanh(product / cap); 0: none"""
     logit_cap: float
-    """The same for the model's logits"""
+    """Soft cap on the logits; 0: none"""
     embedding_scale: float
     residual_scale: float
-    """What attention and feed-forward layers add to the residual is multiplied by this"""
+    """Factor on what attention and feed-forward layers add to the residual"""
     logit_scale: float
     windows: tuple[int, ...]
-    """For each layer, how many of the latest tokens it sees (itself included); 0: all"""
+    """Attention window of each layer in tokens, the current one included; 0: unlimited"""
     rotaries: tuple[RotarySpec | None, ...]
-    """For each layer, how it rotates queries and keys; None: it does not"""
+    """RoPE of each layer; None: the layer has none"""
     dtype: str
-    """The dtype the weights are stored in, as config.json says: float32, bfloat16 or float16"""
+    """Dtype of the stored weights according to config.json: float32, bfloat16 or float16"""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -79,33 +78,33 @@ class ModelSpec:
 
     @property
     def has_plain_attention(self) -> bool:
-        """Whether attention is the softmax that every backend knows: no caps, no sinks."""
+        """Whether attention is a plain softmax, without soft caps and sinks."""
         return not self.attention_cap and self.family.names.sinks is None
 
     @staticmethod
     def from_config(values: Mapping[str, Json], file: str = "config.json") -> "ModelSpec":
-        """Reads the object of a config.json; `file` is its name in errors.
+        """Read the parsed config.json `values`; errors call it `file`.
 
-        Raises CheckpointError when the architecture is unknown, a value is missing or of the wrong
-        type, or the values contradict one another.
+        Raises CheckpointError for an unknown architecture, a missing or mistyped value, and values
+        that contradict one another.
         """
         whole = Config(file, dict(values))
         family = _family(whole)
         nested = {} if family.section is None else whole.section(family.section).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
-        packed = _is_packed(config, family)
+        is_mxfp4 = _is_mxfp4(config, family)
         hidden_size = config.positive("hidden_size")
         num_heads = config.positive("num_attention_heads")
         num_kv_heads = config.positive("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
-                f"{file}: {config.called('num_attention_heads')} ({num_heads}) is not a multiple "
+                f"{file}: {config.file_key('num_attention_heads')} ({num_heads}) is not a multiple "
                 f"of num_key_value_heads ({num_kv_heads})."
             )
         if not config.has("head_dim") and hidden_size % num_heads:
             raise CheckpointError(
-                f"{file}: {config.called('hidden_size')} ({hidden_size}) is not a multiple of "
-                f"{config.called('num_attention_heads')} ({num_heads}), and head_dim is not given."
+                f"{file}: {config.file_key('hidden_size')} ({hidden_size}) is not a multiple of "
+                f"{config.file_key('num_attention_heads')} ({num_heads}), and head_dim is missing."
             )
         head_dim = config.positive("head_dim", hidden_size // num_heads)
         if head_dim % 2:
@@ -141,7 +140,7 @@ class ModelSpec:
             output_bias=attention_bias,
             mlp_bias=family.reads_mlp_bias and config.flag("mlp_bias", False),
             activation=_activation(config, family),
-            experts=_experts(config, family, num_layers, intermediate_size, packed),
+            experts=_experts(config, family, num_layers, intermediate_size, is_mxfp4),
             attention_scale=_attention_scale(config, family, head_dim),
             attention_cap=cap("attn_logit_softcapping"),
             logit_cap=cap("final_logit_softcapping"),
@@ -165,13 +164,13 @@ def _family(config: Config) -> Family:
             return FAMILIES[name]
     named = ", ".join(architectures) or "none"
     raise CheckpointError(
-        f"{config.file}: the architecture {named} is not supported; these are: "
+        f"{config.file}: the architecture {named} is not supported. Supported: "
         f"{', '.join(FAMILIES)}."
     )
 
 
-def _is_packed(config: Config, family: Family) -> bool:
-    """Whether experts are stored as MXFP4. Refuses every other quantization."""
+def _is_mxfp4(config: Config, family: Family) -> bool:
+    """Return whether experts are stored as MXFP4. Refuse every other quantization."""
     if not config.has("quantization_config"):
         return False
     method = config.section("quantization_config").text("quant_method", "unnamed")
@@ -196,14 +195,14 @@ def _activation(config: Config, family: Family) -> Activation:
     }
     if name not in known:
         raise CheckpointError(
-            f"{config.file}: {config.called('hidden_act')} {name} is not supported; these are: "
+            f"{config.file}: {config.file_key('hidden_act')} {name} is not supported. Supported: "
             f"{', '.join(known)}."
         )
     return Activation(known[name], family.gated)
 
 
 def _experts(
-    config: Config, family: Family, num_layers: int, intermediate_size: int, packed: bool
+    config: Config, family: Family, num_layers: int, intermediate_size: int, is_mxfp4: bool
 ) -> ExpertsSpec | None:
     if family.names.experts is None:
         return None
@@ -221,7 +220,7 @@ def _experts(
         width=config.positive("moe_intermediate_size", intermediate_size),
         normalized=config.flag("norm_topk_prob", False),
         layers=tuple(layer not in plain and (layer + 1) % step == 0 for layer in range(num_layers)),
-        packed=packed,
+        is_mxfp4=is_mxfp4,
     )
 
 
@@ -236,7 +235,7 @@ def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
 
 
 def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bool, ...]:
-    """For each layer, whether it attends over a sliding window only."""
+    """Return for each layer whether it attends over a sliding window only."""
     nowhere = (False,) * num_layers
     if rule is WindowRule.NONE or not config.has("sliding_window"):
         return nowhere
@@ -294,6 +293,6 @@ def _dtype(config: Config) -> str:
     dtype = config.text("dtype" if config.has("dtype") else "torch_dtype", "float32")
     if dtype not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(
-            f"{config.file}: dtype {dtype} is not supported; these are: float32, bfloat16, float16."
+            f"{config.file}: dtype {dtype} is not supported. Supported: float32, bfloat16, float16."
         )
     return dtype

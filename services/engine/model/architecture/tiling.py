@@ -1,4 +1,4 @@
-"""Which models our kernels compute in tiles."""
+"""Choice between the tiled kernels and the other operators."""
 
 import torch
 
@@ -8,19 +8,20 @@ from services.engine.model.architecture.spec import ModelSpec
 
 __all__ = ["runs_in_tiles"]
 
-_MOST_HEAD_DIM = 256
-"""What the attention kernel has buffers for"""
+_MAX_HEAD_DIM = 256
+"""Largest head dimension that fits the attention kernel's buffers"""
 
 
 def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether our kernels compute a model's products and attention, on AMX or AVX-512 BF16.
+    """Return whether the tiled kernels (AMX, AVX-512 BF16) run this model on this machine.
 
-    Between them activations are kept in tiles (src/kernels.h), which only they understand.
+    They run all of its products and its attention, or none: activations between them are in a tiled
+    layout (src/kernels.h) that no other operator reads.
     """
     if native is None or native.instruction_set() < InstructionSet.AVX512_BF16:
         return False
     widths = [spec.hidden_size, spec.intermediate_size, spec.head_dim]
     if spec.experts is not None:
         widths.append(spec.experts.width)
-    fits = all(width % TILE == 0 for width in widths) and spec.head_dim <= _MOST_HEAD_DIM
+    fits = all(width % TILE == 0 for width in widths) and spec.head_dim <= _MAX_HEAD_DIM
     return device.type == "cpu" and dtype == torch.bfloat16 and fits

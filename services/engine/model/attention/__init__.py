@@ -1,4 +1,4 @@
-"""Attention over a paged cache. Nothing outside this folder knows which backend is at work."""
+"""Attention over a paged KV cache, behind one interface for all backends."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 from services.engine.kernels.library import native
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
-from services.engine.model.attention.interface import AttentionBackend, KVCache
+from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.native_backend import NativeAttention, TiledAttention
 from services.engine.model.attention.torch_backend import TorchAttention
 
-__all__ = ["AttentionBackend", "KVCache", "choose_backend"]
+__all__ = ["AttentionBackend", "AttentionStep", "KVCache", "choose_backend"]
 
 
 def choose_backend(
@@ -19,12 +19,12 @@ def choose_backend(
     device: torch.device,
     sinks: tuple[Tensor, ...] | None = None,
 ) -> AttentionBackend:
-    """The fastest backend that this machine, this dtype and this shape allow.
+    """Return the fastest backend for this machine, dtype and shape.
 
-    `sinks`: for each layer, float32 [heads], where the family has them.
+    `sinks`: float32 [heads] for each layer, if the family has attention sinks.
     """
     if device.type == "cuda":
-        # Only here, so that xformers is needed only where it is used.
+        # Imported here, because only GPU machines need xformers.
         from services.engine.model.attention.xformers_backend import XformersAttention
 
         return XformersAttention(spec, dtype, device, sinks)

@@ -1,6 +1,7 @@
-"""What the decoder asks of attention: a paged cache, and one call per layer."""
+"""Interface of attention backends: a paged KV cache and one call per layer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,15 +10,15 @@ from torch import Tensor
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 
-__all__ = ["AttentionBackend", "KVCache"]
+__all__ = ["AttentionBackend", "AttentionStep", "KVCache"]
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The keys and values of every cached token, in blocks of `block_size` tokens.
+    """Keys and values of all cached tokens, in blocks of `block_size` tokens.
 
-    One tensor per layer, the block its first dimension; the rest is the layout of the backend that
-    allocated it. Kept apart by layer because slices of one stacked tensor made steps slower.
+    There is one tensor per layer, because slices of one stacked tensor made steps slower. The first
+    dimension is the block; the backend that allocated the cache defines the others.
     """
 
     keys: tuple[Tensor, ...]
@@ -29,39 +30,49 @@ class KVCache:
         return self.keys[0].shape[0]
 
     @staticmethod
+    def allocate(num_layers: int, block_size: int, make: Callable[[], Tensor]) -> "KVCache":
+        """Make a cache of `num_layers` layers, whose tensors `make` allocates."""
+        keys, values = (tuple(make() for _ in range(num_layers)) for _ in range(2))
+        return KVCache(keys, values, block_size)
+
+    @staticmethod
     def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-        """Memory of one block in all layers together, keys and values."""
+        """Return the memory of one block: keys and values of all layers."""
         return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_size * dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """Operands of one step's attention: buffers that all layers share.
+
+    Queries, keys and values are after RoPE. They may be views of one wider tensor: only their first
+    dimension may have gaps.
+    """
+
+    queries: Tensor
+    """[rows, heads, head_dim]; a narrowed batch has fewer rows than tokens"""
+    keys: Tensor
+    """[tokens, kv_heads, head_dim]"""
+    values: Tensor
+    """[tokens, kv_heads, head_dim]"""
+    batch: StepBatch
+    cache: KVCache
+    out: Tensor
+    """[rows, heads * head_dim], contiguous; to be filled"""
+
+
 class AttentionBackend(ABC):
-    """Causal attention over a paged cache. Made for one spec, dtype and device."""
+    """Causal attention over a paged cache, for one spec, dtype and device."""
 
     block_size = 32
-    """Tokens of a block that suit it best: one tile's worth of keys"""
+    """Best number of tokens in a block; 32 is one tile of keys"""
     is_capturable = False
-    """Whether what a step that only decodes launches depends on nothing but its rows and the width
-    of its block tables, so that a CUDA graph of it serves them all"""
+    """Whether decode launches depend only on row count and table width, so one CUDA graph fits"""
 
     @abstractmethod
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
-        """A zeroed cache in this backend's layout. ValueError for a block size it cannot do."""
+        """Allocate a zeroed cache. Raises ValueError for an unsupported block size."""
 
     @abstractmethod
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: StepBatch,
-        cache: KVCache,
-        out: Tensor,
-    ) -> None:
-        """Writes the step's keys and values to their slots, then fills `out`.
-
-        queries: [rows, heads, head_dim], a row for each token or, of a narrowed batch, for those
-        that are kept; keys, values: [tokens, kv_heads, head_dim]; the rotation already applied.
-        They may be views of one wider tensor: only the first dimension may have gaps. out:
-        [rows, heads * head_dim], contiguous.
-        """
+    def attend(self, layer: int, step: AttentionStep) -> None:
+        """Write the step's keys and values to their cache slots, then fill `step.out`."""

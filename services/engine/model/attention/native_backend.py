@@ -1,25 +1,25 @@
-"""Attention on our own CPU kernels."""
+"""Attention on the CPU kernels."""
 
 from ctypes import byref
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.library import DTYPES, AttentionCall, Kernel, Native
 from services.engine.kernels.memory import allocate
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.attention.interface import AttentionBackend, KVCache
+from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.torch_backend import TorchAttention
 
 __all__ = ["NativeAttention", "TiledAttention"]
 
 
 class NativeAttention(TorchAttention):
-    """float32 and bfloat16 on any CPU: decodes by the kernel, prompt chunks by torch.
+    """float32 and bfloat16 on any CPU: decodes on the kernel, prompt chunks in torch.
 
-    The cache's layout is TorchAttention's.
+    The cache layout is TorchAttention's.
     """
 
     def __init__(
@@ -32,26 +32,17 @@ class NativeAttention(TorchAttention):
         super().__init__(spec, dtype, torch.device("cpu"), sinks)
         self._native = native
 
-    def _write_and_decode(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: StepBatch,
-        cache: KVCache,
-        out: Tensor,
-    ) -> None:
-        call = _call(self._spec, self._sinks, layer, queries, keys, values, batch, cache, out)
-        call.sequences = batch.num_decodes
+    def _write_and_decode(self, layer: int, step: AttentionStep) -> None:
+        call = _call(self._spec, self._sinks, layer, step)
+        call.sequences = step.batch.num_decodes
         self._native.paged_decode(byref(call))
 
 
 class TiledAttention(AttentionBackend):
     """bfloat16 in tiles: one kernel for decodes and prompt chunks. Its output is in tiles too.
 
-    Layout of a layer's keys and of its values: [blocks, kv_heads, block_size * head_dim], the last
-    dimension in tiles (src/kernels.h, tw_tiled_attend).
+    A layer's keys and values are [blocks, kv_heads, block_size * head_dim] each, the last dimension
+    in tiles (src/kernels.h, tw_tiled_attend).
     """
 
     def __init__(
@@ -63,44 +54,25 @@ class TiledAttention(AttentionBackend):
 
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
         if block_size % TILE:
-            raise ValueError(f"the block size must be a multiple of {TILE}, not {block_size}")
+            raise ValueError(f"the block size must be a multiple of {TILE}, got {block_size}")
         shape = (num_blocks, self._spec.num_kv_heads, block_size * self._spec.head_dim)
+        make = partial(allocate, shape, torch.bfloat16)
+        return KVCache.allocate(self._spec.num_layers, block_size, make)
 
-        def layers() -> tuple[Tensor, ...]:
-            return tuple(allocate(shape, torch.bfloat16) for _ in range(self._spec.num_layers))
-
-        return KVCache(layers(), layers(), block_size)
-
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: StepBatch,
-        cache: KVCache,
-        out: Tensor,
-    ) -> None:
-        call = _call(self._spec, self._sinks, layer, queries, keys, values, batch, cache, out)
+    def attend(self, layer: int, step: AttentionStep) -> None:
+        call = _call(self._spec, self._sinks, layer, step)
         self._native.run(Kernel.ATTENTION, call)
 
 
 def _call(
-    spec: ModelSpec,
-    sinks: tuple[Tensor, ...] | None,
-    layer: int,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    batch: StepBatch,
-    cache: KVCache,
-    out: Tensor,
+    spec: ModelSpec, sinks: tuple[Tensor, ...] | None, layer: int, step: AttentionStep
 ) -> AttentionCall:
+    queries, batch, cache = step.queries, step.batch, step.cache
     return AttentionCall(
         queries.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        out.data_ptr(),
+        step.keys.data_ptr(),
+        step.values.data_ptr(),
+        step.out.data_ptr(),
         cache.keys[layer].data_ptr(),
         cache.values[layer].data_ptr(),
         batch.slots.data_ptr(),
@@ -110,7 +82,7 @@ def _call(
         None if sinks is None else sinks[layer].data_ptr(),
         queries.stride(0),
         batch.block_tables.stride(0),
-        keys.shape[0],
+        step.keys.shape[0],
         batch.context_lengths.shape[0],
         spec.num_kv_heads,
         spec.num_heads // spec.num_kv_heads,

@@ -1,25 +1,25 @@
-"""Attention in plain torch: every dtype, every device, exact in float32."""
+"""Attention in plain torch: all dtypes and devices, exact in float32."""
+
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.attention.interface import AttentionBackend, KVCache
+from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 
 __all__ = ["TorchAttention"]
 
 _PIECE = 256
-"""Query rows whose logits are written out at once"""
+"""Query rows whose scores are held in memory at once"""
 
 
 class TorchAttention(AttentionBackend):
     """Gathers each sequence's blocks and calls torch's scaled_dot_product_attention.
 
-    Where the softmax is not the plain one, it is written out, in float32.
-
-    Layout of a layer's keys and of its values: [blocks, kv_heads, block_size, head_dim].
+    With soft caps or sinks, it computes the softmax itself, in float32. A layer's keys and values
+    are [blocks, kv_heads, block_size, head_dim] each.
     """
 
     def __init__(
@@ -36,51 +36,26 @@ class TorchAttention(AttentionBackend):
 
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
         shape = (num_blocks, self._spec.num_kv_heads, block_size, self._spec.head_dim)
+        make = partial(torch.zeros, shape, dtype=self._dtype, device=self._device)
+        return KVCache.allocate(self._spec.num_layers, block_size, make)
 
-        def layers() -> tuple[Tensor, ...]:
-            return tuple(
-                torch.zeros(shape, dtype=self._dtype, device=self._device)
-                for _ in range(self._spec.num_layers)
-            )
+    def attend(self, layer: int, step: AttentionStep) -> None:
+        self._write_and_decode(layer, step)
+        self._prefill(layer, step)
 
-        return KVCache(layers(), layers(), block_size)
-
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: StepBatch,
-        cache: KVCache,
-        out: Tensor,
-    ) -> None:
-        out = out.view(queries.shape)
-        self._write_and_decode(layer, queries, keys, values, batch, cache, out)
-        self._prefill(layer, queries, batch, cache, out)
-
-    def _write_and_decode(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: StepBatch,
-        cache: KVCache,
-        out: Tensor,
-    ) -> None:
-        """Writes all keys and values, then attends for the sequences that decode."""
+    def _write_and_decode(self, layer: int, step: AttentionStep) -> None:
+        """Write all keys and values, then attend for the sequences that decode."""
+        batch, cache = step.batch, step.cache
         blocks, offsets = batch.slots // cache.block_size, batch.slots % cache.block_size
-        cache.keys[layer][blocks, :, offsets] = keys
-        cache.values[layer][blocks, :, offsets] = values
+        cache.keys[layer][blocks, :, offsets] = step.keys
+        cache.values[layer][blocks, :, offsets] = step.values
         if batch.num_decodes:
-            self._decode(layer, queries, batch, cache, out)
+            self._decode(layer, step)
 
-    def _decode(
-        self, layer: int, queries: Tensor, batch: StepBatch, cache: KVCache, out: Tensor
-    ) -> None:
-        """All decoding sequences at once, padded to the longest."""
-        count, spec = batch.num_decodes, self._spec
+    def _decode(self, layer: int, step: AttentionStep) -> None:
+        """Attend for all decoding sequences at once, padded to the longest."""
+        batch, cache, spec = step.batch, step.cache, self._spec
+        count = batch.num_decodes
         longest = max(batch.context_lengths_host[:count])
         tables = batch.block_tables[:count, : _blocks(longest, cache)].long()
         positions = torch.arange(tables.shape[1] * cache.block_size, device=self._device)
@@ -88,35 +63,34 @@ class TorchAttention(AttentionBackend):
         visible = positions < lengths
         if window := spec.windows[layer]:
             visible &= positions >= lengths - window
-        # The heads that share a key head become rows of one query, so no key is repeated.
-        # Behind a context lies what an earlier sequence left, and a NaN would survive the mask.
+        # Query heads that share a key head become rows of one query, so no key is repeated. Slots
+        # past a context hold an earlier sequence's data: a NaN there would survive the mask.
         stale = ~visible[:, None, :, None]
         keys = _gather(cache.keys[layer], tables).masked_fill_(stale, 0)
         values = _gather(cache.values[layer], tables).masked_fill_(stale, 0)
-        grouped = queries[:count].reshape(count, spec.num_kv_heads, -1, spec.head_dim)
+        grouped = step.queries[:count].reshape(count, spec.num_kv_heads, -1, spec.head_dim)
         mask = visible[:, None, None, :]
         if spec.has_plain_attention:
             attended = scaled_dot_product_attention(
                 grouped, keys, values, attn_mask=mask, scale=spec.attention_scale
             )
         else:
-            attended = self._written_out(layer, grouped, keys, values, mask)
-        out[:count] = attended.reshape(count, spec.num_heads, spec.head_dim)
+            attended = self._attend_in_float32(layer, grouped, keys, values, mask)
+        step.out[:count] = attended.reshape(count, -1)
 
-    def _prefill(
-        self, layer: int, queries: Tensor, batch: StepBatch, cache: KVCache, out: Tensor
-    ) -> None:
-        """One prompt chunk after another; each sees its cached prefix and, causally, itself."""
-        spec = self._spec
+    def _prefill(self, layer: int, step: AttentionStep) -> None:
+        """Attend for one prompt chunk after another: causally over its cached prefix and itself."""
+        batch, cache, spec = step.batch, step.cache, self._spec
+        out = step.out.view(step.queries.shape)
         start = batch.num_decodes
         for sequence in range(batch.num_decodes, len(batch.query_lengths_host)):
             length = batch.query_lengths_host[sequence]
             context = batch.context_lengths_host[sequence]
             table = batch.block_tables[sequence : sequence + 1, : _blocks(context, cache)].long()
-            chunk = queries[None, start : start + length].transpose(1, 2)
+            chunk = step.queries[None, start : start + length].transpose(1, 2)
             keys = _gather(cache.keys[layer], table)[:, :, :context]
             values = _gather(cache.values[layer], table)[:, :, :context]
-            attend = self._sdpa if spec.has_plain_attention else self._pieces
+            attend = self._sdpa if spec.has_plain_attention else self._attend_in_pieces
             attended = attend(layer, chunk, keys, values)
             out[start : start + length] = attended[0].transpose(0, 1)
             start += length
@@ -133,27 +107,27 @@ class TorchAttention(AttentionBackend):
             enable_gqa=self._spec.num_heads != self._spec.num_kv_heads,
         )
 
-    def _pieces(self, layer: int, chunk: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The same with the softmax written out, some rows at a time to bound its memory."""
+    def _attend_in_pieces(self, layer: int, chunk: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend in float32, some rows at a time to bound the memory of the scores."""
         spec, (length, context) = self._spec, (chunk.shape[2], keys.shape[2])
         pieces = []
         for first in range(0, length, _PIECE):
             piece = chunk[:, :, first : first + _PIECE]
             rows = piece.shape[2]
-            end = context - length + first + rows  # what lies behind is not seen
+            end = context - length + first + rows  # later keys are masked
             mask = self._visible(layer, rows, end).repeat(spec.num_heads // spec.num_kv_heads, 1)
             grouped = piece.reshape(1, spec.num_kv_heads, -1, spec.head_dim)
             seen = (keys[:, :, :end], values[:, :, :end])
-            attended = self._written_out(layer, grouped, *seen, mask)
+            attended = self._attend_in_float32(layer, grouped, *seen, mask)
             pieces.append(attended.view(1, spec.num_heads, rows, spec.head_dim))
         return torch.cat(pieces, dim=2)
 
-    def _written_out(
+    def _attend_in_float32(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     ) -> Tensor:
-        """Softmax with its logits capped, or with a sink beside them.
+        """Attend with a softmax whose scores are soft-capped or have a sink beside them.
 
-        queries: [n, kv_heads, rows, head_dim], a row for each query of each head of the group.
+        queries: [n, kv_heads, rows, head_dim], one row for each query of each head in the group.
         """
         spec = self._spec
         scores = queries.float() @ keys.float().transpose(2, 3) * spec.attention_scale
@@ -170,14 +144,14 @@ class TorchAttention(AttentionBackend):
         return (weights @ values.float()).to(queries.dtype)
 
     def _mask(self, layer: int, length: int, context: int) -> Tensor | None:
-        """bool [length, context], or None where torch's own causal mask is the right one."""
+        """Return bool [length, context], or None if torch's own causal mask suffices."""
         window = self._spec.windows[layer]
         if length == context and (not window or context <= window):
             return None
         return self._visible(layer, length, context)
 
     def _visible(self, layer: int, length: int, context: int) -> Tensor:
-        """What the last `length` tokens see of `context`: bool [length, context]."""
+        """Return which of `context` keys the last `length` tokens see: bool [length, context]."""
         window = self._spec.windows[layer]
         rows = torch.arange(context - length, context, device=self._device)[:, None]
         columns = torch.arange(context, device=self._device)
@@ -192,6 +166,6 @@ def _blocks(tokens: int, cache: KVCache) -> int:
 
 
 def _gather(layer: Tensor, tables: Tensor) -> Tensor:
-    """[sequences, kv_heads, blocks * block_size, head_dim] from blocks anywhere in the cache."""
+    """Return the tables' blocks as [sequences, kv_heads, blocks * block_size, head_dim]."""
     gathered = layer[tables].transpose(1, 2)
     return gathered.flatten(2, 3)

@@ -1,7 +1,7 @@
-"""Attention on CUDA through xformers 0.0.35. The only file that imports it.
+"""Attention on CUDA through xformers 0.0.35.
 
-Not yet run on a GPU. What was checked on a CPU: the biases, written out, against their definition,
-and the split-K kernel under Triton's interpreter against TorchAttention.
+Not yet run on a GPU. Tests on a CPU compare the biases with their definition and, under Triton's
+interpreter, the split-K kernel with TorchAttention.
 """
 
 from functools import cached_property
@@ -22,27 +22,27 @@ from xformers.ops.fmha.attn_bias import (
 from services.engine.batch.buckets import row_bucket
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.attention.interface import KVCache
+from services.engine.model.attention.interface import AttentionStep, KVCache
 from services.engine.model.attention.torch_backend import TorchAttention
 
 __all__ = ["XformersAttention", "decode_bias", "prefill_bias"]
 
 _PAGE = 64
-"""The Triton split-K kernel wants pages of a multiple of this many tokens"""
+"""The Triton split-K kernel needs a page size that is a multiple of this, in tokens"""
 _HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Both operators can do these"""
+"""Head dimensions that both xformers operators support"""
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class XformersAttention(TorchAttention):
-    """Decodes by the Triton split-K kernel, from the pages themselves; prompts by flash attention.
+    """Decodes on the Triton split-K kernel over pages; prompt chunks on flash attention.
 
-    All chunks of a step are one call. Where any has a cached prefix, keys and values of all of them
-    are gathered from the cache; else the step's own are read. Soft caps, sinks, float32 and other
-    head dimensions are TorchAttention's.
+    All chunks of a step are one call. If any chunk has a cached prefix, the call reads all keys and
+    values from the cache, otherwise from the step. TorchAttention serves soft caps, sinks, float32
+    and other head dimensions.
 
-    The layout differs from TorchAttention's in its strides only: a block's tokens are outermost, so
-    that the cache is one run of pages × page size tokens, which is how xformers reads it.
+    Strides put a block's tokens outermost, unlike TorchAttention's, so that the cache is one run of
+    pages × page size tokens, as xformers reads it.
     """
 
     block_size = _PAGE
@@ -56,105 +56,84 @@ class XformersAttention(TorchAttention):
     ) -> None:
         super().__init__(spec, dtype, device, sinks)
         self._group = spec.num_heads // spec.num_kv_heads
-        self._can = spec.has_plain_attention and dtype in _DTYPES and spec.head_dim in _HEAD_DIMS
-        self.is_capturable = self._can
-        self._shared: _Shared | None = None
+        self._is_supported = self.is_capturable = (
+            spec.has_plain_attention and dtype in _DTYPES and spec.head_dim in _HEAD_DIMS
+        )
+        self._metadata: _StepMetadata | None = None
 
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
         if block_size % _PAGE:
-            raise ValueError(f"the block size must be a multiple of {_PAGE}, not {block_size}")
+            raise ValueError(f"the block size must be a multiple of {_PAGE}, got {block_size}")
         shape = (num_blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim)
 
-        def layers() -> tuple[Tensor, ...]:
-            return tuple(
-                torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
-                for _ in range(self._spec.num_layers)
-            )
+        def make() -> Tensor:
+            return torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
 
-        return KVCache(layers(), layers(), block_size)
+        return KVCache.allocate(self._spec.num_layers, block_size, make)
 
-    def _write_and_decode(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: StepBatch,
-        cache: KVCache,
-        out: Tensor,
-    ) -> None:
-        _tokens(cache.keys[layer]).index_copy_(0, batch.slots, keys)
-        _tokens(cache.values[layer]).index_copy_(0, batch.slots, values)
+    def _write_and_decode(self, layer: int, step: AttentionStep) -> None:
+        batch, cache = step.batch, step.cache
+        _tokens(cache.keys[layer]).index_copy_(0, batch.slots, step.keys)
+        _tokens(cache.values[layer]).index_copy_(0, batch.slots, step.values)
         if batch.num_decodes:
-            self._decode(layer, queries, batch, cache, out)
-        if self._can and len(batch.query_lengths_host) > batch.num_decodes:
-            self._prefill_at_once(layer, queries, keys, values, batch, cache, out)
+            self._decode(layer, step)
+        if self._is_supported and len(batch.query_lengths_host) > batch.num_decodes:
+            self._prefill_at_once(layer, step)
 
-    def _decode(
-        self, layer: int, queries: Tensor, batch: StepBatch, cache: KVCache, out: Tensor
-    ) -> None:
-        if not self._can:
-            super()._decode(layer, queries, batch, cache, out)
+    def _decode(self, layer: int, step: AttentionStep) -> None:
+        if not self._is_supported:
+            super()._decode(layer, step)
             return
+        batch, cache = step.batch, step.cache
         count, rows = batch.num_decodes, row_bucket(batch.num_decodes)
-        bias = self._shared_by(batch, cache).decode_bias(self._spec.windows[layer])
-        some = queries[:count]
+        bias = self._metadata_of(batch, cache).decode_bias(self._spec.windows[layer])
+        queries = step.queries[:count]
         if rows != count:  # the kernel is compiled for a number of rows
-            some = pad(some, (0, 0, 0, 0, 0, rows - count))
+            queries = pad(queries, (0, 0, 0, 0, 0, rows - count))
         attended = fmha.memory_efficient_attention_forward(
-            some.reshape(1, rows, self._spec.num_kv_heads, self._group, self._spec.head_dim),
+            queries.reshape(1, rows, self._spec.num_kv_heads, self._group, self._spec.head_dim),
             self._grouped(_tokens(cache.keys[layer])),
             self._grouped(_tokens(cache.values[layer])),
             attn_bias=bias,
             scale=self._spec.attention_scale,
             op=fmha.triton_splitk.FwOp,
         )
-        out[:count] = attended.reshape(rows, self._spec.num_heads, self._spec.head_dim)[:count]
+        step.out[:count] = attended.reshape(rows, -1)[:count]
 
-    def _prefill(
-        self, layer: int, queries: Tensor, batch: StepBatch, cache: KVCache, out: Tensor
-    ) -> None:
-        if not self._can:
-            super()._prefill(layer, queries, batch, cache, out)
+    def _prefill(self, layer: int, step: AttentionStep) -> None:
+        if not self._is_supported:
+            super()._prefill(layer, step)
 
-    def _prefill_at_once(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: StepBatch,
-        cache: KVCache,
-        out: Tensor,
-    ) -> None:
-        first, shared, spec = batch.num_decodes, self._shared_by(batch, cache), self._spec
-        if shared.slots is None:
-            keys, values = keys[first:], values[first:]
+    def _prefill_at_once(self, layer: int, step: AttentionStep) -> None:
+        cache, spec, first = step.cache, self._spec, step.batch.num_decodes
+        metadata = self._metadata_of(step.batch, cache)
+        if metadata.slots is None:
+            keys, values = step.keys[first:], step.values[first:]
         else:
-            keys = _tokens(cache.keys[layer]).index_select(0, shared.slots)
-            values = _tokens(cache.values[layer]).index_select(0, shared.slots)
+            keys = _tokens(cache.keys[layer]).index_select(0, metadata.slots)
+            values = _tokens(cache.values[layer]).index_select(0, metadata.slots)
         attended = fmha.memory_efficient_attention_forward(
-            queries[first:].reshape(1, -1, spec.num_kv_heads, self._group, spec.head_dim),
+            step.queries[first:].reshape(1, -1, spec.num_kv_heads, self._group, spec.head_dim),
             self._grouped(keys),
             self._grouped(values),
-            attn_bias=shared.prefill_bias(spec.windows[layer]),
+            attn_bias=metadata.prefill_bias(spec.windows[layer]),
             scale=spec.attention_scale,
             op=fmha.flash.FwOp,
         )
-        out[first:] = attended.reshape(-1, spec.num_heads, spec.head_dim)
+        step.out[first:] = attended.reshape(len(step.queries) - first, -1)
 
     def _grouped(self, tokens: Tensor) -> Tensor:
-        """[1, tokens, kv_heads, group, head_dim]; the group is a stride of 0, not a copy."""
+        """Return a view [1, tokens, kv_heads, group, head_dim] that repeats each key head."""
         return tokens[None, :, :, None].expand(-1, -1, -1, self._group, -1)
 
-    def _shared_by(self, batch: StepBatch, cache: KVCache) -> "_Shared":
-        if self._shared is None or self._shared.batch is not batch:
-            self._shared = _Shared(batch, cache.block_size)
-        return self._shared
+    def _metadata_of(self, batch: StepBatch, cache: KVCache) -> "_StepMetadata":
+        if self._metadata is None or self._metadata.batch is not batch:
+            self._metadata = _StepMetadata(batch, cache.block_size)
+        return self._metadata
 
 
-class _Shared:
-    """What the layers of one step share: made by the first that needs it."""
+class _StepMetadata:
+    """Attention metadata that the layers of one step share, made on first use."""
 
     def __init__(self, batch: StepBatch, page: int) -> None:
         self.batch = batch
@@ -164,7 +143,7 @@ class _Shared:
 
     @cached_property
     def slots(self) -> Tensor | None:
-        """int64 [tokens], where the cache holds the contexts of all chunks; None = no prefixes."""
+        """Cache slots of all chunks' contexts, int64 [tokens]; None: no chunk has a prefix."""
         batch, first = self.batch, self.batch.num_decodes
         contexts = batch.context_lengths_host[first:]
         if contexts == batch.query_lengths_host[first:]:
@@ -201,10 +180,10 @@ class _Shared:
 
 
 def decode_bias(tables: Tensor, lengths: Tensor, page: int, window: int) -> object:
-    """One query each over so many tokens in pages, or over the last `window` of them.
+    """Return the bias of one query per row over `lengths` paged tokens, or the last `window`.
 
-    tables: int32 [rows, pages]; lengths: int32 [rows]. Made without a look at either, so that a
-    captured graph can be replayed with others: what xformers keeps on the host are bounds.
+    tables: int32 [rows, pages]; lengths: int32 [rows]. The bias depends on their shapes only: a
+    captured graph must hold for other values, so the host-side fields are upper bounds.
     """
     rows, most = len(lengths), tables.shape[1] * page
     starts = torch.arange(rows + 1, dtype=torch.int32, device=lengths.device)
@@ -222,7 +201,7 @@ def decode_bias(tables: Tensor, lengths: Tensor, page: int, window: int) -> obje
             padding=most,
         )
         return PagedBlockDiagonalPaddedKeysMask(queries, keys, tables, page)
-    # of a sequence's pages, the first token seen, and the one behind the last
+    # For each sequence, the first visible token and the end of its context.
     seen = _GappySeqInfo(
         seqstart=pad((lengths - window).clamp(min=0), (0, 1)),
         max_seqlen=most,
@@ -237,7 +216,7 @@ def decode_bias(tables: Tensor, lengths: Tensor, page: int, window: int) -> obje
 def prefill_bias(
     lengths: tuple[int, ...], contexts: tuple[int, ...], window: int, device: torch.device
 ) -> object:
-    """Causal attention of the last `lengths` tokens of each of several contexts, end to end."""
+    """Return the causal bias of the last `lengths` tokens of each context, packed end to end."""
     bias = BlockDiagonalCausalFromBottomRightMask.from_seqlens(
         list(lengths), list(contexts), device=device
     )
@@ -245,5 +224,5 @@ def prefill_bias(
 
 
 def _tokens(layer: Tensor) -> Tensor:
-    """One layer's cache as [tokens, kv_heads, head_dim], by slot."""
+    """View one layer's cache as [slots, kv_heads, head_dim]."""
     return layer.transpose(1, 2).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Typed reading of a checkpoint's JSON files, with errors that name the file and the key."""
+"""Typed access to a checkpoint's JSON files, with errors that name the file and the key."""
 
 import json
 import math
@@ -8,26 +8,29 @@ from pathlib import Path
 from typing import TypeAlias
 
 from services.common.json_values import Json
-from services.engine.model.checkpoint.errors import CheckpointError
 
-__all__ = ["Config", "JsonObject"]
+__all__ = ["CheckpointError", "Config", "JsonObject"]
 
 JsonObject: TypeAlias = dict[str, Json]
 
 
+class CheckpointError(Exception):
+    """A checkpoint cannot be served; the message names the file and the cause in one line."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A JSON object from a checkpoint. A key that is absent and one that is null are the same."""
+    """A JSON object from a checkpoint. A null value counts as an absent key."""
 
     file: str
-    """Named in every error"""
+    """File name in errors"""
     values: JsonObject
     keys: Mapping[str, str] = field(default_factory=dict)
-    """What the file calls some keys: GPT-2 says n_embd for hidden_size"""
+    """Keys that have another name in the file, such as n_embd for hidden_size in GPT-2"""
 
     @staticmethod
     def read(path: Path) -> "Config":
-        """Raises CheckpointError when `path` is missing, unreadable or not a JSON object."""
+        """Read `path`. Raises CheckpointError if it is missing, unreadable or no JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -41,8 +44,8 @@ class Config:
     def has(self, key: str) -> bool:
         return self._find(key) is not None
 
-    def called(self, key: str) -> str:
-        """What the file calls a key, for errors."""
+    def file_key(self, key: str) -> str:
+        """Return the file's own name for `key`."""
         return self.keys.get(key, key)
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -101,7 +104,7 @@ class Config:
         return tuple(numbers)
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Token ids given as one integer, as a list of them, or not at all."""
+        """Return the token ids under `key`: an integer, a list of integers, or absent."""
         value = self._find(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         ids = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
@@ -110,7 +113,7 @@ class Config:
         return tuple(ids)
 
     def section(self, key: str) -> "Config":
-        """The object under `key`, empty when it is absent."""
+        """Return the object under `key`, empty if absent."""
         value = self._find(key)
         if value is None:
             return Config(self.file, {})
@@ -123,14 +126,14 @@ class Config:
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self.file} lacks {self.called(key)}.")
+            raise CheckpointError(f"{self.file} lacks {self.file_key(key)}.")
         return value
 
     def _find(self, key: str) -> Json:
-        return self.values.get(self.called(key))
+        return self.values.get(self.file_key(key))
 
     def _wrong(self, key: str, wanted: str) -> CheckpointError:
         value = json.dumps(self._find(key))
         return CheckpointError(
-            f"{self.file}: {self.called(key)} must be {wanted}, not {value[:80]}."
+            f"{self.file}: {self.file_key(key)} must be {wanted}, not {value[:80]}."
         )

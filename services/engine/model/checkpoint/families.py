@@ -1,4 +1,4 @@
-"""The architectures that can be served, and how each differs from the plain Llama decoder."""
+"""Supported architectures and their differences from the Llama decoder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,20 +6,20 @@ from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
 
-__all__ = ["FAMILIES", "ExpertNames", "Family", "Names", "QkNorm", "WindowRule"]
+__all__ = ["FAMILIES", "ExpertTensorNames", "Family", "QkNorm", "TensorNames", "WindowRule"]
 
 
 class WindowRule(Enum):
-    """Which layers attend over a sliding window only."""
+    """Rule for the layers that attend over a sliding window only."""
 
     NONE = "no layer"
     ALL = "every layer, when sliding_window is set and use_sliding_window not false"
-    LISTED = "when use_sliding_window is true: those layer_types names, or from max_window_layers"
-    PATTERN = "those layer_types names, or all but every sliding_window_pattern-th"
+    LISTED = "if use_sliding_window: as layer_types lists, or from layer max_window_layers on"
+    PATTERN = "as layer_types lists, or all but every sliding_window_pattern-th"
 
 
 class QkNorm(Enum):
-    """An RMSNorm that queries and keys pass before the rotation."""
+    """RMSNorm of queries and keys before the rotation."""
 
     NONE = "none"
     HEAD = "over each head"
@@ -27,13 +27,13 @@ class QkNorm(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """A mixture of experts. "{}" stands for the number of an expert."""
+class ExpertTensorNames:
+    """Tensor names of a mixture of experts; "{}" stands for the number of an expert."""
 
     router: str
     gate: tuple[str, ...]
     down: str
-    """Without a "{}" it holds all experts, as `gate` does then, whose two products interleave"""
+    """Without "{}", each tensor stacks all experts and `gate` interleaves its products' outputs"""
 
     @property
     def are_stacked(self) -> bool:
@@ -41,37 +41,37 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """What a checkpoint calls its tensors, without .weight and .bias; None: there is no such one.
+class TensorNames:
+    """Tensor names without .weight and .bias; None: the family has no such tensor.
 
-    Those of a layer stand behind its number.
+    Names of a layer's tensors are relative to the layer.
     """
 
     roots: tuple[str, ...] = ("model.", "")
-    """What all names but the output projection's begin with, in one file or another"""
+    """Alternative prefixes of all names but the output projection's"""
     embedding: str = "embed_tokens"
     positions: str | None = None
-    """A learned embedding for each position, in place of a rotation"""
+    """Learned position embedding, instead of RoPE"""
     layers: str = "layers"
     final_norm: str = "norm"
     attention_norm: str | None = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Or one tensor that holds the three one below the other"""
+    """Three tensors, or one that stacks their outputs"""
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str | None = None
-    """A logit for each head that takes part in its softmax and stands for no token"""
+    """Attention sinks: one extra logit in each head's softmax, without a value"""
     output: str = "self_attn.o_proj"
     attention_post_norm: str | None = None
-    """A norm of what attention adds to the residual"""
+    """Norm of attention's output before it joins the residual"""
     feed_forward_norm: str | None = "post_attention_layernorm"
     gate: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Or one tensor that holds both"""
+    """Two tensors, or one that stacks their outputs"""
     down: str = "mlp.down_proj"
     feed_forward_post_norm: str | None = None
-    experts: ExpertNames | None = None
+    experts: ExpertTensorNames | None = None
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns of tensors that old conversions stored, and config.json determines"""
+    """Patterns of tensors that some files hold and the model does not need"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,46 +79,46 @@ class Family:
     """One architecture. Every default is Llama's."""
 
     architecture: str
-    names: Names = field(default_factory=Names)
+    names: TensorNames = field(default_factory=TensorNames)
     keys: Mapping[str, str] = field(default_factory=dict)
-    """What its config.json calls keys that we read under Llama's name"""
+    """Keys of Llama's config.json that have another name in this family's"""
     section: str | None = None
-    """The object of config.json that describes the decoder, where there is more to the model"""
+    """Object of config.json that describes the decoder of a multimodal model"""
     defaults: JsonObject = field(default_factory=dict)
-    """What transformers takes for keys that config.json leaves out, by the file's own names"""
+    """Defaults of transformers for absent keys, under the file's own names"""
     qkv_bias: bool = False
-    """q, k and v always have a bias, whatever attention_bias says"""
+    """q, k and v always have a bias, regardless of attention_bias"""
     reads_attention_bias: bool = False
     """attention_bias gives q, k, v and o a bias"""
     reads_mlp_bias: bool = False
     """mlp_bias gives gate, up and down a bias"""
     qk_norm: QkNorm = QkNorm.NONE
     layer_norm: bool = False
-    """Its norms are LayerNorms with a bias, not RMSNorms"""
+    """Norms are LayerNorms with a bias rather than RMSNorms"""
     norm_offset: bool = False
-    """A norm's weight is stored less one"""
+    """Norm weights are stored minus one"""
     transposed: bool = False
-    """Weights lie as [inputs, outputs]"""
+    """Weights are stored as [inputs, outputs]"""
     gated: bool = True
-    """The feed-forward layer has a second product, which the first one's activation gates"""
+    """The feed-forward layer has a second product, gated by the activation of the first"""
     inner_factor: int | None = None
-    """intermediate_size, in hidden sizes, where config.json does not say"""
+    """Default intermediate_size, in multiples of hidden_size"""
     windows: WindowRule = WindowRule.NONE
     local_rotary: bool = False
-    """Layers with a window rotate by frequencies of their own"""
+    """Sliding-window layers have RoPE frequencies of their own"""
     scaled_embedding: bool = False
-    """Embeddings are multiplied by the root of their width"""
+    """Embeddings are multiplied by the square root of hidden_size"""
     reads_multipliers: bool = False
-    """embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling"""
+    """config.json has embedding_, residual_ and attention_multiplier and logits_scaling"""
     reads_no_rope_layers: bool = False
-    """no_rope_layers has a 0 for each layer that does not rotate"""
+    """no_rope_layers has a 0 for each layer without RoPE"""
     reads_soft_caps: bool = False
-    """attn_logit_softcapping and final_logit_softcapping bend logits below a bound"""
+    """attn_logit_softcapping and final_logit_softcapping soft-cap attention scores and logits"""
     clamped_swiglu: bool = False
-    """Its activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
+    """The activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
 
 
-_GEMMA = Names(
+_GEMMA = TensorNames(
     attention_post_norm="post_attention_layernorm",
     feed_forward_norm="pre_feedforward_layernorm",
     feed_forward_post_norm="post_feedforward_layernorm",
@@ -196,13 +196,13 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "Phi3ForCausalLM",
-            names=Names(qkv=("self_attn.qkv_proj",), gate=("mlp.gate_up_proj",)),
+            names=TensorNames(qkv=("self_attn.qkv_proj",), gate=("mlp.gate_up_proj",)),
             defaults={"rms_norm_eps": 1e-5},
             windows=WindowRule.ALL,
         ),
         Family(
             "Olmo2ForCausalLM",
-            names=Names(
+            names=TensorNames(
                 attention_norm=None,
                 attention_post_norm="post_attention_layernorm",
                 feed_forward_norm=None,
@@ -233,7 +233,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "Starcoder2ForCausalLM",
-            names=Names(gate=("mlp.c_fc",), down="mlp.c_proj"),
+            names=TensorNames(gate=("mlp.c_fc",), down="mlp.c_proj"),
             keys={
                 "attention_bias": "use_bias",
                 "mlp_bias": "use_bias",
@@ -253,7 +253,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "GPT2LMHeadModel",
-            names=Names(
+            names=TensorNames(
                 roots=("transformer.", ""),
                 embedding="wte",
                 positions="wpe",
@@ -292,8 +292,8 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "MixtralForCausalLM",
-            names=Names(
-                experts=ExpertNames(
+            names=TensorNames(
+                experts=ExpertTensorNames(
                     router="block_sparse_moe.gate",
                     gate=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
                     down="block_sparse_moe.experts.{}.w2",
@@ -304,8 +304,8 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "Qwen3MoeForCausalLM",
-            names=Names(
-                experts=ExpertNames(
+            names=TensorNames(
+                experts=ExpertTensorNames(
                     router="mlp.gate",
                     gate=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
                     down="mlp.experts.{}.down_proj",
@@ -318,9 +318,9 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "GptOssForCausalLM",
-            names=Names(
+            names=TensorNames(
                 sinks="self_attn.sinks",
-                experts=ExpertNames(
+                experts=ExpertTensorNames(
                     router="mlp.router",
                     gate=("mlp.experts.gate_up_proj",),
                     down="mlp.experts.down_proj",
@@ -345,4 +345,4 @@ FAMILIES: Mapping[str, Family] = {
         ),
     )
 }
-"""By the name that config.json gives them."""
+"""Families by architecture name, as in config.json."""

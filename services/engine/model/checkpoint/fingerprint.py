@@ -1,4 +1,4 @@
-"""A name for a checkpoint's weights that is cheap to compute and the same on every machine."""
+"""Fingerprint of a checkpoint's weights: cheap to compute, the same on every machine."""
 
 import hashlib
 from pathlib import Path
@@ -10,10 +10,10 @@ _SAMPLE_BYTES = 4096
 
 
 def weights_fingerprint(directory: Path, weights: str = "full") -> str:
-    """16 hex digits over config.json and samples of every safetensors file, and over --weights.
+    """Return 16 hex digits that identify the weights in `directory`, as --weights loads them.
 
-    Training changes every weight, so that samples tell two exports apart without reading gigabytes:
-    per file its size, its first bytes (names and shapes) and 256 pieces of 4 KiB.
+    They hash config.json, each safetensors file's name and size, and 256 evenly spaced pieces of
+    4 KiB per file. Training changes every weight, so samples tell two exports apart.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update((directory / "config.json").read_bytes())

@@ -1,4 +1,4 @@
-"""generation_config.json: how a checkpoint's makers have it generate."""
+"""Sampling defaults from a checkpoint's generation_config.json."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ __all__ = ["generation_config", "load_generation_defaults"]
 
 
 def load_generation_defaults(path: str | Path) -> GenerationDefaults:
-    """Raises CheckpointError when generation_config.json is there but malformed."""
+    """Read the defaults. Raises CheckpointError if generation_config.json is malformed."""
     config = generation_config(Path(path))
 
     def number(key: str) -> float | None:
@@ -26,6 +26,6 @@ def load_generation_defaults(path: str | Path) -> GenerationDefaults:
 
 
 def generation_config(directory: Path) -> Config:
-    """The file, or an empty one. Raises CheckpointError when it is there but malformed."""
+    """Return generation_config.json, empty if absent. Raises CheckpointError if malformed."""
     file = directory / "generation_config.json"
     return Config.read(file) if file.exists() else Config(str(file), {})

@@ -1,4 +1,4 @@
-"""How far loading has come: a bar on a terminal, a few log lines elsewhere."""
+"""Progress of weight loading: a bar on a terminal, a few log lines elsewhere."""
 
 import logging
 import sys
@@ -8,13 +8,13 @@ __all__ = ["LoadProgress"]
 
 _WIDTH = 30
 _LINES = 4
-"""Log lines over the whole load"""
+"""Log lines of a whole load"""
 
 _log = logging.getLogger(__name__)
 
 
 class LoadProgress:
-    """Counts the bytes of weights that were loaded. Silent unless `shown`."""
+    """Counter of loaded bytes. Silent unless `shown`."""
 
     def __init__(self, total_bytes: int, *, shown: bool) -> None:
         self._total = max(total_bytes, 1)
@@ -35,7 +35,7 @@ class LoadProgress:
             _log.info("loaded %s", self._amount())
 
     def finish(self) -> None:
-        """Ends the bar's line. Call it however loading ended."""
+        """End the bar's line. Call it after failed loads too."""
         if self._shown and self._terminal:
             print(file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""A directory in the Hugging Face format: its files, and its tensors by name."""
+"""Safetensors files of a checkpoint directory in Hugging Face format."""
 
 import os
 from collections.abc import Iterable
@@ -12,29 +12,28 @@ from types import TracebackType
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.engine.model.checkpoint.config import Config
-from services.engine.model.checkpoint.errors import CheckpointError
+from services.engine.model.checkpoint.config import CheckpointError, Config
 
-__all__ = ["Checkpoint", "Stored"]
+__all__ = ["Checkpoint", "StoredTensor"]
 
 _FLOATING = {"F32": 4, "BF16": 2, "F16": 2}
-"""Bytes of the dtypes a weight may be stored in, by their names in safetensors files"""
-_PACKED = {"U8": 1}
+"""Supported dtypes of weights, as safetensors names them, and their sizes in bytes"""
+_RAW = {"U8": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor that a checkpoint is to hold."""
+class StoredTensor:
+    """A tensor that a checkpoint must hold."""
 
     name: str
     shape: tuple[int, ...]
-    packed: bool = False
-    """Bytes that stand for something else, rather than floating numbers"""
+    is_raw: bool = False
+    """Whether it holds bytes of an encoding, such as MXFP4, rather than floating-point numbers"""
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A tensor that it holds, known from its file's header alone."""
+class _FoundTensor:
+    """A tensor in a file's header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -42,20 +41,21 @@ class _Found:
 
 
 class Checkpoint:
-    """The open safetensors files of a checkpoint. Tensors are views of the mapped files.
+    """The open safetensors files of a checkpoint, a context manager.
 
-    Use it as a context manager. Raises CheckpointError when a file is missing or truncated.
+    Tensors are views of the mapped files. Entering raises CheckpointError if a file is missing or
+    truncated.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stack = ExitStack()
         self._open: dict[Path, safe_open] = {}
-        self._found: dict[str, _Found] = {}
+        self._found: dict[str, _FoundTensor] = {}
 
     @staticmethod
     def config(directory: Path) -> Config:
-        """config.json of the checkpoint in `directory`."""
+        """Read config.json of the checkpoint in `directory`."""
         if not directory.is_dir():
             raise CheckpointError(f"{directory} is not a directory.")
         return Config.read(directory / "config.json")
@@ -79,10 +79,10 @@ class Checkpoint:
     def holds(self, name: str) -> bool:
         return name in self._found
 
-    def require(self, wanted: Iterable[Stored], ignored: Iterable[str]) -> int:
-        """Raises CheckpointError unless the files hold exactly `wanted`. Returns the bytes of it.
+    def require(self, wanted: Iterable[StoredTensor], ignored: Iterable[str]) -> int:
+        """Return the bytes of `wanted`. Raises CheckpointError unless the files hold exactly these.
 
-        Tensors whose names match a pattern of `ignored` may be there or not.
+        Tensors whose names match a pattern of `ignored` are optional.
         """
         names, num_bytes = set(), 0
         for stored in wanted:
@@ -96,14 +96,14 @@ class Checkpoint:
                 )
         return num_bytes
 
-    def tensor(self, stored: Stored) -> Tensor:
-        """A view of the file; reading it is what reads the disk."""
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        """Return a view of the mapped file; the disk is read when the view is."""
         file = self._found[stored.name].file
         tensor: Tensor = self._open[file].get_tensor(stored.name)  # type: ignore[no-untyped-call]
         return tensor
 
-    def _check(self, stored: Stored) -> int:
-        """The tensor's size in bytes."""
+    def _check(self, stored: StoredTensor) -> int:
+        """Return the tensor's size in bytes."""
         found = self._found.get(stored.name)
         if found is None:
             raise CheckpointError(f"{self._directory}: no file holds the tensor {stored.name}.")
@@ -112,11 +112,11 @@ class Checkpoint:
                 f"{found.file}: the tensor {stored.name} has the shape {list(found.shape)}, "
                 f"but config.json asks for {list(stored.shape)}."
             )
-        sizes = _PACKED if stored.packed else _FLOATING
+        sizes = _RAW if stored.is_raw else _FLOATING
         if found.dtype not in sizes:
             raise CheckpointError(
                 f"{found.file}: the tensor {stored.name} is stored as {found.dtype}, which is not "
-                f"supported; these are: {', '.join(sizes)}."
+                f"supported. Supported: {', '.join(sizes)}."
             )
         return prod(found.shape) * sizes[found.dtype]
 
@@ -134,12 +134,12 @@ class Checkpoint:
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist.")
         if not os.access(file, os.R_OK):
-            raise CheckpointError(f"{file} may not be read.")
+            raise CheckpointError(f"{file} is not readable by this user.")
         try:
             opened = self._stack.enter_context(safe_open(file, framework="pt"))
-            for name in opened.keys():  # noqa: SIM118  (it is not a mapping)
+            for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 part = opened.get_slice(name)
-                self._found[name] = _Found(file, tuple(part.get_shape()), part.get_dtype())
+                self._found[name] = _FoundTensor(file, tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None
         self._open[file] = opened

@@ -1,4 +1,4 @@
-"""The few operations that a decoder layer is made of, besides attention."""
+"""Interface of a decoder layer's operators besides attention."""
 
 from abc import ABC, abstractmethod
 
@@ -12,69 +12,71 @@ __all__ = ["Gate", "NormedProjection", "Operators", "Projection"]
 
 
 class Projection(ABC):
-    """A linear layer that owns its weight, in whatever layout it computes fastest from."""
+    """A linear layer that owns its weight, in a layout of its own."""
 
-    finds_largest = False
-    """Whether it has `largest`"""
+    has_argmax = False
+    """Whether `argmax` is supported"""
 
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
-        """Bytes of weights that a product reads, as they are kept."""
+        """Bytes of weights that a product reads, in the stored layout."""
 
     @abstractmethod
     def into(self, rows: Tensor, out: Tensor) -> None:
-        """out [n, outputs] = rows [n, inputs] @ weight.T + bias. Both contiguous.
+        """Compute out [n, outputs] = rows [n, inputs] @ weight.T + bias; both contiguous.
 
-        `out` may be float32 whatever the model's dtype is.
+        `out` has the model's dtype or float32.
         """
 
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        """out += rows @ weight.T + bias"""
+        """Compute out += rows @ weight.T + bias."""
 
-    def largest(self, rows: Tensor, out: Tensor) -> None:
-        """out int64 [n] = which output is largest for each row, the first of equals; -1 where none
-        is above minus infinity."""
+    def argmax(self, rows: Tensor, out: Tensor) -> None:
+        """Write each row's largest output to `out` (int64 [n]), the first of equals.
+
+        It is -1 for a row without an output above minus infinity.
+        """
         raise NotImplementedError
 
 
 class Gate(ABC):
-    """The first half of a feed-forward layer: one or two products and what is applied to them."""
+    """First half of a feed-forward layer: one or two products and the activation."""
 
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
-        """Bytes of weights that its products read, as they are kept."""
+        """Bytes of weights that its products read, in the stored layout."""
 
     @abstractmethod
     def into(self, rows: Tensor, out: Tensor) -> None:
-        """out [n, outputs] = activation(rows @ gate.T) * (rows @ up.T), biases added before each
+        """Compute out [n, outputs] = activation(rows @ gate.T + bias) * (rows @ up.T + bias).
 
-        Without `up`, there is no second factor.
+        Without `up` there is no second factor.
         """
 
 
 class Operators(ABC):
-    """One implementation of all of them, for one dtype and device."""
+    """Implementation of all operators for one dtype and device."""
 
     rows_at_once = 32
-    """Rows that products compute at once: with fewer they take as long"""
+    """Rows that a product computes at once: with fewer it takes as long"""
 
     @abstractmethod
     def empty(self, rows: int, width: int) -> Tensor:
-        """An uninitialised contiguous activation [rows, width] in the model's dtype."""
+        """Allocate an uninitialised contiguous activation [rows, width] in the model's dtype."""
 
     @abstractmethod
     def temporary(self, rows: int, width: int) -> Tensor:
-        """The same for one that is soon dropped: cheap to get, slower to use."""
+        """Allocate a short-lived activation: cheaper to allocate than `empty`, slower to use."""
 
     @abstractmethod
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        """`weight`: [outputs, inputs], of any floating dtype; it is copied."""
+        """Make a projection of `weight` [outputs, inputs], of any floating dtype; it is copied."""
 
     def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        """One that decides something, and whose weight is never rounded to int8."""
+        """Make a projection whose weight is never rounded to int8, such as a router's."""
         return self.projection(weight, bias)
 
     @abstractmethod
@@ -86,32 +88,32 @@ class Operators(ABC):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        """`gate`, `up`: [outputs, inputs] each; they are copied. `up` where `activation` gates."""
+        """Make a gate of `gate` and, if `activation` is gated, `up`: [outputs, inputs], copied."""
 
     def recording(self) -> Recording | None:
-        """What runs a decoder's layers by one call; None where they can't be recorded."""
+        """Return a recording for a decoder's layers; None: these operators can't be recorded."""
         return None
 
     @abstractmethod
     def arrange(self, rows: Tensor, out: Tensor) -> None:
-        """out = rows, in the layout that products read; both [n, width]."""
+        """Copy rows to `out` in the layout that products read; both [n, width]."""
 
     @abstractmethod
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """RMSNorm (https://arxiv.org/abs/1910.07467) of each row, in the layout of products."""
+        """Write each row's RMSNorm (https://arxiv.org/abs/1910.07467) in the layout of products."""
 
     @abstractmethod
     def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """out += the RMSNorm of each row of a product, which may be written."""
+        """Add the RMSNorm of each row to `out`. May overwrite `rows`, which are a product."""
 
     @abstractmethod
     def gather(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Some rows of what a product reads, in a temporary. `index`: int64 [n]."""
+        """Copy rows `index` (int64 [n]) of a product's input to a temporary."""
 
     def keep(self, rows: Tensor, kept: Tensor | None) -> None:
-        """Moves some rows to the front, where the others are lost; None keeps all.
+        """Move the rows `kept` to the front, over the others; None keeps all.
 
-        rows: [n, ...], its first dimension may have gaps; kept: int64, rising.
+        rows: [n, ...], its first dimension may have gaps; kept: int64, ascending.
         """
         if kept is not None:
             rows[: len(kept)] = rows[kept]
@@ -126,16 +128,16 @@ class Operators(ABC):
         key_norm: Tensor | None,
         epsilon: float,
     ) -> None:
-        """Rotates queries and keys in place, after an RMSNorm of each where one is given.
+        """Apply RoPE to queries and keys in place, after their RMSNorms if given.
 
-        heads: [tokens, heads, head_dim], the first `num_queries` of them queries, the others keys;
-        its first dimension may have gaps. Norms: [head_dim] over each head, or over all heads of a
-        token together, as wide as these are.
+        heads: [tokens, heads, head_dim], first `num_queries` query heads, then key heads; its first
+        dimension may have gaps. Norms: [head_dim] over each head, or [heads * head_dim] over all
+        query or key heads of a token.
         """
 
 
 class NormedProjection(Projection):
-    """A projection with an RMSNorm of what it makes."""
+    """A projection followed by an RMSNorm."""
 
     def __init__(
         self, projection: Projection, norm: Tensor, epsilon: float, operators: Operators

@@ -1,4 +1,4 @@
-"""The kernels of a pass through the layers, recorded once and then run by one call."""
+"""Recording of a pass through the layers, replayed by one call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, byref, c_double
@@ -14,33 +14,33 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """Runs a decoder's layers: kernel by kernel at first, from then on all of them at once.
+    """Runs a decoder's layers: the first pass kernel by kernel, later ones by a single replay.
 
-    A pass differs from another only in its rows and where they are cached, as long as the decoder's
-    buffers and the cache stay where they are. Where torch computes anything between the kernels,
-    for a mixture of experts say, nothing can be recorded, and layers are run as ever.
+    Passes differ only in their rows and cache slots while the decoder's buffers and the cache stay
+    in place. A pass in which torch computes anything, such as a mixture of experts, is never
+    recorded.
     """
 
     def __init__(self, native: Native) -> None:
         self._native = native
         self._operations: Array[OperationCall] | None = None
         self._cache: KVCache | None = None
-        """Which the operations read and write"""
-        self._is_possible = True
+        """The cache that the operations read and write"""
+        self._is_recordable = True
 
     def run(self, batch: StepBatch, cache: KVCache, layers: Callable[[], None]) -> None:
-        """Run `layers` over the batch, or what they ran before."""
+        """Replay the recorded operations, or run `layers` and record them."""
         if cache is not self._cache:
-            self.forget()
+            self.discard()
         if self._operations is not None:
             self.replay(self._operations, batch)
-        elif self._is_possible:
+        elif self._is_recordable:
             self._record(cache, layers)
         else:
             layers()
 
-    def forget(self) -> None:
-        """Record anew: what kernels read and write has moved."""
+    def discard(self) -> None:
+        """Drop the recording, because buffers or cache have moved."""
         self._operations = self._cache = None
 
     def replay(
@@ -49,9 +49,12 @@ class Recording:
         batch: StepBatch,
         seconds: Array[c_double] | None = None,
     ) -> None:
-        """seconds: [kinds of kernels], to which is added what each takes."""
+        """Run the operations on the batch's rows.
+
+        seconds: one entry for each `Kernel`, to which its run time is added.
+        """
         kept = batch.output_rows
-        rows = PassCall(
+        call = PassCall(
             batch.slots.data_ptr(),
             batch.query_starts.data_ptr(),
             batch.context_lengths.data_ptr(),
@@ -64,20 +67,20 @@ class Recording:
             0 if kept is None else len(kept.indices),
             seconds,
         )
-        self._native.replay(operations, len(operations), byref(rows))
+        self._native.replay(operations, len(operations), byref(call))
 
     def _record(self, cache: KVCache, layers: Callable[[], None]) -> None:
-        witness = _Witness()  # type: ignore[no-untyped-call]
-        with witness, self._native.noting() as notes:
+        detector = _TorchCallDetector()  # type: ignore[no-untyped-call]
+        with detector, self._native.recorded() as operations:
             layers()
-        self._is_possible = not witness.was_called
-        if self._is_possible:
-            self._operations = (OperationCall * len(notes))(*notes)
+        self._is_recordable = not detector.was_called
+        if self._is_recordable:
+            self._operations = (OperationCall * len(operations))(*operations)
             self._cache = cache
 
 
-class _Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether torch was asked to do anything."""
+class _TorchCallDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Detector of torch operations that run within it."""
 
     was_called = False
 

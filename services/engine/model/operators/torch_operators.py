@@ -1,4 +1,4 @@
-"""The operators in plain torch: every dtype, every device."""
+"""Operators in plain torch, for all dtypes and devices."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ __all__ = ["TorchGate", "TorchOperators", "join", "normalize"]
 
 
 class TorchOperators(Operators):
-    """Exact in float32: what the faster operators are checked against."""
+    """Reference for the faster operators, exact in float32."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -73,11 +73,11 @@ class TorchOperators(Operators):
             exact = part.float()
             low, high = exact.chunk(2, dim=-1)
             cosines, sines = rotation.cosines[:, None], rotation.sines[:, None]
-            turned = (low * cosines - high * sines, high * cosines + low * sines)
-            part.copy_(torch.cat(turned, dim=-1))
+            rotated = (low * cosines - high * sines, high * cosines + low * sines)
+            part.copy_(torch.cat(rotated, dim=-1))
 
     def _own(self, weight: Tensor) -> Tensor:
-        """A copy: what comes in may be a view of a mapped file."""
+        """Copy `weight`, which may be a view of a mapped file."""
         return weight.to(device=self._device, dtype=self._dtype, copy=True)
 
 
@@ -105,7 +105,7 @@ class _TorchProjection(Projection):
 
 
 class _PrepackedProjection(Projection):
-    """bfloat16 on a CPU, its weight in oneDNN's own layout: 1.4 times as fast as F.linear."""
+    """bfloat16 on a CPU with the weight in oneDNN's layout: 1.4 times as fast as F.linear."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -130,7 +130,7 @@ class _PrepackedProjection(Projection):
 
 
 class TorchGate(Gate):
-    """Any activation, of a product that has the columns of one or two layers."""
+    """Any activation of one product, which joins the columns of `layers` (1 or 2) layers."""
 
     def __init__(
         self, product: Projection, layers: int, activation: Activation, operators: Operators
@@ -147,13 +147,13 @@ class TorchGate(Gate):
     def into(self, rows: Tensor, out: Tensor) -> None:
         product = self._operators.temporary(rows.shape[0], self._layers * out.shape[1])
         self._product.into(rows, product)
-        self._operators.arrange(self._activation.of(product), out)
+        self._operators.arrange(self._activation.apply(product), out)
 
 
 def join(
     gate: Tensor, up: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one linear layer that is both."""
+    """Join two linear layers of the same input into one weight and bias."""
     if up is None:
         return gate, gate_bias
     bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
@@ -161,7 +161,7 @@ def join(
 
 
 def normalize(heads: Tensor, norm: Tensor, epsilon: float) -> None:
-    """RMSNorm of heads [tokens, heads, head_dim] in place, over each or over all of a token."""
+    """Apply RMSNorm to heads [tokens, heads, head_dim] in place, per head or per token."""
     rows = heads if norm.shape[0] == heads.shape[2] else heads.flatten(1)
     heads.copy_(rms_norm(rows, norm, epsilon).view(heads.shape))
 

@@ -1,11 +1,11 @@
-// The playground: sends what the form says to the API, and shows the stream as it comes.
+// Playground: sends the form's request to the API, and shows the stream as it arrives.
 
 const form = document.getElementById("form");
 const fields = form.elements;
 const answers = document.getElementById("answers");
 const status = document.getElementById("status");
-let conversation = []; // of a chat: what was said and answered so far
-let running = null; // the AbortController of the request that is on its way
+let conversation = []; // messages of the chat so far
+let running = null; // AbortController of the request in progress
 
 fields.key.value = sessionStorage.getItem("key") ?? "";
 form.addEventListener("input", showCurl);
@@ -20,8 +20,8 @@ fields.key.addEventListener("change", () => {
   sessionStorage.setItem("key", fields.key.value);
   listModels();
 });
-for (const radio of fields.kind) radio.addEventListener("change", forget);
-document.getElementById("forget").addEventListener("click", forget);
+for (const radio of fields.kind) radio.addEventListener("change", clearConversation);
+document.getElementById("clear").addEventListener("click", clearConversation);
 document.getElementById("stop").addEventListener("click", () => running?.abort());
 await listModels();
 showCurl();
@@ -30,23 +30,23 @@ async function listModels() {
   try {
     const response = await fetch("v1/models", { headers: headers() });
     if (response.status === 401) document.getElementById("key").hidden = false;
-    if (!response.ok) throw await failure(response);
+    if (!response.ok) throw await errorOf(response);
     const models = (await response.json()).data.filter((model) => !model.placeholder);
     fields.model.replaceChildren(...models.map((model) => new Option(model.id)));
-    say("");
+    showStatus("");
   } catch (error) {
-    say(error.message, true);
+    showStatus(error.message, true);
   }
 }
 
-function forget() {
+function clearConversation() {
   conversation = [];
   answers.replaceChildren();
-  say("");
+  showStatus("");
 }
 
-// The request that the form describes. Throws if the further fields are not JSON.
-function request() {
+// Returns the path and the body that the form describes. Throws if the further fields are not JSON.
+function buildRequest() {
   const isChat = fields.kind.value === "chat";
   const body = { model: fields.model.value, stream: true, stream_options: { include_usage: true } };
   if (isChat) {
@@ -80,7 +80,7 @@ function request() {
 function showCurl() {
   const curl = document.getElementById("curl");
   try {
-    const { path, body } = request();
+    const { path, body } = buildRequest();
     const quoted = JSON.stringify(body).replaceAll("'", "'\\''");
     const key = fields.key.value ? " \\\n  -H \"Authorization: Bearer $API_KEY\"" : "";
     curl.textContent = `curl -N ${new URL(path, location.href)} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${quoted}'`;
@@ -95,7 +95,7 @@ async function send() {
   setRunning(true);
   const began = performance.now();
   try {
-    const { path, body } = request();
+    const { path, body } = buildRequest();
     if (body.messages) addBlock("user").textContent = body.messages.at(-1).content;
     else answers.replaceChildren();
     const response = await fetch(path, {
@@ -104,7 +104,7 @@ async function send() {
       body: JSON.stringify(body),
       signal: controller.signal,
     });
-    if (!response.ok) throw await failure(response);
+    if (!response.ok) throw await errorOf(response);
     const shown = body.stream ? await showStream(response, began) : showWhole(await response.json());
     if (body.messages) {
       conversation.push(body.messages.at(-1), { role: "assistant", content: shown });
@@ -112,14 +112,14 @@ async function send() {
       showCurl();
     }
   } catch (error) {
-    say(error.name === "AbortError" ? "Stopped." : error.message, error.name !== "AbortError");
+    showStatus(error.name === "AbortError" ? "Stopped." : error.message, error.name !== "AbortError");
   } finally {
     running = null;
     setRunning(false);
   }
 }
 
-// Shows each choice in a block of its own; gives the text of the first.
+// Shows each choice in its own block; returns the text of the first.
 async function showStream(response, began) {
   const blocks = new Map();
   let first = null;
@@ -134,14 +134,14 @@ async function showStream(response, began) {
       showPart(blocks.get(choice.index), choice);
       if (choice.index === 0) text += choice.text ?? choice.delta.content ?? "";
     }
-    if (usage && first) say(speed(usage, first - began, performance.now() - began));
+    if (usage && first) showStatus(speed(usage, first - began, performance.now() - began));
   }
   return text;
 }
 
 function showWhole(answer) {
   for (const choice of answer.choices) showPart(addBlock(), { ...choice, delta: choice.message });
-  say(`${answer.usage.prompt_tokens} + ${answer.usage.completion_tokens} tokens`);
+  showStatus(`${answer.usage.prompt_tokens} + ${answer.usage.completion_tokens} tokens`);
   const [first] = answer.choices;
   return first.text ?? first.message.content ?? "";
 }
@@ -154,7 +154,7 @@ function showPart(block, choice) {
   if (tokens.map((token) => token.text).join("") === text) {
     for (const token of tokens) addToken(block, token);
   } else {
-    addText(block, text); // a character that several tokens make up is shown as such
+    addText(block, text); // several tokens that form one character are shown as text
   }
   for (const call of delta.tool_calls ?? []) {
     const name = call.function.name ? `\n${call.function.name} ` : "";
@@ -162,7 +162,7 @@ function showPart(block, choice) {
   }
 }
 
-// The tokens of a part in one form: {text, logprob, others: [[text, logprob]]}. Those that the text leaves out are none.
+// Returns the tokens of a part as {text, logprob, others: [[text, logprob]]}, without tokens that the text omits.
 function tokensOf({ logprobs, text }) {
   if (!logprobs) return [];
   if (logprobs.content) {
@@ -184,7 +184,7 @@ function tokensOf({ logprobs, text }) {
 
 function addToken(block, { text, logprob, others }) {
   const span = addText(block, text, "token");
-  if (logprob === null) return; // the first of an echoed prompt has none
+  if (logprob === null) return; // the first token of an echoed prompt
   const percent = (value) => `${(100 * Math.exp(value)).toFixed(1)} %`;
   const ranked = others.sort(([, one], [, other]) => other - one);
   span.title = [`${percent(logprob)}  chosen`, ...ranked.map(([other, value]) => `${percent(value)}  ${JSON.stringify(other)}`)].join("\n");
@@ -206,7 +206,7 @@ function addBlock(kind) {
   return block;
 }
 
-// The events of a server-sent stream, parsed, up to [DONE].
+// Yields the parsed events of a server-sent stream up to [DONE].
 async function* events(response) {
   let rest = "";
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -218,17 +218,17 @@ async function* events(response) {
       if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
     }
   }
-  throw new Error("The stream ended early.");
+  throw new Error("The stream ended without [DONE].");
 }
 
-// The rate is of the whole request: text that may be a call comes late, and all at once.
+// The rate covers the whole request, because text that may be a tool call arrives late and at once.
 function speed(usage, first, all) {
   const tokens = usage.completion_tokens;
   const rate = Math.round((1000 * tokens) / all);
   return `${usage.prompt_tokens} + ${tokens} tokens in ${Math.round(all)} ms (${rate}/s), first after ${Math.round(first)} ms`;
 }
 
-async function failure(response) {
+async function errorOf(response) {
   try {
     return new Error((await response.json()).error.message);
   } catch {
@@ -245,7 +245,7 @@ function setRunning(isRunning) {
   document.getElementById("stop").disabled = !isRunning;
 }
 
-function say(text, isError = false) {
+function showStatus(text, isError = false) {
   status.textContent = text;
   status.classList.toggle("error", isError);
 }

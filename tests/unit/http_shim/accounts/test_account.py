@@ -1,4 +1,4 @@
-"""Limits of keys, on a clock of the test's own."""
+"""Rate limits of keys, with simulated time."""
 
 import pytest
 from hypothesis import given
@@ -29,7 +29,7 @@ def refusal(call: object, *arguments: object) -> ServiceError:
     return caught.value
 
 
-def test_requests_refill_evenly() -> None:
+def test_request_limit_refills_evenly() -> None:
     key = account(requests_per_minute=6)
     for _ in range(6):
         key.count_request(0.0)
@@ -41,22 +41,24 @@ def test_requests_refill_evenly() -> None:
     refusal(key.count_request, 10.0)
 
 
-def test_tokens_are_reserved_and_settled() -> None:
+def test_reserved_tokens_are_replaced_by_used_tokens() -> None:
     key = account(tokens_per_minute=100)
     key.begin(80, 0.0)
     assert refusal(key.begin, 30, 0.0).retry_seconds == pytest.approx(6)
     key.end(80, used=20, now=0.0)
     key.begin(80, 0.0)
-    key.end(80, used=140, now=0.0)  # more than was reserved is owed
+    key.end(80, used=140, now=0.0)  # use beyond the reservation becomes a debt
     assert key.headers(0.0)["x-ratelimit-remaining-tokens"] == "0"
     assert refusal(key.begin, 10, 0.0).retry_seconds == pytest.approx(42)
 
 
-def test_a_request_over_the_limit_takes_a_whole_minute() -> None:
-    """It could never pass otherwise, and a Retry-After would be a lie."""
+def test_request_over_the_limit_reserves_a_whole_minute() -> None:
+    """Otherwise it could never pass, whatever its Retry-After says."""
     key = account(tokens_per_minute=100)
     assert key.begin(5000, 0.0) == 100
-    assert refusal(key.begin, 1, 0.0).retry_seconds == pytest.approx(0.6), "it owes nothing"
+    assert refusal(key.begin, 1, 0.0).retry_seconds == pytest.approx(0.6), (
+        "the reservation must leave no debt"
+    )
     key.end(100, used=100, now=0.0)
     assert refusal(key.begin, 5000, 0.0).retry_seconds == pytest.approx(60)
     assert key.begin(5000, 60.0) == 100
@@ -64,7 +66,7 @@ def test_a_request_over_the_limit_takes_a_whole_minute() -> None:
     assert key.headers(60.0)["x-ratelimit-remaining-tokens"] == "90"
 
 
-def test_a_tier_that_changes_meanwhile_is_settled_by_what_was_reserved() -> None:
+def test_reservation_is_settled_after_a_change_of_tier() -> None:
     key = account(tokens_per_minute=100)
     reserved = key.begin(5000, 0.0)
     key.set_tier(Tier(tokens_per_minute=1000), 0.0)
@@ -77,7 +79,7 @@ def test_a_tier_that_changes_meanwhile_is_settled_by_what_was_reserved() -> None
     assert unlimited.headers(0.0)["x-ratelimit-remaining-tokens"] == "60"
 
 
-def test_completions_at_a_time() -> None:
+def test_concurrent_requests_are_limited() -> None:
     key = account(concurrent_streams=2)
     key.begin(1, 0.0)
     key.begin(1, 0.0)
@@ -86,8 +88,8 @@ def test_completions_at_a_time() -> None:
     key.begin(1, 0.0)
 
 
-def test_each_choice_takes_one_of_the_streams() -> None:
-    """Else two requests of 128 choices take every place of the engine."""
+def test_each_choice_counts_as_a_stream() -> None:
+    """Otherwise two requests of 128 choices could fill the engine."""
     key = account(concurrent_streams=4)
     key.begin(1, 0.0, choices=3)
     refusal(key.begin, 1, 0.0, 2)
@@ -100,7 +102,7 @@ def test_each_choice_takes_one_of_the_streams() -> None:
     assert sequence_count(completion_pb2.ChatRequest(n=7)) == 7
 
 
-def test_what_is_refused_costs_nothing() -> None:
+def test_refused_request_costs_nothing() -> None:
     key = account(tokens_per_minute=10, concurrent_streams=1)
     key.begin(5, 0.0)
     for _ in range(5):
@@ -111,7 +113,7 @@ def test_what_is_refused_costs_nothing() -> None:
     assert key.streams == 1
 
 
-def test_headers_are_openais() -> None:
+def test_headers_follow_openai() -> None:
     key = account(requests_per_minute=60, tokens_per_minute=600)
     key.count_request(0.0)
     key.begin(465, 0.0)
@@ -129,7 +131,7 @@ def test_headers_are_openais() -> None:
     assert account().headers(0.0) == {}
 
 
-def test_another_tier_keeps_what_was_used() -> None:
+def test_new_tier_keeps_the_usage() -> None:
     key = account(requests_per_minute=10)
     for _ in range(10):
         key.count_request(0.0)
@@ -139,7 +141,7 @@ def test_another_tier_keeps_what_was_used() -> None:
     key.count_request(0.0)
 
 
-def test_models_of_a_tier() -> None:
+def test_model_outside_the_tier_is_forbidden() -> None:
     key = Account("12345678", "", Tier(models=("a",)), 0.0)
     key.require_model("a")
     assert http_status(refusal(key.require_model, "b").code) == 403
@@ -149,8 +151,8 @@ def test_models_of_a_tier() -> None:
     per_minute=st.integers(1, 1000),
     asks=st.lists(st.tuples(st.integers(1, 2000), st.floats(0, 30)), max_size=50),
 )
-def test_nobody_gets_more_than_the_rate(per_minute: int, asks: list[tuple[int, float]]) -> None:
-    """What passes in any time is at most a full bucket, the refill, and the last one's surplus."""
+def test_bucket_never_exceeds_its_rate(per_minute: int, asks: list[tuple[int, float]]) -> None:
+    """In any time, at most a full bucket and its refill pass."""
     bucket, now, taken = Bucket(per_minute, 0.0), 0.0, 0.0
     for amount, pause in asks:
         now += pause
@@ -164,7 +166,7 @@ def test_nobody_gets_more_than_the_rate(per_minute: int, asks: list[tuple[int, f
         assert bucket.left(now) <= per_minute
 
 
-def test_estimates() -> None:
+def test_estimate_counts_prompts_and_output_of_all_choices() -> None:
     def tokens(**fields: object) -> int:
         return estimated_tokens(completion_pb2.CompleteRequest(**fields))
 
@@ -179,8 +181,8 @@ def test_estimates() -> None:
     assert tokens(prompts=[ids], stopping=types_pb2.StoppingParams(max_tokens=0)) == 7
 
 
-def test_estimates_of_chats() -> None:
-    """Messages and tools count as text; an open output as a usual one, of each choice."""
+def test_estimate_of_a_chat_counts_messages_tools_and_output() -> None:
+    """A choice without max_tokens counts as 1,024 tokens."""
 
     def tokens(**fields: object) -> int:
         return estimated_tokens(completion_pb2.ChatRequest(**fields))
@@ -207,7 +209,7 @@ def test_estimates_of_chats() -> None:
         ({"max_tokens": 100, "min_tokens": 101}, [50], {"max_tokens": 50, "min_tokens": 101}),
     ],
 )
-def test_output_is_lowered_silently(
+def test_output_is_capped(
     asked: dict[str, int], limits: list[int | None], lowered: dict[str, int]
 ) -> None:
     request = completion_pb2.CompleteRequest(stopping=types_pb2.StoppingParams(**asked))
@@ -224,7 +226,7 @@ def test_output_is_lowered_silently(
         ({"max_tokens": 10}, [20], {"max_tokens": 10}),
     ],
 )
-def test_an_open_output_of_a_chat_is_lowered_too(
+def test_output_of_a_chat_without_max_tokens_is_capped(
     asked: dict[str, int], limits: list[int | None], lowered: dict[str, int]
 ) -> None:
     request = completion_pb2.ChatRequest(stopping=types_pb2.StoppingParams(**asked))

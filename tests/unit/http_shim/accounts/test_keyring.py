@@ -1,4 +1,4 @@
-"""Whom the shim lets in, and how it follows the keys file."""
+"""Authentication of API keys, and reloads of the keys file."""
 
 import logging
 import time
@@ -26,7 +26,7 @@ def refused(keyring: Keyring, authorization: str | None) -> str:
     return caught.value.reason
 
 
-def test_only_whole_keys_open(path: Path) -> None:
+def test_only_complete_keys_authenticate(path: Path) -> None:
     secret = add_key(path)
     keyring = Keyring(path)
     for authorization in (f"Bearer {secret}", f"bearer  {secret} "):
@@ -37,46 +37,46 @@ def test_only_whole_keys_open(path: Path) -> None:
         assert refused(keyring, f"Bearer {wrong}") == "INVALID_API_KEY"
 
 
-def test_the_file_is_followed(path: Path) -> None:
+def test_changes_of_the_file_apply(path: Path) -> None:
     first = add_key(path)
     keyring = Keyring(path)
     second = add_key(path)
     assert refused(keyring, f"Bearer {second}") == "INVALID_API_KEY"
-    keyring.look()
+    keyring.reload_if_changed()
     assert keyring.account(f"Bearer {second}")
     revoke_key(path, key_id(first))
-    keyring.look()
+    keyring.reload_if_changed()
     assert refused(keyring, f"Bearer {first}") == "REVOKED_API_KEY"
 
 
-def test_use_is_remembered_over_a_change(path: Path) -> None:
-    """Else whoever makes a key would empty everybody's limits."""
+def test_usage_survives_a_reload(path: Path) -> None:
+    """Otherwise each new key would reset the limits of all keys."""
     path.write_text('{"tiers": {"default": {"requests_per_minute": 1}}}')
     secret = add_key(path)
     keyring = Keyring(path)
     account = keyring.account(f"Bearer {secret}")
     account.count_request(time.monotonic())
     add_key(path)
-    keyring.look()
+    keyring.reload_if_changed()
     assert keyring.account(f"Bearer {secret}") is account
     with pytest.raises(ServiceError):
         account.count_request(time.monotonic())
     path.write_text(path.read_text().replace('"requests_per_minute": 1', '"max_tokens": 7'))
-    keyring.look()
+    keyring.reload_if_changed()
     assert account.tier.max_tokens == 7
     account.count_request(time.monotonic())
 
 
-def test_a_broken_file_changes_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_file_changes_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     secret = add_key(path)
     keyring = Keyring(path)
     with caplog.at_level(logging.ERROR):
         path.write_text("{")
-        keyring.look()
-        keyring.look()
+        keyring.reload_if_changed()
+        keyring.reload_if_changed()
         path.unlink()
-        keyring.look()
-    assert len(caplog.records) == 2, "each is told once"
+        keyring.reload_if_changed()
+    assert len(caplog.records) == 2, "each error must be logged once"
     assert keyring.account(f"Bearer {secret}")
     with pytest.raises(KeyFileError):
         Keyring(path)

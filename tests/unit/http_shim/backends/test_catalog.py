@@ -1,4 +1,4 @@
-"""The models of a catalog, however many there are."""
+"""Catalogs with thousands of models."""
 
 import asyncio
 from pathlib import Path
@@ -22,8 +22,8 @@ def path(tmp_path: Path) -> Path:
     return written
 
 
-async def test_a_long_list_holds_nobody_up(path: Path) -> None:
-    """Streams of others would stand still until it is made."""
+async def test_long_model_list_yields_to_the_event_loop(path: Path) -> None:
+    """Otherwise all streams would stall while the list is made."""
     listing = asyncio.ensure_future(Catalog(path, RetryPolicy()).cards())
     turns = 0
     while not listing.done():

@@ -1,4 +1,4 @@
-"""The OpenAPI document: valid, and about what is really there."""
+"""The OpenAPI document is valid and matches the routes and the parser."""
 
 import json
 from pathlib import Path
@@ -22,16 +22,16 @@ from services.http_shim.settings import HttpShimSettings
 DOCUMENT = document()
 
 
-def test_it_is_valid() -> None:
+def test_document_is_valid() -> None:
     OpenAPIV31SpecValidator(DOCUMENT).validate()
 
 
-async def test_it_is_what_is_served() -> None:
-    response = await openapi(None)  # type: ignore[arg-type] - it looks at no request
+async def test_document_is_served_unchanged() -> None:
+    response = await openapi(None)  # type: ignore[arg-type] - the request is unused
     assert json.loads(bytes(response.body)) == json.loads(json.dumps(DOCUMENT))
 
 
-async def test_it_has_every_route(tmp_path: Path) -> None:
+async def test_document_has_every_route(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
     app = create_app(Catalog(path, RetryPolicy()), Gate(), HttpShimSettings(), None)
@@ -41,8 +41,8 @@ async def test_it_has_every_route(tmp_path: Path) -> None:
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
-    told = {(path, method) for path, item in DOCUMENT["paths"].items() for method in item}
-    assert routes == told | {(path, "get") for path in PAGES}
+    documented = {(path, method) for path, item in DOCUMENT["paths"].items() for method in item}
+    assert routes == documented | {(path, "get") for path in PAGES}
 
 
 def bodies() -> list[tuple[str, Any]]:
@@ -58,14 +58,14 @@ def bodies() -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "example"), bodies())
-def test_examples_are_taken(name: str, example: dict[str, object]) -> None:
+def test_parser_accepts_the_examples(name: str, example: dict[str, object]) -> None:
     decoder = msgspec.json.Decoder(getattr(request_bodies, name))
     _, ignored = request_bodies.parse(decoder, json.dumps(example).encode())
     assert ignored == []
     assert set(DOCUMENT["components"]["schemas"][name]["required"]) <= set(example)
 
 
-def test_ranges_are_told() -> None:
+def test_fields_have_ranges_and_descriptions() -> None:
     fields = DOCUMENT["components"]["schemas"]["CompletionBody"]["properties"]
     assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     assert fields["top_k"]["anyOf"][0] == {"type": "integer", "minimum": -1, "maximum": 128}
@@ -81,10 +81,10 @@ def test_ranges_are_told() -> None:
         ("MessageCall", {"id": "1", "function": {"name": "f", "arguments": "{}"}}),
     ],
 )
-def test_a_type_that_the_parser_does_not_need_is_not_required(
+def test_type_is_optional_where_the_parser_does_not_need_it(
     name: str, value: dict[str, object]
 ) -> None:
-    """Else a client made from the document refuses what the server takes."""
+    """Otherwise a generated client would refuse what the server accepts."""
     kind = getattr(request_bodies, name, None) or getattr(chat_messages, name)
     msgspec.json.decode(json.dumps(value), type=kind)
     jsonschema.validate(value, DOCUMENT | {"$ref": f"#/components/schemas/{name}"})
@@ -94,7 +94,7 @@ def test_a_type_that_the_parser_does_not_need_is_not_required(
         )
 
 
-def test_streams_are_described_by_the_schema_of_their_chunks() -> None:
+def test_streams_have_the_schema_of_their_chunks() -> None:
     for path, chunk in (
         ("/v1/completions", "Completion"),
         ("/v1/chat/completions", "ChatCompletionChunk"),

@@ -1,4 +1,4 @@
-"""The reference page: all that the OpenAPI document tells, none of it as markup."""
+"""The reference page has the whole OpenAPI document, escaped."""
 
 import copy
 from html.parser import HTMLParser
@@ -28,21 +28,21 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_it_names_every_route_and_field_and_its_links_lead_somewhere() -> None:
-    told = document()
-    page = Page(reference(told))
+def test_page_has_every_route_and_field_and_no_broken_links() -> None:
+    expected = document()
+    page = Page(reference(expected))
     assert len(page.ids) == len(set(page.ids))
     assert page.targets <= set(page.ids)
-    for path in told["paths"]:
+    for path in expected["paths"]:
         assert path in page.text
-    for name, schema in told["components"]["schemas"].items():
+    for name, schema in expected["components"]["schemas"].items():
         assert name in page.ids
         for field, meaning in schema["properties"].items():
             assert field in page.text
             assert meaning.get("description", "") in page.text
 
 
-def test_types_are_told_in_words() -> None:
+def test_types_are_described_in_words() -> None:
     text = Page(reference(document())).text
     for words in (
         "number (from 0 to 2) or null, default 1",  # temperature
@@ -57,9 +57,9 @@ def test_types_are_told_in_words() -> None:
         assert words in text
 
 
-def test_what_is_text_stays_text() -> None:
-    told = copy.deepcopy(document())
-    told["info"]["description"] = "<script>alert('&')</script>"
-    page = Page(reference(told))
+def test_text_of_the_document_is_escaped() -> None:
+    changed = copy.deepcopy(document())
+    changed["info"]["description"] = "<script>alert('&')</script>"
+    page = Page(reference(changed))
     assert "script" not in page.tags
-    assert told["info"]["description"] in page.text
+    assert changed["info"]["description"] in page.text

@@ -1,4 +1,4 @@
-"""Streamed completions say what unstreamed ones do, in the order that clients rely on."""
+"""Streamed completions equal whole ones, in the order that clients rely on."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def begin(
 
 
 def objects(data: bytes) -> list[Any]:
-    """The events of a stream; "[DONE]" stays a string."""
+    """Return the events of a stream; "[DONE]" stays a string."""
     lines = data.decode().split("\n\n")
     assert lines.pop() == ""
     assert all(line.startswith("data: ") for line in lines)
@@ -46,16 +46,18 @@ def objects(data: bytes) -> list[Any]:
 
 @st.composite
 def scripts(draw: st.DrawFn) -> tuple[list[list[str]], list[int]]:
-    """Texts of each choice's deltas, and where the stream is read in between."""
-    texts = st.text(max_size=3) | st.just("x" * 200_000)  # of which few are read at once
+    """Texts of each choice's deltas, and the steps at which the stream is read."""
+    texts = st.text(max_size=3) | st.just("x" * 200_000)  # longer than one read
     choices = draw(st.lists(st.lists(texts, max_size=5), min_size=1, max_size=4))
     reads = draw(st.lists(st.integers(0, 30), max_size=6))
     return choices, reads
 
 
 @given(scripts(), st.randoms(use_true_random=False))
-def test_chunks_join_to_the_whole(script: tuple[list[list[str]], list[int]], random: Any) -> None:
-    """However slowly a client reads, it gets each choice's text once and one finish reason."""
+def test_joined_chunks_equal_the_whole(
+    script: tuple[list[list[str]], list[int]], random: Any
+) -> None:
+    """A slow client gets the text of each choice once, and one finish reason."""
     texts, reads = script
     collector, stream = begin(n=len(texts))
     queues = [[*parts, None] for parts in texts]
@@ -81,7 +83,7 @@ def test_chunks_join_to_the_whole(script: tuple[list[list[str]], list[int]], ran
     for event in events:
         assert event["object"] == "text_completion"
         (choice,) = event["choices"]
-        assert choice["index"] not in ended, "a choice went on after its end"
+        assert choice["index"] not in ended, "a choice continued after its end"
         joined[choice["index"]] += choice["text"]
         if choice["finish_reason"]:
             ended.append(choice["index"])
@@ -90,15 +92,15 @@ def test_chunks_join_to_the_whole(script: tuple[list[list[str]], list[int]], ran
     assert ["usage" in event for event in events] == [False] * (len(events) - 1) + [True]
 
 
-def test_pending_deltas_of_a_choice_merge() -> None:
+def test_pending_deltas_of_a_choice_are_merged() -> None:
     collector, stream = begin(n=2)
     feed(collector, delta("a", [1]), delta("x", [2], index=1), delta("b", [3]))
     texts = [(c["index"], c["text"]) for e in objects(stream.take()) for c in e["choices"]]
     assert texts == [(0, "ab"), (1, "x")]
 
 
-def test_the_last_finish_waits_for_usage() -> None:
-    """Without stream_options the usage is on the last finish chunk, however late it comes."""
+def test_last_finish_chunk_waits_for_the_usage() -> None:
+    """Without stream_options, this chunk has the usage."""
     collector, stream = begin()
     feed(collector, delta("a", [1]), finished())
     (first,) = objects(stream.take())
@@ -121,7 +123,7 @@ def test_include_usage_follows_openai() -> None:
     assert done == "[DONE]"
 
 
-def test_include_usage_false_leaves_usage_out() -> None:
+def test_include_usage_false_omits_the_usage() -> None:
     collector, stream = begin(StreamOptions(include_usage=False))
     feed(collector, delta("a", [1]), finished(), USAGE)
     chunk, _ = objects(stream.take() + stream.tail())
@@ -138,7 +140,7 @@ def test_continuous_usage_counts_up() -> None:
     assert totals == [3, 5, 5]
 
 
-def test_errors_after_the_start_end_the_stream() -> None:
+def test_error_after_the_start_ends_the_stream() -> None:
     collector, stream = begin()
     feed(collector, delta("a", [1]))
     collector.on_error(
@@ -161,7 +163,7 @@ def test_prompt_ids_come_once_with_the_first_chunk() -> None:
     assert "prompt_token_ids" not in second["choices"][0]
 
 
-def test_held_back_text_makes_no_empty_chunks() -> None:
+def test_held_back_text_causes_no_empty_chunks() -> None:
     collector, stream = begin()
     feed(collector, delta("", [1]))
     assert stream.take() == b""

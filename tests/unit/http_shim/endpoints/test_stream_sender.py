@@ -1,4 +1,4 @@
-"""Slow readers get merged chunks, stuck ones are cut, silent streams are kept alive."""
+"""Slow clients get merged chunks, stalled ones are disconnected, silent streams get pings."""
 
 import asyncio
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from tokenwire.errors import ServiceError
 
 
 class Socket:
-    """A client's end: takes a message when it is told to."""
+    """The client's end of a connection, which reads while `readable` is set."""
 
     def __init__(self, *, reads: bool = True) -> None:
         self.bodies: list[bytes] = []
@@ -52,7 +52,7 @@ class Socket:
 
 
 class Credits:
-    """Counts what is granted."""
+    """Counts the granted credit."""
 
     def __init__(self) -> None:
         self.granted = 0
@@ -81,7 +81,7 @@ def begin(
     return collector, asyncio.ensure_future(sending)
 
 
-async def test_deltas_merge_while_the_socket_is_full() -> None:
+async def test_deltas_are_merged_while_the_socket_is_full() -> None:
     socket = Socket(reads=False)
     collector, sending = begin(socket, Credits())
     feed(collector, delta("a", [1]))
@@ -93,12 +93,12 @@ async def test_deltas_merge_while_the_socket_is_full() -> None:
     socket.readable.set()
     await sending
     joined = b"".join(socket.bodies)
-    assert joined.count(b"data: ") <= 3, "deltas queued up one by one"
+    assert joined.count(b"data: ") <= 3, "deltas were not merged"
     assert joined.endswith(b"data: [DONE]\n\n")
 
 
-async def test_long_answers_leave_others_their_turn() -> None:
-    """Echoes of megabytes keep nobody else's tokens waiting, whatever the socket takes."""
+async def test_long_answers_yield_to_other_streams() -> None:
+    """Otherwise echoes of megabytes would delay the tokens of all other streams."""
     socket = Socket()
     collector, sending = begin(socket, Credits(), choices=8)
     turns = 0
@@ -113,14 +113,14 @@ async def test_long_answers_leave_others_their_turn() -> None:
         feed(collector, delta("x" * 200_000, [1], index=index), finished(index))
     feed(collector, USAGE)
     await asyncio.gather(sending, bystander())
-    assert turns >= 7, "one between any two of the eight"
+    assert turns >= 7, "the event loop must run between any two of the eight chunks"
     joined = b"".join(socket.bodies)
     assert joined.count(b"x" * 200_000) == joined.count(b'"finish_reason":"') == 8
     assert joined.endswith(b"data: [DONE]\n\n")
 
 
-async def test_credit_follows_what_left() -> None:
-    """A long stream never runs dry while its client reads, nor is all of it granted at once."""
+async def test_credit_follows_the_sent_tokens() -> None:
+    """A stream never runs out of credit while its client reads, but credit is bounded."""
     socket, credits_ = Socket(), Credits()
     collector, sending = begin(socket, credits_)
     sent = 0
@@ -135,7 +135,7 @@ async def test_credit_follows_what_left() -> None:
     await sending
 
 
-async def test_silence_is_broken_by_a_ping() -> None:
+async def test_silent_stream_gets_a_ping() -> None:
     socket = Socket()
     collector, sending = begin(socket, Credits(), ping_seconds=0.01)
     assert await socket.next() == b": ping\n\n"
@@ -143,18 +143,18 @@ async def test_silence_is_broken_by_a_ping() -> None:
     await sending
 
 
-async def test_a_client_that_stops_reading_is_cut() -> None:
+async def test_client_that_stops_reading_is_disconnected() -> None:
     collector, sending = begin(
         Socket(reads=False), Credits(), ping_seconds=0.01, stall_seconds=0.02
     )
     feed(collector, delta("a", [1]))
     with pytest.raises(ClientGoneError):
         await sending
-    assert collector.is_open(), "nothing told the service to go on"
+    assert collector.is_open(), "the request must still be open, so that it is cancelled"
 
 
-async def test_a_trailer_says_what_was_used_even_by_a_stream_that_failed() -> None:
-    """Where the connection has no trailers, none are sent."""
+async def test_trailer_has_the_used_tokens_even_of_a_failed_stream() -> None:
+    """A connection without trailers gets none."""
     ends = [(finished(), USAGE), ()]
     for end, used in zip(ends, (b"5", b"4"), strict=True):
         for extensions in (["http.response.trailers"], []):
@@ -167,7 +167,7 @@ async def test_a_trailer_says_what_was_used_even_by_a_stream_that_failed() -> No
             assert socket.trailers == ({b"x-tokens-used": used} if extensions else None)
 
 
-async def test_a_client_that_left_ends_the_stream() -> None:
+async def test_disconnect_ends_the_stream() -> None:
     collector, sending = begin(Socket(), Credits())
     feed(collector, delta("a", [1]))
     collector.abandon()

@@ -1,4 +1,4 @@
-"""Every field of a chat reaches the services, under the right name, and comes back so."""
+"""Conversion of chat bodies, and the client's names in errors."""
 
 import json
 import re
@@ -104,7 +104,7 @@ def message(
         ),
     ],
 )
-def test_messages(given_: dict[str, object], wanted: completion_pb2.Message) -> None:
+def test_messages_are_converted(given_: dict[str, object], wanted: completion_pb2.Message) -> None:
     assert list(translated(messages=[given_]).messages) == [wanted]
 
 
@@ -142,7 +142,7 @@ def test_messages(given_: dict[str, object], wanted: completion_pb2.Message) -> 
         ),
     ],
 )
-def test_messages_that_are_none(messages: object, param: str) -> None:
+def test_invalid_messages_are_refused(messages: object, param: str) -> None:
     with pytest.raises(ServiceError) as caught:
         translated(messages=messages)
     assert http_status(caught.value.code) == 400
@@ -224,7 +224,7 @@ def test_messages_are_required() -> None:
         ({"reasoning_effort": "none", "echo": True}, {"reasoning_effort": "none", "echo": True}),
     ],
 )
-def test_fields(fields: dict[str, object], request_: dict[str, object]) -> None:
+def test_fields_are_converted(fields: dict[str, object], request_: dict[str, object]) -> None:
     assert translated(**fields) == expected(**request_)
 
 
@@ -235,9 +235,9 @@ def test_null_means_absent(name: str) -> None:
     assert translated(**{name: None}) == expected()
 
 
-def test_every_field_of_the_proto_can_be_said() -> None:
-    """What the HTTP surface can't ask for, its users don't have."""
-    said = translated(
+def test_every_field_of_the_proto_has_a_json_field() -> None:
+    """HTTP clients must have every feature of the contract."""
+    complete = translated(
         model="m", tools=[TOOL], tool_choice="auto", parallel_tool_calls=True, max_tokens=1,
         temperature=1, stop="a", include_stop_str_in_output=True, n=1, logprobs=True,
         response_format={"type": "json_object"}, context_length_exceeded_behavior="error",
@@ -247,7 +247,7 @@ def test_every_field_of_the_proto_can_be_said() -> None:
         reasoning_effort="low", echo=True,
     )  # fmt: skip
     without_breakers = translated(dry_multiplier=1, dry_sequence_breakers=[])
-    fields = [*said.ListFields(), *without_breakers.ListFields()]
+    fields = [*complete.ListFields(), *without_breakers.ListFields()]
     assert {field.name for field, _ in fields} == {
         field.name for field in completion_pb2.ChatRequest.DESCRIPTOR.fields
     }
@@ -275,7 +275,9 @@ def test_every_field_of_the_proto_can_be_said() -> None:
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ],
 )
-def test_refusals(fields: dict[str, object], param: str) -> None:
+def test_unsupported_and_contradictory_fields_are_refused(
+    fields: dict[str, object], param: str
+) -> None:
     with pytest.raises(ServiceError) as caught:
         translated(**fields)
     assert http_status(caught.value.code) == 400
@@ -308,12 +310,12 @@ def test_refusals(fields: dict[str, object], param: str) -> None:
         ("continue_last_message", "continue_final_message"),
     ],
 )
-def test_blame_uses_the_clients_names(path: str, param: str) -> None:
+def test_error_fields_have_the_clients_names(path: str, param: str) -> None:
     assert chat_param_of(path, body_of()) == param
     assert rendered_param_of(path) == param
 
 
-def test_blame_follows_the_form_the_client_chose() -> None:
+def test_error_field_is_the_alias_that_the_client_sent() -> None:
     assert chat_param_of("logprobs", body_of(logprobs=True)) == "logprobs"
     assert chat_param_of("logprobs", body_of(logprobs=True, top_logprobs=21)) == "top_logprobs"
     assert chat_param_of("stop[1]", body_of()) == "stop"
@@ -325,7 +327,7 @@ def test_blame_follows_the_form_the_client_chose() -> None:
     )
 
 
-def test_rendering_takes_what_a_chat_takes() -> None:
+def test_render_request_has_the_fields_of_a_chat() -> None:
     fields = {
         "messages": [HELLO],
         "tools": [TOOL],
@@ -359,8 +361,8 @@ _json = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(ChatBody.__struct_fields__), _json, max_size=4))
-def test_any_json_is_read_or_refused(fields: dict[str, object]) -> None:
-    """Never a 500, and always a field to blame."""
+def test_any_json_is_accepted_or_a_400_with_a_field(fields: dict[str, object]) -> None:
+    """No body may cause a 500."""
     error = None
     try:
         assert translated(**fields).SerializeToString()

@@ -1,4 +1,4 @@
-"""The JSON of chats, whole and streamed, as OpenAI's clients read it."""
+"""JSON of chats, whole and streamed, as OpenAI's clients read it."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def whole(
     reason: types_pb2.FinishReason.ValueType = STOP,
     **fields: Any,
 ) -> Any:
-    """The choice that deltas make."""
+    """Return the choice that the deltas form."""
     formatter = ChatFormatter.of(ChatBody(**fields))
     return msgspec.to_builtins(formatter.choice(0, deltas, finished(reason=reason), PROMPT))
 
@@ -60,7 +60,7 @@ def begin(
 
 
 def objects(data: bytes) -> list[Any]:
-    """The events of a stream without its [DONE]."""
+    """Return the events of a stream without [DONE]."""
     lines = data.decode().split("\n\n")
     assert lines.pop() == ""
     return [json.loads(line.removeprefix("data: ")) for line in lines if "[DONE]" not in line]
@@ -74,7 +74,7 @@ def deltas_of(data: bytes) -> list[Any]:
     return [choice["delta"] for choice in choices(data)]
 
 
-def test_the_whole_object() -> None:
+def test_whole_answer_has_all_fields() -> None:
     choice = ChatFormatter.of(ChatBody()).choice(
         0, [chat_delta("a"), chat_delta("b")], finished(reason=STOP), PROMPT
     )
@@ -105,7 +105,7 @@ def test_the_whole_object() -> None:
     }
 
 
-def test_calls_and_reasoning_of_a_whole_message() -> None:
+def test_whole_message_has_calls_and_reasoning() -> None:
     choice = whole(chat_delta(reasoning="hm"), *WEATHER, reason=CALLS)
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
@@ -125,15 +125,15 @@ def test_calls_and_reasoning_of_a_whole_message() -> None:
     }
 
 
-def test_content_is_null_where_there_is_none() -> None:
-    """Whole as streamed: whoever joins the chunks of such an answer sees no content either."""
+def test_missing_content_is_null() -> None:
+    """The chunks of a streamed answer have no content either."""
     assert whole()["message"]["content"] is None
     assert whole(chat_delta(reasoning="hm"))["message"]["content"] is None
     assert whole(chat_delta("so: "), *WEATHER)["message"]["content"] == "so: "
 
 
-def test_logprobs_have_true_bytes() -> None:
-    """Tokens within a character have no text of their own; their bytes join to the content's."""
+def test_logprobs_have_the_bytes_of_partial_characters() -> None:
+    """A token within a character has no text, but its bytes join to the content's."""
     first, second = "é".encode()[:1], "é".encode()[1:]
     delta = chat_delta(
         "é",
@@ -169,20 +169,20 @@ def test_logprobs_have_true_bytes() -> None:
     assert named[0]["top_logprobs"][1]["token"] == "token_id:3"
 
 
-def test_without_candidates_there_is_the_token_alone() -> None:
+def test_logprobs_without_candidates_have_the_token_alone() -> None:
     (entry,) = whole(chat_delta("a", scored=[(1, b"a", -0.5)]), logprobs=True)["logprobs"][
         "content"
     ]
     assert entry["top_logprobs"] == []
 
 
-def test_ids_of_a_whole_choice() -> None:
+def test_whole_choice_has_token_ids_on_request() -> None:
     choice = whole(chat_delta("a", [1]), chat_delta("", [2]), return_token_ids=True)
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([7, 8], [1, 2])
     assert "token_ids" not in whole(chat_delta("a", [1]))
 
 
-def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
+def test_stream_begins_with_the_role_and_ends_with_the_finish_reason() -> None:
     collector, stream = begin()
     feed(collector, chat_delta("a", [1]), chat_delta("b", [2]))
     data = stream.take()
@@ -200,8 +200,8 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
     assert ["usage" in event for event in objects(data)] == [False, False, False, True]
 
 
-def test_a_streamed_call_is_named_once() -> None:
-    """Name and id with no arguments, then fragments: clients join all the strings they see."""
+def test_streamed_call_has_its_name_once() -> None:
+    """The first part has name and id, the others fragments: clients join all strings."""
     collector, stream = begin()
     data = b""
     for delta in WEATHER:
@@ -233,7 +233,7 @@ def test_a_streamed_call_is_named_once() -> None:
     assert choices(data)[-1]["finish_reason"] == "tool_calls"
 
 
-def test_a_call_that_comes_at_once_is_told_in_parts() -> None:
+def test_complete_call_is_streamed_in_two_parts() -> None:
     collector, stream = begin()
     whole_call = call_delta(identity="call_1", name="f", arguments='{"a":1}')
     feed(collector, chat_delta(calls=[whole_call]), finished(reason=STOP), USAGE)
@@ -243,11 +243,11 @@ def test_a_call_that_comes_at_once_is_told_in_parts() -> None:
     assert choices(data)[-1]["finish_reason"] == "stop"
 
 
-def test_what_is_held_back_makes_no_chunks() -> None:
+def test_held_back_text_causes_no_chunks() -> None:
     collector, stream = begin()
     feed(collector, chat_delta("", [1, 2]))
     assert stream.take() == b""
-    assert stream.most_tokens == 2
+    assert stream.max_choice_tokens == 2
     feed(collector, chat_delta(reasoning="hm"))
     assert deltas_of(stream.take()) == [
         {"role": "assistant", "content": None},
@@ -255,7 +255,7 @@ def test_what_is_held_back_makes_no_chunks() -> None:
     ]
 
 
-def test_ids_come_with_what_they_spell_or_alone() -> None:
+def test_token_ids_come_with_their_text_or_alone() -> None:
     collector, stream = begin(return_token_ids=True)
     feed(collector, chat_delta("", [1, 2]))
     first, second = choices(stream.take())
@@ -267,8 +267,8 @@ def test_ids_come_with_what_they_spell_or_alone() -> None:
     assert "prompt_token_ids" not in third
 
 
-def test_ids_of_the_prompt_stand_beside_the_choices() -> None:
-    """Once in a stream, where vLLM's clients look for them."""
+def test_prompt_ids_stand_beside_the_choices() -> None:
+    """A stream has them once, where vLLM's clients read them."""
     collector, stream = begin(return_token_ids=True, n=2)
     feed(collector, chat_delta("a", [1]), chat_delta("b", [2], index=1))
     first, *others = objects(stream.take())
@@ -279,7 +279,7 @@ def test_ids_of_the_prompt_stand_beside_the_choices() -> None:
     assert json.loads(answer)["prompt_token_ids"] == [7, 8]
 
 
-def test_what_ended_a_stream_is_named_once() -> None:
+def test_matched_stop_is_streamed_once() -> None:
     collector, stream = begin()
     match = types_pb2.StopMatch(eos_token_id=2)
     feed(collector, chat_delta("a", [1]), finished(reason=STOP, match=match), USAGE)
@@ -288,13 +288,13 @@ def test_what_ended_a_stream_is_named_once() -> None:
     assert all("matched_stop" not in choice for choice in before)
 
 
-def test_an_empty_answer_still_has_its_role() -> None:
+def test_empty_answer_has_the_role() -> None:
     collector, stream = begin()
     feed(collector, finished(tokens=1, reason=STOP), USAGE)
     assert deltas_of(stream.take()) == [{"role": "assistant", "content": None}, {}]
 
 
-def test_usage_is_told_as_asked() -> None:
+def test_stream_options_choose_the_usage_chunks() -> None:
     collector, stream = begin(StreamOptions(include_usage=True))
     feed(collector, chat_delta("a", [1]), finished(), USAGE)
     *chunks, last = objects(stream.take() + stream.tail())
@@ -310,8 +310,8 @@ def test_usage_is_told_as_asked() -> None:
     assert all("usage" not in chunk for chunk in objects(stream.take() + stream.tail()))
 
 
-def test_the_last_chunk_alone_has_the_usage() -> None:
-    """However much comes at once."""
+def test_only_the_last_chunk_has_the_usage() -> None:
+    """Merged events must not change that."""
     collector, stream = begin()
     feed(collector, chat_delta("a", [1]), finished(), USAGE)
     chunks = objects(stream.take() + stream.tail())
@@ -328,10 +328,10 @@ calls = st.lists(st.lists(st.text(max_size=3), max_size=3), max_size=2)
 
 
 @given(st.lists(parts, max_size=5), calls, st.lists(st.booleans(), min_size=12, max_size=12))
-def test_chunks_join_to_the_whole(
+def test_joined_chunks_equal_the_whole_answer(
     deltas: list[completion_pb2.ChatDelta], arguments: list[list[str]], reads: list[bool]
 ) -> None:
-    """However slowly a client reads."""
+    """A slow client gets merged chunks of the same answer."""
     for index, fragments in enumerate(arguments):
         named = call_delta(index, identity=f"call_{index}", name="f")
         rest = [call_delta(index, arguments=fragment) for fragment in fragments]

@@ -1,4 +1,4 @@
-"""Every field of a completion reaches the services, under the right name, and comes back so."""
+"""Conversion of completion bodies, and the client's names in errors."""
 
 import json
 
@@ -47,12 +47,12 @@ def ids(*values: int) -> completion_pb2.Prompt:
         ([[]], [ids()]),
     ],
 )
-def test_the_four_forms_of_prompt(prompt: object, prompts: list[completion_pb2.Prompt]) -> None:
+def test_prompt_has_four_forms(prompt: object, prompts: list[completion_pb2.Prompt]) -> None:
     assert list(translated(prompt=prompt).prompts) == prompts
 
 
 @pytest.mark.parametrize("prompt", [None, [], ["a", 1], [1, [2]], [[1], "a"]])
-def test_prompts_that_are_none(prompt: object) -> None:
+def test_invalid_prompts_are_refused(prompt: object) -> None:
     with pytest.raises(ServiceError) as caught:
         translated(prompt=prompt)
     assert caught.value.field == "prompt"
@@ -136,7 +136,9 @@ _SCHEMA = {"type": "object", "properties": {"b": {"maximum": 1.10}, "a": {}}}
         ({"images": ["data:,"], "user": "u"}, {"images": ["data:,"], "user": "u"}),
     ],
 )
-def test_fields(fields: dict[str, object], request_: dict[str, object] | None) -> None:
+def test_fields_are_converted(
+    fields: dict[str, object], request_: dict[str, object] | None
+) -> None:
     if request_ is None:
         request_ = fields
     assert translated(**fields) == expected(**request_)
@@ -150,8 +152,8 @@ def test_fields(fields: dict[str, object], request_: dict[str, object] | None) -
         {"grammar": {"type": "json_schema", "value": _SCHEMA}},
     ],
 )
-def test_schemas_keep_their_order(fields: dict[str, object]) -> None:
-    """The order of properties is the order in which the model writes them."""
+def test_schemas_keep_the_order_of_properties(fields: dict[str, object]) -> None:
+    """The model writes the properties in this order."""
     schema = json.loads(translated(**fields).grammar.json_schema)
     assert schema == _SCHEMA
     assert list(schema["properties"]) == ["b", "a"]
@@ -176,21 +178,21 @@ def test_schemas_keep_their_order(fields: dict[str, object]) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     ],
 )
-def test_contradictions(fields: dict[str, object], param: str) -> None:
+def test_contradictory_fields_are_refused(fields: dict[str, object], param: str) -> None:
     with pytest.raises(ServiceError) as caught:
         translated(**fields)
     assert caught.value.field == param
 
 
 @pytest.mark.parametrize("n", [None, 1, 3])
-def test_best_of_that_ranks_nothing_is_streamed(n: int | None) -> None:
+def test_best_of_equal_to_n_can_be_streamed(n: int | None) -> None:
     """Generated clients send best_of: 1 with every request."""
     request = translated(stream=True, n=n, best_of=n or 1)
     assert request.delivery == completion_pb2.DELIVERY_DELTAS
     assert request.best_of == (n or 1)
 
 
-def test_streams_ask_for_deltas() -> None:
+def test_stream_requests_deltas() -> None:
     assert translated(stream=True).delivery == completion_pb2.DELIVERY_DELTAS
 
 
@@ -220,12 +222,12 @@ def test_streams_ask_for_deltas() -> None:
         ("grammar.json_schema", "grammar"),
     ],
 )
-def test_blame_uses_the_clients_names(path: str, param: str) -> None:
+def test_error_fields_have_the_clients_names(path: str, param: str) -> None:
     body = body_of(grammar={"type": "json_schema", "value": "{}"})
     assert param_of(path, body) == param
 
 
-def test_blame_follows_the_form_the_client_chose() -> None:
+def test_error_field_is_the_alias_that_the_client_sent() -> None:
     assert param_of("grammar", body_of(response_format={"type": "json_object"})) == (
         "response_format"
     )

@@ -1,4 +1,4 @@
-"""The JSON of completions, as evaluation harnesses and SDKs read it."""
+"""JSON of completions, as evaluation harnesses and SDKs read it."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def plain(choice: Choice) -> dict[str, object]:
     return msgspec.to_builtins(choice)
 
 
-def test_the_whole_object() -> None:
+def test_whole_answer_has_all_fields() -> None:
     choice = PLAIN.choice(0, [delta("ab", [1, 2])], finished(), None)
     answer = json.loads(envelope().whole([choice], usage_of(USAGE)))
     assert answer == {
@@ -72,8 +72,8 @@ def test_logprobs_are_four_parallel_lists() -> None:
     }
 
 
-def test_of_equal_texts_the_likelier_is_kept() -> None:
-    """Two ids of unfinished bytes have the same text; a harness takes the maximum for greedy."""
+def test_likelier_of_equal_texts_is_kept() -> None:
+    """Two ids of incomplete characters have one text; harnesses compare with the maximum."""
     row = [(1, "\ufffd", -1.0), (2, "\ufffd", -2.0), (3, "x", -3.0)]
     choice = WITH_LOGPROBS.choice(
         0, [delta("", [2], logprobs=[-2.0], texts=[""], offsets=[0], top=[row])], None, None
@@ -87,8 +87,8 @@ def test_of_equal_texts_the_likelier_is_kept() -> None:
     assert choice.logprobs.token_logprobs == [-2.0]
 
 
-def test_the_token_itself_comes_first() -> None:
-    """vLLM's clients take it from there; those behind it come best first."""
+def test_chosen_token_comes_first_in_top_logprobs() -> None:
+    """vLLM's clients read it there; the candidates follow, best first."""
     row = [(1, "a", -0.25), (2, "b", -1.0), (3, "c", -3.0)]
     for token, text, score in (*row[1:], (9, "z", -8.0)):
         part = delta(text, [token], logprobs=[score], texts=[text], offsets=[0], top=[row])
@@ -100,7 +100,7 @@ def test_the_token_itself_comes_first() -> None:
         assert list(shown) == [text, *others]
 
 
-def test_zero_logprobs_show_the_chosen_token() -> None:
+def test_zero_logprobs_return_the_chosen_token() -> None:
     choice = WITH_LOGPROBS.choice(
         0, [delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0])], None, None
     )
@@ -108,7 +108,7 @@ def test_zero_logprobs_show_the_chosen_token() -> None:
     assert choice.logprobs.top_logprobs == [{"x": -0.5}]
 
 
-def test_tokens_as_ids() -> None:
+def test_tokens_are_returned_as_ids() -> None:
     body = CompletionBody(logprobs=1, return_tokens_as_token_ids=True)
     part = delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0], top=[[(4, "y", -0.25)]])
     choice = CompletionFormatter.of(body).choice(0, [part], None, None)
@@ -117,7 +117,7 @@ def test_tokens_as_ids() -> None:
     assert choice.logprobs.top_logprobs == [{"token_id:4": -0.25, "token_id:3": -0.5}]
 
 
-def test_token_ids_leave_the_echoed_prompt_out() -> None:
+def test_token_ids_omit_the_echoed_prompt() -> None:
     formatter = CompletionFormatter.of(CompletionBody(return_token_ids=True))
     deltas = [delta("ab", [7, 8], is_prompt=True), delta("c", [9])]
     choice = formatter.choice(0, deltas, None, types_pb2.TokenIds(ids=[7, 8]))
@@ -125,7 +125,7 @@ def test_token_ids_leave_the_echoed_prompt_out() -> None:
     assert plain(choice)["prompt_token_ids"] == [7, 8]
 
 
-def test_ids_are_shown_only_when_asked_for() -> None:
+def test_token_ids_are_returned_only_on_request() -> None:
     assert "token_ids" not in plain(WITH_LOGPROBS.choice(0, [delta("c", [9])], None, None))
 
 
@@ -138,17 +138,17 @@ def test_ids_are_shown_only_when_asked_for() -> None:
         (types_pb2.StopMatch(stop_string="\n"), "\n", "\n"),
     ],
 )
-def test_stop_reason(
+def test_stop_reason_and_matched_stop(
     match: types_pb2.StopMatch | None, reason: str | int | None, matched: str | int | None
 ) -> None:
-    """vLLM's is null where the end of sequence came, SGLang's is its id."""
+    """At the end of sequence, vLLM's stop_reason is null and SGLang's matched_stop is its id."""
     end = finished(reason=types_pb2.FINISH_REASON_STOP, match=match)
     choice = PLAIN.choice(0, [], end, None)
     assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
     assert choice.matched_stop == matched
 
 
-def test_every_reason_has_a_name() -> None:
+def test_every_finish_reason_has_a_name() -> None:
     for number in completion_pb2.ChoiceFinished.DESCRIPTOR.fields_by_name[
         "reason"
     ].enum_type.values_by_number:

@@ -1,4 +1,4 @@
-"""Each way in which a client of another server constrains the output means a grammar of ours."""
+"""Constraint fields of every server are converted to a grammar."""
 
 import json
 from typing import Any
@@ -81,20 +81,22 @@ def body_of(fields: dict[str, Any]) -> CompletionBody:
 
 
 @pytest.mark.parametrize(("fields", "param", "grammar"), CASES)
-def test_constraints(fields: dict[str, Any], param: str, grammar: GrammarSpec) -> None:
+def test_constraint_becomes_a_grammar(
+    fields: dict[str, Any], param: str, grammar: GrammarSpec
+) -> None:
     for kind in (CompletionBody, ChatBody):
         body, ignored = parse(msgspec.json.Decoder(kind), json.dumps(fields).encode())
         assert (constraint_of(body), constraint_param(body)) == (grammar, param)
         assert ignored == []
 
 
-def test_absent_ones_ask_for_nothing() -> None:
+def test_null_constraints_are_no_constraint() -> None:
     nothing = {field: None for fields, _, _ in CASES for field in fields}
     nothing |= {"structured_outputs": {"json": None, "json_object": False}}
     assert constraint_of(body_of(nothing)) is None
 
 
-def test_options_that_change_nothing_of_compact_json_are_named() -> None:
+def test_unsupported_options_are_reported_as_ignored() -> None:
     options = {"whitespace_pattern": " ?", "disable_fallback": True}
     fields = {
         "structured_outputs": {"json": SCHEMA} | options,
@@ -128,8 +130,8 @@ def test_options_that_change_nothing_of_compact_json_are_named() -> None:
             "grammar",
             "response_format and grammar exclude each other",
         ),
-        ({"structural_tag": "{"}, "structural_tag", "the text of no structural tag"),
-        ({"structural_tag": "[]"}, "structural_tag", "the text of no structural tag"),
+        ({"structural_tag": "{"}, "structural_tag", "is not a structural tag"),
+        ({"structural_tag": "[]"}, "structural_tag", "is not a structural tag"),
         (
             {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
             "response_format",
@@ -142,14 +144,14 @@ def test_options_that_change_nothing_of_compact_json_are_named() -> None:
         ),
     ],
 )
-def test_what_can_not_be_meant_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
+def test_invalid_constraints_are_refused(fields: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(ServiceError) as caught:
         constraint_of(body_of(fields))
     assert caught.value.field == param
     assert message in caught.value.message
 
 
-def test_types_are_named_by_their_path() -> None:
+def test_type_error_has_the_path_of_its_field() -> None:
     with pytest.raises(ServiceError) as caught:
         body_of({"structured_outputs": {"choice": ["a", 7]}})
     assert caught.value.field == "structured_outputs.choice[1]"

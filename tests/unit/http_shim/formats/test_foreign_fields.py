@@ -1,4 +1,4 @@
-"""A field of another server that would change the result is refused, unless it would not."""
+"""Unsupported fields of other servers are refused unless their value has no effect."""
 
 import json
 
@@ -22,15 +22,15 @@ def ignored(kind: type[GenerationBody], **fields: object) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_fields_that_change_nothing_are_taken(kind: type[GenerationBody]) -> None:
-    """They were understood, so they are not named as ignored."""
+def test_neutral_values_are_accepted(kind: type[GenerationBody]) -> None:
+    """Known fields are not reported as ignored."""
     for name, field in kind.foreign.items():
         for value in (None, *field.neutral):
             assert ignored(kind, **{name: value}) == []
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_fields_that_change_the_result_are_refused(kind: type[GenerationBody]) -> None:
+def test_values_with_an_effect_are_refused(kind: type[GenerationBody]) -> None:
     for name, field in kind.foreign.items():
         with pytest.raises(ServiceError) as caught:
             ignored(kind, **{name: "something else"})
@@ -51,23 +51,23 @@ def test_fields_that_change_the_result_are_refused(kind: type[GenerationBody]) -
         (CompletionBody, {"add_special_tokens": False}),
     ],
 )
-def test_examples(kind: type[GenerationBody], fields: dict[str, object]) -> None:
+def test_example_values_are_refused(kind: type[GenerationBody], fields: dict[str, object]) -> None:
     with pytest.raises(ServiceError) as caught:
         ignored(kind, **fields)
     assert caught.value.field == next(iter(fields))
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_the_table_holds_nothing_that_there_is(kind: type[GenerationBody]) -> None:
+def test_supported_fields_are_not_in_the_table(kind: type[GenerationBody]) -> None:
     assert not kind.foreign.keys() & set(kind.__struct_fields__)
 
 
-def test_fields_that_nobody_knows_are_named() -> None:
+def test_unknown_fields_are_reported() -> None:
     assert ignored(CompletionBody, nobody_knows=1, use_beam_search=False) == ["nobody_knows"]
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_the_document_tells_the_values_that_are_taken(kind: type[GenerationBody]) -> None:
-    told = document()["components"]["schemas"][kind.__name__]["properties"]
+def test_document_lists_the_accepted_values(kind: type[GenerationBody]) -> None:
+    documented = document()["components"]["schemas"][kind.__name__]["properties"]
     for name, field in kind.foreign.items():
-        assert told[name]["enum"] == [None, *field.neutral]
+        assert documented[name]["enum"] == [None, *field.neutral]

@@ -1,4 +1,4 @@
-"""What clients may send, and what they are told when it is wrong."""
+"""Parsing of request bodies, and the errors of invalid ones."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def read(body: bytes) -> CompletionBody:
 
 @pytest.mark.parametrize("name", _OPTIONAL)
 def test_null_means_absent(name: str) -> None:
-    """SDKs send null for what their caller left out."""
+    """SDKs send null for fields that their caller omits."""
     absent = to_complete_request(read(b'{"prompt": "x"}'))
     null = to_complete_request(read(json.dumps({"prompt": "x", name: None}).encode()))
     assert null == absent
@@ -55,7 +55,7 @@ def test_null_means_absent(name: str) -> None:
         + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}}}",
     ],
 )  # fmt: skip
-def test_broken_bodies_are_the_clients_fault(body: bytes) -> None:
+def test_malformed_body_is_an_invalid_request(body: bytes) -> None:
     with pytest.raises(ServiceError) as caught:
         read(body)
     assert http_status(caught.value.code) == 400
@@ -104,7 +104,7 @@ def test_broken_bodies_are_the_clients_fault(body: bytes) -> None:
         ("images", "data:"),
     ],
 )
-def test_wrong_types_name_their_field(field: str, value: object) -> None:
+def test_type_error_names_the_field(field: str, value: object) -> None:
     with pytest.raises(ServiceError) as caught:
         read(json.dumps({"prompt": "x", field: value}).encode())
     assert http_status(caught.value.code) == 400
@@ -120,7 +120,7 @@ def test_wrong_types_name_their_field(field: str, value: object) -> None:
         ({"7": 1, "8": "2"}, "logit_bias.8: Expected `float`, got `str`."),
     ],
 )
-def test_wrong_biases_name_their_key(biases: dict[str, object], message: str) -> None:
+def test_error_of_logit_bias_names_the_key(biases: dict[str, object], message: str) -> None:
     with pytest.raises(ServiceError) as caught:
         read(json.dumps({"prompt": "x", "logit_bias": biases}).encode())
     assert caught.value.message == message
@@ -137,7 +137,7 @@ def test_wrong_biases_name_their_key(biases: dict[str, object], message: str) ->
     ],
 )
 @pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
-def test_tools_are_blamed_by_path(
+def test_error_of_a_tool_has_its_path(
     body_type: type[CompletionBody | ChatBody], tools: list[object], param: str
 ) -> None:
     with pytest.raises(ServiceError) as caught:
@@ -145,8 +145,8 @@ def test_tools_are_blamed_by_path(
     assert caught.value.field == param
 
 
-def test_unknown_fields_are_named() -> None:
-    """A client that misspells a field learns of it."""
+def test_unknown_fields_are_reported() -> None:
+    """A client must learn that it misspelled a field."""
     _, unknown = parse(_DECODER, b'{"prompt": "x", "temprature": 1, "n": 1, "x": {}}')
     assert unknown == ["temprature", "x"]
 
@@ -177,10 +177,8 @@ def ignored(fields: dict[str, object]) -> list[str]:
          "messages[0].tool_calls[0].index"),
     ],
 )  # fmt: skip
-def test_unknown_fields_within_others_are_named_by_path(
-    fields: dict[str, object], path: str
-) -> None:
-    """What is misspelt there changes the answer as much."""
+def test_nested_unknown_fields_are_reported_by_path(fields: dict[str, object], path: str) -> None:
+    """A misspelled nested field changes the answer as much."""
     assert ignored(fields) == [path]
 
 
@@ -195,23 +193,23 @@ def test_unknown_fields_within_others_are_named_by_path(
         {"messages": [{"role": "user", "function_call": {"x": 1}}], "functions": [{"x": 1}]},
     ],
 )
-def test_what_may_hold_any_json_has_no_unknown_fields(fields: dict[str, object]) -> None:
+def test_arbitrary_json_has_no_unknown_fields(fields: dict[str, object]) -> None:
     assert ignored(fields) == []
 
 
-def test_a_message_of_an_answer_has_no_unknown_fields() -> None:
-    """Clients send it back as it is, with its nulls."""
+def test_message_of_an_answer_has_no_unknown_fields() -> None:
+    """Clients send answers back unchanged, with their nulls."""
     answered = {"role": "assistant", "content": "x", "refusal": None}
     assert ignored({"messages": [answered], "x": None}) == []
 
 
-def test_an_unknown_field_of_many_messages_hides_no_other() -> None:
-    """Only so many fit into a header."""
+def test_repeated_unknown_field_is_reported_once() -> None:
+    """Otherwise it would crowd others out of the header."""
     messages = [{"role": "user", "x": 1}] * 100 + [{"role": "user", "y": 1}]
     assert ignored({"messages": messages, "z": 1}) == ["z", "messages[0].x", "messages[100].y"]
 
 
-def test_the_last_of_equal_keys_counts() -> None:
+def test_last_of_equal_keys_applies() -> None:
     assert read(b'{"prompt": "a", "prompt": "b"}').prompt == "b"
 
 
@@ -242,8 +240,8 @@ def refusal(body: bytes) -> ServiceError | None:
 
 
 @given(st.dictionaries(st.sampled_from(CompletionBody.__struct_fields__), _json, max_size=4))
-def test_any_json_is_read_or_refused(fields: dict[str, Any]) -> None:
-    """Whatever a client sends, it gets a request or a 400 that names a field, never a 500."""
+def test_any_json_is_accepted_or_a_400_with_a_field(fields: dict[str, Any]) -> None:
+    """No body may cause a 500."""
     error = refusal(json.dumps(fields).encode())
     assert error is None or http_status(error.code) == 400
     assert error is None or re.split(r"[.\[]", error.field)[0] in CompletionBody.__struct_fields__

@@ -1,4 +1,4 @@
-"""Bodies: what they may take together, and who waits while one is decoded."""
+"""Request bodies: their memory together, and the event loop while one is decoded."""
 
 import asyncio
 import threading
@@ -16,15 +16,15 @@ SCOPE: Scope = {"type": "http", "headers": [(b"content-type", b"application/json
 
 
 def pieces(*bodies: bytes) -> Receive:
-    """A client that has sent these pieces, and sends no more unless they end the body."""
+    """Return a `receive` with these pieces; an empty piece ends the body."""
     messages: asyncio.Queue[Message] = asyncio.Queue()
     for body in bodies:
         messages.put_nowait({"type": "http.request", "body": body, "more_body": bool(body)})
     return messages.get
 
 
-async def test_a_large_body_is_decoded_while_the_event_loop_goes_on() -> None:
-    """Else all streams stand still meanwhile: this would end in the timeout."""
+async def test_event_loop_runs_while_a_large_body_is_decoded() -> None:
+    """Otherwise all streams would stall, and this test would time out."""
     begun, done = threading.Event(), threading.Event()
 
     def decode(body: bytes) -> int:
@@ -41,7 +41,7 @@ async def test_a_large_body_is_decoded_while_the_event_loop_goes_on() -> None:
     assert await reading == len(body)
 
 
-async def test_what_unfinished_bodies_take_together_is_bounded() -> None:
+async def test_memory_of_unfinished_bodies_is_bounded() -> None:
     reader = BodyReader(1024 * KIB, 1024 * KIB)
     held = [
         asyncio.ensure_future(reader.read(SCOPE, pieces(b" " * 600 * KIB), len)) for _ in range(2)
@@ -52,10 +52,10 @@ async def test_what_unfinished_bodies_take_together_is_bounded() -> None:
     assert raised.value.code is grpc.StatusCode.UNAVAILABLE
     assert raised.value.retry_seconds
     small = b" " * 60 * KIB
-    assert await reader.read(SCOPE, pieces(small, b""), len) == len(small), "small ones go on"
+    assert await reader.read(SCOPE, pieces(small, b""), len) == len(small), "small bodies must pass"
     waiting.cancel()
     await asyncio.wait([waiting])
     large = b" " * 1000 * KIB
     assert await reader.read(SCOPE, pieces(large, b""), len) == len(large), (
-        "room was not given back"
+        "memory of a cancelled body was not released"
     )

@@ -1,4 +1,4 @@
-"""What a body holds is counted before it is decoded."""
+"""Elements of a body are counted before it is decoded."""
 
 import json
 
@@ -19,12 +19,12 @@ from tokenwire.errors import ServiceError
         (b"{" + b",".join(b'"f%d":[1,2]' % i for i in range(1_002)) + b"}", "fields"),
     ],
 )
-def test_a_body_that_holds_more_than_any_request_needs_is_refused(body: bytes, what: str) -> None:
+def test_body_with_too_many_elements_is_refused(body: bytes, what: str) -> None:
     with pytest.raises(ServiceError, match=f"{what};"):
         json_limits.check_json_limits(body)
 
 
-def test_text_is_not_counted_however_it_is_written() -> None:
+def test_brackets_and_quotes_within_strings_are_not_counted() -> None:
     text = '\\"[{,:}]\\' * 200_000
     json_limits.check_json_limits(json.dumps({"prompt": text, "n": [1, 2]}).encode())
 
@@ -38,7 +38,7 @@ _JSON = st.recursive(
 
 
 def _counts(value: object) -> tuple[int, int]:
-    """Strings, and lists and objects."""
+    """Return the number of strings, and of lists and objects."""
     if isinstance(value, str):
         return 1, 0
     if not isinstance(value, list | dict):
@@ -49,7 +49,7 @@ def _counts(value: object) -> tuple[int, int]:
 
 
 @given(st.dictionaries(st.text('\\",[a', max_size=4), _JSON))
-def test_the_counts_are_those_of_the_decoded_body(body: dict[str, object]) -> None:
+def test_counts_equal_those_of_the_decoded_body(body: dict[str, object]) -> None:
     counted: dict[str, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_limits, "_require", lambda count, _, what: counted.update({what: count}))

@@ -1,4 +1,4 @@
-"""Whether x-priority and x-tenant are heeded, and what stands in their place."""
+"""Scheduling by the headers x-priority and x-tenant, or by the key and its tier."""
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -15,7 +15,7 @@ ALICE = Account("q7Xk2mPd", "alice", Tier(priority=3), 0.0)
 async def scheduled(
     *, trusts: bool, account: Account | None = None, **headers: str
 ) -> tuple[Exchange, int]:
-    """The exchange as endpoints find it, and the status where it was refused, else 0."""
+    """Return the exchange that an endpoint sees, and the status of a refusal, else 0."""
     named = [(f"x-{name}".encode(), value.encode()) for name, value in headers.items()]
     exchange = Exchange("request", 0.0, account=account)
     scope: Scope = {"type": "http", "headers": named, "exchange": exchange}
@@ -25,7 +25,7 @@ async def scheduled(
         assert exchange_of(scope) is exchange
 
     async def receive() -> Message:
-        raise AssertionError("nobody reads the body")
+        raise AssertionError("the middleware must not read the body")
 
     async def send(message: Message) -> None:
         statuses.append(message.get("status", statuses[-1]))
@@ -34,14 +34,14 @@ async def scheduled(
     return exchange, statuses[-1]
 
 
-async def test_headers_of_callers_that_are_trusted_are_heeded() -> None:
+async def test_headers_of_trusted_callers_apply() -> None:
     exchange, _ = await scheduled(trusts=True, account=ALICE, priority="-7", tenant="acme")
     assert (exchange.tenant, exchange.priority) == ("acme", -7)
     assert exchange.ignored_headers == []
 
 
-async def test_headers_of_others_are_ignored_and_named() -> None:
-    """Else whoever has a key overtakes the rest, or looks into another's prefix cache."""
+async def test_headers_of_other_callers_are_ignored_and_reported() -> None:
+    """Otherwise any key could overtake the others, or probe another tenant's prefix cache."""
     exchange, status = await scheduled(trusts=False, account=ALICE, priority="99", tenant="bob")
     assert (exchange.tenant, exchange.priority, status) == ("q7Xk2mPd", 3, 0)
     assert exchange.ignored_headers == ["x-priority", "x-tenant"]
@@ -50,7 +50,7 @@ async def test_headers_of_others_are_ignored_and_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["high", "1.5", "", "2147483648", "-2147483649", "1" * 5_000])
-async def test_a_priority_that_is_no_int32_is_refused(text: str) -> None:
+async def test_priority_outside_int32_is_refused(text: str) -> None:
     assert (await scheduled(trusts=True, priority=text))[1] == 400
 
 
@@ -64,7 +64,7 @@ async def test_a_priority_that_is_no_int32_is_refused(text: str) -> None:
         ({"trust_scheduling_headers": "never"}, False),
     ],
 )
-def test_only_callers_on_this_machine_are_trusted_unless_the_operator_says_so(
+def test_only_local_callers_without_keys_are_trusted_by_default(
     flags: dict[str, object], trusts: bool
 ) -> None:
     assert HttpShimSettings(**flags).trusts_headers is trusts  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A client that pins system_fingerprint must learn when the weights behind a name were changed."""
+"""Weight fingerprint: clients that pin system_fingerprint notice changed weights."""
 
 from pathlib import Path
 

@@ -1,55 +1,50 @@
-"""Reads a checkpoint's tensors into what the decoder computes with.
+"""Conversion of a checkpoint's tensors to the decoder's weights.
 
-Much that sets families apart ends here, because other weights give the same outputs. With x the
-residual, W and b a linear layer that reads the norm of it, V one that adds to it:
+It folds several family differences into the weights. Let x be the residual, W and b a linear layer
+that reads the norm of x, and V a linear layer whose output is added to x:
 
-- A LayerNorm is the RMSNorm of x less its mean, times a weight, plus a bias. The mean is 0 when
-  every V, and the embedding, adds nothing to it; W times the norm's bias becomes part of b.
-- A factor on what is added to x becomes part of V.
-- Heads that rotate a part of their dimensions rotate all, some by nothing: the dimensions of W are
-  put in the order in which those that turn together lie half a head apart.
+- A LayerNorm is an RMSNorm of x minus its mean, plus a bias. Subtracting the mean from each V and
+  from the embedding keeps the mean of x at 0. W times the norm's bias is added to b.
+- A factor on what is added to x is multiplied into V.
+- Partial RoPE becomes full RoPE with some angles of 0: the rows of W are reordered so that the two
+  dimensions of a pair lie half a head apart.
 
-Of what is cut for tensor parallelism it takes this rank's shard, once the parts of a weight are
-apart.
+With tensor parallelism it takes this rank's shard of each weight.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from services.engine.model import layout as stored
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.families import QkNorm
-from services.engine.model.checkpoint.mxfp4 import decode
 from services.engine.model.checkpoint.progress import LoadProgress
-from services.engine.model.checkpoint.tensors import Checkpoint, Stored
+from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor
 from services.engine.model.decoder import DecoderLayer, DecoderWeights
 from services.engine.model.feed_forward import Dense, Experts, FeedForward
-from services.engine.model.layout import Layout, Linear, Norm
+from services.engine.model.manifest import (
+    Manifest,
+    StackedExperts,
+    StoredFeedForward,
+    StoredLayer,
+    StoredLinear,
+    StoredNorm,
+)
 from services.engine.model.operators.interface import Gate, NormedProjection, Operators, Projection
 from services.engine.model.shard import WHOLE, Shard
 
-__all__ = ["Reader", "Weights"]
+__all__ = ["WeightReader"]
 
-Part: TypeAlias = tuple[Tensor, Tensor | None]
-"""A weight [outputs, inputs] and its bias"""
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """What was read: for the decoder, and for its attention."""
-
-    weights: DecoderWeights
-    sinks: tuple[Tensor, ...] | None
-    """For each layer, float32 [num_heads of the shard]"""
+WeightAndBias: TypeAlias = tuple[Tensor, Tensor | None]
+"""A weight [outputs, inputs] and its bias [outputs]"""
 
 
-class Reader:
-    """Reads one checkpoint, a layer at a time from the mapped files."""
+class WeightReader:
+    """Reader of one checkpoint, a layer at a time from the mapped files."""
 
     def __init__(
         self,
@@ -70,29 +65,29 @@ class Reader:
         self._bar = bar
         self._step_bytes = 0
 
-    def read(self, layout: Layout) -> Weights:
+    def read(self, manifest: Manifest) -> DecoderWeights:
         layers = tuple(
             self._layer(layer, rotary)
-            for layer, rotary in zip(layout.layers, self._spec.rotaries, strict=True)
+            for layer, rotary in zip(manifest.layers, self._spec.rotaries, strict=True)
         )
-        positions = None if layout.positions is None else self._embedding(layout.positions)
-        head = self._checkpoint.tensor(layout.embedding)
-        if layout.head is not None:
-            head = self._tensor(layout.head)
+        positions = None if manifest.positions is None else self._embedding(manifest.positions)
+        head = self._checkpoint.tensor(manifest.embedding)
+        if manifest.head is not None:
+            head = self._tensor(manifest.head)
         head = self._shard.rows(head)
-        output = self._projection(head, self._with_norm_bias(head, None, layout.final_norm))
-        weights = DecoderWeights(
-            embedding=self._embedding(layout.embedding),
+        output = self._projection(head, self._with_norm_bias(head, None, manifest.final_norm))
+        sinks = tuple(self._sinks(layer.sinks) for layer in manifest.layers if layer.sinks)
+        return DecoderWeights(
+            embedding=self._embedding(manifest.embedding),
             positions=positions,
             layers=layers,
-            final_norm=self._small(self._tensor(layout.final_norm.weight)),
+            final_norm=self._norm_weight(self._tensor(manifest.final_norm.weight)),
             output=self._shard.gathered(output, self._operators),
-            num_bytes=self._step_bytes,
+            sinks=sinks or None,
+            step_bytes=self._step_bytes,
         )
-        sinks = [self._sinks(layer.sinks) for layer in layout.layers if layer.sinks]
-        return Weights(weights, tuple(sinks) or None)
 
-    def _layer(self, layer: stored.Layer, rotary: RotarySpec | None) -> DecoderLayer:
+    def _layer(self, layer: StoredLayer, rotary: RotarySpec | None) -> DecoderLayer:
         qkv, query_norm, key_norm = self._qkv(layer, rotary), *self._head_norms(layer, rotary)
         if self._spec.family.qk_norm is QkNorm.ALL_HEADS:
             epsilon = self._spec.norm_epsilon
@@ -104,41 +99,44 @@ class Reader:
             qkv=qkv,
             query_norm=query_norm,
             key_norm=key_norm,
-            output=self._onto_residual(layer.output, layer.attention_post_norm),
+            output=self._residual_projection(layer.output, layer.attention_post_norm),
             feed_forward_norm=self._norm(layer.feed_forward_norm),
             feed_forward=self._feed_forward(layer),
         )
 
-    def _qkv(self, layer: stored.Layer, rotary: RotarySpec | None) -> Projection:
+    def _qkv(self, layer: StoredLayer, rotary: RotarySpec | None) -> Projection:
         spec, shard = self._spec, self._shard
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         parts = self._linear(layer.qkv, layer.attention_norm)
-        queries, *others = _apart(parts, [count * spec.head_dim for count in heads])
+        queries, *others = _split(parts, [count * spec.head_dim for count in heads])
         keys = shard.of_heads(spec.num_kv_heads)
-        cut = [_rows(queries, shard), *(_rows(part, keys) for part in others)]
-        turned = len(cut[0][0]) + len(cut[1][0])
+        local = [_rows(queries, shard), *(_rows(part, keys) for part in others)]
+        rotated = len(local[0][0]) + len(local[1][0])
 
         def joined(parts: list[Tensor]) -> Tensor:
             whole = torch.cat(parts)
-            whole[:turned] = self._in_turning_order(whole[:turned], rotary)
+            whole[:rotated] = self._to_half_split(whole[:rotated], rotary)
             return whole
 
-        biases = [bias for _, bias in cut if bias is not None]
-        weight = joined([weight for weight, _ in cut])
+        biases = [bias for _, bias in local if bias is not None]
+        weight = joined([weight for weight, _ in local])
         return self._projection(weight, joined(biases) if biases else None)
 
-    def _feed_forward(self, layer: stored.Layer) -> FeedForward:
+    def _feed_forward(self, layer: StoredLayer) -> FeedForward:
         spec, content = self._spec, layer.feed_forward
         norm, post_norm = layer.feed_forward_norm, layer.feed_forward_post_norm
-        if isinstance(content, stored.FeedForward):
+        if isinstance(content, StoredFeedForward):
             gate = self._gate(self._linear(content.gate, norm))
-            return Dense(gate, self._onto_residual(content.down, post_norm))
+            return Dense(gate, self._residual_projection(content.down, post_norm))
         assert spec.experts is not None
-        if isinstance(content.experts, stored.StackedExperts):
+        if isinstance(content.experts, StackedExperts):
             experts = tuple(self._stacked_experts(content.experts))
         else:
             experts = tuple(
-                Dense(self._gate(self._linear(expert.gate, norm)), self._addition(expert.down))
+                Dense(
+                    self._gate(self._linear(expert.gate, norm)),
+                    self._partial_projection(expert.down),
+                )
                 for expert in content.experts
             )
         ((weight, bias),) = self._linear(content.router, norm)
@@ -154,52 +152,56 @@ class Reader:
         )
         return self._shard.summed_experts(mixture)
 
-    def _stacked_experts(self, content: stored.StackedExperts) -> Iterator[Dense]:
+    def _stacked_experts(self, content: StackedExperts) -> Iterator[Dense]:
         gates, gate_biases = self._stack(content.gate), self._tensor(content.gate_bias)
         downs, down_biases = self._stack(content.down), self._tensor(content.down_bias)
         for gate, gate_bias, down, down_bias in zip(
             gates, gate_biases, downs, down_biases, strict=True
         ):
             parts = [(gate[first::2], gate_bias[first::2]) for first in range(2)]
-            cut = self._shard.columns(down)
-            yield Dense(self._gate(parts), self._projection(cut, self._shard.once(down_bias)))
+            down = self._shard.columns(down)
+            down_bias = self._shard.first_rank_only(down_bias)
+            yield Dense(self._gate(parts), self._projection(down, down_bias))
 
-    def _stack(self, content: tuple[Stored, ...]) -> Iterator[Tensor]:
-        """[outputs, inputs] of one expert after another."""
-        if not content[0].packed:
+    def _stack(self, content: tuple[StoredTensor, ...]) -> Iterator[Tensor]:
+        """Yield each expert's weight as [outputs, inputs]."""
+        if not content[0].is_raw:
             yield from self._tensor(content[0]).transpose(1, 2)
         else:
             blocks, scales = map(self._tensor, content)
-            yield from map(decode, blocks, scales)
+            yield from map(mxfp4.decode, blocks, scales)
 
-    def _gate(self, parts: list[Part]) -> Gate:
-        """Of one product or two, which may be stored in one."""
+    def _gate(self, parts: list[WeightAndBias]) -> Gate:
+        """Make a gate of one product or two, which may be stored as one."""
         activation = self._spec.activation
         products = 2 if activation.gated else 1
         outputs = sum(len(weight) for weight, _ in parts) // products
-        parts = [_rows(part, self._shard) for part in _apart(parts, [outputs] * products)]
+        parts = [_rows(part, self._shard) for part in _split(parts, [outputs] * products)]
         (gate, gate_bias), *second = parts
         up, up_bias = second[0] if second else (None, None)
         made = self._operators.gate(gate, up, gate_bias, up_bias, activation)
         self._step_bytes += made.weight_bytes
         return made
 
-    def _onto_residual(self, linear: Linear, post_norm: Norm | None) -> Projection:
-        projection = self._shard.summed(self._addition(linear), self._operators)
+    def _residual_projection(
+        self, linear: StoredLinear, post_norm: StoredNorm | None
+    ) -> Projection:
+        """Make a projection whose output, summed over the ranks, is added to the residual."""
+        projection = self._shard.summed(self._partial_projection(linear), self._operators)
         if post_norm is None:
             return projection
-        norm = self._small(self._tensor(post_norm.weight))
+        norm = self._norm_weight(self._tensor(post_norm.weight))
         return NormedProjection(projection, norm, self._spec.norm_epsilon, self._operators)
 
-    def _addition(self, linear: Linear) -> Projection:
-        """What this shard adds to the residual."""
+    def _partial_projection(self, linear: StoredLinear) -> Projection:
+        """Make this rank's summand of a projection that is added to the residual."""
         ((weight, bias),) = self._linear(linear, None)
-        bias = self._shard.once(bias)
-        added = self._added(self._shard.columns(weight))
-        return self._projection(added, None if bias is None else self._added(bias))
+        bias = self._shard.first_rank_only(bias)
+        weight = self._fold_residual(self._shard.columns(weight))
+        return self._projection(weight, None if bias is None else self._fold_residual(bias))
 
-    def _added(self, outputs: Tensor) -> Tensor:
-        """What adds to the residual, without its mean and scaled, where the family wants that."""
+    def _fold_residual(self, outputs: Tensor) -> Tensor:
+        """Fold the LayerNorm's mean and the residual scale into what is added to the residual."""
         if self._spec.family.layer_norm:
             outputs = _without_mean(outputs, 0)
         scale = self._spec.residual_scale
@@ -210,8 +212,8 @@ class Reader:
         self._step_bytes += projection.weight_bytes
         return projection
 
-    def _linear(self, linear: Linear, norm: Norm | None) -> list[Part]:
-        """Weights [outputs, inputs] and biases; that of the norm they read is part of them."""
+    def _linear(self, linear: StoredLinear, norm: StoredNorm | None) -> list[WeightAndBias]:
+        """Read weights [outputs, inputs] and biases, with the bias of `norm` folded in."""
         weights = [self._tensor(weight) for weight in linear.weights]
         if self._spec.family.transposed:
             weights = [weight.T for weight in weights]
@@ -221,69 +223,68 @@ class Reader:
         ]
 
     def _with_norm_bias(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None
+        self, weight: Tensor, bias: Tensor | None, norm: StoredNorm | None
     ) -> Tensor | None:
         if norm is None or norm.bias is None:
             return bias
         folded = weight.float() @ self._checkpoint.tensor(norm.bias).float()
         return folded if bias is None else folded + bias
 
-    def _embedding(self, table: Stored) -> Tensor:
+    def _embedding(self, table: StoredTensor) -> Tensor:
         weight = self._tensor(table)
         if self._spec.family.layer_norm:
             weight = _without_mean(weight, 1)
-        # While file and model agree on the dtype this stays a view of the mapped file: the rows a
-        # step looks up are few, and the pages are the kernel's to drop.
+        # If file and model share the dtype, this stays a view of the mapped file: a step reads few
+        # rows, and the operating system may drop the pages.
         return weight.to(self._device, self._dtype)
 
-    def _norm(self, norm: Norm | None) -> Tensor | None:
-        return None if norm is None else self._small(self._tensor(norm.weight))
+    def _norm(self, norm: StoredNorm | None) -> Tensor | None:
+        return None if norm is None else self._norm_weight(self._tensor(norm.weight))
 
     def _head_norms(
-        self, layer: stored.Layer, rotary: RotarySpec | None
+        self, layer: StoredLayer, rotary: RotarySpec | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Of queries and of keys."""
+        """Read the norms of queries and of keys."""
         shards = (WHOLE, WHOLE)
         if self._spec.family.qk_norm is QkNorm.ALL_HEADS:
             shards = (self._shard, self._shard.of_heads(self._spec.num_kv_heads))
 
-        def read(norm: Stored | None, shard: Shard) -> Tensor | None:
+        def read(norm: StoredTensor | None, shard: Shard) -> Tensor | None:
             if norm is None:
                 return None
-            return self._small(shard.rows(self._in_turning_order(self._tensor(norm), rotary)))
+            return self._norm_weight(shard.rows(self._to_half_split(self._tensor(norm), rotary)))
 
         return read(layer.query_norm, shards[0]), read(layer.key_norm, shards[1])
 
-    def _sinks(self, sinks: Stored) -> Tensor:
-        mine = self._shard.rows(self._tensor(sinks))
-        return mine.to(self._device, torch.float32, copy=True)
+    def _sinks(self, sinks: StoredTensor) -> Tensor:
+        return self._shard.rows(self._tensor(sinks)).to(self._device, torch.float32, copy=True)
 
-    def _small(self, norm: Tensor) -> Tensor:
-        """A norm's weight, copied out of the file."""
+    def _norm_weight(self, norm: Tensor) -> Tensor:
+        """Copy a norm's weight out of the file."""
         self._step_bytes += norm.numel() * self._dtype.itemsize
         weight = norm.float() + 1 if self._spec.family.norm_offset else norm
         return weight.to(self._device, self._dtype, copy=True)
 
-    def _in_turning_order(self, rows: Tensor, rotary: RotarySpec | None) -> Tensor:
-        """Each head's rows so that the first of two that turn together is half a head before."""
+    def _to_half_split(self, rows: Tensor, rotary: RotarySpec | None) -> Tensor:
+        """Reorder each head's rows so that the two of a RoPE pair lie half a head apart."""
         size = self._spec.head_dim
         if rotary is None or rotary.width == size:
             return rows
-        half, still = rotary.width // 2, (size - rotary.width) // 2
+        half, fixed = rotary.width // 2, (size - rotary.width) // 2
         first, second, *rest = torch.tensor_split(
-            torch.arange(size), (half, 2 * half, size - still)
+            torch.arange(size), (half, 2 * half, size - fixed)
         )
         order = torch.cat((first, rest[0], second, rest[1]))
         return rows.reshape(-1, size, *rows.shape[1:])[:, order].reshape(rows.shape)
 
-    def _tensor(self, stored: Stored) -> Tensor:
+    def _tensor(self, stored: StoredTensor) -> Tensor:
         tensor = self._checkpoint.tensor(stored)
         self._bar.add(tensor.nbytes)
         return tensor
 
 
-def _apart(parts: list[Part], outputs: Sequence[int]) -> list[Part]:
-    """A weight and a bias for each of `outputs`, which may be stored in one."""
+def _split(parts: list[WeightAndBias], outputs: Sequence[int]) -> list[WeightAndBias]:
+    """Split into a weight and a bias for each of `outputs`, unless stored so."""
     if len(parts) == len(outputs):
         return parts
     ((weight, bias),) = parts
@@ -291,7 +292,7 @@ def _apart(parts: list[Part], outputs: Sequence[int]) -> list[Part]:
     return list(zip(weight.split_with_sizes(outputs), biases, strict=True))
 
 
-def _rows(part: Part, shard: Shard) -> Part:
+def _rows(part: WeightAndBias, shard: Shard) -> WeightAndBias:
     weight, bias = part
     return shard.rows(weight), None if bias is None else shard.rows(bias)
 

@@ -1,0 +1,292 @@
+"""Operators on the tiled CPU kernels, with weights in bfloat16 or int8."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.engine.kernels.library import (
+    DTYPES,
+    Epilogue,
+    Format,
+    InstructionSet,
+    KeepCall,
+    Kernel,
+    LinearCall,
+    Native,
+    NormCall,
+)
+from services.engine.kernels.memory import Arena, allocate
+from services.engine.kernels.tiles import TILE, rows_at_once, to_tiles
+from services.engine.model.architecture.activation import SWIGLU, Activation
+from services.engine.model.operators.interface import Gate, Projection
+from services.engine.model.operators.native_operators import NativeOperators
+from services.engine.model.operators.recording import Recording
+from services.engine.model.operators.torch_operators import TorchGate, join
+
+__all__ = ["Int8Operators", "Packed", "TiledOperators"]
+
+_TILE_OUTPUTS = 16
+"""Outputs in a tile of weights"""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Weights packed into tiles."""
+
+    format: Format
+    tiles: Tensor
+    scales: Tensor | None = None
+    """Factors on int8 weights, float32, one per packed column; None: other formats"""
+
+
+class TiledOperators(NativeOperators):
+    """bfloat16 on AMX or AVX-512 BF16, with weights packed into tiles.
+
+    Inputs of products, which are outputs of norms and gates, are in tiles too. Without AMX, weights
+    are compressed without loss to 12.5 bits and decoded as they are read.
+    """
+
+    def __init__(self, native: Native) -> None:
+        super().__init__(native, torch.bfloat16)
+        self.native = native
+        self.arena = Arena()
+        self._compresses = native.instruction_set() != InstructionSet.AMX
+        self.rows_at_once = rows_at_once()
+        # torch multiplies nothing here, so its threads stay idle and don't compete with the pool.
+        native.use_pool(torch.get_num_threads())
+
+    def empty(self, rows: int, width: int) -> Tensor:
+        return super().empty(_round_up(rows, TILE), width)[:rows]
+
+    def temporary(self, rows: int, width: int) -> Tensor:
+        return super().temporary(_round_up(rows, TILE), width)[:rows]
+
+    def arrange(self, rows: Tensor, out: Tensor) -> None:
+        _whole_tiles(out).copy_(to_tiles(rows))
+
+    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
+        gathered = self.temporary(len(index), rows.shape[1])
+        place = torch.arange(len(index))
+        # Blocks are [rows / 32, width / 32, 32, 32]: a row is one line of each block in its strip.
+        sources, targets = (_blocks(_whole_tiles(tensor)) for tensor in (rows, gathered))
+        targets[place // TILE, :, place % TILE] = sources[index // TILE, :, index % TILE]
+        return gathered
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        call = NormCall(
+            rows.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows.shape[0],
+            rows.shape[1],
+            epsilon,
+        )
+        self.native.run(Kernel.NORM, call)
+
+    def keep(self, rows: Tensor, kept: Tensor | None) -> None:
+        call = KeepCall(
+            rows.data_ptr(),
+            None if kept is None else kept.data_ptr(),
+            0 if kept is None else len(kept),
+            rows.stride(0) * rows.element_size(),
+            rows.shape[1:].numel() * rows.element_size(),
+        )
+        self.native.run(Kernel.KEEP, call)
+
+    def recording(self) -> Recording:
+        return Recording(self.native)
+
+    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        return self.packed_projection(self.pack((weight,)), weight.shape, bias)
+
+    def packed_projection(
+        self, packed: Packed, shape: tuple[int, ...], bias: Tensor | None
+    ) -> Projection:
+        """Make a projection of a packed weight whose `shape` is [outputs, inputs]."""
+        outputs, inputs = shape
+        padded = None
+        if bias is not None:
+            padded = torch.zeros(_round_up(outputs, 2 * _TILE_OUTPUTS), dtype=torch.float32)
+            padded[:outputs] = bias
+        return _TiledProjection(self.native, _PackedWeight(packed, padded, inputs, outputs))
+
+    def gate(
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
+    ) -> Gate:
+        if up is None or not activation.is_swiglu:
+            product = self.projection(*join(gate, up, gate_bias, up_bias))
+            return TorchGate(product, 1 if up is None else 2, activation, self)
+        outputs, inputs = gate.shape
+        packed = self.pack((gate, up))
+        interleaved = None
+        if gate_bias is not None and up_bias is not None:
+            both = torch.zeros(2, _round_up(outputs, _TILE_OUTPUTS), dtype=torch.float32)
+            both[0, :outputs], both[1, :outputs] = gate_bias, up_bias
+            interleaved = both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
+        return _TiledGate(self.native, _PackedWeight(packed, interleaved, inputs, 2 * outputs))
+
+    def pack(self, weights: tuple[Tensor, ...]) -> Packed:
+        """Pack weights of one shape with their tiles interleaved."""
+        elements = self.packed_elements(weights)
+        if not self._compresses:
+            packed = self.arena.take(elements, torch.bfloat16)
+            self._pack_into(packed, weights)
+            return Packed(Format.PACKED, packed)
+        packed = allocate((elements,), torch.bfloat16)
+        self._pack_into(packed, weights)
+        compressed = self._compressed(packed)
+        if compressed is None:
+            return Packed(Format.PACKED, self.arena.copy(packed))
+        return Packed(Format.CODED, self.arena.copy(compressed))
+
+    def _compressed(self, packed: Tensor) -> Tensor | None:
+        """Return compressed weights, or None if decoding would be slower than reading `packed`."""
+        num_bytes = _compressed_bytes(packed.numel())
+        while True:
+            coded = allocate((num_bytes,), torch.uint8)
+            needed = self.native.code(
+                packed.data_ptr(), packed.numel(), coded.data_ptr(), num_bytes
+            )
+            if needed <= num_bytes:
+                return coded if needed > 0 else None
+            num_bytes = needed
+
+    def _pack_into(self, packed: Tensor, weights: tuple[Tensor, ...]) -> None:
+        outputs, inputs = weights[0].shape
+        for first, weight in enumerate(weights):
+            weight = weight.contiguous()
+            self.native.pack(
+                DTYPES[weight.dtype],
+                weight.data_ptr(),
+                packed.data_ptr(),
+                outputs,
+                inputs,
+                first,
+                len(weights),
+            )
+
+    def packed_elements(self, weights: tuple[Tensor, ...]) -> int:
+        """Return the elements that `pack` fills, padding included."""
+        outputs, inputs = weights[0].shape
+        columns = len(weights) * _round_up(outputs, _TILE_OUTPUTS)
+        return self.native.packed_elements(columns, inputs)
+
+
+class Int8Operators(TiledOperators):
+    """TiledOperators with weights rounded to int8, with a scale per output: half the bytes to read.
+
+    The kernels widen weights to bfloat16, which holds every int8, so activations and sums are as
+    exact as with bfloat16 weights.
+    """
+
+    def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        return self.packed_projection(super().pack((weight,)), weight.shape, bias)
+
+    def pack(self, weights: tuple[Tensor, ...]) -> Packed:
+        outputs, inputs = weights[0].shape
+        elements = self.packed_elements(weights)
+        tiles = self.arena.take(elements, torch.int8)
+        scales = torch.zeros(elements // inputs, dtype=torch.float32)
+        for first, weight in enumerate(weights):
+            weight = weight.contiguous()
+            self.native.pack_int8(
+                DTYPES[weight.dtype],
+                weight.data_ptr(),
+                tiles.data_ptr(),
+                scales.data_ptr(),
+                outputs,
+                inputs,
+                first,
+                len(weights),
+            )
+        return Packed(Format.INT8, tiles, scales)
+
+
+class _PackedWeight:
+    """A packed weight and the reused call that multiplies by it."""
+
+    def __init__(self, packed: Packed, bias: Tensor | None, inputs: int, outputs: int) -> None:
+        self._packed = packed  # keeps the memory that `call` points to
+        self._bias = bias
+        self.call = LinearCall(
+            packed=packed.tiles.data_ptr(),
+            scales=None if packed.scales is None else packed.scales.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            inputs=inputs,
+            outputs=outputs,
+            format=packed.format,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        scales = self._packed.scales
+        return self._packed.tiles.nbytes + (0 if scales is None else scales.nbytes)
+
+    def multiply(self, native: Native, rows: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+        call = self.call
+        call.rows = rows.data_ptr()
+        call.out = out.data_ptr()
+        call.num_rows = rows.shape[0]
+        call.epilogue = epilogue
+        native.run(Kernel.LINEAR, call)
+
+
+class _TiledProjection(Projection):
+    has_argmax = True
+
+    def __init__(self, native: Native, weight: _PackedWeight) -> None:
+        self._native = native
+        self._weight = weight
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight.num_bytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        exact = out.dtype == torch.float32
+        epilogue = Epilogue.STORE_FLOAT32 if exact else Epilogue.STORE
+        self._weight.multiply(self._native, rows, out, epilogue)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        self._weight.multiply(self._native, rows, out, Epilogue.ADD)
+
+    def argmax(self, rows: Tensor, out: Tensor) -> None:
+        self._weight.multiply(self._native, rows, out, Epilogue.ARGMAX)
+
+
+class _TiledGate(Gate):
+    def __init__(self, native: Native, weight: _PackedWeight) -> None:
+        self._native = native
+        self._weight = weight
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight.num_bytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self._weight.multiply(self._native, rows, out, Epilogue.GATE)
+
+
+def _compressed_bytes(elements: int) -> int:
+    """Return the bytes of compressed weights, rare exceptions not counted (src/coded.h)."""
+    return elements * 25 // 16
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _whole_tiles(rows: Tensor) -> Tensor:
+    """View all that `empty` and `temporary` allocated for `rows`: whole blocks of 32 rows."""
+    count, width = rows.shape
+    return rows.as_strided((_round_up(count, TILE), width), (width, 1))
+
+
+def _blocks(tiles: Tensor) -> Tensor:
+    return tiles.view(-1, tiles.shape[1] // TILE, TILE, TILE)

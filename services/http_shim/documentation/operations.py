@@ -1,0 +1,236 @@
+"""Operations of the API: path, body, answer and errors of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+
+from services.http_shim.endpoints.multi_completion import MultiAnswer
+from services.http_shim.endpoints.probes import State, Version
+from services.http_shim.endpoints.tokenization import (
+    AppliedTemplate,
+    Detokenized,
+    Tokenized,
+    TokenizerInfo,
+)
+from services.http_shim.formats.chat_responses import ChatChoice, ChatChunkChoice
+from services.http_shim.formats.completion_responses import Choice
+from services.http_shim.formats.model_cards import ModelCard, ModelList
+from services.http_shim.formats.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    MultiCompletionBody,
+    TemplateBody,
+    TokenizeBody,
+)
+from services.http_shim.formats.responses import AnswerHead, PromptLogprobs, Usage
+
+__all__ = ["OPERATIONS", "Operation"]
+
+Json = dict[str, Any]
+
+
+class Completion(AnswerHead):
+    """The answer of /v1/completions; a chunk of its stream has one choice at most."""
+
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class ChatCompletion(AnswerHead):
+    """The answer of /v1/chat/completions."""
+
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(AnswerHead):
+    """A chunk of a streamed chat, with one choice at most."""
+
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A method of a path."""
+
+    method: str
+    path: str
+    name: str
+    """operationId"""
+    summary: str
+    body: type[Struct] | None = None
+    required: Sequence[str] = ()
+    """Required fields of the body"""
+    answer: type[Struct] | None = None
+    media: Sequence[str] = ("application/json",)
+    """Media types of the answer; any but JSON is text"""
+    chunk: type[Struct] | None = None
+    """Data of a stream's events"""
+    errors: Sequence[int] = ()
+    """HTTP statuses of errors"""
+    parameters: Sequence[Json] = ()
+    example: Json | None = None
+    """Example of a body"""
+    counts_tokens: bool = False
+    needs_key: bool = True
+
+
+_SCHEDULING: Sequence[Json] = [
+    {
+        "name": "x-priority",
+        "in": "header",
+        "description": "Priority, higher first. Ignored unless the server trusts its callers.",
+        "schema": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1, "default": 0},
+    },
+    {
+        "name": "x-tenant",
+        "in": "header",
+        "description": "Tenant whose prefix cache is used. Ignored unless the server trusts its "
+        "callers.",
+        "schema": {"type": "string"},
+    },
+]
+_post = partial(
+    Operation,
+    method="post",
+    errors=(400, 401, 403, 404, 408, 413, 429, 431, 499, 500, 501, 503, 504),
+)
+_generate = partial(_post, counts_tokens=True, parameters=_SCHEDULING)
+_get = partial(Operation, method="get")
+_probe = partial(_get, needs_key=False)
+
+
+def _with_unversioned(operation: Operation) -> Sequence[Operation]:
+    path, name = operation.path.removeprefix("/v1"), f"{operation.name}Unversioned"
+    return operation, replace(operation, path=path, name=name)
+
+
+OPERATIONS: Sequence[Operation] = (
+    *_with_unversioned(
+        _generate(
+            path="/v1/completions",
+            name="createCompletion",
+            summary="Complete prompts.",
+            body=CompletionBody,
+            required=("prompt",),
+            answer=Completion,
+            chunk=Completion,
+            example={
+                "model": "default",
+                "prompt": "def add(a, b):",
+                "max_tokens": 32,
+                "temperature": 0,
+            },
+        )
+    ),
+    *_with_unversioned(
+        _generate(
+            path="/v1/chat/completions",
+            name="createChatCompletion",
+            summary="Continue a conversation.",
+            body=ChatBody,
+            required=("messages",),
+            answer=ChatCompletion,
+            chunk=ChatCompletionChunk,
+            example={
+                "model": "default",
+                "messages": [{"role": "user", "content": "What is a mutex?"}],
+                "max_tokens": 100,
+            },
+        )
+    ),
+    _generate(
+        path="/v1/completion",
+        name="createMultiModelCompletion",
+        summary="Complete a prompt with one or several models at once.",
+        body=MultiCompletionBody,
+        required=("model", "prompt"),
+        answer=MultiAnswer,
+        example={"model": ["default"], "prompt": "Once upon a time", "max_tokens": 50},
+    ),
+    _get(
+        path="/v1/models",
+        name="listModels",
+        summary="List the models.",
+        answer=ModelList,
+        errors=(401, 503),
+    ),
+    _get(
+        path="/v1/models/{model}",
+        name="retrieveModel",
+        summary="Describe a model, by its id, an alias, or id:variant. Ids may contain slashes.",
+        answer=ModelCard,
+        errors=(401, 404, 503),
+        parameters=[
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ],
+    ),
+    _post(
+        path="/tokenize",
+        name="tokenize",
+        summary="Encode text or messages to token ids.",
+        body=TokenizeBody,
+        answer=Tokenized,
+        example={"prompt": "def add(a, b):", "return_token_strs": True},
+    ),
+    _post(
+        path="/detokenize",
+        name="detokenize",
+        summary="Decode token ids to text.",
+        body=DetokenizeBody,
+        required=("tokens",),
+        answer=Detokenized,
+        example={"tokens": [1, 2, 3]},
+    ),
+    _post(
+        path="/apply-template",
+        name="applyTemplate",
+        summary="Render messages to the text of their prompt.",
+        body=TemplateBody,
+        required=("messages",),
+        answer=AppliedTemplate,
+        example={"messages": [{"role": "user", "content": "What is a mutex?"}]},
+    ),
+    _get(
+        path="/tokenizer_info",
+        name="getTokenizerInfo",
+        summary="Describe the tokenizer: special tokens, chat template, vocabulary size.",
+        answer=TokenizerInfo,
+        errors=(400, 401, 403, 404, 503),
+        parameters=[{"name": "model", "in": "query", "schema": {"type": "string"}}],
+    ),
+    _probe(path="/openapi.json", name="getOpenapi", summary="Return this document."),
+    _probe(
+        path="/health",
+        name="getHealth",
+        summary="Report that the process is alive.",
+        answer=State,
+    ),
+    _probe(
+        path="/ready",
+        name="getReady",
+        summary="Report whether the server accepts completions.",
+        answer=State,
+        errors=(503,),
+    ),
+    _probe(
+        path="/metrics",
+        name="getMetrics",
+        summary="Return the metrics in Prometheus' text format.",
+        media=("text/plain",),
+    ),
+    _probe(
+        path="/version",
+        name="getVersion",
+        summary="Return the version of the server.",
+        answer=Version,
+    ),
+)
