@@ -17,7 +17,7 @@ ALLOWED_HOSTS ?=
 LOG_DIR ?=
 
 PYTHON ?= python3
-AGAINST ?= .git\#branch=main
+AGAINST ?= main
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 BENCH_CACHE ?= $(HOME)/.cache/tokenwire-bench
@@ -27,7 +27,7 @@ COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(shell find protos services/engine/kernels/src -type f)
 
-.PHONY: help serve test lint breaking bench images clean
+.PHONY: help serve test coverage lint breaking bench images clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,14 +45,25 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 test: .venv/.dev ## Run the tests (without those of containers)
 	$(BIN)/pytest -q tests $(PYTEST_ARGS)
 
-lint: .venv/.dev ## Run ruff, mypy --strict, buf lint
+coverage: .venv/.dev ## Run the tests slowly, and print the share of lines that they reach
+	$(BIN)/pytest -q tests --cov --cov-report=term $(PYTEST_ARGS)
+
+lint: .venv/.dev build/googleapis ## Run ruff, mypy --strict, buf lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/buf lint
 
-breaking: .venv/.dev ## Compare the protos with another state of the repository: AGAINST=.git#branch=main
-	$(BIN)/buf breaking --against "$(AGAINST)"
+breaking: .venv/.dev build/googleapis ## Compare the protos with those of another commit: AGAINST=main
+	rm -rf build/against && mkdir -p build/against/build
+	git archive "$(AGAINST)" protos/tokenwire | tar -x -C build/against
+	cp buf.yaml build/against && cp -R build/googleapis build/against/build
+	$(BIN)/buf breaking protos --against build/against/protos
+
+# Google's protos, which ours import, for buf
+build/googleapis: .venv/.dev
+	@rm -rf $@ && mkdir -p $@/google/rpc
+	@cp "$$($(BIN)/python -c 'from google import rpc; print(*rpc.__path__)')"/*.proto $@/google/rpc
 
 bench: .venv/.dev $(BENCH_CACHE)/models/bench-15m/model.safetensors ## Benchmark briefly against the installed peers: PEERS=vllm, BENCH_ARGS=…
 	$(BIN)/python -m benchmarks.run --model $(BENCH_CACHE)/models/bench-15m --cache $(BENCH_CACHE) \

@@ -18,41 +18,22 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.tables import markdown
-from services.engine.batch.step_batch import StepBatch
-from services.engine.model.attention import KVCache
-from services.engine.model.decoder import Decoder
-from services.engine.model.loader import load_model
+from services.engine.engine import Engine
+from services.engine.settings import EngineSettings
 
 KINDS = (("float32", "full"), ("bfloat16", "full"), ("bfloat16", "int8"))
+KV_MEMORY = "64MiB"
+"""Of each engine; its own KV cache is not used"""
 
 
-def texts(model: Path, length: int, number: int) -> Iterator[Tensor]:
+def texts(model: Path, length: int, number: int) -> Iterator[list[int]]:
     """The first `length` tokens of each of `number` files that are that long."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         ids = tokenizer.encode(file.read_text(errors="replace")).ids
         if len(ids) >= length and number > 0:
             number -= 1
-            yield torch.tensor(ids[:length])
-
-
-def log_probabilities(decoder: Decoder, cache: KVCache, ids: Tensor) -> Tensor:
-    """float32 [tokens, vocabulary], computed as one prompt."""
-    count = len(ids)
-    positions = torch.arange(count)
-    blocks = -(-count // cache.block_size)
-    batch = StepBatch(
-        token_ids=ids,
-        positions=positions,
-        slots=positions,
-        query_starts=torch.tensor([0, count], dtype=torch.int32),
-        context_lengths=torch.tensor([count], dtype=torch.int32),
-        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
-        num_decodes=0,
-        query_lengths_host=(count,),
-        context_lengths_host=(count,),
-    )
-    return decoder.logits(decoder.forward(batch, cache)).log_softmax(-1)
+            yield ids[:length]
 
 
 def main() -> None:
@@ -65,21 +46,22 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of each text")
     parser.add_argument("--texts", type=int, default=24)
     arguments = parser.parse_args()
-    decoders = [
-        load_model(arguments.model, getattr(torch, dtype), weights=weights)
+    engines = [
+        Engine(
+            arguments.model,
+            EngineSettings(dtype=dtype, weights=weights, device="cpu", kv_memory=KV_MEMORY),
+        )
         for dtype, weights in KINDS
-    ]
-    caches = [
-        decoder.allocate_cache(-(-arguments.length // decoder.block_size)) for decoder in decoders
     ]
     losses: list[list[float]] = [[] for _ in KINDS]
     divergences: list[list[Tensor]] = [[] for _ in KINDS]
     agreements: list[list[float]] = [[] for _ in KINDS]
     for ids in texts(arguments.model, arguments.length, arguments.texts):
-        exact = log_probabilities(decoders[0], caches[0], ids)
-        for index, (decoder, cache) in enumerate(zip(decoders, caches, strict=True)):
-            found = log_probabilities(decoder, cache, ids)
-            losses[index].append(-found[:-1].gather(1, ids[1:, None]).mean().item())
+        exact = engines[0].log_probabilities(ids)
+        following = torch.tensor(ids[1:])[:, None]
+        for index, engine in enumerate(engines):
+            found = engine.log_probabilities(ids)
+            losses[index].append(-found[:-1].gather(1, following).mean().item())
             divergences[index].append((exact.exp() * (exact - found)).sum(-1))
             agreements[index].append((found.argmax(-1) == exact.argmax(-1)).float().mean().item())
     rows = [["computed in", "weights", "perplexity", "KL, mean", "KL, max", "same best token"]]

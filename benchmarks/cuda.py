@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import CACHE
-from benchmarks.engine import Engine
+from benchmarks.engine import MeasuredEngine
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.roofline import ByteFloor
 from benchmarks.tables import markdown
@@ -142,19 +142,24 @@ def make(name: str, out: Path) -> Path:
 def measure_accuracy(path: Path) -> Accuracy:
     prompts = [_prompt(length) for length in SCORED_PROMPTS]
     tokens = 2 * sum(SCORED_PROMPTS) + 4096
-    on_gpu = Engine(path, "bfloat16", tokens, device="cuda")
-    prompt_scores = [on_gpu.score(prompt) for prompt in prompts]
-    on_gpu.forget()
-    generated = [on_gpu.complete_scored(prompt, SCORED_OUTPUT) for prompt in prompts]
-    del on_gpu
+    with MeasuredEngine(path, "bfloat16", tokens, device="cuda") as on_gpu:
+        prompt_scores = [_score(on_gpu, prompt) for prompt in prompts]
+        on_gpu.flush_cache()
+        generated = [
+            on_gpu.generate(
+                prompt, max_tokens=SCORED_OUTPUT, temperature=0, ignore_eos=True, logprobs=0
+            )
+            for prompt in prompts
+        ]
     _free()
-    exact = Engine(path, "float32", tokens)
     in_prompts: list[float] = []
     in_decodes: list[float] = []
-    for prompt, scores, (ids, found) in zip(prompts, prompt_scores, generated, strict=True):
-        known = exact.score([*prompt, *ids])
-        in_prompts += [abs(a - b) for a, b in zip(scores, known, strict=False)]
-        in_decodes += [abs(a - b) for a, b in zip(found, known[-len(ids) :], strict=True)]
+    with MeasuredEngine(path, "float32", tokens) as exact:
+        for prompt, scores, answer in zip(prompts, prompt_scores, generated, strict=True):
+            known = _score(exact, [*prompt, *answer.token_ids])
+            found = [score.logprob for score in answer.scores]
+            in_prompts += [abs(a - b) for a, b in zip(scores, known, strict=False)]
+            in_decodes += [abs(a - b) for a, b in zip(found, known[-len(found) :], strict=True)]
     return Accuracy(
         prompt_mean=statistics.fmean(in_prompts),
         prompt_most=max(in_prompts),
@@ -163,11 +168,11 @@ def measure_accuracy(path: Path) -> Accuracy:
     )
 
 
-def measure_tokenwire(engine: Engine, streams: int) -> float:
+def measure_tokenwire(engine: MeasuredEngine, streams: int) -> float:
     """The first run captures the graphs."""
     rate = 0.0
     for _ in range(2):
-        engine.forget()
+        engine.flush_cache()
         tokens, seconds = engine.complete(_prompts(streams), streams, OUTPUT)
         rate = tokens / seconds
     return rate
@@ -193,7 +198,7 @@ def measure_transformers(path: Path, streams: Sequence[int]) -> dict[int, float 
     return found
 
 
-def measure_one_stream(engine: Engine, bandwidth: float) -> OneStream:
+def measure_one_stream(engine: MeasuredEngine, bandwidth: float) -> OneStream:
     floor = ByteFloor(engine.weight_bytes, engine.kv_bytes_per_token, bandwidth)
     with engine.decoding(1, FLOOR_CONTEXT, FLOOR_STEPS + PROFILED_STEPS + 16) as step:
         for _ in range(8):
@@ -238,11 +243,11 @@ def measure_bandwidth(size: int = 4 << 30) -> float:
 
 def measure(name: str, path: Path, streams: Sequence[int], bandwidth: float) -> Model:
     accuracy = measure_accuracy(path) if name == "1b" else None
-    engine = Engine(path, "bfloat16", max(streams) * (PROMPT + OUTPUT + 64), device="cuda")
-    one_stream = measure_one_stream(engine, bandwidth)
-    rates = {count: measure_tokenwire(engine, count) for count in streams}
-    weight_bytes = engine.weight_bytes
-    del engine
+    room = max(streams) * (PROMPT + OUTPUT + 64)
+    with MeasuredEngine(path, "bfloat16", room, device="cuda") as engine:
+        one_stream = measure_one_stream(engine, bandwidth)
+        rates = {count: measure_tokenwire(engine, count) for count in streams}
+        weight_bytes = engine.weight_bytes
     _free()
     theirs = measure_transformers(path, streams)
     _free()
@@ -276,6 +281,12 @@ def describe(report: CudaReport) -> str:
             )
     about = f"{report.gpu}, torch {report.torch}, {report.bandwidth / 1e12:.2f} TB/s copied"
     return "\n\n".join([about, markdown(rows), *notes])
+
+
+def _score(engine: MeasuredEngine, prompt: Sequence[int]) -> list[float]:
+    """The log-probability of each token of a prompt but the first."""
+    scores = engine.generate(prompt, max_tokens=0, prompt_logprobs=0).prompt_scores
+    return [score.logprob for score in scores]
 
 
 def _prompt(length: int) -> list[int]:

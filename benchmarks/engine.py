@@ -1,6 +1,6 @@
 """The engine's step loop in this process, without gRPC: as fast as a stack of services can get.
 
-Call `limit_thread_spinning` before importing this module: torch reads OpenMP's settings on import.
+Imports torch, which reads OpenMP's settings when it is imported: call `set_thread_waiting` before.
 """
 
 from __future__ import annotations
@@ -21,38 +21,22 @@ import torch
 from benchmarks.prompts import Prompts
 from benchmarks.scenarios import ClosedLoop, Workload
 from services.engine.batch.step_batch import StepBatch
-from services.engine.execution.model_runner import ModelRunner, StepCapacity
+from services.engine.engine import Engine
 from services.engine.kernels.library import Kernel, OperationCall
-from services.engine.loop import step_loop
-from services.engine.loop.request_table import LoopLimits
-from services.engine.loop.step_loop import StepLoop
-from services.engine.messages import (
-    AddRequest,
-    CancelRequest,
-    CheckedRequest,
-    FlushCache,
-    Output,
-    Refused,
-    RequestDone,
-    SamplingSettings,
-    ScoredPrompt,
-    StoppingSettings,
-    Token,
-)
+from services.engine.loop import step_sampler
+from services.engine.messages import RequestDone, Token
 from services.engine.model.attention import AttentionBackend, KVCache
-from services.engine.model.loader import load_model, resolve_dtype
+from services.engine.model.loader import load_spec, resolve_dtype
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.operators.recording import Recording
 from services.engine.sampling.sampler import sample
-from services.engine.scheduling.block_pool import BlockPool, hash_block
-from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.step_plan import SchedulerLimits
+from services.engine.scheduling.block_pool import hash_block
 from services.engine.settings import EngineSettings
 
-__all__ = ["Engine", "Stopwatch"]
+__all__ = ["MeasuredEngine", "Stopwatch"]
 
-_SALT = b"benchmark"
-
+_PART_OF_A_BLOCK = 256
+"""Tokens by which the KV cache may be cut to whole blocks"""
 _PARTS = {
     Kernel.NORM: "norm, rotation",
     Kernel.LINEAR: "linear",
@@ -65,11 +49,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class Engine:
-    """A model and its step loop, with the engine's own default limits.
-
-    `tokens` is what the KV cache has to hold.
-    """
+class MeasuredEngine(Engine):
+    """An engine in this process, with the default limits of the service and loads to measure."""
 
     def __init__(
         self,
@@ -80,46 +61,27 @@ class Engine:
         weights: str = "full",
         device: str = "cpu",
     ) -> None:
-        torch.set_grad_enabled(False)
-        settings = EngineSettings()
-        decoder = load_model(
-            model, resolve_dtype(dtype), device=torch.device(device), weights=weights
+        """tokens: what the KV cache has to hold."""
+        per_token = KVCache.bytes_per_block(load_spec(model), 1, resolve_dtype(dtype))
+        settings = EngineSettings(
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            speculate="ngram" if speculate else "off",
+            kv_memory=str((tokens + _PART_OF_A_BLOCK) * per_token),
         )
-        decoder.reserve(settings.max_step_tokens + settings.max_running, settings.max_running)
-        self._block_size = decoder.block_size
-        num_blocks = -(-tokens // self._block_size)
-        cache = decoder.allocate_cache(num_blocks + 1)
-        for tensor in (*cache.keys, *cache.values):
-            tensor.fill_(0.01)  # memory that was never written is all one page, read from cache
-        limits = SchedulerLimits(
-            max_running=settings.max_running,
-            max_step_tokens=settings.max_step_tokens,
-            mixed_step_factor=settings.mixed_step_factor,
-            block_size=self._block_size,
-            rows_at_once=decoder.rows_at_once,
-            speculate=speculate,
-        )
-        self._pool = BlockPool(num_blocks)
-        room = StepCapacity(
-            settings.max_step_tokens + settings.max_running,
-            settings.max_running,
-            -(-decoder.spec.context_length // self._block_size),
-        )
-        self._loop = StepLoop(
-            Scheduler(limits, self._pool),
-            ModelRunner(decoder, cache, room if decoder.is_capturable else None),
-            LoopLimits(frozenset(), settings.max_waiting),
-            overlaps=device != "cpu",
-        )
-        self._context_length = decoder.spec.context_length
-        self._ids = range(decoder.spec.vocab_size // 16, 15 * decoder.spec.vocab_size // 16)
+        super().__init__(model, settings)
+        size = self.model.vocabulary_size
+        self._ids = range(size // 16, 15 * size // 16)
         self._random = random.Random(0)
-        self._handles = 0
-        self.weight_bytes = decoder.weight_bytes
-        self.kv_bytes_per_token = (
-            KVCache.bytes_per_block(decoder.spec, self._block_size, decoder.dtype)
-            // self._block_size
-        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.model.kv_bytes // (self.model.total_blocks * self.model.block_size)
 
     def serve(self, workload: Workload, prompts: Prompts) -> tuple[int, float]:
         """Run a closed loop to its end. Output tokens, and the seconds that they took."""
@@ -143,7 +105,7 @@ class Engine:
             self._add(prompt, output, temperature)
             unfinished += 1
         while unfinished:
-            for event in self._step():
+            for event in self.step():
                 if isinstance(event, Token):
                     tokens += 1
                 elif isinstance(event, RequestDone):
@@ -153,38 +115,11 @@ class Engine:
                         unfinished += 1
         return tokens, time.perf_counter() - began
 
-    def complete_scored(self, prompt: Sequence[int], output: int) -> tuple[list[int], list[float]]:
-        """The likeliest continuation, and the log-probability of each of its tokens."""
-        self._add(prompt, output, logprobs=0)
-        tokens: list[Token] = []
-        done = False
-        while not done:
-            outputs = self._step()
-            tokens += [output for output in outputs if isinstance(output, Token)]
-            done = any(isinstance(output, RequestDone) for output in outputs)
-        return [t.id for t in tokens], [t.score.logprob for t in tokens if t.score is not None]
-
-    def score(self, prompt: Sequence[int]) -> list[float]:
-        """The log-probability of each token of a prompt but the first."""
-        self._add(prompt, 0, prompt_logprobs=0)
-        scores: list[float] = []
-        done = False
-        while not done:
-            outputs = self._step()
-            scored = [output for output in outputs if isinstance(output, ScoredPrompt)]
-            scores += [score.logprob for output in scored for score in output.scores]
-            done = any(isinstance(output, RequestDone) for output in outputs)
-        return scores
-
-    def forget(self) -> None:
-        """Empty the prefix cache."""
-        self._loop.apply([FlushCache()])
-
     def prefill(self, length: int) -> float:
         """Seconds from a new prompt of `length` tokens to its first token, nothing else running."""
         self._add(self._random.choices(self._ids, k=length), 1)
         began = time.perf_counter()
-        while not any(isinstance(output, RequestDone) for output in self._step()):
+        while not any(isinstance(output, RequestDone) for output in self.step()):
             pass
         return time.perf_counter() - began
 
@@ -195,64 +130,41 @@ class Engine:
         Gives a function that runs one step and returns its seconds.
         """
         # whole blocks, so that one token of each sequence is left to compute
-        cached = context // self._block_size * self._block_size
+        size = self.model.block_size
+        cached = context // size * size
         prompts = [self._random.choices(self._ids, k=cached + 1) for _ in range(batch)]
         for prompt in prompts:
             self._remember(prompt)
         waiting = {self._add(prompt, most + batch) for prompt in prompts}
         handles = list(waiting)
         while waiting:
-            waiting -= {output.handle for output in self._step() if isinstance(output, Token)}
+            waiting -= {output.handle for output in self.step() if isinstance(output, Token)}
 
         def step() -> float:
             began = time.perf_counter()
-            self._step()
+            self.step()
             return time.perf_counter() - began
 
         yield step
-        self._loop.apply([CancelRequest(handle) for handle in handles])
-        self._step()
+        self.cancel(handles)
+        self.step()
 
-    def _step(self) -> Sequence[Output]:
-        outputs = self._loop.step(list).outputs
-        for output in outputs:
-            if isinstance(output, Refused):
-                raise RuntimeError(f"the engine refused a request: {output.message}")
-        return outputs
-
-    def _add(
-        self,
-        prompt: Sequence[int],
-        output: int,
-        temperature: float = 0.0,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-    ) -> int:
-        self._handles += 1
-        checked = CheckedRequest(
-            prompts=[prompt],
-            n=1,
-            sampling=SamplingSettings(temperature, top_p=1.0, top_k=0, min_p=0.0, seed=0),
-            stopping=StoppingSettings(output, 0, True, self._context_length, frozenset()),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            resume=(),
-            constrained=False,
+    def _add(self, prompt: Sequence[int], output: int, temperature: float = 0.0) -> int:
+        return self.submit(
+            prompt, max_tokens=output, temperature=temperature, seed=0, ignore_eos=True
         )
-        arrival = time.monotonic()
-        self._loop.apply([AddRequest(self._handles, checked, None, _SALT, 0, arrival)])
-        return self._handles
 
     def _remember(self, prompt: Sequence[int]) -> None:
         """Put a prompt into the prefix cache without computing it: a step's time is the same."""
         ids = torch.tensor(prompt, dtype=torch.int32).numpy()
-        blocks = self._pool.allocate(len(prompt) // self._block_size)
-        name = _SALT
+        pool, size = self.loaded.pool, self.model.block_size
+        blocks = pool.allocate(len(prompt) // size)
+        name = b""
         for index, block in enumerate(blocks):
-            start = index * self._block_size
-            name = hash_block(name, ids[start : start + self._block_size])
-            self._pool.cache(block, name)
-        self._pool.release(blocks)
+            start = index * size
+            name = hash_block(name, ids[start : start + size])
+            pool.cache(block, name)
+        pool.release(blocks)
 
 
 class Stopwatch:
@@ -296,7 +208,7 @@ class Stopwatch:
                             patches.enter_context(patch.object(kind, name, timed))
             patches.enter_context(patch.object(Recording, "replay", self._timed_replay()))
             sampling = self.timed("sampling", sample)
-            patches.enter_context(patch.object(step_loop, "sample", sampling))
+            patches.enter_context(patch.object(step_sampler, "sample", sampling))
             yield
 
     def _timed_replay(self) -> Callable[..., None]:

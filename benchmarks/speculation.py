@@ -104,15 +104,17 @@ def tasks(model: Path, seed: str) -> list[Task]:
 
 def measure(model: Path, seed: str, rounds: int) -> list[Gain]:
     """Every task with and without, in turn."""
-    from benchmarks.engine import Engine  # torch, which reads the environment once
+    from benchmarks.engine import MeasuredEngine  # torch, which reads the environment once
 
-    engines = [Engine(model, "bfloat16", CACHE_TOKENS, speculate) for speculate in (False, True)]
+    engines = [
+        MeasuredEngine(model, "bfloat16", CACHE_TOKENS, speculate) for speculate in (False, True)
+    ]
     gains = []
     for task in tasks(model, seed):
         rates: tuple[list[float], list[float]] = ([], [])
         for _ in range(rounds):
             for engine, mine in zip(engines, rates, strict=True):
-                engine.forget()
+                engine.flush_cache()
                 tokens, seconds = engine.complete(
                     task.prompts, task.streams, task.output, task.temperature
                 )

@@ -23,7 +23,7 @@ from benchmarks.tables import markdown
 from services.engine.frontend.loop_client import limit_thread_spinning
 
 if TYPE_CHECKING:
-    from benchmarks.engine import Engine
+    from benchmarks.engine import MeasuredEngine
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 1024)
@@ -70,7 +70,7 @@ class StepReport:
 
 
 def measure_decode(
-    engine: Engine, floor: ByteFloor, batch: int, context: int, seconds: float
+    engine: MeasuredEngine, floor: ByteFloor, batch: int, context: int, seconds: float
 ) -> DecodeSteps:
     """Run steps for about `seconds`, half of them with the parts timed."""
     from benchmarks.engine import Stopwatch
@@ -95,7 +95,7 @@ def measure_decode(
     )
 
 
-def measure_prefill(engine: Engine, length: int, repeat: int = 3) -> Prefill:
+def measure_prefill(engine: MeasuredEngine, length: int, repeat: int = 3) -> Prefill:
     median = statistics.median(engine.prefill(length) for _ in range(repeat))
     return Prefill(length, round(1000 * median, 2), round(length / median, 1))
 
@@ -155,13 +155,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     limit_thread_spinning()
-    from benchmarks.engine import Engine
+    from benchmarks.engine import MeasuredEngine
 
     load_average = os.getloadavg()[0]
     # every sequence has one block to spare, and room for the tokens that it generates
     longest = max(arguments.contexts) + 2 * MOST_STEPS + max(arguments.batches) + 64
     tokens = max(max(arguments.batches) * longest, 2 * max(arguments.prompts))
-    engine = Engine(arguments.model, arguments.dtype, tokens, weights=arguments.weights)
+    engine = MeasuredEngine(arguments.model, arguments.dtype, tokens, weights=arguments.weights)
     try:
         bandwidth = measure_bandwidth()
     except RooflineError as error:

@@ -43,6 +43,9 @@ async def _run(command: Command, options: argparse.Namespace) -> int:
     except UnicodeError as error:  # an argument, standard input, or the terminal's encoding
         _print_error(f"The text can't be read or written: {error}.")
         return 1
+    except ModuleNotFoundError as error:  # of an extra
+        _print_error(f"{error.name} is not installed; `pip install 'tokenwire[all]'` installs it.")
+        return 2
     except BrokenPipeError:  # `tokenwire complete … | head`
         sys.stderr.close()
         return 1

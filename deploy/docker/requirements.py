@@ -1,15 +1,22 @@
-"""Requirements of extras in pyproject.toml, printed so that images cache them in a layer.
+"""Requirements of extras in pyproject.toml, printed so that images cache them in a layer."""
 
-Name the extras that an extra includes, too: `engine gpu`.
-"""
-
+import re
 import sys
 import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-requirements = list(project["dependencies"])
-for extra in sys.argv[1:]:
-    packages = project["optional-dependencies"][extra]
-    requirements += [each for each in packages if not each.startswith(project["name"])]
-print("\n".join(requirements))
+PROJECT = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+
+
+def requirements(extras: Sequence[str]) -> Iterator[str]:
+    """Yield what the extras require, and what the extras that they name require."""
+    for extra in extras:
+        for each in PROJECT["optional-dependencies"][extra]:
+            if own := re.fullmatch(rf"{PROJECT['name']}\[(.+)\]", each):
+                yield from requirements(own[1].split(","))
+            else:
+                yield each
+
+
+print("\n".join(dict.fromkeys([*PROJECT["dependencies"], *requirements(sys.argv[1:])])))

@@ -2,8 +2,10 @@
 const path = require("node:path");
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
+const googleProtos = require("google-proto-files");
 
 const PROTOS = process.env.PROTOS ?? path.join(__dirname, "..", "..", "protos");
+const GOOGLE = path.dirname(googleProtos.getProtoPath()); // holds google/rpc/*.proto
 const TOKENIZER = process.env.TOKENIZER ?? "127.0.0.1:50051";
 const ENGINE = process.env.ENGINE ?? "127.0.0.1:50052";
 
@@ -14,7 +16,7 @@ const definition = loader.loadSync(
     "google/rpc/status.proto",
     "google/rpc/error_details.proto",
   ],
-  { includeDirs: [PROTOS], keepCase: true, longs: Number, enums: String, oneofs: true },
+  { includeDirs: [PROTOS, GOOGLE], keepCase: true, longs: Number, enums: String, oneofs: true },
 );
 const { tokenwire, google } = grpc.loadPackageDefinition(definition);
 

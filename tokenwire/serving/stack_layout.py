@@ -40,7 +40,9 @@ _RESERVED_FLAGS = {"--host", "--port", "--grace", "--model", "--model-id", "--dt
 """Engine flags that only `tokenwire serve` may set: the other services rely on them"""
 Checkpoint: TypeAlias = tuple[Path, str, str]  # directory, dtype, flags of the engine
 _Ports: TypeAlias = tuple[int, int, int]  # tokenizer, engine, grammar
-_CHECKPOINTS = Path(__file__).resolve().parents[2] / "models"
+_INSTALLED = Path(__file__).resolve().parents[1] / "models"
+_CHECKPOINTS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "models"
+"""Folder of the embedded checkpoint: within an installed package, else in the checkout"""
 
 
 class ServeError(Exception):

@@ -16,18 +16,11 @@ from typing import NoReturn
 
 from services.common import logging as service_logging
 from services.common.settings import StartupError
-from services.engine.execution.loaded_model import LoadedModel, load
-from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
 from services.engine.framing import Unpacker, pack
-from services.engine.loop.request_table import LoopLimits
+from services.engine.loop.loaded_loop import load_loop
 from services.engine.loop.step_loop import StepLoop
-from services.engine.messages import Command, LoopFailed, LoopReady, ModelDescription
+from services.engine.messages import Command, LoopFailed, LoopReady
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.checkpoint.generation import load_generation_defaults
-from services.engine.ranks.group import RankGroup
-from services.engine.scheduling.block_pool import BlockPool
-from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.settings import EngineSettings
 
 __all__ = ["run"]
@@ -44,17 +37,18 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     service_logging.configure("engine", settings.log_level)
     messages = _MessageSocket(link)
     try:
-        loop, description, ranks = _load(settings)
+        loaded = load_loop(settings)
     except (CheckpointError, StartupError) as error:
         # the gRPC process may be gone: it stops when another service fails
         with suppress(ConnectionError):
             messages.send(LoopFailed(str(error)))
         os._exit(2)
+    ranks = loaded.model.ranks
     ranks.watch()
     try:
         with suppress(ConnectionError, EOFError):
-            messages.send(LoopReady(description))
-            _run(loop, messages)
+            messages.send(LoopReady(loaded.description))
+            _run(loaded.steps, messages)
         ranks.dissolve()
     except Exception:
         ranks.exit_if_rank_lost()
@@ -73,61 +67,6 @@ def _run(loop: StepLoop, messages: "_MessageSocket") -> NoReturn:
             messages.send(output)  # even if empty: silence would mean that a step hangs
         # without progress, all requests wait for credit or masks: wake up to cut starved ones
         timeout = 0.0 if loop.progressed else None if loop.is_idle else 1.0
-
-
-def _load(settings: EngineSettings) -> tuple[StepLoop, ModelDescription, RankGroup]:
-    model = load(settings)
-    decoder, cache, spec = model.decoder, model.cache, model.decoder.spec
-    scheduler = Scheduler(
-        SchedulerLimits(
-            max_running=settings.max_running,
-            max_step_tokens=settings.max_step_tokens,
-            mixed_step_factor=settings.mixed_step_factor,
-            block_size=cache.block_size,
-            rows_at_once=decoder.rows_at_once,
-            speculate=settings.speculate == "ngram",
-            max_logit_rows=max_logit_rows(settings.max_running),
-        ),
-        BlockPool(model.num_blocks),
-    )
-    limits = LoopLimits(
-        eos_token_ids=frozenset(spec.eos_token_ids),
-        max_waiting=settings.max_waiting,
-        starvation_seconds=settings.stall_seconds,
-    )
-    description = ModelDescription(
-        architecture=spec.architecture,
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        device=decoder.device.type,
-        context_length=spec.context_length,
-        vocabulary_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        bos_token_id=spec.bos_token_id,
-        recommended=load_generation_defaults(settings.model),
-        weights_fingerprint=model.fingerprint,
-        block_size=cache.block_size,
-        total_blocks=model.num_blocks,
-        kv_bytes=model.kv_bytes,
-        weight_bytes=model.weight_bytes,
-    )
-    runner = ModelRunner(decoder, cache, _graph_room(settings, model))
-    overlaps = decoder.device.type == "cuda"
-    alone = model.ranks.rank.is_alone
-    loop = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
-    return loop, description, model.ranks
-
-
-def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
-    """Return the size of the largest decode step if decode steps run as CUDA graphs.
-
-    With several ranks they don't: a graph would leave out what rank 0's host sends to the others.
-    """
-    decoder = model.decoder
-    if decoder.device.type != "cuda" or not decoder.is_capturable or not model.ranks.rank.is_alone:
-        return None
-    blocks = -(-decoder.spec.context_length // decoder.block_size)
-    tokens = settings.max_step_tokens + settings.max_running
-    return StepCapacity(tokens, settings.max_running, blocks)
 
 
 class _MessageSocket:

@@ -1,0 +1,243 @@
+"""The engine in the process of a script: token ids in, token ids out, without gRPC.
+
+    with Engine(Path("models/tokenwire-code-6m")) as engine:
+        print(engine.generate([100, 101, 102], max_tokens=8, temperature=0).token_ids)
+
+Importing this module loads torch, which reads OpenMP's settings once: a script whose steps are
+short calls `limit_thread_spinning` of `frontend.loop_client` before.
+"""
+
+import secrets
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypedDict, Unpack
+
+import grpc
+import torch
+from torch import Tensor
+
+from services.common.contract import DEFAULT_MAX_TOKENS
+from services.engine.batch.step_batch import StepBatch
+from services.engine.execution.model_runner import SCORED_ROWS
+from services.engine.loop.loaded_loop import LoadedLoop, load_loop
+from services.engine.messages import (
+    AddRequest,
+    CancelRequest,
+    CheckedRequest,
+    FinishCause,
+    Finished,
+    FlushCache,
+    ModelDescription,
+    Output,
+    Refused,
+    RequestDone,
+    SamplingSettings,
+    Score,
+    ScoredPrompt,
+    StoppingSettings,
+    Token,
+)
+from services.engine.settings import EngineSettings
+from tokenwire.errors import ServiceError, invalid
+
+__all__ = ["Engine", "GenerateOptions", "Generation"]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of a request. protos/tokenwire/types/v1/types.proto states their ranges."""
+
+    max_tokens: int
+    """Upper bound of generated tokens; 0 with `prompt_logprobs` only scores the prompt"""
+    temperature: float
+    """1.0 by default; 0 takes the most likely token each time"""
+    top_p: float
+    top_k: int
+    """Candidates to draw from; 0 = all, the default"""
+    min_p: float
+    seed: int | None
+    """The same seed draws the same tokens; None = a random one"""
+    stop_token_ids: Collection[int]
+    ignore_eos: bool
+    logprobs: int | None
+    """Candidates that the score of a generated token lists; None = no scores"""
+    prompt_logprobs: int | None
+    """Candidates that the score of a prompt token lists; None = no scores"""
+
+
+@dataclass(slots=True)
+class Generation:
+    """The result of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """Generated ids, with the one that ended the sequence"""
+    finish: FinishCause = FinishCause.LENGTH
+    scores: list[Score] = field(default_factory=list)
+    """A score for each generated token; empty without `logprobs`"""
+    prompt_scores: list[Score] = field(default_factory=list)
+    """A score for each prompt token but the first; empty without `prompt_logprobs`"""
+
+
+class Engine:
+    """A model, its KV cache and its step loop.
+
+    Requests run in `step`, on the thread that calls it: `generate` runs one to its end, `submit`
+    and `step` run several side by side. An engine is not safe for threads.
+    """
+
+    def __init__(self, model: str | Path, settings: EngineSettings | None = None) -> None:
+        """Load the checkpoint in directory `model`. Raises CheckpointError or StartupError.
+
+        settings: flags of the engine service; those of its server have no effect.
+        """
+        settings = replace(settings or EngineSettings(), model=Path(model))
+        self._loaded: LoadedLoop | None = load_loop(settings)
+        self._handles = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the model and the KV cache."""
+        self._loaded = None
+
+    @property
+    def loaded(self) -> LoadedLoop:
+        """The parts of the engine. Raises RuntimeError once it is closed."""
+        if self._loaded is None:
+            raise RuntimeError("The engine is closed.")
+        return self._loaded
+
+    @property
+    def model(self) -> ModelDescription:
+        """Shape and size of the loaded model."""
+        return self.loaded.description
+
+    def generate(self, prompt: Sequence[int], **options: Unpack[GenerateOptions]) -> Generation:
+        """Generate from a prompt.
+
+        Outputs of other requests that run meanwhile are lost. Raises ServiceError.
+        """
+        handle = self.submit(prompt, **options)
+        generation = Generation()
+        while True:
+            for output in self.step():
+                match output:
+                    case Token() if output.handle == handle:
+                        generation.token_ids.append(output.id)
+                        if output.score is not None:
+                            generation.scores.append(output.score)
+                    case ScoredPrompt() if output.handle == handle:
+                        generation.prompt_scores += output.scores
+                    case Finished() if output.handle == handle:
+                        generation.finish = output.cause
+                    case RequestDone() if output.handle == handle:
+                        return generation
+
+    def submit(self, prompt: Sequence[int], **options: Unpack[GenerateOptions]) -> int:
+        """Queue a request; return the handle that its outputs carry.
+
+        Raises ServiceError for a prompt that the model can't take.
+        """
+        self._check(prompt)
+        seed = options.get("seed")
+        sampling = SamplingSettings(
+            temperature=options.get("temperature", 1.0),
+            top_p=options.get("top_p", 1.0),
+            top_k=options.get("top_k", 0),
+            min_p=options.get("min_p", 0.0),
+            seed=secrets.randbits(63) if seed is None else seed,
+        )
+        stopping = StoppingSettings(
+            max_tokens=options.get("max_tokens", DEFAULT_MAX_TOKENS),
+            min_tokens=0,
+            ignore_eos=options.get("ignore_eos", False),
+            context_length=self.model.context_length,
+            stop_token_ids=frozenset(options.get("stop_token_ids", ())),
+        )
+        self._handles += 1
+        checked = CheckedRequest(
+            prompts=[prompt],
+            n=1,
+            sampling=sampling,
+            stopping=stopping,
+            logprobs=options.get("logprobs"),
+            prompt_logprobs=options.get("prompt_logprobs"),
+            resume=(),
+            constrained=False,
+        )
+        request = AddRequest(
+            handle=self._handles,
+            checked=checked,
+            credit=None,
+            cache_salt=b"",
+            priority=0,
+            arrival=time.monotonic(),
+        )
+        self.loaded.steps.apply([request])
+        return self._handles
+
+    def step(self) -> Sequence[Output]:
+        """Run one step; return its outputs. Raises ServiceError when a request is refused."""
+        outputs = self.loaded.steps.step(list).outputs
+        for output in outputs:
+            if isinstance(output, Refused):
+                raise ServiceError(
+                    grpc.StatusCode[output.code], output.reason, output.message, field=output.field
+                )
+        return outputs
+
+    def cancel(self, handles: Iterable[int]) -> None:
+        """End requests; the next step reports them as cancelled."""
+        self.loaded.steps.apply([CancelRequest(handle) for handle in handles])
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache."""
+        self.loaded.steps.apply([FlushCache()])
+
+    @torch.inference_mode()
+    def log_probabilities(self, ids: Sequence[int]) -> Tensor:
+        """Return the model's log-probabilities after each token: float32 [tokens, vocabulary].
+
+        The ids are computed in one pass, in a KV cache of their own. Raises ServiceError.
+        """
+        self._check(ids)
+        decoder, count = self.loaded.model.decoder, len(ids)
+        blocks = -(-count // decoder.block_size)
+        cache = decoder.allocate_cache(blocks)
+        positions = torch.arange(count, device=decoder.device)
+        batch = StepBatch(
+            token_ids=torch.tensor(ids, device=decoder.device),
+            positions=positions,
+            slots=positions,
+            query_starts=torch.tensor([0, count], dtype=torch.int32, device=decoder.device),
+            context_lengths=torch.tensor([count], dtype=torch.int32, device=decoder.device),
+            block_tables=positions[None, :blocks].int(),
+            num_decodes=0,
+            query_lengths_host=(count,),
+            context_lengths_host=(count,),
+        )
+        hidden = decoder.forward(batch, cache)
+        # the decoder has room for the logits of so many rows, which the next call overwrites
+        parts = [hidden[start : start + SCORED_ROWS] for start in range(0, count, SCORED_ROWS)]
+        return torch.cat([decoder.logits(part).log_softmax(-1) for part in parts])
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        size, most = self.model.vocabulary_size, self.model.context_length
+        if not prompt:
+            raise invalid("prompt", "A prompt needs at least one id.")
+        if min(prompt) < 0 or max(prompt) >= size:
+            raise invalid("prompt", f"Ids must be between 0 and {size - 1}.")
+        if len(prompt) > most:
+            message = f"The prompt has {len(prompt)} tokens; the context is {most} tokens."
+            raise invalid("prompt", message, reason="CONTEXT_LENGTH_EXCEEDED")

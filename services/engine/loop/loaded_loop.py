@@ -1,0 +1,83 @@
+"""A step loop with its model in memory."""
+
+from dataclasses import dataclass
+
+from services.engine.execution.loaded_model import LoadedModel, load
+from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
+from services.engine.loop.request_table import LoopLimits
+from services.engine.loop.step_loop import StepLoop
+from services.engine.messages import ModelDescription
+from services.engine.model.checkpoint.generation import load_generation_defaults
+from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step_plan import SchedulerLimits
+from services.engine.settings import EngineSettings
+
+__all__ = ["LoadedLoop", "load_loop"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedLoop:
+    """A step loop that can run, and the parts that it was made of."""
+
+    steps: StepLoop
+    pool: BlockPool
+    model: LoadedModel
+    description: ModelDescription
+
+
+def load_loop(settings: EngineSettings) -> LoadedLoop:
+    """Load the model and make its loop. Raises CheckpointError or StartupError."""
+    model = load(settings)
+    decoder, cache, spec = model.decoder, model.cache, model.decoder.spec
+    pool = BlockPool(model.num_blocks)
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_running=settings.max_running,
+            max_step_tokens=settings.max_step_tokens,
+            mixed_step_factor=settings.mixed_step_factor,
+            block_size=cache.block_size,
+            rows_at_once=decoder.rows_at_once,
+            speculate=settings.speculate == "ngram",
+            max_logit_rows=max_logit_rows(settings.max_running),
+        ),
+        pool,
+    )
+    limits = LoopLimits(
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        max_waiting=settings.max_waiting,
+        starvation_seconds=settings.stall_seconds,
+    )
+    description = ModelDescription(
+        architecture=spec.architecture,
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        device=decoder.device.type,
+        context_length=spec.context_length,
+        vocabulary_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        bos_token_id=spec.bos_token_id,
+        recommended=load_generation_defaults(settings.model),
+        weights_fingerprint=model.fingerprint,
+        block_size=cache.block_size,
+        total_blocks=model.num_blocks,
+        kv_bytes=model.kv_bytes,
+        weight_bytes=model.weight_bytes,
+    )
+    runner = ModelRunner(decoder, cache, _graph_room(settings, model))
+    overlaps = decoder.device.type == "cuda"
+    alone = model.ranks.rank.is_alone
+    steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
+    return LoadedLoop(steps, pool, model, description)
+
+
+def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
+    """Return the size of the largest decode step if decode steps run as CUDA graphs.
+
+    With several ranks they don't: a graph would leave out what rank 0's host sends to the others.
+    """
+    decoder = model.decoder
+    if decoder.device.type != "cuda" or not decoder.is_capturable or not model.ranks.rank.is_alone:
+        return None
+    blocks = -(-decoder.spec.context_length // decoder.block_size)
+    tokens = settings.max_step_tokens + settings.max_running
+    return StepCapacity(tokens, settings.max_running, blocks)

@@ -1,0 +1,93 @@
+"""The engine in the process of a script."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.engine.engine import Engine
+from services.engine.messages import FinishCause, RequestDone, Token
+from services.engine.settings import EngineSettings
+from tests.unit.engine.tiny import CONTEXT, VOCABULARY, make_checkpoint
+from tokenwire.errors import ServiceError
+
+PROMPT = [5, 7, 11, 13]
+SETTINGS = EngineSettings(dtype="float32", device="cpu", kv_memory="1MiB")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    with Engine(checkpoint, SETTINGS) as engine:
+        yield engine
+
+
+def test_greedy_tokens_and_their_scores_are_those_of_the_model(engine: Engine) -> None:
+    answer = engine.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
+    known = engine.log_probabilities([*PROMPT, *answer.token_ids])
+    assert known.shape == (len(PROMPT) + 6, VOCABULARY)
+    rows = known[len(PROMPT) - 1 : -1]
+    assert answer.token_ids == rows.argmax(-1).tolist()
+    assert answer.finish is FinishCause.LENGTH
+    found = [score.logprob for score in answer.scores]
+    assert found == pytest.approx(rows.max(-1).values.tolist(), abs=1e-4)
+
+
+def test_prompt_is_scored_without_generating(engine: Engine) -> None:
+    answer = engine.generate(PROMPT, max_tokens=0, prompt_logprobs=2)
+    known = engine.log_probabilities(PROMPT)
+    assert answer.token_ids == []
+    found = [score.logprob for score in answer.prompt_scores]
+    expected = [known[i, token].item() for i, token in enumerate(PROMPT[1:])]
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert all(len(score.top_ids) == 2 for score in answer.prompt_scores)
+
+
+def test_same_seed_gives_the_same_tokens(engine: Engine) -> None:
+    first, second = (engine.generate(PROMPT, seed=3, ignore_eos=True) for _ in range(2))
+    assert first.token_ids == second.token_ids
+    assert len(first.token_ids) == 16
+
+
+def test_requests_side_by_side_generate_what_each_generates_alone(engine: Engine) -> None:
+    prompts = [[3, 1, 4], [1, 5, 9, 2], [6]]
+    alone = [engine.generate(p, temperature=0, ignore_eos=True).token_ids for p in prompts]
+    handles = [engine.submit(prompt, temperature=0, ignore_eos=True) for prompt in prompts]
+    together: dict[int, list[int]] = {handle: [] for handle in handles}
+    unfinished = set(handles)
+    while unfinished:
+        for output in engine.step():
+            if isinstance(output, Token):
+                together[output.handle].append(output.id)
+            elif isinstance(output, RequestDone):
+                unfinished.remove(output.handle)
+    assert list(together.values()) == alone
+
+
+def test_stop_token_ends_a_sequence(engine: Engine) -> None:
+    free = engine.generate(PROMPT, temperature=0, ignore_eos=True).token_ids
+    stopped = engine.generate(PROMPT, temperature=0, ignore_eos=True, stop_token_ids=[free[2]])
+    assert stopped.finish is FinishCause.STOP_TOKEN
+    assert stopped.token_ids == free[: free.index(free[2]) + 1]
+
+
+@pytest.mark.parametrize("prompt", [[], [VOCABULARY], [-1], [1] * (CONTEXT + 1)])
+def test_prompt_that_the_model_cannot_take_is_refused(engine: Engine, prompt: list[int]) -> None:
+    with pytest.raises(ServiceError):
+        engine.generate(prompt)
+    with pytest.raises(ServiceError):
+        engine.log_probabilities(prompt)
+
+
+def test_request_beyond_the_kv_cache_is_refused(tmp_path: Path) -> None:
+    small = EngineSettings(dtype="float32", device="cpu", kv_memory="8KiB")
+    with Engine(make_checkpoint(tmp_path), small) as engine, pytest.raises(ServiceError) as raised:
+        engine.generate(PROMPT, max_tokens=64)
+    assert raised.value.reason == "KV_CACHE_TOO_SMALL"
+
+
+def test_closed_engine_says_so(tmp_path: Path) -> None:
+    engine = Engine(make_checkpoint(tmp_path), SETTINGS)
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.generate(PROMPT)
