@@ -54,12 +54,15 @@ def _reference(ids: Sequence[int], plan: ChoicePlan, stops: Sequence[str]) -> _E
     detokenizer = Detokenizer(_TABLE)
     texts = [detokenizer.feed(token) for token in ids[:ended]]
     decoded = len("".join(texts))
+    first = len("".join(texts[: max(0, plan.min_tokens - 1)])) + 1
     if rest := detokenizer.flush():
         texts[_began(ids[:ended])] += rest
     texts += [""] * len(ids[ended : ended + 1])
     tokens = list(ids[: ended + 1])
     whole = "".join(texts)
-    for end in range(len("".join(texts[: max(0, plan.min_tokens - 1)])) + 1, len(whole) + 1):
+    # the rest belongs to the token that began the character, but comes after the last one
+    last = len(whole) if ended >= plan.min_tokens else decoded
+    for end in range(first, last + 1):
         found = [stop for stop in stops if whole[:end].endswith(stop)]
         if found:
             stop = max(found, key=len)
@@ -159,9 +162,11 @@ _UNFINISHED, _SILENT = (
     next(t for t in _IDS if _TABLE.pieces[t] == b"\xf0"),
     next(t for t in _IDS if not _TABLE.pieces[t]),
 )
+_BEGUN = [_UNFINISHED, next(t for t in _IDS if _TABLE.pieces[t] == b"\x9f")]
 
 
 @given(_cases())
+@example(([_IDS[0]] * 4 + _BEGUN, [], ["\ufffd"], False, 6))
 @example(([_UNFINISHED, _IDS[1], _IDS[1]], [], ["\ufffdbb"], False, 0))
 @example(([_UNFINISHED, _SILENT], [], ["\ufffd"], True, 0))
 @settings(max_examples=500)
@@ -182,6 +187,7 @@ def test_streamed_text_ids_and_usage_equal_unstreamed(
 
 
 @given(_cases())
+@example(([_IDS[0]] * 4 + _BEGUN, [], ["\ufffd"], False, 6))
 @example(([_UNFINISHED, _SILENT], [], ["\ufffd"], False, 0))
 @example(([_UNFINISHED, _IDS[1], _IDS[1]], [], ["\ufffdbb"], False, 0))
 @settings(max_examples=500)
