@@ -1,4 +1,4 @@
-"""An engine with a tiny model, one for each module that asks for it."""
+"""Fixtures: a running engine with a tiny model per test module, and a channel to it."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What tests of the engine say to it, and read."""
+"""Engine client of the tests: request builders, and a Session that sends commands one by one."""
 
 from collections.abc import Sequence
 
@@ -55,19 +55,19 @@ async def refused(channel: grpc.aio.Channel, request: GenerateRequest) -> Servic
 
 
 class SessionClient:
-    """A Session whose commands are sent as the test goes."""
+    """A Session on which a test sends commands and waits for events."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.call = EngineServiceStub(channel).Session()
         self.events: list[SessionEvent] = []
         self._awaited: dict[int, int] = {}
-        """How many events were read when the last one that was waited for came, by handle"""
+        """Number of events up to and including the last awaited one, by handle"""
 
     async def send(self, *commands: SessionCommand) -> None:
         await self.call.write(SessionRequest(commands=commands))
 
     async def until(self, kind: str, handle: int) -> SessionEvent:
-        """The next such event of one request; it may have come with another that was waited for."""
+        """Return the next event of this kind of one request, also if it was received before."""
         read = self._awaited.get(handle, 0)
         while True:
             while read < len(self.events):
@@ -79,7 +79,7 @@ class SessionClient:
             await self._read()
 
     async def until_all_ended(self, *handles: int) -> None:
-        """Reads on until each has been completed or got an error."""
+        """Read events until each request has completed or failed."""
         while not all(
             any(event.HasField("completed") or event.HasField("error") for event in self.of(handle))
             for handle in handles

@@ -1,4 +1,4 @@
-"""Puts an answer together that comes over a session."""
+"""Listener that collects the answer to one request of a completion session."""
 
 import asyncio
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -17,7 +17,7 @@ Answer = TypeVar("Answer", bound=_Answer)
 
 
 class Listener(Generic[Answer]):
-    """Listens to one request of a Session, and gives `answer` what it hears."""
+    """Events of one request of a Session, collected in `answer`."""
 
     def __init__(self, kind: Literal["complete", "chat"], answer: Answer) -> None:
         loop = asyncio.get_running_loop()

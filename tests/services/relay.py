@@ -1,4 +1,4 @@
-"""A way to a service that a test opens, and makes long."""
+"""TCP relay to a service, with an optional delay."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,9 +9,10 @@ __all__ = ["relay"]
 
 @asynccontextmanager
 async def relay(target: str, *, port: int = 0, seconds_away: float = 0.0) -> AsyncIterator[str]:
-    """host:port where connections are handed on to `target`: at that port, or a free one.
+    """Forward connections to `target`, and yield the relay's host:port.
 
-    seconds_away: how long the first bytes of each connection are held back.
+    port: the port to listen on; 0 selects a free one.
+    seconds_away: delay of the first bytes of each connection, in seconds.
     """
     host, its_port = target.rsplit(":", 1)
 

@@ -1,4 +1,4 @@
-"""JSON Schemas such as APIs, configurations, events and forms have; the same ones every time."""
+"""Reproducible sample of JSON Schemas as APIs, configurations, events and forms use them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ _PATTERNS = (*_SHORT_PATTERNS, r"^v\d+\.\d+$", "^[a-z]+(-[a-z]+)?$", "[0-9]", "^
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A schema, and whether every value of it is short."""
+    """A schema; `is_bounded` is True if every value that it allows is short."""
 
     schema: Schema | bool
     is_bounded: bool
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A schema with something that the grammar service can't enforce."""
+    """A schema with a keyword, at `path`, that the grammar service can't enforce."""
 
     schema: Schema
     keyword: str
@@ -49,7 +49,7 @@ class Unsupported:
 
 
 class _Maker:
-    """Makes schemas; `is_bounded` tells whether the last one allows short values only."""
+    """Generator of random schemas; with `bounded`, they allow short values only."""
 
     def __init__(self, seed: int, bounded: bool) -> None:
         self._random = random.Random(seed)
@@ -57,7 +57,7 @@ class _Maker:
         self._definitions: Schema = {}
 
     def document(self) -> Schema:
-        """A whole schema: mostly an object, as in the wild."""
+        """Return a whole schema: mostly an object, as in practice."""
         make = self._random.choice([self._object] * 6 + [self._array, self._any_of, self._all_of])
         schema = make(0)
         if self._random.random() < 0.3:
@@ -163,7 +163,7 @@ class _Maker:
         return {"anyOf": [self._value(depth + 1) for _ in range(self._random.randint(1, 3))]}
 
     def _one_of(self, depth: int) -> Schema:
-        """Told apart by a tag, as events are."""
+        """Return alternatives that a constant `type` property distinguishes, as in events."""
         tags = self._random.sample(_WORDS, self._random.randint(1, 3))
         return {"oneOf": [self._tagged(tag, depth) for tag in tags]}
 

@@ -1,4 +1,4 @@
-"""The shim as a process of its own, over backends that a test chooses."""
+"""HTTP shim in a process of its own, with the backends that a test passes as flags."""
 
 import asyncio
 import json
@@ -26,12 +26,12 @@ class Shim:
         self._changed = asyncio.Condition()
 
     async def logged(self, message: str, count: int = 1) -> dict[str, Any]:
-        """The count-th line whose message holds the text, once it is there."""
+        """Wait for the `count`-th log line whose message contains the text, and return it."""
         await self._until(lambda: len(self._found(message)) >= count)
         return self._found(message)[count - 1]
 
     async def answered(self, identity: str) -> dict[str, Any]:
-        """The line of the request with that x-request-id, once it was answered."""
+        """Wait for the log line that answers the request with this x-request-id."""
 
         def found() -> list[dict[str, Any]]:
             return [line for line in self._lines if line.get("request_id") == identity]
@@ -40,19 +40,19 @@ class Shim:
         return found()[-1]
 
     def count(self, message: str) -> int:
-        """How many lines hold the text so far."""
+        """Return the number of log lines so far whose message contains the text."""
         return len(self._found(message))
 
     def hang_up(self) -> None:
-        """SIGHUP."""
+        """Send SIGHUP."""
         self.process.send_signal(signal.SIGHUP)
 
     async def listen(self) -> None:
-        """Reads its log to the end."""
+        """Read the shim's log to its end."""
         assert self.process.stderr is not None
         async for line in self.process.stderr:
             async with self._changed:
-                # what ends a start is a sentence for people
+                # a failed start ends with plain text, not with a JSON entry
                 is_entry = line.startswith(b"{")
                 self._lines.append(json.loads(line) if is_entry else {"message": line.decode()})
                 self._changed.notify_all()
@@ -61,7 +61,7 @@ class Shim:
             self._changed.notify_all()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
-        """Returns when its log says so; fails when the log has ended without that."""
+        """Wait until the log satisfies the condition; fail if the log ends first."""
         async with self._changed:
             await self._changed.wait_for(lambda: is_so() or self._has_ended)
         assert is_so(), f"the shim has ended: {self._lines[-3:]}"
@@ -71,13 +71,16 @@ class Shim:
 
 
 def assert_documented(value: object, name: str) -> None:
-    """It is as the OpenAPI document says."""
+    """Assert that the value matches the component `name` of the OpenAPI document."""
     jsonschema.validate(value, document() | {"$ref": f"#/components/schemas/{name}"})
 
 
 @asynccontextmanager
 async def running_shim(*flags: str) -> AsyncIterator[Shim]:
-    """`python -m services.http_shim` on a free port, from when it listens to its clean end."""
+    """Run `python -m services.http_shim` on a free port; yield it once it listens.
+
+    The shim must exit with status 0.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.http_shim", "--port", "0", "--tokenizer-wait", "0", *flags,
         stderr=asyncio.subprocess.PIPE,

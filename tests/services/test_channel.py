@@ -1,4 +1,4 @@
-"""Channels over a network that is slow, or cut, by real gRPC."""
+"""gRPC channels over a slow or interrupted network."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,9 +16,8 @@ SECONDS_AWAY = 0.4
 
 
 @asynccontextmanager
-async def service_far_away() -> AsyncIterator[str]:
-    """host:port of a health service behind a relay that holds the first bytes of each connection
-    back, as a long way or a busy machine does."""
+async def delayed_service() -> AsyncIterator[str]:
+    """Yield the host:port of a health service behind a relay that delays each connection."""
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -30,20 +29,20 @@ async def service_far_away() -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def test_a_slow_connection_is_waited_for() -> None:
-    async with service_far_away() as target, connect(target) as channel:
+async def test_call_waits_for_a_slow_connection() -> None:
+    async with delayed_service() as target, connect(target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest())
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 class Link:
-    """Passes bytes between a client and a server, until it is told to swallow them."""
+    """Forwarder between a client and a server; it discards all bytes once `is_cut`."""
 
     def __init__(self) -> None:
         self.is_cut = False
         self.pieces = asyncio.Semaphore(0)
-        """Released with each piece that the client sends"""
+        """Released for each chunk of bytes that the client sends"""
 
     async def pump(
         self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, counts: bool
@@ -58,7 +57,7 @@ class Link:
 
 @asynccontextmanager
 async def service_behind(link: Link) -> AsyncIterator[str]:
-    """host:port of a health service with the options of our servers."""
+    """Yield the host:port of a health service with the options of our servers."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -79,15 +78,15 @@ async def service_behind(link: Link) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def test_a_silent_server_is_lost_after_the_seconds_that_were_given() -> None:
-    """A server that is frozen or cut off closes nothing, and its clients would wait for ever."""
+async def test_call_to_a_silent_server_fails_after_the_given_seconds() -> None:
+    """A frozen or unreachable server closes no connection: without pings, clients wait forever."""
     link = Link()
     async with service_behind(link) as target, connect(target, 1.0) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
         while not link.pieces.locked():
             await link.pieces.acquire()
-        for _ in range(4):  # a client that only reads goes on to send pings
+        for _ in range(4):  # a client that only reads still sends pings
             await asyncio.wait_for(link.pieces.acquire(), 10)
         link.is_cut = True
         with pytest.raises(grpc.aio.AioRpcError) as lost:

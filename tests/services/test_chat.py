@@ -1,4 +1,4 @@
-"""Chats over the whole stack: conversations in, messages out."""
+"""Chats through the tokenizer service, the engine and the grammar service."""
 
 import json
 import re
@@ -39,7 +39,7 @@ _NONE = completion.ToolChoice(mode=completion.TOOL_MODE_NONE)
 
 @dataclass(slots=True)
 class _Message:
-    """What the events of one choice add up to."""
+    """One choice, joined from its events."""
 
     content: str = ""
     reasoning: str = ""
@@ -74,7 +74,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Answer:
-    """What the events of one chat add up to."""
+    """Answer to one chat, joined from its events."""
 
     messages: dict[int, _Message] = field(default_factory=dict)
     accepted: completion.CompleteAccepted = field(default_factory=completion.CompleteAccepted)
@@ -145,8 +145,8 @@ async def services(stack: Stack) -> AsyncIterator[_Services]:
         yield _Services(CompletionServiceStub(channel), TokenizerServiceStub(channel))
 
 
-async def test_a_chat_is_a_completion_of_its_rendered_prompt(services: _Services) -> None:
-    """Streamed and whole, for as long as there is room."""
+async def test_chat_equals_completion_of_its_rendered_prompt(services: _Services) -> None:
+    """Streamed and whole answers are equal; max_tokens defaults to the rest of the context."""
     rendered = await services.tokenizer.RenderChat(
         tokenizer_pb2.RenderChatRequest(messages=[_user("Hello!")])
     )
@@ -173,8 +173,8 @@ async def test_a_chat_is_a_completion_of_its_rendered_prompt(services: _Services
     assert text == streamed.message.content
 
 
-async def test_a_second_turn_finds_the_first_in_the_cache(services: _Services) -> None:
-    """Else every turn of a long conversation costs as much as all before."""
+async def test_second_turn_reuses_the_cached_blocks_of_the_first(services: _Services) -> None:
+    """Without prefix hits, every turn prefills the whole conversation again."""
     system = _says(completion.ROLE_SYSTEM, "You know Python. " * 20)
     first = await services.chat(system, _user("Hello!"), sampling=_GREEDY)
     said = _says(completion.ROLE_ASSISTANT, first.message.content)
@@ -185,7 +185,7 @@ async def test_a_second_turn_finds_the_first_in_the_cache(services: _Services) -
     assert second.usage.cached_tokens > 64
 
 
-async def test_what_users_write_becomes_no_control_token(services: _Services) -> None:
+async def test_user_text_is_never_encoded_as_control_tokens(services: _Services) -> None:
     plain = await services.tokenizer.RenderChat(
         tokenizer_pb2.RenderChatRequest(messages=[_user("a b")])
     )
@@ -200,7 +200,7 @@ async def test_what_users_write_becomes_no_control_token(services: _Services) ->
     assert rendered.text.count(forged) == 2
     control = [token for token in rendered.ids if token < 9]
     starts = [token for token in plain.ids if token < 9]
-    # one system turn for the tools, one of each speaker
+    # one system turn for the tools, one user turn, one assistant turn
     assert control == [*starts[:2], *starts[:2], *starts[:2]]
 
 
@@ -231,7 +231,7 @@ async def test_roles_parts_and_continuation_reach_the_template(services: _Servic
     assert answer.message.content.startswith(" can I help")
 
 
-async def test_logprobs_are_those_of_the_content_with_its_true_bytes(services: _Services) -> None:
+async def test_logprobs_cover_the_content_and_carry_its_bytes(services: _Services) -> None:
     fields = {
         "sampling": types.SamplingParams(temperature=1, seed=4, logit_bias={240: 3.0}),
         "stopping": types.StoppingParams(max_tokens=40, ignore_eos=True),
@@ -240,7 +240,7 @@ async def test_logprobs_are_those_of_the_content_with_its_true_bytes(services: _
     }
     scored = await services.chat(_user("Write é 😀."), **fields)
     for message in scored.messages.values():
-        # what the content leaves out, as it goes on behind the end of the turn
+        # ignore_eos generates past the end of the turn; content omits special tokens
         shown = re.sub(rb"<\|\w+\|>", b"", message.data)
         assert shown.decode(errors="replace") == message.content
         assert len(message.logprobs) == len(message.scored)
@@ -267,7 +267,7 @@ async def test_stop_strings_cut_the_content(services: _Services) -> None:
     assert cut.message.reason == "STOP"
 
 
-async def test_content_is_constrained_with_tools_on_offer_or_without(services: _Services) -> None:
+async def test_content_satisfies_its_grammar_with_and_without_tools(services: _Services) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     grammar = types.GrammarSpec(json_schema=json.dumps(schema))
     for tools in ([], [_tool()]):
@@ -282,8 +282,7 @@ async def test_content_is_constrained_with_tools_on_offer_or_without(services: _
             jsonschema.validate(json.loads(message.content), schema)
 
 
-async def test_the_model_calls_a_tool_in_its_own_form(services: _Services) -> None:
-    """And reads the answer."""
+async def test_model_calls_a_tool_and_uses_its_result(services: _Services) -> None:
     question = _user("What is the weather in Paris?")
     tools = [_tool()]
     streamed = await services.chat(question, tools=tools, sampling=_GREEDY, logprobs=0)
@@ -312,8 +311,10 @@ async def test_the_model_calls_a_tool_in_its_own_form(services: _Services) -> No
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_forced_and_strict_calls_follow_their_schemas(services: _Services, seed: int) -> None:
-    """At temperature 1 and against what the model would say by itself."""
+async def test_forced_and_strict_calls_satisfy_their_schemas(
+    services: _Services, seed: int
+) -> None:
+    """Temperature 1 and a prompt that asks for no tool: only the grammar forces the calls."""
     tools = [_tool(strict=seed == 1), _tool("get_time", None)]
     fields = {
         "sampling": types.SamplingParams(temperature=1, seed=seed),
@@ -349,8 +350,8 @@ async def test_forced_and_strict_calls_follow_their_schemas(services: _Services,
             assert (message.reason == "TOOL_CALLS") == bool(message.calls)
 
 
-async def test_a_call_that_was_cut_is_part_of_the_next_turn(services: _Services) -> None:
-    """Else an agent whose call met max_tokens can't go on with its conversation."""
+async def test_truncated_tool_call_is_accepted_in_the_next_turn(services: _Services) -> None:
+    """An agent continues its conversation after max_tokens truncated a call."""
     schema = {"type": "object", "properties": {"s": {"type": "string", "minLength": 200}}}
     schema |= {"required": ["s"], "additionalProperties": False}
     cut = await services.chat(
@@ -370,7 +371,7 @@ async def test_a_call_that_was_cut_is_part_of_the_next_turn(services: _Services)
             ]
         )
     )
-    assert f'"arguments": {call.arguments_json}' in rendered.text  # this template takes any text
+    assert f'"arguments": {call.arguments_json}' in rendered.text  # this template accepts any text
     for arguments in (call.arguments_json, "", "Paris", "{'s': 1}", "[" * 200):
         call.arguments_json = arguments
         answer = await services.chat(
@@ -382,7 +383,7 @@ async def test_a_call_that_was_cut_is_part_of_the_next_turn(services: _Services)
         assert answer.message.reason
 
 
-async def test_bad_chats_are_refused_by_their_field(services: _Services) -> None:
+async def test_invalid_chat_is_refused_with_the_field_to_blame(services: _Services) -> None:
     hello = _user("Hello!")
     call = completion.ToolCall(id="c", name="f", arguments_json="{" + " " * 2**20)
     unique = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
@@ -451,8 +452,8 @@ async def test_bad_chats_are_refused_by_their_field(services: _Services) -> None
     assert (await services.chat(hello, sampling=_GREEDY)).message.content
 
 
-async def test_large_chats_are_checked_and_refused_as_small_ones(services: _Services) -> None:
-    """Though elsewhere, and before what is too long is encoded."""
+async def test_large_chat_is_validated_like_a_small_one(services: _Services) -> None:
+    """The service refuses a prompt that is too long before it encodes all of it."""
     hello, long = _user("Hello!"), _user("long " * 30_000)
     padding = {"template_arguments_json": json.dumps({"unused": "x" * 20_000})}
     error = await services.refused(long)
@@ -479,8 +480,8 @@ async def test_large_chats_are_checked_and_refused_as_small_ones(services: _Serv
     assert padded.message.content == plain.message.content != ""
 
 
-async def test_a_session_carries_chats_beside_completions(stack: Stack) -> None:
-    """With credit, cancellation and refusals of their own."""
+async def test_session_carries_concurrent_chats(stack: Stack) -> None:
+    """Each chat has its own credit, cancellation and errors."""
     async with connect(stack.tokenizer) as channel:
         session = completion_session(channel)
 
@@ -512,8 +513,8 @@ async def test_a_session_carries_chats_beside_completions(stack: Stack) -> None:
         await session.close()
 
 
-async def test_a_chat_survives_the_engine(embedded_model: Path, tmp_path: Path) -> None:
-    """Continued from ids, its text and calls are those of an undisturbed run, each part once."""
+async def test_chat_continues_after_an_engine_loss(embedded_model: Path, tmp_path: Path) -> None:
+    """Text and tool calls equal those of an undisturbed run, without loss or repetition."""
     async with (
         mortal_engine(embedded_model) as engine,
         running_service(

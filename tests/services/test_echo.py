@@ -1,4 +1,4 @@
-"""Echoed prompts and special tokens: each token in its place, whatever is asked for besides."""
+"""Echoed prompts and special tokens: text, logprobs and offsets of each token."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -21,7 +21,7 @@ async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def complete(http: httpx.AsyncClient, **fields: Any) -> list[Any]:
-    """The choices, joined where they were streamed."""
+    """Return the choices; join the chunks of a streamed answer."""
     body = {"temperature": 1, "seed": 5, "return_token_ids": True} | fields
     response = await http.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
@@ -54,7 +54,7 @@ async def ids_of(http: httpx.AsyncClient, text: str) -> list[int]:
 
 
 def joins(choice: Any, left_out: Sequence[str] = ()) -> bool:
-    """Whether the tokens that the text has join to it, each at its offset."""
+    """Return True if the tokens join to the text; assert that each is at its offset."""
     scores, text = choice["logprobs"], ""
     for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
         assert offset == len(text)
@@ -66,10 +66,10 @@ def joins(choice: Any, left_out: Sequence[str] = ()) -> bool:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
 @pytest.mark.parametrize("stop", [None, "\ufffd"])
-async def test_ids_that_end_inside_a_character_are_scored(
+async def test_prompt_that_ends_inside_a_character_is_scored(
     http: httpx.AsyncClient, logprobs: int | None, n: int, stream: bool, stop: str | None
 ) -> None:
-    """And so are the other prompts of the request."""
+    """The other prompts of the request are scored as well."""
     prompts = [HALF, [73], [181, 181]]
     choices = await complete(
         http, prompt=prompts, max_tokens=0, echo=True, logprobs=logprobs, n=n, stream=stream,
@@ -96,7 +96,7 @@ async def test_ids_that_end_inside_a_character_are_scored(
         {"prompt": [HALF, [73]], "logprobs": 1},
     ],
 )
-async def test_what_is_generated_goes_on_with_the_character(
+async def test_generated_tokens_complete_the_character_of_the_prompt(
     http: httpx.AsyncClient, fields: dict[str, Any], stream: bool
 ) -> None:
     request = {"prompt": HALF, "max_tokens": 6, "ignore_eos": True, "echo": True} | fields
@@ -112,7 +112,7 @@ async def test_what_is_generated_goes_on_with_the_character(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 2])
-async def test_an_end_right_behind_half_a_character_leaves_it_to_the_prompt(
+async def test_incomplete_character_is_echoed_when_generation_ends_at_once(
     http: httpx.AsyncClient, stack: Stack, stream: bool, logprobs: int | None
 ) -> None:
     [eos] = await ids_of(http, "<|endoftext|>")
@@ -128,10 +128,10 @@ async def test_an_end_right_behind_half_a_character_leaves_it_to_the_prompt(
 
 
 @pytest.mark.parametrize("logprobs", [None, 5])
-async def test_prompts_of_ids_are_echoed_as_those_of_text(
+async def test_prompt_of_ids_is_echoed_like_the_same_text(
     http: httpx.AsyncClient, logprobs: int | None
 ) -> None:
-    """With their special tokens: a harness scores chats by ids and reads their tokens."""
+    """The echo includes special tokens: a harness scores chats by ids and reads their tokens."""
     fields = {"max_tokens": 0, "echo": True, "logprobs": logprobs}
     [by_text] = await complete(http, prompt=TURN, **fields)
     [by_ids] = await complete(http, prompt=await ids_of(http, TURN), **fields)
@@ -144,8 +144,8 @@ async def test_prompts_of_ids_are_echoed_as_those_of_text(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_special_tokens_show_as_their_text(http: httpx.AsyncClient, stream: bool) -> None:
-    """Candidates without a text would be one, and an EOS looked like padding."""
+async def test_special_tokens_have_text_in_logprobs(http: httpx.AsyncClient, stream: bool) -> None:
+    """Candidates with empty text would share one key in top_logprobs."""
     prompt = TURN + "<|im_start|>assistant\nHello!"
     fields = {
         "prompt": prompt,
@@ -166,7 +166,7 @@ async def test_special_tokens_show_as_their_text(http: httpx.AsyncClient, stream
     assert not any(token in choice["text"] for token in SPECIAL)
 
 
-async def test_a_chats_special_candidates_show_as_their_text(http: httpx.AsyncClient) -> None:
+async def test_special_tokens_have_text_in_chat_logprobs(http: httpx.AsyncClient) -> None:
     response = await http.post(
         "/v1/chat/completions",
         json={
@@ -177,7 +177,7 @@ async def test_a_chats_special_candidates_show_as_their_text(http: httpx.AsyncCl
     [choice] = response.json()["choices"]
     entries = choice["logprobs"]["content"]
     ends = [entry for entry in entries if entry["token"] in SPECIAL]
-    assert ends, "the model goes on behind its end"
+    assert ends, "ignore_eos generates past the end of the turn"
     for entry in ends:
         assert bytes(entry["bytes"]).decode() == entry["token"]
         assert entry["token"] in [each["token"] for each in entry["top_logprobs"]]

@@ -1,4 +1,4 @@
-"""The engine as its gRPC clients see it: a real process, a real channel, a tiny model."""
+"""Engine service over gRPC: requests, sampling, validation, sessions."""
 
 import asyncio
 import math
@@ -38,7 +38,7 @@ from tokenwire.pb.types.v1.types_pb2 import (
 )
 
 
-async def test_a_request_is_accepted_streamed_and_completed(channel: grpc.aio.Channel) -> None:
+async def test_generate_streams_accepted_deltas_scores_and_usage(channel: grpc.aio.Channel) -> None:
     responses = await generate(channel, make_request([1, 2, 3], n=2, logprobs=2, prompt_logprobs=0))
     kinds = [response.WhichOneof("event") for response in responses]
     assert kinds[0] == "accepted"
@@ -52,14 +52,14 @@ async def test_a_request_is_accepted_streamed_and_completed(channel: grpc.aio.Ch
             columns = response.delta.tokens
             assert len(columns.logprobs) == len(columns.ranks) == len(columns.ids)
             assert len(columns.top_ids) == len(columns.top_logprobs) == 2 * len(columns.ids)
-            # greedy: the token is its own best candidate, to the bit
+            # greedy: the token equals the best candidate, and their logprobs are identical
             assert list(columns.top_ids[::2]) == list(columns.ids)
             assert list(columns.top_logprobs[::2]) == list(columns.logprobs)
     usage = responses[-1].completed.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (3, 16)
 
 
-async def test_absent_fields_take_the_documented_defaults(channel: grpc.aio.Channel) -> None:
+async def test_accepted_event_reports_defaults_and_seed(channel: grpc.aio.Channel) -> None:
     request = GenerateRequest(
         prompts=[TokenIds(ids=[1, 2])], stopping=StoppingParams(ignore_eos=True)
     )
@@ -75,7 +75,7 @@ async def test_absent_fields_take_the_documented_defaults(channel: grpc.aio.Chan
     assert ids_of(await generate(channel, again)) == ids_of(responses)
 
 
-async def test_max_tokens_0_scores_the_prompt_alone(channel: grpc.aio.Channel) -> None:
+async def test_max_tokens_0_scores_only_the_prompt(channel: grpc.aio.Channel) -> None:
     responses = await generate(channel, make_request([1, 2, 3, 4], max_tokens=0, prompt_logprobs=1))
     assert ids_of(responses) == []
     [finished] = [r.finished for r in responses if r.HasField("finished")]
@@ -83,7 +83,7 @@ async def test_max_tokens_0_scores_the_prompt_alone(channel: grpc.aio.Channel) -
     assert responses[-1].completed.usage.completion_tokens == 0
 
 
-async def test_eos_ends_and_names_itself(channel: grpc.aio.Channel) -> None:
+async def test_eos_ends_a_sequence_and_is_reported_as_match(channel: grpc.aio.Channel) -> None:
     for seed in range(200):
         request = make_request([1, 2], max_tokens=60, temperature=2.0, ignore_eos=False)
         request.sampling.seed = seed
@@ -96,8 +96,7 @@ async def test_eos_ends_and_names_itself(channel: grpc.aio.Channel) -> None:
     raise AssertionError("no seed drew the end of sequence")
 
 
-async def test_every_default_of_sampling_is_told(channel: grpc.aio.Channel) -> None:
-    """Asked again with what was told, the same comes back."""
+async def test_accepted_sampling_parameters_reproduce_the_output(channel: grpc.aio.Channel) -> None:
     asked = SamplingParams(
         frequency_penalty=0.5,
         logit_bias={3: 5.0, VOCABULARY - 1: -100.0},
@@ -120,7 +119,7 @@ async def test_every_default_of_sampling_is_told(channel: grpc.aio.Channel) -> N
     assert ids_of(await generate(channel, request)) == ids_of(responses)
 
 
-async def test_mirostat_goes_on_from_what_deltas_tell(channel: grpc.aio.Channel) -> None:
+async def test_mirostat_resumes_from_the_mu_of_a_delta(channel: grpc.aio.Channel) -> None:
     request = GenerateRequest(
         prompts=[TokenIds(ids=[1, 2])],
         sampling=SamplingParams(mirostat=MirostatParams(target_perplexity=6), seed=3),
@@ -173,10 +172,10 @@ CAPABLE = {
 
 
 @pytest.mark.parametrize("capability", list(CAPABLE), ids=Capability.Name)
-async def test_what_is_advertised_is_accepted_and_nothing_else(
+async def test_engine_accepts_exactly_the_requests_of_its_advertised_capabilities(
     channel: grpc.aio.Channel, capability: Capability.ValueType
 ) -> None:
-    """All there is, but grammars: this engine has no grammar service."""
+    """This engine advertises every capability except grammars: it has no grammar service."""
     assert {*CAPABLE, Capability.CAPABILITY_UNSPECIFIED} == set(Capability.values())
     model = await EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())
     assert {*CAPABLE} - {*model.capabilities} == {Capability.CAPABILITY_GRAMMAR}
@@ -188,7 +187,7 @@ async def test_what_is_advertised_is_accepted_and_nothing_else(
         assert error.field
 
 
-async def test_the_model_describes_itself(channel: grpc.aio.Channel) -> None:
+async def test_get_model_describes_the_checkpoint(channel: grpc.aio.Channel) -> None:
     model = await EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())
     assert (model.model, model.architecture) == ("tiny-llama", "LlamaForCausalLM")
     assert (model.context_length, model.vocabulary_size) == (CONTEXT, VOCABULARY)
@@ -307,7 +306,7 @@ BAD_REQUESTS = [
 
 
 @pytest.mark.parametrize(("field", "request_"), BAD_REQUESTS, ids=[f for f, _ in BAD_REQUESTS])
-async def test_bad_requests_name_the_field_to_blame(
+async def test_invalid_request_is_refused_with_the_field_to_blame(
     channel: grpc.aio.Channel, field: str, request_: GenerateRequest
 ) -> None:
     error = await refused(channel, request_)
@@ -316,10 +315,8 @@ async def test_bad_requests_name_the_field_to_blame(
     assert (await generate(channel, make_request([1, 2])))[-1].HasField("completed")
 
 
-async def test_hostile_sampling_ends_and_neighbours_never_notice(
-    channel: grpc.aio.Channel,
-) -> None:
-    """Every value here is in its range."""
+async def test_extreme_sampling_does_not_affect_other_requests(channel: grpc.aio.Channel) -> None:
+    """Each value is within its documented range."""
     single, tiny = 3.4e38, 1e-45
     hostile = [
         SamplingParams(logit_bias=dict.fromkeys(range(VOCABULARY), -100.0)),
@@ -364,22 +361,20 @@ async def test_hostile_sampling_ends_and_neighbours_never_notice(
         assert ids_of(answer) == [VOCABULARY - 1] * 50
 
 
-async def test_another_model_is_not_found(channel: grpc.aio.Channel) -> None:
+async def test_request_for_an_unknown_model_is_refused(channel: grpc.aio.Channel) -> None:
     error = await refused(channel, make_request([1], model="other"))
     assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
 
 
-async def test_a_prompt_longer_than_the_context_is_out_of_range(channel: grpc.aio.Channel) -> None:
+async def test_prompt_that_fills_the_context_is_refused(channel: grpc.aio.Channel) -> None:
     error = await refused(channel, make_request([1] * CONTEXT))
     assert error.code is grpc.StatusCode.OUT_OF_RANGE
     assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
     assert (await generate(channel, make_request([1] * (CONTEXT - 1))))[-1].HasField("completed")
 
 
-async def test_a_session_carries_many_requests_in_one_message_per_step(
-    channel: grpc.aio.Channel,
-) -> None:
-    prompts = [[1, 2, i + 25] for i in range(16)]  # no two scores of theirs are as good as equal
+async def test_session_sends_the_events_of_a_step_in_one_message(channel: grpc.aio.Channel) -> None:
+    prompts = [[1, 2, i + 25] for i in range(16)]  # prompts without near ties between logits
     alone = [ids_of(await generate(channel, make_request(p, max_tokens=30))) for p in prompts]
     session = SessionClient(channel)
     await session.send(*(start(i, make_request(p, max_tokens=30)) for i, p in enumerate(prompts)))
@@ -393,7 +388,7 @@ async def test_a_session_carries_many_requests_in_one_message_per_step(
     assert messages < 16 * 30 / 4
 
 
-async def test_one_bad_request_leaves_its_session_alone(channel: grpc.aio.Channel) -> None:
+async def test_invalid_request_does_not_end_its_session(channel: grpc.aio.Channel) -> None:
     session = SessionClient(channel)
     await session.send(start(1, make_request([VOCABULARY])), start(2, make_request([1])))
     await session.until_all_ended(1, 2)
@@ -403,7 +398,7 @@ async def test_one_bad_request_leaves_its_session_alone(channel: grpc.aio.Channe
     session.call.cancel()
 
 
-async def test_cancelling_ends_each_sequence_once(channel: grpc.aio.Channel) -> None:
+async def test_cancelled_sequence_finishes_exactly_once(channel: grpc.aio.Channel) -> None:
     session = SessionClient(channel)
     await session.send(start(1, make_request([1, 2], n=3, max_tokens=90), credit=5))
     await session.until("delta", 1)
@@ -418,8 +413,8 @@ async def test_cancelling_ends_each_sequence_once(channel: grpc.aio.Channel) -> 
     session.call.cancel()
 
 
-async def test_commands_reach_a_request_that_is_still_starting(channel: grpc.aio.Channel) -> None:
-    """Sent right behind the start, as when a lost engine is to go on with some of a request."""
+async def test_commands_apply_to_a_request_that_still_starts(channel: grpc.aio.Channel) -> None:
+    """A client that resumes after an engine loss sends start and cancel together."""
     request = make_request([1, 2], n=3, max_tokens=20)
     session = SessionClient(channel)
     await session.send(
@@ -439,7 +434,7 @@ async def test_commands_reach_a_request_that_is_still_starting(channel: grpc.aio
     session.call.cancel()
 
 
-async def test_credit_holds_a_sequence_back_and_lets_it_go_on(channel: grpc.aio.Channel) -> None:
+async def test_sequence_pauses_and_resumes_with_its_credit(channel: grpc.aio.Channel) -> None:
     alone = ids_of(await generate(channel, make_request([4, 5], max_tokens=20)))
     session = SessionClient(channel)
     await session.send(start(1, make_request([4, 5], max_tokens=20), credit=3))
@@ -452,7 +447,7 @@ async def test_credit_holds_a_sequence_back_and_lets_it_go_on(channel: grpc.aio.
     session.call.cancel()
 
 
-async def test_a_deadline_ends_a_request(channel: grpc.aio.Channel) -> None:
+async def test_request_ends_at_its_deadline(channel: grpc.aio.Channel) -> None:
     session = SessionClient(channel)
     command = start(1, make_request([1, 2], max_tokens=90), credit=1)
     command.start.timeout_seconds = 0.2
@@ -463,7 +458,7 @@ async def test_a_deadline_ends_a_request(channel: grpc.aio.Channel) -> None:
     session.call.cancel()
 
 
-async def test_a_timeout_that_is_no_number_is_refused(channel: grpc.aio.Channel) -> None:
+async def test_timeout_of_nan_is_refused(channel: grpc.aio.Channel) -> None:
     session = SessionClient(channel)
     command = start(1, make_request([1, 2]))
     command.start.timeout_seconds = math.nan
@@ -474,8 +469,8 @@ async def test_a_timeout_that_is_no_number_is_refused(channel: grpc.aio.Channel)
     session.call.cancel()
 
 
-async def test_a_session_ends_with_the_last_refusal(channel: grpc.aio.Channel) -> None:
-    """Not with the next request of somebody else."""
+async def test_session_ends_when_its_last_request_is_refused(channel: grpc.aio.Channel) -> None:
+    """The session must not wait for the next step of another client's request."""
     session = SessionClient(channel)
     await session.send(start(1, make_request([VOCABULARY])))
     await session.call.done_writing()
@@ -485,7 +480,7 @@ async def test_a_session_ends_with_the_last_refusal(channel: grpc.aio.Channel) -
         assert not [event for event in response.events if event.HasField("heartbeat")]
 
 
-async def test_a_tenant_cannot_tell_what_others_asked(channel: grpc.aio.Channel) -> None:
+async def test_tenant_gets_no_prefix_hits_from_other_tenants(channel: grpc.aio.Channel) -> None:
     prompt = [5, 6, 7, 8] * 20
     await generate(channel, make_request(prompt), **{"x-tenant": "one"})
     theirs = await generate(channel, make_request(prompt), **{"x-tenant": "two"})

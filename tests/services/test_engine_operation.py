@@ -1,4 +1,4 @@
-"""The engine as its operator sees it: what is aborted, drained, flushed, stopped, lost."""
+"""Engine operation: abort, drain, cache flush, health, shutdown and failures."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, Eng
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 
-async def test_a_client_that_leaves_frees_its_blocks(
+async def test_disconnected_client_frees_its_sequences(
     channel: grpc.aio.Channel, engine: RunningService
 ) -> None:
     session = SessionClient(channel)
@@ -59,7 +59,7 @@ async def test_a_client_that_leaves_frees_its_blocks(
     await watch_load(engine.target, until=is_idle)
 
 
-async def test_an_operator_can_abort_by_id(channel: grpc.aio.Channel) -> None:
+async def test_abort_ends_a_request_by_its_id(channel: grpc.aio.Channel) -> None:
     session = SessionClient(channel)
     command = start(1, make_request([1, 2], max_tokens=90), credit=2)
     command.start.request_id = "abort-me"
@@ -74,13 +74,13 @@ async def test_an_operator_can_abort_by_id(channel: grpc.aio.Channel) -> None:
 
 
 async def outcomes(engine: RunningService) -> dict[str, float]:
-    """Of requests, how many became what."""
+    """Return the number of requests by outcome."""
     name = re.compile(r'tokenwire_engine_requests_total{outcome="(\w+)"}')
     metrics = (await metrics_of(engine.target)).items()
     return {found[1]: count for sample, count in metrics if (found := name.match(sample))}
 
 
-async def test_requests_are_counted_by_what_became_of_them(
+async def test_metrics_count_requests_by_outcome(
     channel: grpc.aio.Channel, engine: RunningService
 ) -> None:
     before = await outcomes(engine)
@@ -105,7 +105,7 @@ async def test_requests_are_counted_by_what_became_of_them(
     session.call.cancel()
 
 
-async def test_who_flushes_and_leaves_takes_nobody_along(channel: grpc.aio.Channel) -> None:
+async def test_cancelled_cache_flush_keeps_requests_running(channel: grpc.aio.Channel) -> None:
     control = EngineControlServiceStub(channel)
     running = EngineServiceStub(channel).Generate(make_request([1, 2], n=64, max_tokens=90))
     await running.read()
@@ -116,7 +116,7 @@ async def test_who_flushes_and_leaves_takes_nobody_along(channel: grpc.aio.Chann
     assert len(ids_of(await generate(channel, make_request([1, 2])))) == 8
 
 
-async def test_flushing_forgets_prefixes(channel: grpc.aio.Channel) -> None:
+async def test_flush_evicts_cached_prefixes(channel: grpc.aio.Channel) -> None:
     prompt = [9, 8, 7, 6] * 20
     control = EngineControlServiceStub(channel)
     await generate(channel, make_request(prompt))
@@ -128,7 +128,7 @@ async def test_flushing_forgets_prefixes(channel: grpc.aio.Channel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request, handle 2, whose grammar is compiled by a service that hangs."""
+    """A request, handle 2, whose grammar a stopped service compiles."""
 
     engine: RunningService
     session: SessionClient
@@ -163,7 +163,7 @@ async def waiting_for_grammar(
             session.call.cancel()
 
 
-async def test_a_deadline_holds_while_a_grammar_is_compiled(
+async def test_request_ends_at_its_deadline_while_its_grammar_compiles(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     async with waiting_for_grammar(embedded_model, tmp_path, 0.5) as waiting:
@@ -171,7 +171,7 @@ async def test_a_deadline_holds_while_a_grammar_is_compiled(
         assert error.reason == "DEADLINE_EXCEEDED"
 
 
-async def test_who_cancels_while_a_grammar_is_compiled_is_counted(
+async def test_request_cancelled_while_its_grammar_compiles_is_counted(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     async with waiting_for_grammar(embedded_model, tmp_path) as waiting:
@@ -181,10 +181,10 @@ async def test_who_cancels_while_a_grammar_is_compiled_is_counted(
         assert await outcomes(waiting.engine) == {"ok": 2.0, "cancelled": 1.0}
 
 
-async def test_an_operator_sees_a_request_whose_grammar_is_compiled(
+async def test_drain_and_abort_see_a_request_whose_grammar_compiles(
     embedded_model: Path, tmp_path: Path
 ) -> None:
-    """Else it is lost when an engine is drained, and can't be ended."""
+    """Without this, a drain loses the request, and an operator can't abort it."""
     async with (
         waiting_for_grammar(embedded_model, tmp_path) as waiting,
         connect(waiting.engine.target) as channel,
@@ -199,18 +199,18 @@ async def test_an_operator_sees_a_request_whose_grammar_is_compiled(
         assert (await control.Drain(drain)).remaining_requests == 0
 
 
-async def test_request_whose_grammar_is_compiled_hears_that_the_engine_is_lost(
+async def test_request_whose_grammar_compiles_fails_with_engine_lost(
     embedded_model: Path, tmp_path: Path
 ) -> None:
-    """It was not cancelled by its client, who would not try again."""
+    """With CANCELLED instead, the client would not retry."""
     async with waiting_for_grammar(embedded_model, tmp_path) as waiting:
         os.kill(loop_process(waiting.engine.process.pid), signal.SIGKILL)
         error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
 
 
-async def test_abort_may_meet_a_request_whose_deadline_just_passed(embedded_model: Path) -> None:
-    """The timer has fired, but the request has not ended yet: both must not disturb each other."""
+async def test_abort_after_the_deadline_timer_reports_aborted(embedded_model: Path) -> None:
+    """The deadline's timer has fired, but the request has not ended yet."""
     settings = EngineSettings(model=embedded_model, grammar="127.0.0.1:1")
     frontend = Frontend(settings, lambda why: None)
     matchers = Matchers(
@@ -222,7 +222,7 @@ async def test_abort_may_meet_a_request_whose_deadline_just_passed(embedded_mode
     )
     compilation = frontend._compilations.compile(matchers, GrammarSpec(regex="a"), "late", 0.0)
     compiling = asyncio.ensure_future(compilation)
-    await asyncio.sleep(0)  # it starts, and its timer is due
+    await asyncio.sleep(0)  # the compilation starts, and its timer is due
     await asyncio.sleep(0)  # the timer fires
     assert frontend.abort(["late"]) == 1
     with pytest.raises(ServiceError) as ended:
@@ -231,9 +231,7 @@ async def test_abort_may_meet_a_request_whose_deadline_just_passed(embedded_mode
     await matchers.aclose()
 
 
-async def test_a_request_that_never_fits_is_told_so_rather_than_to_try_again(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+async def test_request_that_never_fits_is_invalid(checkpoint: Path, tmp_path: Path) -> None:
     few = ("--max-running", "4", "--max-waiting", "2", "--kv-memory", "16MiB")
     arguments = ("--model", str(checkpoint), "--dtype", "float32", *few)
     async with (
@@ -249,10 +247,8 @@ async def test_a_request_that_never_fits_is_told_so_rather_than_to_try_again(
         assert len(ids_of(await generate(channel, make_request([1], n=6)), sequence=5)) == 8
 
 
-async def test_a_broken_checkpoint_answers_with_an_error_and_says_so_once_in_the_log(
-    tmp_path: Path,
-) -> None:
-    """A copy that was cut short, or trained until it diverged: its NaN make no text."""
+async def test_nan_weights_fail_requests_and_log_one_error(tmp_path: Path) -> None:
+    """A truncated copy or a diverged training run leaves NaN in the weights."""
     broken = make_checkpoint(tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
@@ -272,8 +268,8 @@ async def test_a_broken_checkpoint_answers_with_an_error_and_says_so_once_in_the
     assert told["request_id"]
 
 
-async def test_a_loop_that_hangs_is_noticed_and_may_go_on(checkpoint: Path, tmp_path: Path) -> None:
-    """Whoever sends requests sees it by the service's health, before its clients do."""
+async def test_health_is_not_serving_while_the_loop_hangs(checkpoint: Path, tmp_path: Path) -> None:
+    """A load balancer sees the hang in the health status; the loop may recover."""
     arguments = ("--model", str(checkpoint), "--dtype", "float32", "--silence-seconds", "0.2")
     async with (
         running_service("engine", *arguments, log=tmp_path / "log") as service,
@@ -294,7 +290,7 @@ async def test_a_loop_that_hangs_is_noticed_and_may_go_on(checkpoint: Path, tmp_
     assert "sent no output" in (tmp_path / "log").read_text()
 
 
-async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> None:
+async def test_sigterm_finishes_running_requests(checkpoint: Path, tmp_path: Path) -> None:
     arguments = ("--model", str(checkpoint), "--dtype", "float32", "--kv-memory", "16MiB")
     async with running_service("engine", *arguments, log=tmp_path / "log") as service:
         async with connect(service.target) as channel:
@@ -309,10 +305,10 @@ async def test_sigterm_finishes_what_runs(checkpoint: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda s: s.name)
-async def test_a_step_that_dies_ends_its_requests_with_an_error_and_then_the_service(
+async def test_death_of_the_step_loop_fails_its_requests_and_ends_the_service(
     embedded_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """As when memory runs out, or a kernel faults: nobody may wait for ever."""
+    """The OOM killer or a faulty kernel kills the loop; no client may wait forever."""
     arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "64MiB")
     async with running_service("engine", *arguments, log=tmp_path / "log") as service:
         async with connect(service.target) as channel:
@@ -349,7 +345,7 @@ async def test_a_step_that_dies_ends_its_requests_with_an_error_and_then_the_ser
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_a_bad_start_is_one_sentence_and_exit_code_2(
+async def test_invalid_flag_ends_the_start_with_one_sentence_and_exit_code_2(
     checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], complaint: str
 ) -> None:
     filled = [a.format(model=checkpoint, empty=tmp_path) for a in arguments]

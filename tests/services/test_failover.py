@@ -1,4 +1,4 @@
-"""Losses and restarts of single services, as the clients in front of them see them: not at all."""
+"""Failover: clients do not notice when one service is lost or restarted."""
 
 import asyncio
 import signal
@@ -27,10 +27,10 @@ async def tokenizer_of(model: Path, engine: MortalEngine, log: Path) -> AsyncIte
         yield client
 
 
-async def test_stream_survives_one_loss_of_the_engine_after_another(
+async def test_stream_survives_repeated_losses_of_the_engine(
     embedded_model: Path, tmp_path: Path
 ) -> None:
-    """Of the whole engine, and of the process that computes, which the OOM killer takes first."""
+    """The test kills the whole engine or only the step loop, which the OOM killer picks first."""
     async with (
         mortal_engine(embedded_model) as engine,
         tokenizer_of(embedded_model, engine, tmp_path / "log") as client,
@@ -72,7 +72,7 @@ async def test_new_request_waits_while_the_engine_is_restarted(
 async def test_new_request_waits_while_the_tokenizer_is_restarted(
     embedded_model: Path, tmp_path: Path
 ) -> None:
-    """A stream goes on to its end meanwhile, and the texts to be encoded wait as well."""
+    """A running stream reaches its end meanwhile, and a tokenize request waits too."""
     [port] = free_ports(1)
     body = {"model": "default", "prompt": "import", "max_tokens": TOKENS, **ASKED}
     model = ("--model", str(embedded_model))
@@ -83,7 +83,7 @@ async def test_new_request_waits_while_the_tokenizer_is_restarted(
         flags = ("--tokenizer", target, "--tokenizer-wait", "120")
         async with running_shim(*flags) as shim, httpx.AsyncClient(timeout=300) as http:
             url = f"{shim.url}/v1/completions"
-            early = asyncio.ensure_future(http.post(url, json=body))  # nobody is there yet
+            early = asyncio.ensure_future(http.post(url, json=body))  # no tokenizer runs yet
             log = tmp_path / "tokenizer"
             async with running_service("tokenizer", *arguments, log=log, port=port) as first:
                 calm = (await early).json()["choices"]

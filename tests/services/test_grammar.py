@@ -1,7 +1,4 @@
-"""Structured output as the engine gets it: the real grammar service over real gRPC.
-
-A broken rule here costs a user output that does not satisfy the grammar, or the service.
-"""
+"""Grammar service over gRPC: compilation, masks, limits and loss."""
 
 import asyncio
 import hashlib
@@ -49,7 +46,7 @@ PERSON = {
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a small byte-level tokenizer."""
+    """Return a directory with a small byte-level tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,7 +71,7 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 @pytest_asyncio.fixture(scope="session")
 async def address(checkpoint: Path) -> AsyncIterator[str]:
-    """host:port of a grammar service."""
+    """Yield the host:port of a grammar service."""
     application = GrammarApplication(
         GrammarSettings(model=checkpoint, compile_timeout=3.0, max_grammar_bytes=300_000)
     )
@@ -96,7 +93,7 @@ async def channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
 
 @dataclass
 class Decoder:
-    """Stands where the engine stands: draws among the allowed ids, and feeds them back."""
+    """Client in place of the engine: it draws among the allowed ids and feeds them back."""
 
     stream: MaskStream
     states: asyncio.Queue[list[MaskState]]
@@ -125,13 +122,13 @@ class Decoder:
         assert len(state.mask) == (self.width + 7) // 8
         ids = [i for i in range(len(state.mask) * 8) if state.mask[i >> 3] >> (i & 7) & 1]
         assert not ids or ids[-1] < self.width - PADDING
-        assert 1 not in ids  # the checkpoint's other end id, which this engine does not use
+        assert 1 not in ids  # the checkpoint's other EOS id, which this client does not use
         return ids
 
     async def generate(
         self, grammar_id: str, seeds: Sequence[int], most: int = 400
     ) -> dict[int, list[int]]:
-        """Ids of one sequence per seed, each until its grammar is complete or `most` ids."""
+        """Return the ids of one sequence per seed: up to its grammar's end, or `most` ids."""
         sources = {seed: random.Random(seed) for seed in seeds}
         output: dict[int, list[int]] = {seed: [] for seed in seeds}
         for seed in seeds:
@@ -179,7 +176,7 @@ SATISFIED = {
 
 
 @pytest.mark.parametrize("kind", SATISFIED)
-async def test_any_walk_over_allowed_ids_satisfies_the_grammar(
+async def test_random_choices_among_allowed_ids_satisfy_the_grammar(
     kind: str, channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:
     spec, judge = SATISFIED[kind]
@@ -190,21 +187,21 @@ async def test_any_walk_over_allowed_ids_satisfies_the_grammar(
     await decoder.stream.aclose()
 
 
-async def test_any_json_object_is_an_object(
+async def test_json_object_grammar_yields_json_objects(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:
     grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_object=JsonObject()))
     decoder = Decoder.over(channel, tokenizer)
     complete = 0
     for ids in (await decoder.generate(grammar_id, range(40), most=100)).values():
-        if len(ids) < 100:  # a random walk need not come back from its strings and brackets
+        if len(ids) < 100:  # random choices may never close their strings and brackets
             assert isinstance(json.loads(tokenizer.decode(ids)), dict)
             complete += 1
     assert complete
     await decoder.stream.aclose()
 
 
-async def test_few_slots_give_the_same_output_as_none_and_many(
+async def test_number_of_mask_slots_does_not_change_the_output(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:
     grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_schema=json.dumps(PERSON)))
@@ -216,7 +213,7 @@ async def test_few_slots_give_the_same_output_as_none_and_many(
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-async def test_a_sequence_that_continues_elsewhere_gets_the_same_masks(
+async def test_resumed_sequence_gets_the_masks_of_the_original(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:
     grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_schema=json.dumps(PERSON)))
@@ -232,13 +229,13 @@ async def test_a_sequence_that_continues_elsewhere_gets_the_same_masks(
     await second.stream.aclose()
 
 
-async def test_masks_along_a_path_are_those_that_come_when_it_is_taken(
+async def test_draft_masks_equal_the_masks_after_accepting_the_draft(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:
     grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_schema=json.dumps(PERSON)))
     decoder, asking = Decoder.over(channel, tokenizer), Decoder.over(channel, tokenizer)
     ids = (await decoder.generate(grammar_id, [3]))[3]
-    masks: dict[int, bytes | None] = {}  # by tokens fed, where nothing is forced
+    masks: dict[int, bytes | None] = {}  # by number of tokens fed, at positions without forced ids
     for at in range(len(ids)):
         decoder.stream.open(100 + at, grammar_id, ids[:at])
         [state] = await decoder.states.get()
@@ -249,21 +246,22 @@ async def test_masks_along_a_path_are_those_that_come_when_it_is_taken(
         asking.stream.ask_draft_masks(at, [*ids[at : at + 6], 1, *ids[at + 6 : at + 9]])
         [state] = await asking.states.get()
         begin = at + len(state.forced) + 1
-        # no masks behind a draft token that the grammar refuses
+        # no masks after a draft token that the grammar refuses
         assert len(state.draft_masks) <= max(at + 6 - begin + 1, 0)
         for place, mask in enumerate(state.draft_masks, start=begin):
-            # where ids are forced, the path has masks of one
+            # `masks` has no entry for a forced position: its draft mask allows one id
             assert mask == masks.get(place, mask)
             assert mask is None or mask[ids[place] >> 3] >> (ids[place] & 7) & 1
         lengths.add(len(state.draft_masks))
-        asking.stream.accept(at, ids[at + len(state.forced) :][:1])  # it has not moved
+        # draft masks do not advance the matcher
+        asking.stream.accept(at, ids[at + len(state.forced) :][:1])
         assert (await asking.states.get())[0].error is None
     assert max(lengths) == 6
     await decoder.stream.aclose()
     await asking.stream.aclose()
 
 
-async def test_rollback_and_fork_give_the_state_of_a_fresh_matcher(
+async def test_rollback_and_fork_reach_the_state_of_a_fresh_matcher(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:
     grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_schema=json.dumps(PERSON)))
@@ -299,12 +297,12 @@ async def test_rollback_and_fork_give_the_state_of_a_fresh_matcher(
     for state in response.states[:3]:
         state.matcher = 0
     assert response.states[0] == response.states[1] == response.states[2]
-    assert len(set(states)) == 3  # they differed in their numbers only
+    assert len(set(states)) == 3  # they differ only in the matcher's number
     unknown = ServiceError.from_status(response.states[3].error)
     assert unknown.reason == "MATCHER_NOT_FOUND"
 
 
-async def test_a_broken_matcher_leaves_its_neighbours_alone(
+async def test_failed_matcher_does_not_affect_others_of_its_stream(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:
     grammar_id = await GrammarClient(channel).compile(GrammarSpec(regex="[ab]{4}"))
@@ -371,7 +369,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-async def test_a_bad_grammar_is_refused_with_field_and_place(
+async def test_invalid_grammar_is_refused_with_field_and_position(
     case: str, channel: grpc.aio.Channel
 ) -> None:
     spec, place = BAD[case]
@@ -415,7 +413,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-async def test_hostile_grammars_cost_only_their_sender(
+async def test_hostile_grammars_do_not_affect_other_requests(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:
     client = GrammarClient(channel)
@@ -434,9 +432,7 @@ async def test_hostile_grammars_cost_only_their_sender(
     assert await client.compile(GrammarSpec(regex="after all that"))
 
 
-async def test_slow_grammars_do_not_keep_quick_ones_from_compiling(
-    channel: grpc.aio.Channel,
-) -> None:
+async def test_quick_grammars_compile_while_slow_ones_do(channel: grpc.aio.Channel) -> None:
     client = GrammarClient(channel)
     slow = [
         asyncio.ensure_future(
@@ -452,11 +448,11 @@ async def test_slow_grammars_do_not_keep_quick_ones_from_compiling(
     await asyncio.wait(slow)
 
 
-async def test_a_grammar_that_becomes_hopeless_fails_alone(
+async def test_grammar_that_exceeds_the_library_limits_fails_alone(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:
     client = GrammarClient(channel)
-    # so many ways to go on that the library gives up, but not before the trial's end
+    # the number of continuations exceeds the library's limit, but only after the trial run
     names = [f"p{i}" for i in range(2500)]
     rules = "".join(f'{name}: "{name}"\n' for name in names)
     lark = f"start: /[a-z]{{60}}/ {' '.join(f'{name}?' for name in names)}\n{rules}"
@@ -478,7 +474,7 @@ async def test_a_grammar_that_becomes_hopeless_fails_alone(
     await decoder.stream.aclose()
 
 
-async def test_the_same_grammar_compiles_once(channel: grpc.aio.Channel) -> None:
+async def test_concurrent_requests_for_a_grammar_get_one_answer(channel: grpc.aio.Channel) -> None:
     stub = GrammarServiceStub(channel)
     request = grammar_pb2.CompileRequest(grammar=GrammarSpec(regex="same(again)?"))
     responses = await asyncio.gather(*(stub.Compile(request) for _ in range(5)))
@@ -490,8 +486,8 @@ def _enumeration(first: int, count: int) -> GrammarSpec:
     return GrammarSpec(json_schema=json.dumps({"enum": words}))
 
 
-async def test_sizes_tell_large_grammars_from_small_ones(channel: grpc.aio.Channel) -> None:
-    """The memory that grammars may take together is counted by them."""
+async def test_size_of_a_compiled_grammar_grows_with_the_grammar(channel: grpc.aio.Channel) -> None:
+    """The limit on the cache's memory counts these sizes."""
     stub = GrammarServiceStub(channel)
     sizes = []
     for spec in (GrammarSpec(regex="[ab]{7}"), _enumeration(0, 3000)):
@@ -502,10 +498,10 @@ async def test_sizes_tell_large_grammars_from_small_ones(channel: grpc.aio.Chann
     assert 10 * len(_enumeration(0, 3000).json_schema) < large
 
 
-async def test_large_grammars_go_when_memory_is_used_up(
+async def test_cache_evicts_grammars_when_its_memory_is_used_up(
     checkpoint: Path, tokenizer: Tokenizer
 ) -> None:
-    """Who uses one that goes sees nothing of it; who comes later is told to compile it again."""
+    """An open matcher keeps its evicted grammar; a new one fails with GRAMMAR_NOT_FOUND."""
     application = GrammarApplication(GrammarSettings(model=checkpoint, cache_bytes=4_000_000))
     server = grpc.aio.server(interceptors=[RpcInterceptor()])
     application.register(server)
@@ -534,7 +530,7 @@ async def test_large_grammars_go_when_memory_is_used_up(
     await server.stop(None)
 
 
-async def test_the_fingerprint_is_the_hash_of_the_tokenizers_file(
+async def test_fingerprint_is_the_hash_of_the_tokenizer_file(
     channel: grpc.aio.Channel, checkpoint: Path
 ) -> None:
     request = grammar_pb2.CompileRequest(grammar=GrammarSpec(regex="a"))
@@ -543,7 +539,7 @@ async def test_the_fingerprint_is_the_hash_of_the_tokenizers_file(
     assert response.tokenizer_fingerprint == hashlib.sha256(content).hexdigest()
 
 
-async def test_a_stream_that_does_not_say_its_width_is_refused(channel: grpc.aio.Channel) -> None:
+async def test_mask_stream_without_vocabulary_size_is_refused(channel: grpc.aio.Channel) -> None:
     call = GrammarServiceStub(channel).Masks()
     await call.write(grammar_pb2.MasksRequest(step=1))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -552,7 +548,7 @@ async def test_a_stream_that_does_not_say_its_width_is_refused(channel: grpc.aio
     assert error.field == "configuration.vocabulary_size"
 
 
-async def test_a_lost_service_is_told_once_and_the_stream_comes_back(
+async def test_loss_of_the_service_is_reported_once_and_the_stream_reconnects(
     checkpoint: Path, tokenizer: Tokenizer
 ) -> None:
     server = grpc.aio.server(interceptors=[RpcInterceptor()])
@@ -585,10 +581,10 @@ async def test_a_lost_service_is_told_once_and_the_stream_comes_back(
     await application.stop()
 
 
-async def test_a_lost_compile_process_comes_back(
+async def test_killed_compile_process_is_logged_and_restarted(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the log says what it was lost to, and nothing of a process that is stopped."""
+    """A regular stop of the process logs nothing."""
     application = GrammarApplication(GrammarSettings(model=checkpoint))
     compiler = application._compiler
     await application.start()
@@ -602,13 +598,13 @@ async def test_a_lost_compile_process_comes_back(
     assert await compiler.try_out(GrammarSpec(regex="a")) > 0
     with pytest.raises(GrammarError):
         await compiler.try_out(HOSTILE["overflows the stack"])
-    # other tests' services log here too: what they still compile when their clients have left
+    # services of other tests log here too: they may still compile for disconnected clients
     assert any("compilation of a grammar ended with signal SIG" in line for line in caplog.messages)
     await application.stop()
     assert sum("the process that compiles" in line for line in caplog.messages) == 1
 
 
-def test_a_missing_checkpoint_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "services.grammar", "--model", str(tmp_path)],
         capture_output=True,
@@ -620,8 +616,8 @@ def test_a_missing_checkpoint_is_one_sentence_and_exit_code_2(tmp_path: Path) ->
     assert "tokenizer.json" in result.stderr
 
 
-async def test_grammar_that_comes_before_the_start_shares_its_process(checkpoint: Path) -> None:
-    """Two readers of one pipe would take each other's verdicts."""
+async def test_grammar_sent_during_the_start_shares_the_compile_process(checkpoint: Path) -> None:
+    """Two readers of one pipe would take each other's results."""
     compiler = Compiler(checkpoint, timeout=5, concurrency=2)
     spec = GrammarSpec(regex="a")
     others = _compile_processes()
@@ -634,7 +630,7 @@ async def test_grammar_that_comes_before_the_start_shares_its_process(checkpoint
 
 
 def _compile_processes() -> list[int]:
-    """Children of this process that compile grammars."""
+    """Return the ids of this process's children that compile grammars."""
     own = f"/proc/{os.getpid()}"
     children = [
         int(child)

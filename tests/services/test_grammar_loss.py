@@ -1,4 +1,4 @@
-"""The grammar service may be lost in the middle of a request: nobody's output shows it."""
+"""Loss of the grammar service during requests."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ REQUESTS = {
 
 
 class Conversation:
-    """A Session, and what it has brought."""
+    """A Session; ids by (handle, sequence), and the last event of each handle."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call = EngineServiceStub(channel).Session()
@@ -71,7 +71,7 @@ class Conversation:
         await self._call.write(SessionRequest(commands=commands))
 
     async def take(self) -> None:
-        """One message."""
+        """Read one message."""
         for event in (await self._call.read()).events:
             if event.HasField("delta"):
                 place = (event.handle, event.delta.sequence)
@@ -83,7 +83,7 @@ class Conversation:
 async def generate(
     channel: grpc.aio.Channel, requests: dict[int, GenerateRequest], credit: int | None = None
 ) -> Conversation:
-    """All of it; with credit, as far as that goes."""
+    """Generate until all requests end, or until each sequence has used up `credit`."""
     conversation = Conversation(channel)
     await conversation.send(
         *(
@@ -108,10 +108,10 @@ async def grammar_service(
         yield service
 
 
-async def test_the_output_is_the_same_when_grammar_is_lost(
+async def test_output_is_unchanged_when_the_grammar_service_is_lost(
     embedded_model: Path, tmp_path: Path
 ) -> None:
-    """Once with a replica that takes over at once, once with a service that has to come back."""
+    """The first loss has a running replica; the second waits for a service to start."""
     ports = free_ports(3)
     target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
     arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
@@ -129,7 +129,7 @@ async def test_the_output_is_the_same_when_grammar_is_lost(
             grammar_service(embedded_model, tmp_path / "grammar-2.log", ports[1])
         )
 
-        # the way to this one is opened later: nothing waits for its start
+        # a relay makes this service reachable later, without a wait for its start
         third = await running.enter_async_context(
             grammar_service(embedded_model, tmp_path / "grammar-3.log")
         )
@@ -143,7 +143,7 @@ async def test_the_output_is_the_same_when_grammar_is_lost(
         second.process.kill()
         await second.process.wait()
         await disturbed.send(*credit(MOST))
-        while 3 not in disturbed.ends:  # the free one goes on meanwhile
+        while 3 not in disturbed.ends:  # the request without a grammar continues meanwhile
             await disturbed.take()
         late = asyncio.ensure_future(generate(channel, {1: REQUESTS[1]}))
         await running.enter_async_context(relay(third.target, port=ports[2]))
@@ -151,7 +151,7 @@ async def test_the_output_is_the_same_when_grammar_is_lost(
             await disturbed.take()
         assert all(end.HasField("completed") for end in disturbed.ends.values()), disturbed.ends
         assert disturbed.ids == undisturbed.ids
-        waited = await late  # for its grammar, as those that ran did for their masks
+        waited = await late  # for its compilation
         assert waited.ends[1].HasField("completed"), waited.ends
         assert waited.ids == {place: undisturbed.ids[place] for place in waited.ids}
 
@@ -162,10 +162,10 @@ def credit(tokens: int) -> list[SessionCommand]:
     ]
 
 
-async def test_restarted_service_ends_at_once_and_its_matchers_move_on(
+async def test_matchers_reopen_when_the_grammar_service_restarts(
     embedded_model: Path, tmp_path: Path
 ) -> None:
-    """New requests would wait for all those to end that it constrains, up to its grace."""
+    """The stop must not wait for open matchers: new requests would wait out its grace period."""
     ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).token_to_id
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
@@ -185,14 +185,14 @@ async def test_restarted_service_ends_at_once_and_its_matchers_move_on(
     async with grammar_service(embedded_model, tmp_path / "grammar-2.log", port):
         ours.feed([Token(5, 0, 0, ids("a"), None)])
         while (mask := (await masks.get())[0]).position == 0:
-            pass  # of the matcher as it was opened again
+            pass  # the mask of the reopened matcher
         assert ids("c") in allows(mask)
         assert failed.empty()
         await ours.aclose()
     assert "were aborted" not in (tmp_path / "grammar-1.log").read_text()
 
 
-async def test_without_a_service_in_time_constrained_requests_fail(
+async def test_constrained_requests_fail_when_the_service_does_not_return_in_time(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     masks = asyncio.Queue[Sequence[Mask]]()
@@ -222,10 +222,10 @@ async def test_without_a_service_in_time_constrained_requests_fail(
         await ours.aclose()
 
 
-async def test_without_an_answer_in_time_constrained_requests_fail(
+async def test_constrained_requests_fail_when_the_service_does_not_answer_in_time(
     embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A service that is stopped keeps its connections: nothing says that it is gone."""
+    """A frozen service keeps its connections open, so the engine detects it by the timeout."""
     monkeypatch.setattr(matchers, "_ANSWER_SECONDS", 0.5)
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
@@ -253,10 +253,10 @@ async def test_without_an_answer_in_time_constrained_requests_fail(
         await ours.aclose()
 
 
-async def test_constrained_request_goes_on_when_a_stopped_service_does(
+async def test_constrained_request_resumes_when_a_frozen_service_does(
     embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its matcher is opened again, with what the sequence has generated."""
+    """The engine reopens the matcher with the tokens that the sequence has generated."""
     monkeypatch.setattr(matchers, "_ANSWER_SECONDS", 0.1)
     ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).token_to_id
     masks = asyncio.Queue[Sequence[Mask]]()
@@ -282,10 +282,10 @@ async def test_constrained_request_goes_on_when_a_stopped_service_does(
         await ours.aclose()
 
 
-async def test_what_is_generated_before_an_answer_comes_is_not_fed_twice(
+async def test_tokens_generated_before_an_answer_are_not_fed_twice(
     embedded_model: Path, tmp_path: Path
 ) -> None:
-    """A service that came back is asked about more than what its sequences have gone on to."""
+    """After a reconnect, the engine may feed several tokens before the first mask arrives."""
     ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).token_to_id
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
@@ -303,7 +303,7 @@ async def test_what_is_generated_before_an_answer_comes_is_not_fed_twice(
         running.push_async_callback(ours.aclose)
 
         def feed(handle: int, *tokens: int) -> None:
-            """One by one, without waiting for the answers."""
+            """Feed the tokens one by one, without waiting for answers."""
             for position, token in enumerate(tokens):
                 ours.feed([Token(handle, 0, position, token, None)])
 
@@ -334,7 +334,7 @@ async def test_what_is_generated_before_an_answer_comes_is_not_fed_twice(
 
 
 def allows(mask: Mask) -> set[int]:
-    """The ids that may be drawn behind what is forced."""
+    """Return the ids that may follow the forced ids."""
     bits = mask.bits
     assert bits is not None
     return {i for i in range(8 * len(bits)) if bits[i >> 3] >> (i & 7) & 1}

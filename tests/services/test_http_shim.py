@@ -1,4 +1,4 @@
-"""The OpenAI API over the whole stack, with real clients."""
+"""HTTP shim over the whole stack: completions, tokenization, models, metrics."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ async def complete(http: httpx.AsyncClient, **fields: object) -> Any:
 
 
 async def stream(http: httpx.AsyncClient, **fields: object) -> list[Any]:
-    """The events of a stream, without its [DONE]."""
+    """Return the events of a stream, without its [DONE]."""
     body = {"temperature": 0, "stream": True} | fields
     async with http.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
@@ -55,7 +55,7 @@ async def ids_of(http: httpx.AsyncClient, text: str) -> list[int]:
     return tokens
 
 
-async def test_greedy_text_is_the_same_however_it_is_asked_for(
+async def test_greedy_text_is_equal_for_text_or_ids_streamed_or_whole(
     sdk: openai.AsyncOpenAI, http: httpx.AsyncClient, stack: Stack
 ) -> None:
     texts = set()
@@ -71,7 +71,9 @@ async def test_greedy_text_is_the_same_however_it_is_asked_for(
     assert len(texts) == 1
 
 
-async def test_the_object(http: httpx.AsyncClient, stack: Stack) -> None:
+async def test_completion_has_the_fields_of_the_openai_object(
+    http: httpx.AsyncClient, stack: Stack
+) -> None:
     response = await http.post(
         "/completions", json={"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
     )
@@ -105,7 +107,7 @@ async def test_choices_are_indexed_by_prompt(http: httpx.AsyncClient) -> None:
     assert len(set(joined[:3])) > 1, "choices of one prompt must differ"
 
 
-async def test_usage_of_streams(http: httpx.AsyncClient) -> None:
+async def test_stream_reports_usage_in_the_last_chunk(http: httpx.AsyncClient) -> None:
     fields = {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}
     plain = await stream(http, **fields)
     assert ["usage" in chunk for chunk in plain] == [False] * (len(plain) - 1) + [True]
@@ -115,8 +117,8 @@ async def test_usage_of_streams(http: httpx.AsyncClient) -> None:
     assert last["usage"]["completion_tokens"] == plain[-1]["usage"]["completion_tokens"] == 3
 
 
-async def test_harnesses_slice_scores_by_length(http: httpx.AsyncClient) -> None:
-    """lm-eval cuts the context off by its number of ids."""
+async def test_echo_logprobs_have_one_entry_per_token(http: httpx.AsyncClient) -> None:
+    """lm-eval slices the logprobs by the context's number of ids."""
     ids = await ids_of(http, PROMPT)
     scored = await complete(http, prompt=[ids], max_tokens=1, echo=True, logprobs=1)
     logprobs = scored["choices"][0]["logprobs"]
@@ -134,8 +136,8 @@ async def test_harnesses_slice_scores_by_length(http: httpx.AsyncClient) -> None
     assert scores[1:] == pytest.approx(logprobs["token_logprobs"][1:-1], abs=1e-4)
 
 
-async def test_a_long_answer_is_put_together_like_a_short_one(http: httpx.AsyncClient) -> None:
-    """In a thread, so that nobody waits for it."""
+async def test_long_answer_has_the_content_of_a_short_one(http: httpx.AsyncClient) -> None:
+    """The shim builds a long answer in a thread, so that it does not delay other requests."""
     ids = (await ids_of(http, PROMPT) * 200)[:1_000]
     fields = {"prompt": [ids], "max_tokens": 1, "echo": True, "logprobs": 5}
     [short] = (await complete(http, **fields))["choices"]
@@ -146,7 +148,7 @@ async def test_a_long_answer_is_put_together_like_a_short_one(http: httpx.AsyncC
         assert choice["logprobs"]["tokens"] == short["logprobs"]["tokens"]
 
 
-async def test_streamed_logprobs_join_to_the_whole(http: httpx.AsyncClient) -> None:
+async def test_streamed_logprobs_join_to_the_unstreamed_ones(http: httpx.AsyncClient) -> None:
     fields = {"prompt": PROMPT, "max_tokens": 6, "echo": True, "logprobs": 2}
     whole = (await complete(http, **fields))["choices"][0]["logprobs"]
     chunks = [chunk["choices"][0]["logprobs"] for chunk in await stream(http, **fields)]
@@ -156,7 +158,7 @@ async def test_streamed_logprobs_join_to_the_whole(http: httpx.AsyncClient) -> N
     assert scores[1:] == pytest.approx(whole["token_logprobs"][1:], abs=1e-4)
 
 
-async def test_what_stopped_a_choice_is_named(http: httpx.AsyncClient) -> None:
+async def test_stop_reason_is_the_matched_string_or_token(http: httpx.AsyncClient) -> None:
     free = await complete(http, prompt=PROMPT, max_tokens=12, return_token_ids=True)
     text, ids = free["choices"][0]["text"], free["choices"][0]["token_ids"]
     stop = text[4:7]
@@ -241,7 +243,7 @@ async def test_constrained_output_is_json(http: httpx.AsyncClient) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("streams", [False, True])
-async def test_refusals(
+async def test_invalid_completion_is_refused_with_status_and_param(
     http: httpx.AsyncClient,
     fields: dict[str, object],
     status: int,
@@ -249,7 +251,7 @@ async def test_refusals(
     code: str | None,
     streams: bool,
 ) -> None:
-    """Refused before the 200, streamed or not, with the field to blame."""
+    """A stream is refused before its status 200 as well."""
     body = {"prompt": "x", "stream": streams} | fields
     response = await http.post("/v1/completions", json=body)
     assert response.status_code == status, response.text
@@ -263,7 +265,7 @@ async def test_refusals(
     assert "x-tokens-used" not in response.headers
 
 
-async def test_the_sdk_raises_its_own_errors(sdk: openai.AsyncOpenAI) -> None:
+async def test_openai_sdk_raises_typed_errors(sdk: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         await sdk.completions.create(model="gpt-4", prompt="x")
     assert missing.value.code == "model_not_found"
@@ -272,7 +274,7 @@ async def test_the_sdk_raises_its_own_errors(sdk: openai.AsyncOpenAI) -> None:
     assert wrong.value.param == "top_p"
 
 
-async def test_tokens_round_trip(http: httpx.AsyncClient) -> None:
+async def test_tokenize_and_detokenize_round_trip(http: httpx.AsyncClient) -> None:
     text = "def π(x):\n    return '😀<|fim_middle|>'\n"
     answer = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
@@ -285,7 +287,7 @@ async def test_tokens_round_trip(http: httpx.AsyncClient) -> None:
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "tokens")
 
 
-async def test_models(sdk: openai.AsyncOpenAI, stack: Stack) -> None:
+async def test_models_can_be_listed_and_retrieved(sdk: openai.AsyncOpenAI, stack: Stack) -> None:
     listed = [model.id async for model in sdk.models.list()]
     assert listed == [stack.model_id]
     assert (await sdk.models.retrieve(stack.model_id)).id == stack.model_id
@@ -294,10 +296,10 @@ async def test_models(sdk: openai.AsyncOpenAI, stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_client_that_leaves_frees_its_blocks(
+async def test_disconnected_client_stops_generation(
     http: httpx.AsyncClient, stack: Stack, streams: bool
 ) -> None:
-    """Cancelled down to the KV blocks, not generated to the end for nobody."""
+    """The cancellation reaches the engine, which frees the KV blocks."""
     body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "n": 16, "stream": streams}
     async with left_early(stack.engine, 16 * 2000):
         asking = asyncio.ensure_future(http.post("/v1/completions", json=body))
@@ -305,7 +307,7 @@ async def test_a_client_that_leaves_frees_its_blocks(
         asking.cancel()
 
 
-async def test_metrics_count_what_was_served(http: httpx.AsyncClient) -> None:
+async def test_metrics_count_requests_by_route_and_status(http: httpx.AsyncClient) -> None:
     name = 'tokenwire_http_requests_total{route="/v1/completions",status="404"}'
 
     async def count() -> float:
@@ -317,8 +319,8 @@ async def test_metrics_count_what_was_served(http: httpx.AsyncClient) -> None:
     assert await count() == before + 1
 
 
-async def test_a_template_is_applied_as_a_chat_applies_it(http: httpx.AsyncClient) -> None:
-    """llama.cpp's clients ask for the text of a prompt."""
+async def test_apply_template_returns_the_prompt_of_the_chat(http: httpx.AsyncClient) -> None:
+    """llama.cpp's clients request the text of the rendered prompt."""
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     response = await http.post("/apply-template", json=body)
     assert_documented(response.json(), "AppliedTemplate")
@@ -329,13 +331,13 @@ async def test_a_template_is_applied_as_a_chat_applies_it(http: httpx.AsyncClien
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
 
 
-async def test_version_and_class_of_the_tokenizer(http: httpx.AsyncClient) -> None:
+async def test_version_and_tokenizer_class_are_reported(http: httpx.AsyncClient) -> None:
     assert (await http.get("/version")).json() == {"version": version("tokenwire")}
     info = (await http.get("/tokenizer_info")).json()
     assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-async def test_the_end_of_sequence_is_what_sglang_calls_matched(http: httpx.AsyncClient) -> None:
+async def test_matched_stop_is_the_eos_id_as_in_sglang(http: httpx.AsyncClient) -> None:
     info = (await http.get("/tokenizer_info")).json()
     bias = {str(info["eos_token_id"]): 100}
     (choice,) = (await complete(http, prompt="x", logit_bias=bias))["choices"]

@@ -1,4 +1,4 @@
-"""The shim's process by itself: how it starts, refuses, and stops, with nothing behind it."""
+"""HTTP shim process without a backend: start, refusals, pages and shutdown."""
 
 import contextlib
 import gzip
@@ -58,7 +58,7 @@ def error_of(response: httpx.Response) -> dict[str, str | None]:
     return error
 
 
-def test_it_lives_but_is_not_ready(http: httpx.Client) -> None:
+def test_health_is_ok_while_ready_is_503_without_a_backend(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
     response = http.get("/ready")
     assert response.status_code == 503
@@ -67,8 +67,8 @@ def test_it_lives_but_is_not_ready(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_lost_backend_is_503(http: httpx.Client, streams: bool) -> None:
-    """Clients retry a 503; the inner addresses are none of their business."""
+def test_request_without_a_backend_is_503(http: httpx.Client, streams: bool) -> None:
+    """Clients retry a 503; the response must not show addresses of internal services."""
     for path, asked in (
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
@@ -80,7 +80,7 @@ def test_a_lost_backend_is_503(http: httpx.Client, streams: bool) -> None:
         error_of(response)
 
 
-def test_bodies_over_the_limit(http: httpx.Client) -> None:
+def test_body_over_the_limit_is_413(http: httpx.Client) -> None:
     big = b'{"prompt": "' + b"x" * _LIMIT + b'"}'
     announced = http.post("/v1/completions", content=big, headers=_JSON)
     chunked = http.post("/v1/completions", content=iter([big[:6000], big[6000:]]), headers=_JSON)
@@ -90,16 +90,15 @@ def test_bodies_over_the_limit(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_only_json_is_taken(http: httpx.Client, content_type: str | None) -> None:
-    """Any web page may post text to localhost; JSON it may not."""
+def test_body_of_another_type_is_refused(http: httpx.Client, content_type: str | None) -> None:
+    """Browsers let any web page post text to localhost, but not JSON."""
     headers = {} if content_type is None else {"content-type": content_type}
     response = http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
     assert response.status_code == 400
     assert "application/json" in str(error_of(response)["message"])
 
 
-def test_a_compressed_body_is_called_that(http: httpx.Client) -> None:
-    """Not text that is not UTF-8."""
+def test_compressed_body_is_refused_as_unsupported_encoding(http: httpx.Client) -> None:
     headers = _JSON | {"content-encoding": "gzip"}
     response = http.post("/v1/completions", content=gzip.compress(b"{}"), headers=headers)
     assert error_of(response)["code"] == "unsupported_content_encoding"
@@ -110,7 +109,7 @@ def test_a_compressed_body_is_called_that(http: httpx.Client) -> None:
     ["/v1/completions", "/v1/chat/completions", "/v1/completion", "/tokenize", "/detokenize"],
 )
 @pytest.mark.parametrize("body", [b"{", b"[]", b"1", b'{"model": 5}', b"{}"])
-def test_bad_bodies(http: httpx.Client, path: str, body: bytes) -> None:
+def test_malformed_body_is_400(http: httpx.Client, path: str, body: bytes) -> None:
     response = http.post(path, content=body, headers=_JSON)
     assert response.status_code == 400
     assert error_of(response)["type"] == "invalid_request_error"
@@ -126,33 +125,35 @@ def test_bad_bodies(http: httpx.Client, path: str, body: bytes) -> None:
         ("GET", "/v1/completion", 405),
     ],
 )
-def test_routes_that_do_not_answer(http: httpx.Client, method: str, path: str, status: int) -> None:
+def test_unknown_route_is_404_and_wrong_method_is_405(
+    http: httpx.Client, method: str, path: str, status: int
+) -> None:
     response = http.request(method, path, json={})
     assert response.status_code == status
     error_of(response)
 
 
-def test_request_ids(http: httpx.Client) -> None:
+def test_valid_request_id_is_returned_and_invalid_one_is_replaced(http: httpx.Client) -> None:
     kept = http.get("/nowhere", headers={"x-request-id": "trace-7"})
     assert kept.headers["x-request-id"] == "trace-7"
     insane = http.get("/nowhere", headers={"x-request-id": "a b<script>"})
     assert insane.headers["x-request-id"].startswith("req_")
 
 
-def test_ignored_fields_are_named_safely(http: httpx.Client) -> None:
+def test_ignored_field_name_can_not_inject_a_header(http: httpx.Client) -> None:
     body = {"prompt": "x", "temprature": 1, "é\r\nset-cookie: a": 2}
     response = http.post("/v1/completions", json=body)
     assert response.headers["x-tokenwire-ignored"].startswith("temprature, ")
     assert "set-cookie" not in response.headers
 
 
-def test_ignored_fields_within_others_are_named_as_errors_name_them(http: httpx.Client) -> None:
+def test_ignored_nested_field_is_named_by_its_path(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "x", "contnet": "y"}]}
     response = http.post("/v1/chat/completions", json=body)
     assert response.headers["x-tokenwire-ignored"] == "messages[0].contnet"
 
 
-def test_metrics_are_prometheus_text(http: httpx.Client) -> None:
+def test_metrics_are_in_prometheus_text_format(http: httpx.Client) -> None:
     response = http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     assert 'tokenwire_http_requests_total{route="/health",status="200"}' in response.text
@@ -170,7 +171,7 @@ def test_metrics_are_prometheus_text(http: httpx.Client) -> None:
         ["--stall-seconds", "0"],
     ],
 )
-def test_bad_settings_end_it_with_a_sentence(flags: list[str]) -> None:
+def test_invalid_flag_ends_the_start_without_traceback(flags: list[str]) -> None:
     ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
@@ -186,7 +187,7 @@ def test_bad_settings_end_it_with_a_sentence(flags: list[str]) -> None:
         ("{", "--keys", "is wrong"),
     ],
 )
-def test_files_that_can_not_be_used_end_it_with_a_sentence(
+def test_unusable_file_ends_the_start_with_one_sentence(
     tmp_path: Path, content: str | None, flag: str, said: str
 ) -> None:
     path = tmp_path / "file"
@@ -204,8 +205,8 @@ def test_files_that_can_not_be_used_end_it_with_a_sentence(
     assert said in ended.stderr
 
 
-def test_connections_are_not_held_to_the_soft_limit_of_open_files() -> None:
-    """Shells start with 1024, and what comes beyond is reset without a word."""
+def test_connections_may_exceed_the_soft_limit_of_open_files() -> None:
+    """Shells set a soft limit of 1024; connections beyond it would be reset."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = ("prlimit", f"--nofile=64:{hard}")
     shim = subprocess.Popen([*few, *command("--port", "0")], stderr=subprocess.PIPE, text=True)
@@ -223,7 +224,7 @@ def test_connections_are_not_held_to_the_soft_limit_of_open_files() -> None:
         shim.wait()
 
 
-def test_beyond_loopback_it_wants_keys_or_a_word() -> None:
+def test_listening_beyond_loopback_needs_keys_or_open() -> None:
     refused = subprocess.run(
         command("--host", "0.0.0.0"), capture_output=True, text=True, timeout=60, check=False
     )
@@ -232,7 +233,7 @@ def test_beyond_loopback_it_wants_keys_or_a_word() -> None:
     assert "--open" in sentence
 
 
-def test_pages_load_all_that_they_name_and_nothing_from_elsewhere(http: httpx.Client) -> None:
+def test_pages_load_their_resources_only_from_the_shim(http: httpx.Client) -> None:
     policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
     for path in ("/", "/docs"):
         page = http.get(path)
@@ -244,7 +245,7 @@ def test_pages_load_all_that_they_name_and_nothing_from_elsewhere(http: httpx.Cl
             assert http.get(f"/{name}".replace("/.", "/")).status_code == 200, name
 
 
-def test_the_playground_asks_for_what_is_there(http: httpx.Client) -> None:
+def test_playground_uses_documented_routes(http: httpx.Client) -> None:
     script = http.get("/playground.js")
     assert script.headers["content-type"] == "text/javascript; charset=utf-8"
     asked = set(re.findall(r'"(v1/[\w/]+)"', script.text))
@@ -252,7 +253,7 @@ def test_the_playground_asks_for_what_is_there(http: httpx.Client) -> None:
     assert {f"/{path}" for path in asked} <= set(http.get("/openapi.json").json()["paths"])
 
 
-def test_sigterm_ends_it_cleanly(http: httpx.Client, process: "subprocess.Popen[str]") -> None:
-    """Last: it stops the process that the other tests use."""
+def test_sigterm_exits_with_status_0(http: httpx.Client, process: "subprocess.Popen[str]") -> None:
+    """Runs last: it stops the process that the other tests use."""
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0

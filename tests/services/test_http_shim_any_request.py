@@ -1,5 +1,4 @@
-"""All that the OpenAPI document allows, and much that it does not, is answered or refused; what is
-over a limit that it tells is refused, what is within is not."""
+"""Generated requests against the OpenAPI document: answers, refusals and limits."""
 
 import json
 from collections import Counter
@@ -23,13 +22,13 @@ JUNK = st.sampled_from(
 )  # fmt: skip
 PROMPTS = st.sampled_from(["x = ", [[1, 2], [3]], ["a", "b"], [5, 6, 7], [], ""])
 MODELS = st.sampled_from(["default", ["default"], ["default", "default"], ["default", "other"]])
-FEW = st.sampled_from([None, 1, 3, 8])  # tokens; what asks for more takes its time
+FEW = st.sampled_from([None, 1, 3, 8])  # small max_tokens keep the tests fast
 Bodies: TypeAlias = st.SearchStrategy[dict[str, Any]]
 REFUSALS = {400, 404, 501}
 
 
 def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """What a schema allows."""
+    """Return a strategy for the values that a schema allows."""
     if "$ref" in schema:
         return values(SCHEMAS[schema["$ref"].rpartition("/")[2]])
     if alternatives := schema.get("anyOf") or schema.get("oneOf"):
@@ -80,14 +79,14 @@ def numbers(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 
 def objects(schema: dict[str, Any], known: dict[str, st.SearchStrategy[Any]]) -> Bodies:
-    """A few of the fields."""
+    """Return a strategy for objects with up to five of the schema's fields."""
     fields = {name: known.get(name, values(field)) for name, field in schema["properties"].items()}
     names = st.lists(st.sampled_from(sorted(fields)), max_size=5, unique=True)
     return names.flatmap(lambda some: st.fixed_dictionaries({name: fields[name] for name in some}))
 
 
 def bodies(name: str, **known: st.SearchStrategy[Any]) -> Bodies:
-    """Known fields, a few others, and half the time one with junk."""
+    """Return a strategy for bodies: the known fields, some others, and at most one junk value."""
     schema = SCHEMAS[name]
     always = {"max_tokens": FEW, **known}
     no_limits = sorted(schema["properties"].keys() - {"max_tokens", "max_completion_tokens"})
@@ -104,7 +103,7 @@ def http(stack: Stack) -> Iterator[httpx.Client]:
 
 
 def is_answered(response: httpx.Response) -> bool:
-    """Or refused; nothing else."""
+    """Return True if the request was answered; assert that it was refused otherwise."""
     if response.status_code != 200:
         assert response.status_code in REFUSALS, response.text
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -119,7 +118,7 @@ def is_answered(response: httpx.Response) -> bool:
 
 @pytest.fixture(scope="module")
 def answered() -> Counter[str]:
-    """How many requests were not refused, of each kind that was asked."""
+    """Return the number of answered requests by kind."""
     return Counter()
 
 
@@ -131,7 +130,9 @@ thorough = settings(
 
 @thorough
 @given(body=bodies("CompletionBody", prompt=PROMPTS, stream=st.booleans()))
-def test_any_completion(http: httpx.Client, answered: Counter[str], body: dict[str, Any]) -> None:
+def test_any_completion_body_is_answered_or_refused(
+    http: httpx.Client, answered: Counter[str], body: dict[str, Any]
+) -> None:
     answered["completion"] += is_answered(http.post("/v1/completions", json=body))
 
 
@@ -144,13 +145,15 @@ FEW_ONLY = FEW.filter(lambda tokens: tokens is not None)
 
 @thorough
 @given(body=bodies("ChatBody", messages=CONVERSATIONS, max_tokens=FEW_ONLY, stream=st.booleans()))
-def test_any_chat(http: httpx.Client, answered: Counter[str], body: dict[str, Any]) -> None:
+def test_any_chat_body_is_answered_or_refused(
+    http: httpx.Client, answered: Counter[str], body: dict[str, Any]
+) -> None:
     answered["chat"] += is_answered(http.post("/v1/chat/completions", json=body))
 
 
 @thorough
 @given(body=bodies("MultiCompletionBody", model=MODELS, prompt=st.just("x = ")))
-def test_any_completion_of_many_models(
+def test_any_multi_model_body_is_answered_or_refused(
     http: httpx.Client, answered: Counter[str], body: dict[str, Any]
 ) -> None:
     answered["many models"] += is_answered(http.post("/v1/completion", json=body))
@@ -161,15 +164,15 @@ def test_any_completion_of_many_models(
     body=bodies("TokenizeBody", prompt=st.text(st.characters(codec="utf-8")))
     | bodies("TokenizeBody", messages=CONVERSATIONS, prompt=st.none())
 )
-def test_anything_tokenized(http: httpx.Client, body: dict[str, Any]) -> None:
+def test_any_tokenize_body_is_answered_or_refused(http: httpx.Client, body: dict[str, Any]) -> None:
     response = http.post("/tokenize", json=body)
     assert response.status_code in {200} | REFUSALS, response.text
 
 
-def test_many_were_no_refusals(answered: Counter[str]) -> None:
-    """Or the tests above would say little. Of each kind it is a quarter to a half, by chance."""
+def test_generated_requests_include_enough_answered_ones(answered: Counter[str]) -> None:
+    """The tests above prove little if all requests are refused; usually 1/4 to 1/2 are answered."""
     if not answered:
-        pytest.skip("nothing was asked: the tests above were left out")
+        pytest.skip("no requests were sent: the tests above did not run")
     assert min(answered.values()) >= 10
 
 
@@ -185,7 +188,7 @@ def tools(count: int) -> list[dict[str, Any]]:
 
 
 def calls(count: int = 1, **fields: Any) -> list[dict[str, Any]]:
-    """A conversation that holds so many, which differ in nothing from each other."""
+    """Return a conversation with `count` identical tool calls."""
     called = {"name": fields.get("name", "f"), "arguments": fields.get("arguments", "{}")}
     call = {"type": "function", "id": fields.get("id", "c"), "function": called}
     return [{"role": "assistant", "tool_calls": [call] * count}, HELLO]
@@ -200,7 +203,7 @@ TAG = {
     "structures": [{"begin": "<a", "schema": {}, "end": ""}],
     "triggers": ["<"],
 }
-GENERATION = [  # taken, and refused
+GENERATION = [  # (accepted fields, refused fields)
     ({"stop": ["a" * 1_000]}, {"stop": ["a" * 1_001]}),
     ({"stop": "a"}, {"stop": ""}),
     ({"stop_token_ids": [7] * 128}, {"stop_token_ids": [7] * 129}),
@@ -298,10 +301,10 @@ ROUTES = [
         for taken, refused in limits
     ],
 )
-def test_the_document_tells_the_limits_that_hold(
+def test_openapi_document_states_the_enforced_limits(
     http: httpx.Client, path: str, name: str, taken: dict[str, Any], refused: dict[str, Any]
 ) -> None:
-    """Who checks a body by it before it is sent is neither stopped nor surprised."""
+    """Clients may validate a body against the document before they send it."""
     validator = jsonschema.Draft202012Validator(DOCUMENT | {"$ref": f"#/components/schemas/{name}"})
     assert validator.is_valid(taken)
     assert not validator.is_valid(refused)

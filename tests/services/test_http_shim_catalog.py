@@ -1,4 +1,4 @@
-"""Several models behind one shim: names, limits, changes under way, and all asked at once."""
+"""HTTP shim with a catalog: model names, limits, reloads and multi-model requests."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ LONG = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "stream": True}
 async def second_tokenizer(
     stack: Stack, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[str]:
-    """A tokenizer service of another name, on the same engine."""
+    """Yield the target of a second tokenizer service, with another model id, on the same engine."""
     log = tmp_path_factory.mktemp("second") / "tokenizer.log"
     async with running_service(
         "tokenizer", "--model", str(stack.model), "--engine", stack.engine, "--model-id", "inner",
@@ -70,7 +70,7 @@ placeholder = true
 async def shim(
     stack: Stack, second_tokenizer: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Shim]:
-    """For tests that leave the catalog as it is."""
+    """Yield a shim for tests that do not change the catalog."""
     catalog = written_catalog(tmp_path_factory.mktemp("catalog"), stack, second_tokenizer)
     async with running_shim("--catalog", str(catalog)) as running:
         yield running
@@ -78,7 +78,7 @@ async def shim(
 
 @pytest.fixture
 def own_catalog(stack: Stack, second_tokenizer: str, tmp_path: Path) -> Path:
-    """For tests that change it."""
+    """Return a catalog for tests that change it."""
     return written_catalog(tmp_path, stack, second_tokenizer)
 
 
@@ -99,7 +99,7 @@ async def complete(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
     return await http.post("/v1/completions", json=body)
 
 
-# the example of mistral.rs's reference, as it stands there
+# verbatim from the reference of mistral.rs
 MISTRAL_RS_EXAMPLE = """
 { "best_of": 1, "dry_allowed_length": null, "dry_base": null, "dry_multiplier": null,
 "dry_sequence_breakers": null, "echo": false, "frequency_penalty": null,
@@ -112,10 +112,10 @@ MISTRAL_RS_EXAMPLE = """
 
 
 @pytest.mark.parametrize("stop", ["example", None])
-async def test_a_reference_example_is_answered_as_it_stands(
+async def test_mistral_rs_reference_example_is_answered(
     stack: Stack, tmp_path: Path, stop: str | None
 ) -> None:
-    """Clients are generated from such documents: they send every field."""
+    """Clients generated from such a reference send every field."""
     catalog = tmp_path / "catalog.toml"
     catalog.write_text(f'[[models]]\nid = "mistral"\ntarget = "{stack.tokenizer}"\n')
     body = MISTRAL_RS_EXAMPLE.replace('"stop": "example"', f'"stop": {json.dumps(stop)}')
@@ -159,7 +159,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
-async def test_names_lead_to_their_model(
+async def test_alias_or_variant_selects_its_model_and_limits(
     http: httpx.AsyncClient, name: str, canonical: str, tokens: int, streams: bool
 ) -> None:
     response = await complete(http, model=name, max_tokens=12, stream=streams)
@@ -180,7 +180,7 @@ async def test_names_lead_to_their_model(
     ("name", "canonical", "tokens"),
     [("one", "acme/one", 12), ("one:short", "acme/one", 3), ("two", "two", 8)],
 )
-async def test_chats_of_a_model(
+async def test_chat_selects_its_model_by_name(
     http: httpx.AsyncClient, name: str, canonical: str, tokens: int
 ) -> None:
     body = {"messages": [HELLO], "model": name, "max_tokens": 12, "ignore_eos": True}
@@ -188,7 +188,7 @@ async def test_chats_of_a_model(
     assert (answer["model"], answer["usage"]["completion_tokens"]) == (canonical, tokens)
 
 
-async def test_a_chat_fills_the_context_of_its_row(http: httpx.AsyncClient) -> None:
+async def test_chat_is_limited_to_the_context_of_its_variant(http: httpx.AsyncClient) -> None:
     body = {"messages": [HELLO], "model": "one:narrow", "ignore_eos": True}
     answer = (await http.post("/v1/chat/completions", json=body)).json()
     assert answer["usage"]["total_tokens"] == 24
@@ -207,7 +207,7 @@ async def test_a_chat_fills_the_context_of_its_row(http: httpx.AsyncClient) -> N
         ({"model": None}, 400, "invalid_field"),
     ],
 )
-async def test_names_that_lead_nowhere(
+async def test_unknown_or_unavailable_model_is_refused(
     http: httpx.AsyncClient, fields: dict[str, object], status: int, code: str | None
 ) -> None:
     for response in (
@@ -222,7 +222,7 @@ async def test_names_that_lead_nowhere(
             assert (error["code"], error["param"]) == (code, "model")
 
 
-async def test_the_list(http: httpx.AsyncClient) -> None:
+async def test_models_list_shows_aliases_variants_and_limits(http: httpx.AsyncClient) -> None:
     response = await http.get("/v1/models")
     assert_documented(response.json(), "ModelList")
     one, two, away, soon = response.json()["data"]
@@ -246,7 +246,7 @@ async def test_the_list(http: httpx.AsyncClient) -> None:
     assert error_of(await http.get("/v1/models/nobody"))["code"] == "model_not_found"
 
 
-async def test_a_row_may_narrow_the_context(http: httpx.AsyncClient) -> None:
+async def test_variant_can_reduce_the_context_length(http: httpx.AsyncClient) -> None:
     card = (await http.get("/v1/models/one:narrow")).json()
     assert (card["max_model_len"], card["max_output_length"]) == (24, 24)
     body = {"model": card["id"], "prompt": "x"}
@@ -264,8 +264,8 @@ async def test_a_row_may_narrow_the_context(http: httpx.AsyncClient) -> None:
         assert error_of(refused)["code"] == "context_length_exceeded"
 
 
-async def test_a_row_that_would_widen_the_context_is_told_of(stack: Stack, tmp_path: Path) -> None:
-    """Whoever wrote it would find out by prompts that are refused."""
+async def test_catalog_context_beyond_the_model_is_logged(stack: Stack, tmp_path: Path) -> None:
+    """Without the warning, an operator learns of it only by refused prompts."""
     path = tmp_path / "catalog.toml"
     [port] = free_ports(1)
     path.write_text(
@@ -287,7 +287,7 @@ async def test_a_row_that_would_widen_the_context_is_told_of(stack: Stack, tmp_p
         assert shim.count("The catalog gives") == 1
 
 
-async def test_tokens_of_each_model(http: httpx.AsyncClient) -> None:
+async def test_tokenizer_routes_accept_a_model_name(http: httpx.AsyncClient) -> None:
     asked = {"prompt": PROMPT, "model": "two"}
     response = await http.post("/tokenize", json=asked)
     assert_documented(response.json(), "Tokenized")
@@ -300,11 +300,11 @@ async def test_tokens_of_each_model(http: httpx.AsyncClient) -> None:
     assert info.json()["model"] == "acme/one"
 
 
-async def test_one_away_leaves_the_rest_ready(http: httpx.AsyncClient) -> None:
+async def test_shim_is_ready_while_one_model_is_unavailable(http: httpx.AsyncClient) -> None:
     assert (await http.get("/ready")).status_code == 200
 
 
-async def test_a_catalog_of_one_needs_no_name(stack: Stack, tmp_path: Path) -> None:
+async def test_model_name_is_optional_with_a_single_model(stack: Stack, tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text(
         f'[[models]]\nid = "a"\ntarget = "{stack.tokenizer}"\n'
@@ -319,8 +319,9 @@ async def test_a_catalog_of_one_needs_no_name(stack: Stack, tmp_path: Path) -> N
             assert (await complete(http, max_tokens=1, **fields)).json()["model"] == "a"
 
 
-async def test_a_stream_outlives_its_model(own_shim: Shim, own_catalog: Path, stack: Stack) -> None:
-    """A change of the catalog drops nobody."""
+async def test_stream_continues_after_its_model_leaves_the_catalog(
+    own_shim: Shim, own_catalog: Path, stack: Stack
+) -> None:
     same = stack.tokenizer.replace("127.0.0.1", "localhost")
     async with (
         httpx.AsyncClient(base_url=own_shim.url, timeout=60) as http,
@@ -339,7 +340,7 @@ async def test_a_stream_outlives_its_model(own_shim: Shim, own_catalog: Path, st
     assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 600
 
 
-async def test_a_broken_catalog_changes_nothing(own_shim: Shim, own_catalog: Path) -> None:
+async def test_invalid_catalog_keeps_the_previous_models(own_shim: Shim, own_catalog: Path) -> None:
     async with httpx.AsyncClient(base_url=own_shim.url, timeout=60) as http:
         for number, text in enumerate(("x = [", '[[models]]\nid = "m"\npath = "here"'), 1):
             _write(own_catalog, text)
@@ -365,7 +366,7 @@ def _write(path: Path, text: str) -> None:
         ),
     ],
 )
-async def test_many_models_at_once(
+async def test_multi_model_answer_has_one_choice_per_model(
     http: httpx.AsyncClient, names: str | list[str], models: list[str], tokens: list[int]
 ) -> None:
     body = {"model": names, "prompt": "x = [1, 2, 3, 4, 5, 6, 7,", "max_tokens": 12,
@@ -419,7 +420,7 @@ async def test_many_models_at_once(
         ({"prompt": "x " * 4000}, 400, "prompt"),
     ],
 )
-async def test_many_models_refuse(
+async def test_invalid_multi_model_request_is_refused(
     http: httpx.AsyncClient, fields: dict[str, object], status: int, param: str | None
 ) -> None:
     response = await http.post("/v1/completion", json={"model": "one", "prompt": "x"} | fields)
@@ -427,8 +428,8 @@ async def test_many_models_refuse(
     assert error_of(response)["param"] == param
 
 
-async def test_many_models_of_one_backend(stack: Stack) -> None:
-    """Without a catalog names are the backend's, and are known before any work."""
+async def test_multi_model_request_works_without_a_catalog(stack: Stack) -> None:
+    """The shim checks the backend's model names before it starts any generation."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
         for names in (stack.model_id, [stack.model_id, "default"]):
             response = await http.post("/v1/completion", json={"model": names, "prompt": "x"})
@@ -438,11 +439,10 @@ async def test_many_models_of_one_backend(stack: Stack) -> None:
         assert (response.status_code, error_of(response)["param"]) == (404, "model")
 
 
-async def test_a_client_that_leaves_all_models(
+async def test_disconnect_cancels_all_models_of_a_request(
     http: httpx.AsyncClient, shim: Shim, stack: Stack
 ) -> None:
-    """Every one of them stops."""
-    # its greedy output counts on and on: none of them ends by itself
+    # the greedy output keeps counting: no choice ends by itself
     body = {"model": ["one"] * 40, "prompt": "x = [1, 2, 3,", "max_tokens": 1900, "temperature": 0}
     async with left_early(stack.engine, 40 * 1900):
         asking = asyncio.ensure_future(

@@ -1,4 +1,4 @@
-"""Chat over the whole stack, with the embedded model."""
+"""HTTP shim over the whole stack: chat completions."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ async def chat(http: httpx.AsyncClient, **fields: object) -> Any:
 
 
 async def stream(http: httpx.AsyncClient, **fields: object) -> list[Any]:
-    """The chunks of a stream, without its [DONE]."""
+    """Return the chunks of a stream, without its [DONE]."""
     body = {"messages": [SYSTEM, HELLO], "temperature": 0, "max_tokens": 16, "stream": True}
     async with http.stream("POST", "/v1/chat/completions", json=body | fields) as response:
         assert response.status_code == 200, await response.aread()
@@ -61,7 +61,7 @@ async def stream(http: httpx.AsyncClient, **fields: object) -> list[Any]:
 
 
 def joined(chunks: list[Any]) -> list[Any]:
-    """The choices that chunks come to, as an unstreamed answer has them."""
+    """Join chunks to the choices of an unstreamed answer."""
     choices: dict[int, Any] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         delta, index = choice["delta"], choice["index"]
@@ -105,14 +105,16 @@ def _add(message: Any, delta: Any) -> None:
 
 
 def without_ids(choices: list[Any]) -> list[Any]:
-    """Those of calls are drawn anew."""
+    """Remove the ids of tool calls: they are random."""
     for choice in choices:
         for call in choice["message"].get("tool_calls", ()):
             assert call.pop("id").startswith("call_")
     return choices
 
 
-async def test_the_object(http: httpx.AsyncClient, stack: Stack) -> None:
+async def test_chat_completion_has_the_fields_of_the_openai_object(
+    http: httpx.AsyncClient, stack: Stack
+) -> None:
     body = {"messages": [HELLO], "max_tokens": 4, "ignore_eos": True, "temprature": 1}
     response = await http.post("/chat/completions", json=body)
     answer = response.json()
@@ -132,7 +134,7 @@ async def test_the_object(http: httpx.AsyncClient, stack: Stack) -> None:
     assert response.headers["x-tokenwire-ignored"] == "temprature"
 
 
-async def test_the_prompt_is_what_tokenize_says(http: httpx.AsyncClient) -> None:
+async def test_tokenize_returns_the_prompt_ids_of_a_chat(http: httpx.AsyncClient) -> None:
     asked = {"messages": [SYSTEM, QUESTION], "tools": [WEATHER]}
     tokenized = await http.post("/tokenize", json=asked | {"return_token_strs": True})
     assert_documented(tokenized.json(), "Tokenized")
@@ -172,9 +174,7 @@ async def test_the_prompt_is_what_tokenize_says(http: httpx.AsyncClient) -> None
         },
     ],
 )
-async def test_streamed_is_what_is_not_streamed(
-    http: httpx.AsyncClient, fields: dict[str, Any]
-) -> None:
+async def test_streamed_equals_unstreamed(http: httpx.AsyncClient, fields: dict[str, Any]) -> None:
     whole = without_ids((await chat(http, **fields))["choices"])
     streamed = without_ids(joined(await stream(http, **fields)))
     for choice, other in zip(whole, streamed, strict=True):
@@ -188,7 +188,7 @@ async def test_streamed_is_what_is_not_streamed(
     assert streamed == whole
 
 
-async def test_usage_is_told_as_asked(http: httpx.AsyncClient) -> None:
+async def test_stream_options_control_the_usage_chunk(http: httpx.AsyncClient) -> None:
     *before, finish = await stream(http)
     assert all("usage" not in chunk for chunk in before)
     assert finish["usage"]["total_tokens"] > finish["usage"]["prompt_tokens"]
@@ -202,7 +202,7 @@ async def test_usage_is_told_as_asked(http: httpx.AsyncClient) -> None:
     assert last["usage"]["total_tokens"] > last["usage"]["prompt_tokens"]
 
 
-async def test_logprobs_join_to_the_content(http: httpx.AsyncClient) -> None:
+async def test_logprob_bytes_join_to_the_content(http: httpx.AsyncClient) -> None:
     fields = {"n": 2, "seed": 3, "temperature": 1.2, "max_tokens": 24}
     for choice in (await chat(http, **fields, logprobs=True, top_logprobs=20))["choices"]:
         entries = choice["logprobs"]["content"]
@@ -217,8 +217,8 @@ async def test_logprobs_join_to_the_content(http: httpx.AsyncClient) -> None:
     assert all(entry["top_logprobs"] == [] for entry in bare)
 
 
-async def test_a_second_turn_finds_the_first_in_the_cache(http: httpx.AsyncClient) -> None:
-    """What a conversation has said is not computed again with each of its turns."""
+async def test_second_turn_reuses_the_cached_blocks_of_the_first(http: httpx.AsyncClient) -> None:
+    """Without prefix hits, every turn prefills the whole conversation again."""
     messages = [SYSTEM, {"role": "user", "content": "Tell me a story of a fox. " * 12}]
     first = await chat(http, messages=messages, max_tokens=40)
     messages += [first["choices"][0]["message"], {"role": "user", "content": "Go on."}]
@@ -227,7 +227,7 @@ async def test_a_second_turn_finds_the_first_in_the_cache(http: httpx.AsyncClien
     assert cached >= first["usage"]["prompt_tokens"] - 32
 
 
-async def test_output_fills_the_room_that_is_left(http: httpx.AsyncClient) -> None:
+async def test_chat_without_max_tokens_fills_the_context(http: httpx.AsyncClient) -> None:
     [model] = (await http.get("/v1/models")).json()["data"]
     long = {"role": "user", "content": "x y z " * 640}
     answer = await chat(http, messages=[long], max_tokens=None, ignore_eos=True)
@@ -235,7 +235,7 @@ async def test_output_fills_the_room_that_is_left(http: httpx.AsyncClient) -> No
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_the_last_message_is_continued(http: httpx.AsyncClient) -> None:
+async def test_continue_final_message_continues_the_assistant_text(http: httpx.AsyncClient) -> None:
     start = {"role": "assistant", "content": "The three primary colors are red,"}
     fields = {"messages": [HELLO, start], "continue_final_message": True}
     asked = {"messages": [HELLO, start], "continue_final_message": True}
@@ -250,14 +250,14 @@ async def test_the_last_message_is_continued(http: httpx.AsyncClient) -> None:
     assert answer["choices"][0]["prompt_token_ids"] == tokens
 
 
-async def test_a_tools_answer_is_read(http: httpx.AsyncClient) -> None:
-    """A whole round: the model calls, the client answers, the model goes on."""
+async def test_tool_result_reaches_the_prompt(http: httpx.AsyncClient) -> None:
+    """Full round: the model calls a tool, the client answers, the model continues."""
     messages: list[Any] = [QUESTION]
     tools = [WEATHER]
     forced = {"type": "function", "function": {"name": "get_weather"}}
     answer = await chat(http, messages=messages, tools=tools, tool_choice=forced, max_tokens=60)
     (choice,) = answer["choices"]
-    assert choice["finish_reason"] == "stop", "a named choice, as OpenAI does"
+    assert choice["finish_reason"] == "stop", "OpenAI uses stop for a named tool_choice"
     (call,) = choice["message"]["tool_calls"]
     arguments = json.loads(call["function"]["arguments"])
     assert set(arguments) == {"city"}
@@ -272,7 +272,7 @@ async def test_a_tools_answer_is_read(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_calls_are_made_where_they_must(http: httpx.AsyncClient, streams: bool) -> None:
+async def test_required_tool_choice_yields_a_call(http: httpx.AsyncClient, streams: bool) -> None:
     fields = {"messages": [HELLO], "tools": [CLOCK], "tool_choice": "required", "max_tokens": 60}
     choices = (
         joined(await stream(http, **fields)) if streams else (await chat(http, **fields))["choices"]
@@ -288,10 +288,10 @@ async def test_calls_are_made_where_they_must(http: httpx.AsyncClient, streams: 
 @pytest.mark.parametrize(
     "tool_choice", ["required", {"type": "function", "function": {"name": "now"}}]
 )
-async def test_a_call_that_is_cut_before_its_name_is_no_content(
+async def test_tool_call_cut_before_its_name_does_not_become_content(
     http: httpx.AsyncClient, tool_choice: object
 ) -> None:
-    """Nor is it shown token by token: its markup means nothing to whoever reads the answer."""
+    """A stream does not show it either: users must not see the markup of a call."""
     fields = {"messages": [HELLO], "tools": [CLOCK], "tool_choice": tool_choice}
     for ending in ({"max_tokens": 1}, {"max_tokens": 4}, {"stop": "name", "max_tokens": 60}):
         (whole,) = (await chat(http, **fields, **ending))["choices"]
@@ -307,14 +307,14 @@ async def test_a_call_that_is_cut_before_its_name_is_no_content(
         assert answer["choices"]
 
 
-async def test_one_call_at_most_without_parallel_calls(http: httpx.AsyncClient) -> None:
+async def test_disabled_parallel_tool_calls_yield_at_most_one_call(http: httpx.AsyncClient) -> None:
     fields = {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
     answer = await chat(http, **fields, n=4, temperature=1, seed=1, max_tokens=120)
     for choice in answer["choices"]:
         assert len(choice["message"]["tool_calls"]) == 1
 
 
-async def test_content_follows_a_schema(http: httpx.AsyncClient) -> None:
+async def test_content_satisfies_response_format_and_grammar(http: httpx.AsyncClient) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"enum": ["x", "y"]}},
@@ -421,10 +421,10 @@ def of(role: str, **fields: object) -> dict[str, object]:
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
-async def test_refusals(
+async def test_invalid_chat_is_refused_with_status_and_param(
     http: httpx.AsyncClient, fields: dict[str, object], status: int, param: str, streams: bool
 ) -> None:
-    """Before the 200, streamed or not, with the field to blame."""
+    """A stream is refused before its status 200 as well."""
     body = {"messages": [HELLO], "stream": streams} | fields
     response = await http.post("/v1/chat/completions", json=body)
     assert response.status_code == status, response.text
@@ -446,7 +446,7 @@ async def test_refusals(
         ({"messages": [HELLO], "tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
     ],
 )
-async def test_what_tokenize_refuses(
+async def test_invalid_tokenize_request_is_refused_with_param(
     http: httpx.AsyncClient, body: dict[str, object], param: str
 ) -> None:
     response = await http.post("/tokenize", json=body)
@@ -454,7 +454,7 @@ async def test_what_tokenize_refuses(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_client_that_leaves_ends_its_chat(
+async def test_disconnected_client_stops_its_chat(
     http: httpx.AsyncClient, stack: Stack, streams: bool
 ) -> None:
     body = {"messages": [HELLO], "max_tokens": 2000, "ignore_eos": True, "n": 8, "stream": streams}
@@ -464,7 +464,7 @@ async def test_a_client_that_leaves_ends_its_chat(
         asking.cancel()
 
 
-async def test_metrics_name_the_route(http: httpx.AsyncClient) -> None:
+async def test_metrics_count_chats_under_their_route(http: httpx.AsyncClient) -> None:
     name = 'tokenwire_http_requests_total{route="/v1/chat/completions",status="404"}'
 
     async def count() -> float:

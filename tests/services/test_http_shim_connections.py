@@ -1,7 +1,4 @@
-"""Clients that send without end, stop, do not read, or do not speak HTTP: over plain sockets.
-
-The stall is so short that a test can await what follows it.
-"""
+"""HTTP shim over plain sockets: limits, stalls, malformed HTTP, disconnects and shutdown."""
 
 import asyncio
 import json
@@ -23,7 +20,7 @@ STALL = 1.5
 UNREAD = f"read nothing for {STALL:g} s"
 HANG_SECONDS = 200
 MANY_MODELS = 4_000
-"""Their list is far more than a socket of a `Client` holds"""
+"""Number of models whose list exceeds the socket buffers of a `Client`"""
 MIB = 1 << 20
 LINE = b"a: b\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
@@ -33,7 +30,7 @@ LONG = {"model": "default", "prompt": "x = ", "max_tokens": 2000, "ignore_eos": 
 
 
 class Answer(NamedTuple):
-    """What came over a socket."""
+    """One HTTP response read from a socket."""
 
     status: int
     headers: dict[str, str]
@@ -41,7 +38,7 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """One connection to a shim."""
+    """A connection to a shim."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -52,14 +49,14 @@ class Client:
         await self.writer.drain()
 
     async def answer(self) -> Answer:
-        """The next."""
+        """Read the next response."""
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode().splitlines()
         headers = dict(line.lower().split(": ", 1) for line in head[1:-1])
         body = await self.reader.readexactly(int(headers["content-length"]))
         return Answer(int(head[0].split()[1]), headers, body)
 
     async def last_answer(self) -> Answer:
-        """The next, which the end of the connection must follow."""
+        """Read the next response, which the end of the connection must follow."""
         answer = await self.answer()
         assert await self.reader.read() == b""
         return answer
@@ -67,7 +64,7 @@ class Client:
 
 @asynccontextmanager
 async def connected(shim: Shim) -> AsyncIterator[Client]:
-    """A connection that takes little unless it is read from: some 200 KB, which wait for it."""
+    """Open a connection with small buffers: without reads, it takes about 200 KB."""
     url = urlsplit(shim.url)
     narrow = socket.socket()
     narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -108,7 +105,7 @@ async def shim(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
 
 @pytest.fixture(scope="module")
 async def long_lists(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shim]:
-    """A shim whose /v1/models does not fit into sockets."""
+    """Yield a shim whose /v1/models exceeds the socket buffers."""
     catalog = tmp_path_factory.mktemp("catalog") / "catalog.toml"
     models = [f'[[models]]\nid = "m{i}"\nplaceholder = true\n' for i in range(MANY_MODELS)]
     catalog.write_text("".join(models))
@@ -117,7 +114,7 @@ async def long_lists(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 
 def many(data: bytes) -> Iterator[bytes]:
-    """So much of it that whoever keeps it shows."""
+    """Yield `data` repeated to 256 MiB: a shim that keeps it shows in its memory."""
     piece = data * (MIB // len(data))
     return (piece for _ in range(256))
 
@@ -133,10 +130,8 @@ def many(data: bytes) -> Iterator[bytes]:
         (CHUNKED + b"1\r\n{\r\n0\r\n", LINE),
     ],
 )
-async def test_a_head_without_end_is_refused_and_not_kept(
-    shim: Shim, start: bytes, more: bytes
-) -> None:
-    """Else any client could take all the memory. So with what chunks and trailers say."""
+async def test_endless_head_is_refused_and_not_kept(shim: Shim, start: bytes, more: bytes) -> None:
+    """Without a limit on heads, chunk extensions and trailers, a client could use all memory."""
     process = psutil.Process(shim.process.pid)
     before = process.memory_info().rss
     async with connected(shim) as client:
@@ -153,13 +148,13 @@ async def test_a_head_without_end_is_refused_and_not_kept(
 
 
 @pytest.mark.parametrize(("lines", "status"), [(10_000, 200), (11_000, 431)])
-async def test_a_whole_head_may_have_64_kib(shim: Shim, lines: int, status: int) -> None:
+async def test_head_up_to_64_kib_is_accepted(shim: Shim, lines: int, status: int) -> None:
     async with connected(shim) as client:
         await client.send(GET + LINE * lines + b"\r\n")
         assert (await client.answer()).status == status
 
 
-async def test_a_large_body_behind_a_small_head_is_no_large_head(shim: Shim) -> None:
+async def test_large_body_does_not_count_towards_the_head_limit(shim: Shim) -> None:
     async with connected(shim) as client:
         await client.send(body_of({"model": "none", "prompt": "x" * 200_000}))
         answer = await client.answer()
@@ -169,8 +164,8 @@ async def test_a_large_body_behind_a_small_head_is_no_large_head(shim: Shim) -> 
 
 
 @pytest.mark.parametrize("start", [b"", b"GE", GET + LINE])
-async def test_half_a_head_is_not_awaited_for_ever(shim: Shim, start: bytes) -> None:
-    """Else connections that nobody uses add up."""
+async def test_incomplete_head_closes_its_connection_in_time(shim: Shim, start: bytes) -> None:
+    """Without the timeout, unused connections accumulate."""
     async with connected(shim) as client:
         await client.send(start)
         assert await client.reader.read() == b""
@@ -184,10 +179,10 @@ async def test_half_a_head_is_not_awaited_for_ever(shim: Shim, start: bytes) -> 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"TLS/1.2"])
 @pytest.mark.parametrize("framing", [b"content-length: 28", b"transfer-encoding: chunked"])
-async def test_an_offer_of_another_protocol_is_declined_and_the_request_answered(
+async def test_request_with_a_protocol_upgrade_is_answered_over_http_1_1(
     shim: Shim, framing: bytes, offer: bytes, apart: bool
 ) -> None:
-    """Java's HTTP client makes one with its first request, body and all."""
+    """Java's HTTP client offers an upgrade in its first request, even with a body."""
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: " + offer + b"\r\n"
     body = b'{"model":"none","prompt":""}'
     if framing.endswith(b"chunked"):
@@ -208,8 +203,8 @@ async def test_an_offer_of_another_protocol_is_declined_and_the_request_answered
         assert (await client.last_answer()).status == 404
 
 
-async def test_what_is_refused_before_it_is_read_is_counted(shim: Shim) -> None:
-    """Else an attack shows nowhere but in the log."""
+async def test_metrics_count_malformed_requests(shim: Shim) -> None:
+    """Without the metric, an attack shows only in the log."""
     async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
 
         async def count() -> float:
@@ -225,7 +220,7 @@ async def test_what_is_refused_before_it_is_read_is_counted(shim: Shim) -> None:
 
 
 async def old_answer(shim: Shim, fields: dict[str, object]) -> tuple[dict[str, str], bytes]:
-    """Headers and body, as a client of HTTP/1.0 finds it: all that comes."""
+    """Send an HTTP/1.0 request; return the headers and the body up to the connection's end."""
     asked = body_of({"model": "m", "prompt": "x = ", "max_tokens": 8} | fields)
     async with connected(shim) as client:
         await client.send(asked.replace(b"HTTP/1.1", b"HTTP/1.0"))
@@ -235,8 +230,8 @@ async def old_answer(shim: Shim, fields: dict[str, object]) -> tuple[dict[str, s
     return dict(line.split(": ", 1) for line in lines), body
 
 
-async def test_a_client_of_http_1_0_gets_a_stream_without_chunks(shim: Shim) -> None:
-    """It knows none, and would take their sizes for events."""
+async def test_http_1_0_client_gets_a_stream_without_chunked_encoding(shim: Shim) -> None:
+    """An HTTP/1.0 client would read chunk sizes as events."""
     headers, body = await old_answer(shim, {"stream": True, "ignore_eos": True})
     assert "transfer-encoding" not in headers
     assert headers["connection"] == "close"
@@ -246,15 +241,15 @@ async def test_a_client_of_http_1_0_gets_a_stream_without_chunks(shim: Shim) -> 
     assert last["usage"]["completion_tokens"] == 8
 
 
-async def test_a_client_of_http_1_0_is_told_how_long_an_answer_is(shim: Shim) -> None:
-    """Else it can't tell a whole one from one that was cut."""
+async def test_http_1_0_client_gets_a_content_length(shim: Shim) -> None:
+    """Without the length, the client can't detect a truncated answer."""
     headers, body = await old_answer(shim, {})
     assert int(headers["content-length"]) == len(body)
     assert json.loads(body)["model"] == "m"
 
 
-async def test_an_idle_connection_outlives_stalls(shim: Shim) -> None:
-    """Clients keep them for their next request."""
+async def test_idle_keep_alive_connection_outlives_the_stall_time(shim: Shim) -> None:
+    """Clients keep connections open for their next request."""
     async with connected(shim) as idle:
         await idle.send(GET + b"\r\n")
         assert (await idle.answer()).status == 200
@@ -265,8 +260,8 @@ async def test_an_idle_connection_outlives_stalls(shim: Shim) -> None:
         assert (await idle.answer()).status == 200
 
 
-async def test_a_body_that_stops_is_not_awaited_for_ever(shim: Shim) -> None:
-    """Else its request is counted as running for ever."""
+async def test_body_that_stops_arriving_is_408(shim: Shim) -> None:
+    """Without the timeout, the request counts as running forever."""
     async with connected(shim) as client:
         await client.send(POST + b"x-request-id: stopped\r\ncontent-length: 10\r\n\r\n{")
         answer = await client.last_answer()
@@ -276,7 +271,7 @@ async def test_a_body_that_stops_is_not_awaited_for_ever(shim: Shim) -> None:
         await shim.logged("POST /v1/completions")
 
 
-async def test_the_rest_of_a_refused_body_is_not_awaited_for_ever(shim: Shim) -> None:
+async def test_refused_request_does_not_wait_for_its_whole_body(shim: Shim) -> None:
     async with connected(shim) as client:
         await client.send(
             b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{"
@@ -284,8 +279,8 @@ async def test_the_rest_of_a_refused_body_is_not_awaited_for_ever(shim: Shim) ->
         assert (await client.last_answer()).status == 404
 
 
-async def test_a_slow_body_is_awaited(shim: Shim) -> None:
-    """A bad network is no reason to be cut."""
+async def test_slow_body_is_accepted(shim: Shim) -> None:
+    """A slow network must not end the request."""
     async with connected(shim) as client:
         whole = body_of({"model": "none", "prompt": "x"})
         head, _, body = whole.partition(b"\r\n\r\n")
@@ -296,8 +291,8 @@ async def test_a_slow_body_is_awaited(shim: Shim) -> None:
         assert (await client.answer()).status == 404
 
 
-async def test_an_answer_that_nobody_reads_is_not_kept(long_lists: Shim) -> None:
-    """Else its memory is gone for as long as the client likes."""
+async def test_unread_answer_is_dropped_after_the_stall(long_lists: Shim) -> None:
+    """Without the timeout, the client decides how long the answer occupies memory."""
     async with connected(long_lists) as client:
         await client.send(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await long_lists.logged(UNREAD)
@@ -305,8 +300,8 @@ async def test_an_answer_that_nobody_reads_is_not_kept(long_lists: Shim) -> None
             await client.answer()
 
 
-async def test_an_answer_that_is_read_slowly_comes_whole(long_lists: Shim) -> None:
-    """A bad network is no reason to be cut."""
+async def test_slowly_read_answer_arrives_complete(long_lists: Shim) -> None:
+    """A slow network must not end the request."""
     async with httpx.AsyncClient(base_url=long_lists.url, timeout=60) as http:
         expected = (await http.get("/v1/models")).content
     async with connected(long_lists) as client:
@@ -339,8 +334,8 @@ async def test_an_answer_that_is_read_slowly_comes_whole(long_lists: Shim) -> No
         CHUNKED + b"x\r\n",
     ],
 )
-async def test_what_is_not_http_gets_an_error_as_all_others_are(shim: Shim, sent: bytes) -> None:
-    """Clients parse it, and whoever runs the server finds it by its id."""
+async def test_malformed_http_gets_a_json_error_with_request_id(shim: Shim, sent: bytes) -> None:
+    """Clients can parse the error, and the operator finds it in the log by its id."""
     async with connected(shim) as client:
         await client.send(sent)
         answer = await client.last_answer()
@@ -350,7 +345,7 @@ async def test_what_is_not_http_gets_an_error_as_all_others_are(shim: Shim, sent
         assert logged["status"] in (400, 499)
 
 
-async def test_a_malformed_request_is_called_what_its_client_calls_it(shim: Shim) -> None:
+async def test_malformed_request_keeps_its_request_id(shim: Shim) -> None:
     async with connected(shim) as client:
         await client.send(GET + b"x-request-id: mine\r\ncontent-length: x\r\n\r\n")
         assert (await client.last_answer()).headers["x-request-id"] == "mine"
@@ -358,10 +353,9 @@ async def test_a_malformed_request_is_called_what_its_client_calls_it(shim: Shim
 
 @pytest.mark.parametrize("second", [GET + b"\r\n", b"nonsense", body_of(LONG)])
 @pytest.mark.parametrize("apart", [False, True])
-async def test_who_leaves_behind_a_second_request_is_noticed(
+async def test_disconnect_after_a_pipelined_request_stops_generation(
     shim: Shim, stack: Stack, second: bytes, apart: bool
 ) -> None:
-    """Not generated to the end for nobody."""
     async with left_early(stack.engine, 16 * 2000), connected(shim) as client:
         await client.send(body_of(LONG) + (b"" if apart else second))
         await watch_load(stack.engine, until=is_busy)
@@ -369,8 +363,8 @@ async def test_who_leaves_behind_a_second_request_is_noticed(
             await client.send(second)
 
 
-async def test_a_second_request_does_not_hurt_the_first(shim: Shim) -> None:
-    """It is dropped, and its client sees that."""
+async def test_pipelined_request_is_dropped_and_the_first_is_answered(shim: Shim) -> None:
+    """The closed connection tells the client that the second request was dropped."""
     async with connected(shim) as client:
         await client.send(body_of(LONG | {"max_tokens": 8, "n": 1}) + GET + b"\r\n")
         answer = await client.last_answer()
@@ -378,9 +372,8 @@ async def test_a_second_request_does_not_hurt_the_first(shim: Shim) -> None:
         assert json.loads(answer.body)["usage"]["completion_tokens"] == 8
 
 
-async def test_sigterm_lets_streams_finish(stack: Stack) -> None:
-    """A rolling update cuts nobody off, and sends nobody new."""
-    # with scores, the stream has more bytes than wait for its client: it can't have ended before
+async def test_sigterm_finishes_streams_and_refuses_new_requests(stack: Stack) -> None:
+    # with logprobs, the stream exceeds the client's buffers: it can't end before SIGTERM
     asked = LONG | {"max_tokens": 1_200, "n": 1, "stream": True, "logprobs": 5}
     flags = ("--tokenizer", stack.tokenizer, "--grace", str(HANG_SECONDS))
     async with running_shim(*flags) as shim, connected(shim) as client:
@@ -395,8 +388,8 @@ async def test_sigterm_lets_streams_finish(stack: Stack) -> None:
         assert await shim.process.wait() == 0
 
 
-async def test_a_stream_that_nobody_reads_is_cut(shim: Shim, stack: Stack) -> None:
-    """Down to the KV blocks, and on the wire."""
+async def test_unread_stream_is_cut_after_the_stall(shim: Shim, stack: Stack) -> None:
+    """The engine frees the KV blocks, and the connection ends."""
     before = shim.count(UNREAD)
     async with left_early(stack.engine, 16 * 2000), connected(shim) as client:
         await client.send(body_of(LONG | {"stream": True, "logprobs": 5}))
@@ -406,8 +399,8 @@ async def test_a_stream_that_nobody_reads_is_cut(shim: Shim, stack: Stack) -> No
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_stream_ends_with_a_trailer_of_the_tokens_used(shim: Shim, path: str) -> None:
-    """The chunks stay well-formed: the connection takes the next request."""
+async def test_stream_ends_with_a_trailer_of_the_tokens_used(shim: Shim, path: str) -> None:
+    """The chunked encoding stays valid: the connection accepts the next request."""
     asked = {"stream": True, "max_tokens": 5, "ignore_eos": True}
     messages = [{"role": "user", "content": "x"}]
     prompt = {"messages": messages} if "chat" in path else {"prompt": [1, 2]}

@@ -1,4 +1,4 @@
-"""Pages of the origins that the operator names may use the API from a browser, others may not."""
+"""CORS of the HTTP shim: allowed and refused origins."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ BODY = {"prompt": "x = ", "max_tokens": 2}
 async def http(
     stack: Stack, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """With a key that has three requests."""
+    """Yield a client with a key that permits three requests per minute."""
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     keys.write_text(json.dumps({"tiers": {"few": {"requests_per_minute": 3}}}))
     secret = add_key(keys, "few")
@@ -39,14 +39,14 @@ async def http(
 
 
 def is_readable(response: httpx.Response) -> bool:
-    """By a page of ours; what it may read of the head is what it has use for."""
+    """Return True if a page of `OURS` may read the answer and the API's headers."""
     shown = response.headers.get("access-control-expose-headers", "").split(", ")
     wanted = {"x-request-id", "x-tokens-used", "x-tokenwire-ignored", "retry-after"}
     return response.headers.get("access-control-allow-origin") == OURS and wanted <= {*shown}
 
 
-async def test_preflights_need_no_key(http: httpx.AsyncClient) -> None:
-    """Browsers send none with them."""
+async def test_preflight_needs_no_key(http: httpx.AsyncClient) -> None:
+    """Browsers send no key with a preflight."""
     headers = ASKED | {"authorization": ""}
     response = await http.options("/v1/completions", headers=headers)
     assert response.status_code == 200
@@ -59,7 +59,7 @@ async def test_preflights_need_no_key(http: httpx.AsyncClient) -> None:
     assert "access-control-allow-origin" not in other.headers
 
 
-async def test_answers_streams_and_refusals_can_be_read(http: httpx.AsyncClient) -> None:
+async def test_allowed_origin_can_read_answers_streams_and_errors(http: httpx.AsyncClient) -> None:
     whole = await http.post("/v1/completions", json=BODY)
     streamed = await http.post("/v1/completions", json=BODY | {"stream": True})
     wrong = await http.post("/v1/completions", json=BODY | {"top_p": 7})
@@ -74,7 +74,7 @@ async def test_answers_streams_and_refusals_can_be_read(http: httpx.AsyncClient)
     assert "access-control-allow-origin" not in other.headers
 
 
-async def test_without_the_flag_no_page_of_another_origin_may(stack: Stack) -> None:
+async def test_no_origin_is_allowed_without_the_flag(stack: Stack) -> None:
     async with httpx.AsyncClient(base_url=stack.url, headers={"origin": OURS}) as http:
         assert (await http.options("/v1/completions", headers=ASKED)).status_code == 405
         answer = await http.get("/v1/models")
@@ -82,8 +82,8 @@ async def test_without_the_flag_no_page_of_another_origin_may(stack: Stack) -> N
 
 
 @pytest.mark.parametrize("wrong", ["example.com", "https://a.example/", "null"])
-async def test_what_is_no_origin_is_refused_at_the_start(wrong: str, tmp_path: Path) -> None:
-    """It would match no page, and nobody would know why."""
+async def test_invalid_origin_is_refused_at_the_start(wrong: str, tmp_path: Path) -> None:
+    """An invalid origin would match no page, without any message."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.http_shim", "--port", "0", "--cors-origins", wrong,
         stderr=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What one client of the shim can do to others, or find out about what is behind it."""
+"""Isolation at the HTTP shim: oversized bodies, host names, tenants, internal addresses, logs."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ async def http(shim: Shim) -> AsyncIterator[httpx.AsyncClient]:
         ("/detokenize", b'{"tokens":[%b]}' % b",".join([b"1"] * 2 * MANY)),
     ],
 )
-async def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(
+async def test_body_with_too_many_values_is_refused(
     http: httpx.AsyncClient, path: str, body: bytes
 ) -> None:
     answer = await http.post(path, content=body, headers=JSON_TYPE)
@@ -51,7 +51,7 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(
 
 
 async def status_of(shim: Shim, head: str) -> int:
-    """Of the answer to a request as it stands there."""
+    """Send a raw request head, and return the status of the answer."""
     url = httpx.URL(shim.url)
     async with asyncio.timeout(HANG_SECONDS):
         reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -74,29 +74,25 @@ async def status_of(shim: Shim, head: str) -> int:
         ("GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost", 400),
     ],
 )
-async def test_a_server_on_loopback_is_not_asked_under_other_names(
-    shim: Shim, head: str, status: int
-) -> None:
-    """A page whose name was made to lead here would read what it answers."""
+async def test_loopback_server_refuses_other_host_names(shim: Shim, head: str, status: int) -> None:
+    """DNS rebinding: a web page whose name resolves to loopback could read the answers."""
     assert await status_of(shim, head) == status
 
 
-async def test_names_that_the_operator_allows_are_taken(stack: Stack) -> None:
+async def test_allowed_host_names_are_accepted(stack: Stack) -> None:
     flags = ("--tokenizer", stack.tokenizer, "--allowed-hosts", "models.example, other.example")
     async with running_shim(*flags) as shim:
         for name, status in (("models.example:8000", 200), ("other.example", 200), ("x.y", 400)):
             assert await status_of(shim, f"GET /health HTTP/1.1\r\nHost: {name}") == status
 
 
-async def test_a_server_beyond_loopback_is_asked_under_names_that_it_does_not_know(
-    stack: Stack,
-) -> None:
-    """As `http_shim:8000` in a network of containers."""
+async def test_server_beyond_loopback_accepts_any_host_name(stack: Stack) -> None:
+    """Containers address it as `http_shim:8000`."""
     async with running_shim("--tokenizer", stack.tokenizer, "--host", "0.0.0.0", "--open") as shim:
         assert await status_of(shim, "GET /health HTTP/1.1\r\nHost: http_shim:8000") == 200
 
 
-async def test_metrics_can_be_kept_from_those_who_may_use_the_api(stack: Stack) -> None:
+async def test_metrics_port_removes_metrics_from_the_api_port(stack: Stack) -> None:
     [port] = free_ports(1)
     flags = ("--tokenizer", stack.tokenizer, "--metrics-port", str(port))
     async with running_shim(*flags) as shim, httpx.AsyncClient() as http:
@@ -113,16 +109,14 @@ async def cached(http: httpx.AsyncClient, **headers: str) -> int:
     return tokens
 
 
-async def test_a_tenant_that_is_trusted_has_a_prefix_cache_of_its_own(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_trusted_tenant_has_its_own_prefix_cache(http: httpx.AsyncClient) -> None:
     acme = {"x-tenant": "acme", "x-priority": "1"}
     await cached(http, **acme)
     assert await cached(http, **acme) > 0
     assert await cached(http, **{"x-tenant": "other"}) == 0
 
 
-async def test_a_tenant_that_is_not_trusted_is_told_so(stack: Stack) -> None:
+async def test_untrusted_scheduling_headers_are_reported_as_ignored(stack: Stack) -> None:
     flags = ("--tokenizer", stack.tokenizer, "--trust-scheduling-headers", "never")
     async with (
         running_shim(*flags) as shim,
@@ -135,10 +129,8 @@ async def test_a_tenant_that_is_not_trusted_is_told_so(stack: Stack) -> None:
         assert answer.headers["x-tokenwire-ignored"] == "x-priority, what"
 
 
-async def test_clients_are_not_told_where_the_services_are(
-    embedded_model: Path, tmp_path: Path
-) -> None:
-    """Not by what gRPC says of an engine that was killed, either."""
+async def test_errors_show_no_addresses_of_services(embedded_model: Path, tmp_path: Path) -> None:
+    """gRPC's own error messages contain the addresses of a killed engine."""
     async with mortal_engine(embedded_model) as engine:
         arguments = ("--model", str(embedded_model), "--engine", engine.target)
         patience = ("--engine-wait", "0.5")
@@ -162,7 +154,7 @@ async def test_clients_are_not_told_where_the_services_are(
 
 
 @pytest.mark.parametrize("level", ["info", "debug"])
-async def test_what_clients_write_is_logged_for_debugging_alone(
+async def test_client_content_is_logged_only_at_debug_level(
     stack: Stack, embedded_model: Path, tmp_path: Path, level: str
 ) -> None:
     log = tmp_path / "tokenizer.log"

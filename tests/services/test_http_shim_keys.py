@@ -1,4 +1,4 @@
-"""API keys over HTTP: who gets in, how much of it, and until when."""
+"""API keys over HTTP: authentication, tiers, rate limits and revocation."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ TIERS = {
 }
 HELLO = {"role": "user", "content": "Hello!"}
 LONG = {"prompt": PROMPT, "max_tokens": 1_900, "ignore_eos": True, "stream": True}
-"""Under way for far longer than a busy machine keeps its client waiting"""
+"""A request that still runs after every wait of its test, even on a busy machine"""
 
 
 def written_keys(folder: Path) -> Path:
@@ -49,7 +49,7 @@ async def shim(stack: Stack, keys: Path) -> AsyncIterator[Shim]:
 
 
 async def client_of(shim: Shim, keys: Path, tier: str) -> httpx.AsyncClient:
-    """A client with a key of its own."""
+    """Return a client with a new key of this tier."""
     before = shim.count("keys reloaded")
     secret = add_key(keys, tier)
     await shim.logged("keys reloaded", before + 1)
@@ -67,7 +67,7 @@ async def chat(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
     return await http.post("/v1/chat/completions", json=body)
 
 
-async def test_a_key_cannot_tell_what_others_asked(shim: Shim, keys: Path) -> None:
+async def test_key_gets_no_prefix_hits_from_other_keys(shim: Shim, keys: Path) -> None:
     prompt = "".join(f"value_{i} = {i * i}\n" for i in range(40))
 
     async def cached(http: httpx.AsyncClient) -> int:
@@ -82,7 +82,7 @@ async def test_a_key_cannot_tell_what_others_asked(shim: Shim, keys: Path) -> No
         assert await cached(other) == 0
 
 
-async def test_with_a_key_a_request_can_only_let_others_go_first(shim: Shim, keys: Path) -> None:
+async def test_key_can_lower_but_not_raise_the_priority(shim: Shim, keys: Path) -> None:
     async with await client_of(shim, keys, "default") as http:
         for ask in (complete, chat):
             assert (await ask(http, max_tokens=1, priority=5)).status_code == 200
@@ -91,7 +91,7 @@ async def test_with_a_key_a_request_can_only_let_others_go_first(shim: Shim, key
             assert refused.json()["error"]["param"] == "priority"
 
 
-async def test_everything_but_probes_and_pages_needs_a_key(shim: Shim) -> None:
+async def test_every_route_except_probes_and_pages_needs_a_key(shim: Shim) -> None:
     async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
         for path in (
             "/health", "/ready", "/metrics", "/version", "/openapi.json",
@@ -122,10 +122,10 @@ async def test_everything_but_probes_and_pages_needs_a_key(shim: Shim) -> None:
         ("GET", "/nowhere", "unknown"),
     ],
 )
-async def test_who_runs_it_sees_what_was_asked_for_without_a_key(
+async def test_request_without_a_key_is_logged_and_counted_by_route(
     shim: Shim, method: str, path: str, route: str
 ) -> None:
-    """Else a client whose key has ended looks like somebody who tries paths."""
+    """Without the route, a client with a revoked key looks like a scan of paths."""
     identity = f"keyless-{method}-{path.replace('/', '-')}"
     async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
         await http.request(method, path, headers={"x-request-id": identity})
@@ -134,7 +134,7 @@ async def test_who_runs_it_sees_what_was_asked_for_without_a_key(
     assert f'tokenwire_http_requests_total{{route="{route}",status="401"}}' in metrics
 
 
-async def test_the_sdk_understands(shim: Shim, keys: Path) -> None:
+async def test_openai_sdk_authenticates_and_the_log_names_the_key(shim: Shim, keys: Path) -> None:
     async with openai.AsyncOpenAI(
         base_url=f"{shim.url}/v1", api_key="tw-wrong", max_retries=0
     ) as sdk:
@@ -150,7 +150,7 @@ async def test_the_sdk_understands(shim: Shim, keys: Path) -> None:
     assert (await shim.answered("whose"))["key"] == key_id(key)
 
 
-async def test_requests_per_minute(shim: Shim, keys: Path) -> None:
+async def test_requests_over_the_requests_per_minute_are_429(shim: Shim, keys: Path) -> None:
     async with await client_of(shim, keys, "few") as http:
         for left in ("1", "0"):
             response = await complete(http, max_tokens=1)
@@ -163,10 +163,10 @@ async def test_requests_per_minute(shim: Shim, keys: Path) -> None:
         assert response.headers["x-ratelimit-remaining-requests"] == "0"
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        assert (await http.get("/v1/models")).status_code == 200, "looking costs nothing"
+        assert (await http.get("/v1/models")).status_code == 200, "lists do not count"
 
 
-async def test_tokens_per_minute(shim: Shim, keys: Path) -> None:
+async def test_requests_over_the_tokens_per_minute_are_429(shim: Shim, keys: Path) -> None:
     async with await client_of(shim, keys, "poor") as http:
         first = await complete(http, max_tokens=30)
         assert first.status_code == 200
@@ -181,8 +181,8 @@ async def test_tokens_per_minute(shim: Shim, keys: Path) -> None:
         assert many.status_code == 429, "all its models count"
 
 
-async def test_asking_for_much_empties_the_bucket_and_no_more(shim: Shim, keys: Path) -> None:
-    """What is asked for is not used yet: the key must not be in debt for it."""
+async def test_large_reservation_causes_no_token_debt(shim: Shim, keys: Path) -> None:
+    """Reserved tokens are not used yet: the bucket must not become negative."""
     async with await client_of(shim, keys, "poor") as http:
         named = {"x-request-id": "much"}
         async with http.stream("POST", "/v1/completions", json=LONG, headers=named) as response:
@@ -194,15 +194,14 @@ async def test_asking_for_much_empties_the_bucket_and_no_more(shim: Shim, keys: 
 
 
 async def charged(http: httpx.AsyncClient, since: float) -> tuple[int, float]:
-    """Tokens that a rich key was charged since that time: at least, and at most."""
+    """Return a lower and an upper bound of the tokens charged to a rich key since that time."""
     response = await http.get("/v1/models")
     used = 900 - int(response.headers["x-ratelimit-remaining-tokens"])
     return used, used + (time.monotonic() - since) * 900 / 60
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_used_tokens_count(shim: Shim, keys: Path, streams: bool) -> None:
-    """Not those that were reserved."""
+async def test_key_is_charged_for_used_tokens(shim: Shim, keys: Path, streams: bool) -> None:
     async with await client_of(shim, keys, "rich") as http:
         free = await complete(http, max_tokens=8, temperature=0)
         stop = free.json()["choices"][0]["text"][-3:]
@@ -216,12 +215,12 @@ async def test_used_tokens_count(shim: Shim, keys: Path, streams: bool) -> None:
         assert most >= 600
 
 
-async def test_who_leaves_pays_for_what_came(shim: Shim, keys: Path) -> None:
+async def test_disconnected_stream_is_charged_for_sent_tokens(shim: Shim, keys: Path) -> None:
     async with await client_of(shim, keys, "rich") as http:
         began, named = time.monotonic(), {"x-request-id": "left-midway"}
         async with http.stream("POST", "/v1/completions", json=LONG, headers=named) as response:
             lines = response.aiter_lines()
-            for _ in range(40):  # every other line is empty, and the others bring a token or more
+            for _ in range(40):  # at least 20 tokens: every other line is empty
                 await anext(lines)
         line = await shim.answered("left-midway")
         assert line["status"] == 499
@@ -230,7 +229,7 @@ async def test_who_leaves_pays_for_what_came(shim: Shim, keys: Path) -> None:
         assert least - 1 <= line["prompt_tokens"] + line["completion_tokens"] <= most
 
 
-async def test_who_leaves_unseen_pays_what_was_reserved(
+async def test_disconnected_unstreamed_request_is_charged_for_reserved_tokens(
     stack: Stack, shim: Shim, keys: Path
 ) -> None:
     await watch_load(stack.engine, until=is_idle)
@@ -245,7 +244,7 @@ async def test_who_leaves_unseen_pays_what_was_reserved(
         assert most >= 600
 
 
-async def test_completions_at_a_time(shim: Shim, keys: Path) -> None:
+async def test_requests_over_the_concurrent_streams_are_429(shim: Shim, keys: Path) -> None:
     async with await client_of(shim, keys, "single") as http:
         named = {"x-request-id": "the-only-one"}
         async with http.stream("POST", "/v1/completions", json=LONG, headers=named) as response:
@@ -257,20 +256,19 @@ async def test_completions_at_a_time(shim: Shim, keys: Path) -> None:
         assert (await complete(http, max_tokens=1)).status_code == 200
 
 
-async def test_output_is_capped_by_the_tier(shim: Shim, keys: Path) -> None:
+async def test_tier_limits_max_tokens(shim: Shim, keys: Path) -> None:
     async with await client_of(shim, keys, "short") as http:
         for fields in ({}, {"max_tokens": 100}, {"max_tokens": 100, "stop": ["@@"]}):
             usage = (await complete(http, **fields)).json()["usage"]
             assert usage["completion_tokens"] == 5
         many = await http.post("/v1/completion", json={"model": "m", "prompt": "x = [1, 2, 3,"})
         assert many.json()["usage"]["completion_tokens"] <= 5
-        for fields in ({}, {"max_tokens": 100}):  # a chat's default is all the room that is left
+        for fields in ({}, {"max_tokens": 100}):  # a chat's default is the rest of the context
             usage = (await chat(http, **fields)).json()["usage"]
             assert usage["completion_tokens"] == 5
 
 
-async def test_chats_are_charged_for_what_they_used(shim: Shim, keys: Path) -> None:
-    """However much was reserved, streamed or not."""
+async def test_chat_is_charged_for_used_tokens(shim: Shim, keys: Path) -> None:
     async with await client_of(shim, keys, "rich") as http:
         began, used = time.monotonic(), 0
         for streams in (False, True):
@@ -284,7 +282,7 @@ async def test_chats_are_charged_for_what_they_used(shim: Shim, keys: Path) -> N
         assert least - 1 <= used <= most
 
 
-async def test_models_of_other_tiers(shim: Shim, keys: Path) -> None:
+async def test_model_outside_the_tier_is_403(shim: Shim, keys: Path) -> None:
     async with await client_of(shim, keys, "elsewhere") as http:
         for path, body in (
             ("/v1/completions", {"prompt": "x"}),
@@ -297,10 +295,8 @@ async def test_models_of_other_tiers(shim: Shim, keys: Path) -> None:
             assert response.json()["error"]["code"] == "model_not_allowed"
 
 
-async def test_a_key_for_a_model_needs_no_name_where_there_is_one(
-    stack: Stack, tmp_path: Path
-) -> None:
-    """As without keys, and without a catalog."""
+async def test_key_for_the_only_model_needs_no_model_name(stack: Stack, tmp_path: Path) -> None:
+    """The rule is the same as without keys and without a catalog."""
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps({"tiers": {"mine": {"models": [stack.model_id]}, **TIERS}}))
     async with running_shim("--tokenizer", stack.tokenizer, "--keys", str(keys)) as shim:
@@ -311,8 +307,7 @@ async def test_a_key_for_a_model_needs_no_name_where_there_is_one(
             assert (await complete(http, max_tokens=1)).status_code == 403
 
 
-async def test_revocation(shim: Shim, keys: Path) -> None:
-    """The key ends; what runs by it ends in its own time."""
+async def test_revoked_key_is_401_and_its_running_streams_finish(shim: Shim, keys: Path) -> None:
     async with (
         await client_of(shim, keys, "default") as http,
         http.stream("POST", "/v1/completions", json=LONG) as response,
@@ -328,7 +323,7 @@ async def test_revocation(shim: Shim, keys: Path) -> None:
         assert [line async for line in lines if line][-1] == "data: [DONE]"
 
 
-async def test_with_keys_it_may_listen_everywhere(stack: Stack, keys: Path) -> None:
+async def test_shim_with_keys_may_listen_beyond_loopback(stack: Stack, keys: Path) -> None:
     async with (
         running_shim(
             "--host", "0.0.0.0", "--keys", str(keys), "--tokenizer", stack.tokenizer
@@ -338,8 +333,8 @@ async def test_with_keys_it_may_listen_everywhere(stack: Stack, keys: Path) -> N
         assert (await http.get("/v1/models")).status_code == 401
 
 
-async def test_a_broken_file_locks_nobody_out(shim: Shim, keys: Path) -> None:
-    """Last: it breaks the file that the other tests use."""
+async def test_invalid_key_file_keeps_the_previous_keys(shim: Shim, keys: Path) -> None:
+    """Runs last: it corrupts the file that the other tests use."""
     async with await client_of(shim, keys, "default") as http:
         keys.write_text("{")  # noqa: ASYNC240
         assert (await shim.logged("The previous keys stay."))["level"] == "error"

@@ -1,4 +1,4 @@
-"""Logs: what somebody looks at to find out what became of a request."""
+"""Logs of the services: traces, refusals and aborted streams."""
 
 import json
 import signal
@@ -13,9 +13,7 @@ from tests.stack import Stack, running_service
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-async def test_a_trace_is_found_in_the_log_of_every_service(
-    embedded_model: Path, tmp_path: Path
-) -> None:
+async def test_trace_id_is_in_every_services_log(embedded_model: Path, tmp_path: Path) -> None:
     model = ("--model", str(embedded_model))
     logs = {name: tmp_path / f"{name}.log" for name in ("grammar", "engine", "tokenizer")}
     few = ("--dtype", "float32", "--kv-memory", "64MiB")
@@ -64,10 +62,10 @@ async def test_a_trace_is_found_in_the_log_of_every_service(
         ("/nowhere", {}, "NOT_FOUND"),
     ],
 )
-async def test_the_log_says_why_a_request_was_refused(
+async def test_log_gives_the_reason_of_a_refusal(
     stack: Stack, path: str, body: dict[str, object], reason: str
 ) -> None:
-    """In the words that its client got."""
+    """The log has the error message that the client received."""
     async with (
         running_shim("--tokenizer", stack.tokenizer) as shim,
         httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
@@ -78,8 +76,8 @@ async def test_the_log_says_why_a_request_was_refused(
         assert line["error"] == answer.json()["error"]["message"]
 
 
-async def test_what_a_stop_cuts_is_told_and_logged_as_that(stack: Stack) -> None:
-    """Its client sees an error, not a broken connection, and the log no traceback."""
+async def test_stream_cut_by_shutdown_ends_with_an_error_and_is_logged(stack: Stack) -> None:
+    """The client receives an error event, and the log has no traceback."""
     body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     names = {"x-request-id": "cut"}
     async with (

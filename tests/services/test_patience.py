@@ -1,7 +1,4 @@
-"""Silence, clients that do not read, and clients that grant no credit, at both levels.
-
-The intervals are so short that a test can await what they bring.
-"""
+"""Heartbeats and stalls, at token and at text level: clients that do not read or grant credit."""
 
 import asyncio
 import itertools
@@ -27,7 +24,7 @@ from tokenwire.pb.engine.v1 import engine_pb2 as generation
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
 from tokenwire.pb.types.v1 import types_pb2 as types
 
-Call: TypeAlias = Any  # of grpc.aio; its stubs give each rpc another type
+Call: TypeAlias = Any  # a call of grpc.aio: its stubs give each RPC another type
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Commands: TypeAlias = generation.SessionRequest | completion.SessionRequest
 
@@ -36,16 +33,16 @@ HANG_SECONDS = 60
 PROMPT = [5, 6, 7]
 NAMED = (("x-request-id", "reads-nothing"),)
 CHOICES, MANY = 64, 2_000
-"""Of a request whose client is cut, and tokens of each: it never comes so far, however fast the
-engine is"""
+"""Choices of a request whose client is cut, and max_tokens of each: far more than the engine
+generates before the cut"""
 FEW = 40
-"""Tokens of a neighbour"""
+"""max_tokens of a neighbour"""
 NARROW = [
     ("grpc.http2.lookahead_bytes", 65_535),
-    ("grpc.http2.bdp_probe", 0),  # which would widen it
+    ("grpc.http2.bdp_probe", 0),  # BDP probes would enlarge the window
     ("grpc.use_local_subchannel_pool", 1),
 ]
-"""Options of a channel that takes little unless it is read from"""
+"""Options of a channel that buffers little"""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -56,7 +53,7 @@ async def engine(
     arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
     async with running_service("engine", *arguments, *IMPATIENT, log=log) as service:
         yield service
-    assert_tells_cuts_in_a_line(log)
+    assert_cuts_are_logged_without_traceback(log)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -67,11 +64,11 @@ async def tokenizer(
     arguments = ("--model", str(embedded_model), "--engine", engine.target)
     async with running_service("tokenizer", *arguments, *IMPATIENT, log=log) as service:
         yield service
-    assert_tells_cuts_in_a_line(log)
+    assert_cuts_are_logged_without_traceback(log)
 
 
-def assert_tells_cuts_in_a_line(log: Path) -> None:
-    """For each call that was cut: an operator who finds tracebacks looks for a defect."""
+def assert_cuts_are_logged_without_traceback(log: Path) -> None:
+    """Assert that a cut call logs one line: operators take tracebacks for defects."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert not any("exception" in line for line in lines)
     cut = [line for line in lines if line.get("request_id") == "reads-nothing" and "code" in line]
@@ -79,7 +76,7 @@ def assert_tells_cuts_in_a_line(log: Path) -> None:
 
 
 def fields(n: int, tokens: int) -> dict[str, Any]:
-    """One greedy choice, or many of different texts, with scores: so much that it fills buffers."""
+    """Return fields of one greedy choice, or of `n` that differ, with logprobs to fill buffers."""
     return {
         "n": n,
         "logprobs": 5 if n > 1 else None,
@@ -89,7 +86,7 @@ def fields(n: int, tokens: int) -> dict[str, Any]:
 
 
 class TokenLevel:
-    """EngineService."""
+    """Calls to EngineService."""
 
     reason = "STALLED"
 
@@ -110,7 +107,7 @@ class TokenLevel:
         return generation.SessionRequest(commands=[command])
 
     def read(self, event: generation.SessionEvent) -> tuple[str | None, list[int]]:
-        """What it is, and its ids."""
+        """Return the kind of the event, and its ids."""
         return event.WhichOneof("event"), list(event.delta.tokens.ids)
 
     def _request(self, n: int, tokens: int) -> generation.GenerateRequest:
@@ -119,7 +116,7 @@ class TokenLevel:
 
 
 class TextLevel:
-    """CompletionService."""
+    """Calls to CompletionService."""
 
     reason = "STALLED"
 
@@ -140,7 +137,7 @@ class TextLevel:
         return completion.SessionRequest(commands=[command])
 
     def read(self, event: completion.SessionEvent) -> tuple[str | None, list[int]]:
-        """What it is, and its ids."""
+        """Return the kind of the event, and its ids."""
         if not event.HasField("complete"):
             return event.WhichOneof("event"), []
         return event.complete.WhichOneof("event"), list(event.complete.delta.tokens.ids)
@@ -175,7 +172,7 @@ async def in_a_call_of_its_own(level: type[Level], channel: grpc.aio.Channel) ->
 
 
 class Listener:
-    """Reads a Session."""
+    """Reader of a Session: ids and errors by handle."""
 
     def __init__(self, level: Level, session: Call) -> None:
         self.ids: dict[int, list[int]] = defaultdict(list)
@@ -184,7 +181,7 @@ class Listener:
         self._session = session
 
     async def completed(self, handle: int) -> None:
-        """Reads on until this request is."""
+        """Read events until this request has completed."""
         kinds: dict[int, str | None] = {}
         while kinds.get(handle) != "completed":
             for event in (await self._session.read()).events:
@@ -195,16 +192,15 @@ class Listener:
 
 
 async def neighbour(engine: RunningService) -> list[int]:
-    """What a client that behaves is told."""
+    """Return the greedy ids of a client that reads its answer."""
     async with EngineClient(engine.target) as client:
         answer = await client.generate(PROMPT, temperature=0, max_tokens=FEW, ignore_eos=True)
     return list(answer.token_ids)
 
 
-async def test_a_silent_session_hears_heartbeats(
+async def test_silent_session_gets_heartbeats_and_accepts_requests(
     level: type[Level], target: str, engine: RunningService
 ) -> None:
-    """And is there when it is needed."""
     async with connect(target) as channel, asyncio.timeout(HANG_SECONDS):
         session = level(channel).session()
         for _ in range(3):
@@ -217,8 +213,8 @@ async def test_a_silent_session_hears_heartbeats(
         session.cancel()
 
 
-async def test_what_a_call_hears_first_is_that_it_was_accepted(engine: RunningService) -> None:
-    """However long the step takes that it waits for: its client reads the seed there."""
+async def test_first_event_is_accepted_while_the_step_loop_hangs(engine: RunningService) -> None:
+    """Clients read the seed from the first event, so a heartbeat must not precede it."""
     loop = loop_process(engine.process.pid)
     async with connect(engine.target) as channel, asyncio.timeout(HANG_SECONDS):
         os.kill(loop, signal.SIGSTOP)
@@ -237,10 +233,10 @@ async def test_what_a_call_hears_first_is_that_it_was_accepted(engine: RunningSe
 
 
 @pytest.mark.parametrize("credit", [0, 5])
-async def test_without_credit_a_request_is_cut_and_the_rest_of_its_session_goes_on(
+async def test_request_without_credit_is_cut_and_its_session_continues(
     level: type[Level], target: str, engine: RunningService, credit: int
 ) -> None:
-    """It holds blocks that others need."""
+    """A request without credit holds KV blocks that others need."""
     alone = await neighbour(engine)
     async with connect(target) as channel, asyncio.timeout(HANG_SECONDS):
         session = level(channel).session()
@@ -261,13 +257,13 @@ async def test_without_credit_a_request_is_cut_and_the_rest_of_its_session_goes_
 
 
 @pytest.mark.parametrize("ask", [in_session, in_a_call_of_its_own])
-async def test_who_does_not_read_is_cut_and_a_neighbour_goes_on(
+async def test_client_that_does_not_read_is_cut_and_others_continue(
     level: type[Level],
     target: str,
     engine: RunningService,
     ask: Callable[[type[Level], grpc.aio.Channel], Awaitable[Call]],
 ) -> None:
-    """Else every client that hangs would keep its memory here, and its blocks."""
+    """Otherwise each client that hangs would occupy memory and KV blocks."""
     alone = await neighbour(engine)
     async with (
         asyncio.timeout(HANG_SECONDS),
@@ -291,11 +287,9 @@ async def test_who_does_not_read_is_cut_and_a_neighbour_goes_on(
     assert trailers["x-request-id"] == "reads-nothing", "its log lines can't be found"
 
 
-async def test_choices_that_wait_for_others_to_end_starve_nobody(
-    embedded_model: Path, tmp_path: Path
-) -> None:
-    """Whoever reads all that comes gets all: two run on, so that the third can start."""
-    tokens = 1_300  # more than a call is granted at once
+async def test_more_choices_than_run_at_once_complete(embedded_model: Path, tmp_path: Path) -> None:
+    """The third choice starts when one of the first two has ended."""
+    tokens = 1_300  # more than the initial credit of a call
     engine = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
     text = ("--model", str(embedded_model), "--engine")
     async with (

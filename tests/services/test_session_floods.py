@@ -1,4 +1,4 @@
-"""One message of a Session with more commands than anybody needs: neighbours go on meanwhile."""
+"""Session messages with very many commands or very much credit."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,20 +26,20 @@ async def tokenizer(stack: Stack) -> AsyncIterator[grpc.aio.Channel]:
 
 
 def bad_completion(handle: int) -> completion_pb2.SessionCommand:
-    """One without a prompt."""
+    """Return a start command without a prompt."""
     start = completion_pb2.StartComplete()
     return completion_pb2.SessionCommand(handle=handle, start_complete=start)
 
 
 async def rest(call: "grpc.aio.StreamStreamCall[Any, Any]") -> int:
-    """How many events still come."""
+    """Read the call to its end, and return the number of events."""
     count = 0
     while (response := await call.read()) is not grpc.aio.EOF:
         count += len(response.events)
     return count
 
 
-async def test_many_starts_in_one_message_leave_turns_to_neighbours_of_the_tokenizer(
+async def test_tokenizer_serves_others_during_a_flood_of_starts(
     tokenizer: grpc.aio.Channel,
 ) -> None:
     stub = CompletionServiceStub(tokenizer)
@@ -55,9 +55,7 @@ async def test_many_starts_in_one_message_leave_turns_to_neighbours_of_the_token
     assert answered == MANY
 
 
-async def test_many_starts_in_one_message_leave_turns_to_neighbours_of_the_engine(
-    channel: grpc.aio.Channel,
-) -> None:
+async def test_engine_serves_others_during_a_flood_of_starts(channel: grpc.aio.Channel) -> None:
     commands = [
         engine_pb2.SessionCommand(handle=handle, start=engine_pb2.SessionStart())
         for handle in range(1, MANY + 1)
@@ -73,10 +71,8 @@ async def test_many_starts_in_one_message_leave_turns_to_neighbours_of_the_engin
     assert answered == MANY
 
 
-async def test_credit_beyond_what_a_message_can_hold_is_all_the_credit_there_is(
-    tokenizer: grpc.aio.Channel,
-) -> None:
-    """Granted while the prompt is encoded aside, before the engine knows of the request."""
+async def test_credit_beyond_the_maximum_saturates(tokenizer: grpc.aio.Channel) -> None:
+    """The grant arrives while the prompt is encoded, before the engine has the request."""
     prompt = completion_pb2.Prompt(text="x = 1\n" * 1_000)
     request = completion_pb2.CompleteRequest(prompts=[prompt], truncate_prompt=True)
     request.stopping.max_tokens = 3

@@ -1,4 +1,4 @@
-"""`--speculate ngram` with a grammar, over real gRPC: fewer steps, and the same output."""
+"""Speculative decoding (`--speculate ngram`) under a grammar."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def request(grammar: GrammarSpec, temperature: float) -> GenerateRequest:
 
 
 async def run(model: Path, grammar: str, speculate: str, log: Path) -> tuple[list[object], float]:
-    """What each request brings, one after the other, and the steps that all take."""
+    """Run the requests one after the other; return their outputs and the number of steps."""
     arguments = ("--model", str(model), "--dtype", "float32", "--kv-memory", "128MiB")
     options = ("--grammar", grammar, "--speculate", speculate)
     outputs: list[object] = []
@@ -53,7 +53,7 @@ async def run(model: Path, grammar: str, speculate: str, log: Path) -> tuple[lis
     return outputs, steps
 
 
-async def test_guesses_under_a_grammar_save_steps_and_change_nothing(
+async def test_draft_tokens_under_a_grammar_save_steps_and_keep_the_output(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "grammar.log"

@@ -1,4 +1,4 @@
-"""Structured output over the whole stack: what stops is valid, whatever else is asked for."""
+"""Structured output over the whole stack, alone and with other options."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_whatever_stops_satisfies_its_schema(client: Client) -> None:
+async def test_stopped_output_satisfies_its_schema(client: Client) -> None:
     at_once = asyncio.Semaphore(64)
 
     async def generate(seed: int, sample: Sample) -> str:
@@ -63,7 +63,7 @@ async def test_whatever_stops_satisfies_its_schema(client: Client) -> None:
     assert Counter(reasons)["stop"] >= 300
 
 
-async def test_what_can_not_be_enforced_is_named_with_its_place(client: Client) -> None:
+async def test_unsupported_keyword_is_refused_with_its_path(client: Client) -> None:
     for sample in UNSUPPORTED:
         grammar = GrammarSpec(json_schema=json.dumps(sample.schema))
         with pytest.raises(ServiceError) as caught:
@@ -73,8 +73,8 @@ async def test_what_can_not_be_enforced_is_named_with_its_place(client: Client) 
         assert sample.path in caught.value.message
 
 
-async def test_what_was_generated_elsewhere_must_fit_its_grammar(stack: Stack) -> None:
-    """Its client is told by the field that it sent, not by one of the grammar service."""
+async def test_resumed_tokens_must_satisfy_the_grammar(stack: Stack) -> None:
+    """The error names the field that the client sent, not a field of the grammar service."""
     async with Client(stack.tokenizer) as client, connect(stack.engine) as channel:
         fits, misfit = [(await client.encode(text)).ids for text in ("12", "1x")]
         request = GenerateRequest(
@@ -127,11 +127,11 @@ async def streamed(http: httpx.AsyncClient, **fields: object) -> dict[int, str]:
 
 
 def text_of(tokens: list[str]) -> str:
-    """What tokens spell without the end of sequence, which has an entry of its own."""
+    """Return the text of the tokens without the EOS token, which has its own entry."""
     return "".join(tokens).removesuffix("<|endoftext|>")
 
 
-async def test_a_grammar_goes_with_all_else_at_once(http: httpx.AsyncClient) -> None:
+async def test_grammar_combines_with_n_logprobs_echo_and_stop(http: httpx.AsyncClient) -> None:
     fields: dict[str, Any] = {"n": 3, "logprobs": 2, "echo": True, "stop": ["-7"]}
     choices = await complete(http, **fields)
     assert len({choice["text"] for choice in choices}) > 1
@@ -150,7 +150,7 @@ async def test_a_grammar_goes_with_all_else_at_once(http: httpx.AsyncClient) -> 
     assert await streamed(http, **fields) == {c["index"]: c["text"] for c in choices}
 
 
-async def test_the_best_of_a_grammar_are_among_its_choices(http: httpx.AsyncClient) -> None:
+async def test_best_of_with_a_grammar_returns_the_best_choices(http: httpx.AsyncClient) -> None:
     every = await complete(http, n=4, logprobs=0)
     best = await complete(http, n=2, best_of=4, logprobs=0)
     for prompt in range(2):
@@ -164,7 +164,7 @@ async def test_the_best_of_a_grammar_are_among_its_choices(http: httpx.AsyncClie
         assert kept == sorted(drawn, key=lambda text: -means[text])[:2]
 
 
-async def test_a_grammar_fills_a_gap(http: httpx.AsyncClient) -> None:
+async def test_infill_satisfies_its_grammar(http: httpx.AsyncClient) -> None:
     fields: dict[str, Any] = {"suffix": "\nprint(tag)\n", "n": 2, "logprobs": 1}
     choices = await complete(http, **fields)
     for choice in choices:
@@ -173,7 +173,7 @@ async def test_a_grammar_fills_a_gap(http: httpx.AsyncClient) -> None:
     assert await streamed(http, **fields) == {c["index"]: c["text"] for c in choices}
 
 
-async def test_scores_change_no_token_of_what_a_grammar_forces(http: httpx.AsyncClient) -> None:
+async def test_logprobs_do_not_change_the_tokens_under_a_grammar(http: httpx.AsyncClient) -> None:
     schema = {
         "type": "object",
         "properties": {"identifier": {"enum": ["first", "second"]}, "enabled": {"type": "boolean"}},
@@ -210,7 +210,7 @@ async def test_scores_change_no_token_of_what_a_grammar_forces(http: httpx.Async
         ),
     ],
 )
-async def test_constraints_of_other_servers_hold(
+async def test_constraint_fields_of_other_servers_are_enforced(
     http: httpx.AsyncClient, constraint: dict[str, object], pattern: str
 ) -> None:
     asked = {"max_tokens": 60, "temperature": 1, "seed": 7} | constraint
@@ -226,8 +226,8 @@ async def test_constraints_of_other_servers_hold(
     assert re.fullmatch(pattern, content)
 
 
-async def test_a_trigger_starts_what_its_schema_rules(http: httpx.AsyncClient) -> None:
-    """Whatever the model would say: here the trigger is a character that it hardly avoids."""
+async def test_structural_tag_trigger_enforces_its_schema(http: httpx.AsyncClient) -> None:
+    """The triggers are characters that the model generates often."""
     structures = [{"begin": each, "schema": {"enum": [1, 2]}, "end": "!"} for each in "=(:"]
     tag = {"type": "structural_tag", "structures": structures, "triggers": ["=", "(", ":"]}
     asked = {"prompt": "def f", "max_tokens": 60, "response_format": tag, "seed": 3, "n": 8}
@@ -253,7 +253,7 @@ async def test_a_trigger_starts_what_its_schema_rules(http: httpx.AsyncClient) -
         ({"regex": "(a"}, "regex", "unclosed group"),
     ],
 )
-async def test_a_bad_grammar_is_blamed_on_the_field_that_holds_it(
+async def test_invalid_grammar_is_refused_with_the_field_to_blame(
     http: httpx.AsyncClient, constraint: dict[str, object], param: str, place: str
 ) -> None:
     message = {"role": "user", "content": "Answer."}

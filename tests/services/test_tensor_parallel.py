@@ -1,4 +1,4 @@
-"""An engine of two ranks as its users start, use and lose it: torchrun, gRPC, gloo."""
+"""Tensor-parallel engine of two ranks: torchrun, gRPC, gloo."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def engine_of_two(model: Path, log: Path) -> AsyncIterator[RunningService]:
-    """Behind its end, all its processes are gone."""
+    """Run an engine of two ranks; assert that all its processes end with it."""
     arguments = ("--model", str(model), "--dtype", "float32", "--kv-memory", "16MiB")
     async with running_service("engine", *arguments, log=log, launcher=_TORCHRUN) as service:
         everyone = psutil.Process(service.process.pid).children(recursive=True)
@@ -52,7 +52,7 @@ def make_request(n: int, max_tokens: int) -> GenerateRequest:
     )
 
 
-async def test_two_ranks_generate_what_one_does_and_leave_together(
+async def test_two_ranks_generate_the_tokens_of_one_and_stop_together(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     async with engine_of_two(checkpoint, tmp_path / "log") as service:
@@ -63,7 +63,7 @@ async def test_two_ranks_generate_what_one_does_and_leave_together(
                 if response.HasField("delta"):
                     delta = response.delta
                     generated.setdefault((1, delta.sequence), []).extend(delta.tokens.ids)
-        await service.stop()  # SIGTERM, which torchrun hands on to both
+        await service.stop()  # SIGTERM, which torchrun forwards to both
     loop = tiny.make_loop(tiny.load_tiny(checkpoint))
     alone = tiny.run(loop, [tiny.make_request(1, _PROMPTS, max_tokens=_MAX_TOKENS)])
     assert generated == tiny.tokens_of(alone)
@@ -72,7 +72,7 @@ async def test_two_ranks_generate_what_one_does_and_leave_together(
     assert "has ended" not in log
 
 
-async def test_without_one_rank_the_engine_ends_and_says_why(
+async def test_loss_of_a_rank_ends_the_engine_and_is_logged(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     async with engine_of_two(embedded_model, tmp_path / "log") as service:

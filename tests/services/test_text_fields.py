@@ -1,4 +1,4 @@
-"""Fields that vLLM has too, at text level: over gRPC, streamed and whole, and as JSON."""
+"""Text-level fields that vLLM also has, over gRPC and HTTP."""
 
 import asyncio
 import math
@@ -44,7 +44,7 @@ async def streamed(client: Client, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stop": ["zzz"]}, {"n": 2}], ids=str)
-async def test_special_tokens_stand_in_the_text_where_they_are_not_skipped(
+async def test_special_tokens_are_in_the_text_unless_skipped(
     client: Client, more: Mapping[str, Any]
 ) -> None:
     for skips, text in ((True, ""), (False, "<|fim_pad|>" * 3)):
@@ -55,7 +55,7 @@ async def test_special_tokens_stand_in_the_text_where_they_are_not_skipped(
         assert await streamed(client, **options) == text * len(whole.choices)
 
 
-async def test_a_stop_string_matches_a_special_token_that_is_not_skipped(client: Client) -> None:
+async def test_stop_string_matches_a_special_token_unless_skipped(client: Client) -> None:
     stopped = FORCED | {"stop": ["<|fim"]}
     choice = (await client.complete(PROMPT, **stopped, skip_special_tokens=False)).choices[0]
     assert (choice.text, choice.stop) == ("", "<|fim")
@@ -63,9 +63,7 @@ async def test_a_stop_string_matches_a_special_token_that_is_not_skipped(client:
 
 
 @pytest.mark.parametrize("ender", ["eos", "stop id"])
-async def test_the_token_that_ends_a_choice_is_text_only_if_stop_strings_are(
-    client: Client, ender: str
-) -> None:
+async def test_final_token_needs_include_stop_string_to_be_text(client: Client, ender: str) -> None:
     token = END if ender == "eos" else FIM_PAD
     ends: CompleteOptions = {"logit_bias": {token: 100}, "max_tokens": 3}
     if ender == "stop id":
@@ -83,7 +81,7 @@ async def test_the_token_that_ends_a_choice_is_text_only_if_stop_strings_are(
         assert answer.choices[0].stop == token
 
 
-async def test_the_content_of_a_chat_has_special_tokens_too(client: Client) -> None:
+async def test_special_tokens_are_in_chat_content_unless_skipped(client: Client) -> None:
     options: ChatOptions = {"logit_bias": {FIM_PAD: 100}, "max_tokens": 2, "logprobs": 0}
     shown = await client.chat("Hello!", **options, skip_special_tokens=False)
     assert shown.text == "<|fim_pad|>" * 2
@@ -98,7 +96,7 @@ async def test_the_content_of_a_chat_has_special_tokens_too(client: Client) -> N
 # Truncation.
 
 
-async def test_the_end_of_a_prompt_is_kept(client: Client) -> None:
+async def test_truncation_keeps_the_end_of_a_prompt(client: Client) -> None:
     ids = (await client.encode(PROMPT)).ids
     for prompt in (PROMPT, ids, [PROMPT, PROMPT]):
         async with client.stream(prompt, truncate_prompt_tokens=4, max_tokens=1) as stream:
@@ -119,7 +117,7 @@ async def test_the_end_of_a_prompt_is_kept(client: Client) -> None:
     assert whole.usage.prompt_tokens == len(ids)
 
 
-async def test_the_end_of_a_conversation_is_kept(client: Client) -> None:
+async def test_truncation_keeps_the_end_of_a_conversation(client: Client) -> None:
     [model] = await client.models()
     long = "word " * model.context_length
     for asked, kept in ((7, 7), (-1, model.context_length - 5)):
@@ -130,7 +128,7 @@ async def test_the_end_of_a_conversation_is_kept(client: Client) -> None:
     assert answer.usage.completion_tokens == 1
 
 
-async def test_infill_keeps_what_is_next_to_the_gap(client: Client) -> None:
+async def test_truncated_infill_has_the_requested_length(client: Client) -> None:
     answer = await client.complete(PROMPT, suffix="z" * 50, truncate_prompt_tokens=9, max_tokens=1)
     assert answer.usage.prompt_tokens == 9
     with pytest.raises(ServiceError) as refused:
@@ -139,7 +137,7 @@ async def test_infill_keeps_what_is_next_to_the_gap(client: Client) -> None:
 
 
 @pytest.mark.parametrize("asked", [0, -2, 10**6])
-async def test_a_truncation_that_can_not_be_is_refused(client: Client, asked: int) -> None:
+async def test_invalid_truncation_is_refused(client: Client, asked: int) -> None:
     for answer in (
         client.complete(PROMPT, truncate_prompt_tokens=asked),
         client.chat("Hello!", truncate_prompt_tokens=asked),
@@ -154,7 +152,7 @@ async def test_a_truncation_that_can_not_be_is_refused(client: Client, asked: in
 # Scores of prompts.
 
 
-async def test_prompt_logprobs_are_those_of_an_echo(client: Client) -> None:
+async def test_prompt_logprobs_equal_the_logprobs_of_an_echo(client: Client) -> None:
     options: CompleteOptions = {"max_tokens": 1, "n": 2, "temperature": 0}
     told = await client.complete([PROMPT, "x = ["], **options, prompt_logprobs=3)
     echoed = await client.complete([PROMPT, "x = ["], **options, echo=True, logprobs=1)
@@ -181,7 +179,7 @@ async def test_prompt_logprobs_are_those_of_an_echo(client: Client) -> None:
             assert rank == 1 + sum(other > logprob for other in top) or rank > 3
 
 
-async def test_prompt_logprobs_of_a_chat_are_those_of_its_ids(client: Client) -> None:
+async def test_prompt_logprobs_of_a_chat_equal_those_of_its_ids(client: Client) -> None:
     async with client.stream_chat("Hello!", max_tokens=1, prompt_logprobs=2, n=2) as stream:
         _ = [delta async for delta in stream]
     assert stream.accepted is not None
@@ -197,7 +195,7 @@ async def test_prompt_logprobs_of_a_chat_are_those_of_its_ids(client: Client) ->
         assert (scores.ranks, scores.texts) == (expected.ranks, expected.texts)
 
 
-async def test_long_prompts_are_scored_in_runs(client: Client) -> None:
+async def test_scores_of_a_long_prompt_arrive_in_several_messages(client: Client) -> None:
     ids = [300 + i % 50 for i in range(1_500)]
     async with client.stream(ids, max_tokens=1, prompt_logprobs=1) as stream:
         _ = [delta async for delta in stream]
@@ -205,7 +203,9 @@ async def test_long_prompts_are_scored_in_runs(client: Client) -> None:
     assert sum(len(run.logprobs) for run in stream.prompt_scores[0]) == len(ids) - 1
 
 
-async def test_prompt_logprobs_as_json(client: Client, http: httpx.AsyncClient) -> None:
+async def test_http_prompt_logprobs_have_one_row_per_prompt_token(
+    client: Client, http: httpx.AsyncClient
+) -> None:
     prompts = [list((await client.encode(PROMPT)).ids), [300]]
     body = {"prompt": prompts, "max_tokens": 1, "n": 2, "return_token_ids": True}
     answer = (await http.post("/v1/completions", json=body | {"prompt_logprobs": 2})).json()
@@ -228,7 +228,7 @@ async def test_prompt_logprobs_as_json(client: Client, http: httpx.AsyncClient) 
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_prompt_logprobs_are_not_streamed(http: httpx.AsyncClient, path: str) -> None:
+async def test_stream_with_prompt_logprobs_is_refused(http: httpx.AsyncClient, path: str) -> None:
     messages = [{"role": "user", "content": "Hello!"}]
     body: dict[str, object] = {"max_tokens": 1, "stream": True, "prompt_logprobs": 0}
     body |= {"messages": messages} if "chat" in path else {"prompt": PROMPT}
@@ -240,7 +240,7 @@ async def test_prompt_logprobs_are_not_streamed(http: httpx.AsyncClient, path: s
 # Bad words and allowed ids.
 
 
-async def test_a_bad_word_is_not_generated_with_or_without_a_space(client: Client) -> None:
+async def test_bad_word_is_not_generated_with_or_without_a_space(client: Client) -> None:
     free = await client.complete(PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
     words = [word for word in ("return", "def", "self", "import") if word in free.text]
     assert words
@@ -252,7 +252,7 @@ async def test_a_bad_word_is_not_generated_with_or_without_a_space(client: Clien
     assert not {"the", "a"} & {*chat.text.split()}
 
 
-async def test_a_special_token_can_be_a_bad_word(client: Client) -> None:
+async def test_special_token_can_be_a_bad_word(client: Client) -> None:
     ends: CompleteOptions = {"max_tokens": 8, "logit_bias": {END: 100}}
     assert (await client.complete(PROMPT, **ends)).choices[0].token_ids == (END,)
     limited = await client.complete(PROMPT, **ends, bad_words=["<|endoftext|>"])
@@ -268,14 +268,14 @@ async def test_a_special_token_can_be_a_bad_word(client: Client) -> None:
         ("bad_words", [chr(0x1F600 + i) * 1_000 for i in range(8)]),
     ],
 )
-async def test_too_many_bad_words_are_refused(client: Client, field: str, words: list[str]) -> None:
+async def test_invalid_bad_words_are_refused(client: Client, field: str, words: list[str]) -> None:
     with pytest.raises(ServiceError) as refused:
         await client.complete(PROMPT, bad_words=words)
     assert (refused.value.code, refused.value.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_grammar_that_allowed_ids_contradict_fails_with_their_name(
+async def test_allowed_ids_that_contradict_the_grammar_are_refused(
     client: Client, http: httpx.AsyncClient, stream: bool
 ) -> None:
     yes = (await client.encode("yes", add_special_tokens=False)).ids
@@ -298,7 +298,7 @@ async def test_a_grammar_that_allowed_ids_contradict_fails_with_their_name(
 # Chats.
 
 
-async def test_an_echo_puts_the_last_answer_in_front(client: Client) -> None:
+async def test_chat_echo_prepends_the_last_assistant_message(client: Client) -> None:
     messages = [Message("user", "Hello!"), Message("assistant", "Hi! How")]
     options: ChatOptions = {"max_tokens": 6, "temperature": 0, "n": 2}
     for more in ({"continue_last_message": True}, {}):
@@ -314,7 +314,7 @@ async def test_an_echo_puts_the_last_answer_in_front(client: Client) -> None:
     assert last.choices == (await client.chat("Hello!", **options)).choices
 
 
-async def test_an_effort_that_is_none_is_refused(http: httpx.AsyncClient) -> None:
+async def test_unknown_or_conflicting_reasoning_effort_is_refused(http: httpx.AsyncClient) -> None:
     body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
     for fields, status in (
         ({"reasoning_effort": "high"}, 200),
@@ -331,10 +331,10 @@ async def test_an_effort_that_is_none_is_refused(http: httpx.AsyncClient) -> Non
 # Priorities.
 
 
-async def test_the_request_of_the_lower_priority_number_is_served_first(
+async def test_queued_request_with_lower_priority_number_is_served_first(
     embedded_model: Path, tmp_path: Path
 ) -> None:
-    """One sequence runs at a time; the others wait behind it."""
+    """The engine runs one sequence at a time; the other requests wait in its queue."""
     model = ("--model", str(embedded_model))
     small = ("--dtype", "float32", "--kv-memory", "64MiB", "--max-running", "1")
     async with (

@@ -1,4 +1,4 @@
-"""The tokenizer service in front of a real engine: text in, text out."""
+"""Tokenizer service with an engine: completions, sessions, encoding, decoding and limits."""
 
 import asyncio
 import math
@@ -37,7 +37,7 @@ _GREEDY = types.SamplingParams(temperature=0)
 
 @dataclass(slots=True)
 class _Answer:
-    """What one completion's events add up to."""
+    """Answer to one completion, joined from its events."""
 
     accepted: completion.CompleteAccepted = field(default_factory=completion.CompleteAccepted)
     texts: dict[int, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class _Services:
     target: str
     """host:port of the tokenizer service"""
     engine: str
-    """host:port"""
+    """host:port of the engine"""
     session: CompletionSession
 
     async def complete(self, *prompts: str | list[int], **fields: object) -> _Answer:
@@ -92,7 +92,7 @@ class _Services:
         return ServiceError.from_rpc_error(caught.value)
 
     async def idle(self) -> None:
-        """Returns when the engine runs nothing."""
+        """Wait until the engine runs nothing."""
         await watch_load(self.engine, until=is_idle)
 
 
@@ -152,7 +152,7 @@ async def services(
         await session.close()
 
 
-async def test_text_and_ids_streamed_and_whole_give_the_same(services: _Services) -> None:
+async def test_completion_is_equal_for_text_or_ids_streamed_or_whole(services: _Services) -> None:
     encoded = await services.tokenizer.Encode(tokenizer_pb2.EncodeRequest(texts=[_PROMPT]))
     ids = list(encoded.encodings[0].ids)
     streamed = await services.complete(_PROMPT, sampling=_GREEDY, stopping=_tokens(24))
@@ -170,8 +170,8 @@ async def test_text_and_ids_streamed_and_whole_give_the_same(services: _Services
     assert decoded.decodings[0].text == streamed.texts[0]
 
 
-async def test_scoring_a_prompt_gives_one_entry_a_token_and_one_more(services: _Services) -> None:
-    """Evaluation harnesses slice on that count, and compare scores of both kinds."""
+async def test_echo_logprobs_have_one_entry_per_token(services: _Services) -> None:
+    """Evaluation harnesses slice by this count, and compare scores with and without generation."""
     fields = {"sampling": _GREEDY, "echo": True, "logprobs": 1}
     ids = [300, 301, 302, 303, 304]
     scored = await services.complete(ids, stopping=_tokens(1, ignore_eos=True), **fields)
@@ -185,7 +185,7 @@ async def test_scoring_a_prompt_gives_one_entry_a_token_and_one_more(services: _
     assert again.usage.completion_tokens == 0
 
 
-async def test_a_text_prompt_is_echoed_verbatim_with_offsets_into_it(services: _Services) -> None:
+async def test_echo_returns_the_prompt_verbatim_with_offsets(services: _Services) -> None:
     answer = await services.complete(
         "# é😀\n\tx", echo=True, logprobs=0, stopping=_tokens(2), sampling=_GREEDY
     )
@@ -194,9 +194,7 @@ async def test_a_text_prompt_is_echoed_verbatim_with_offsets_into_it(services: _
         assert answer.texts[0][offset : offset + len(text)] == text
 
 
-async def test_a_stop_string_trims_text_ids_and_usage_and_ends_the_work(
-    services: _Services,
-) -> None:
+async def test_stop_string_trims_the_answer_and_ends_generation(services: _Services) -> None:
     free = await services.complete(
         _PROMPT, sampling=_GREEDY, stopping=_tokens(40, ignore_eos=True), logprobs=0
     )
@@ -225,9 +223,7 @@ async def test_a_stop_string_trims_text_ids_and_usage_and_ends_the_work(
     await services.idle()
 
 
-async def test_choices_of_several_prompts_have_their_own_index_and_the_seed_repeats(
-    services: _Services,
-) -> None:
+async def test_seed_reproduces_the_choices_of_several_prompts(services: _Services) -> None:
     fields = {"n": 3, "sampling": types.SamplingParams(seed=7), "stopping": _tokens(12)}
     first = await services.complete("import ", "class ", **fields)
     second = await services.complete("import ", "class ", **fields)
@@ -241,8 +237,8 @@ async def test_choices_of_several_prompts_have_their_own_index_and_the_seed_repe
     assert drawn.texts == again.texts
 
 
-async def test_best_of_as_many_as_answered_ranks_nothing(services: _Services) -> None:
-    """Streamed and whole, the choices are those of n alone, in the same order."""
+async def test_best_of_equal_to_n_keeps_the_order_of_choices(services: _Services) -> None:
+    """Streamed and whole, the choices equal the ones without best_of."""
     fields = {"n": 3, "sampling": types.SamplingParams(seed=7), "stopping": _tokens(12)}
     plain = await services.complete("import ", **fields)
     streamed = await services.complete("import ", best_of=3, **fields)
@@ -255,9 +251,7 @@ async def test_best_of_as_many_as_answered_ranks_nothing(services: _Services) ->
     assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "best_of")
 
 
-async def test_infill_is_built_from_ids_and_takes_no_control_tokens_from_the_user(
-    services: _Services,
-) -> None:
+async def test_infill_prompt_takes_no_control_tokens_from_user_text(services: _Services) -> None:
     tokenizer = await services.tokenizer.GetTokenizer(tokenizer_pb2.GetTokenizerRequest())
     infill = tokenizer.infill
     rendered = await services.tokenizer.RenderInfill(
@@ -276,7 +270,7 @@ async def test_infill_is_built_from_ids_and_takes_no_control_tokens_from_the_use
     assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "echo")
 
 
-async def test_prompts_that_are_too_long_are_refused_or_cut_as_asked(services: _Services) -> None:
+async def test_prompt_over_the_context_is_refused_or_truncated(services: _Services) -> None:
     error = await services.refused("x = 1\n" * 5_000)
     assert (error.code, error.reason) == (grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_LENGTH_EXCEEDED")
     cut = await services.complete("x = 1\n" * 5_000, truncate_prompt=True, stopping=_tokens(9))
@@ -289,10 +283,8 @@ async def test_prompts_that_are_too_long_are_refused_or_cut_as_asked(services: _
     assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
-async def test_what_is_far_too_long_is_refused_before_it_is_worked_on(
-    services: _Services,
-) -> None:
-    """Echoed, infilled or as ids, too. What is cut keeps the same end as if all had been read."""
+async def test_very_long_prompt_is_refused_before_it_is_fully_encoded(services: _Services) -> None:
+    """This holds for echo, infill and ids; truncation keeps the same end as a full encoding."""
     models = await services.completion.ListModels(completion.ListModelsRequest())
     context = models.models[0].context_length
     text = "x = 1\n" * 500_000
@@ -312,8 +304,8 @@ async def test_what_is_far_too_long_is_refused_before_it_is_worked_on(
     assert len(ids.accepted.prompts[0].ids) == context - 9
 
 
-async def test_the_tokenizer_takes_so_much_at_once(services: _Services) -> None:
-    """What no context limits has limits of its own."""
+async def test_tokenizer_rpcs_limit_the_size_of_a_request(services: _Services) -> None:
+    """The context length does not limit these RPCs."""
     stub = services.tokenizer
     half, over = "é" * 2**18, "é" * 2**18 + "x"
     most = await stub.Encode(tokenizer_pb2.EncodeRequest(texts=[half, half]))
@@ -349,8 +341,8 @@ async def test_the_tokenizer_takes_so_much_at_once(services: _Services) -> None:
     assert ServiceError.from_rpc_error(caught.value).field == "chunks"
 
 
-async def test_what_is_large_is_checked_as_what_is_small(services: _Services) -> None:
-    """It is checked elsewhere, and its refusals are the same."""
+async def test_large_request_is_validated_like_a_small_one(services: _Services) -> None:
+    """Another code path validates large requests."""
     stops = ["a" * 1_000] * 16
     error = await services.refused("x" * 20_000, sampling=types.SamplingParams(top_p=2))
     assert error.field == "sampling.top_p"
@@ -366,7 +358,7 @@ async def test_what_is_large_is_checked_as_what_is_small(services: _Services) ->
     assert answer.usage is not None
 
 
-async def test_bad_requests_leave_the_service_as_it_was(services: _Services) -> None:
+async def test_service_works_after_invalid_requests(services: _Services) -> None:
     bad: list[tuple[grpc.StatusCode, str, dict[str, object]]] = [
         (grpc.StatusCode.NOT_FOUND, "model", {"model": "nope"}),
         (
@@ -399,7 +391,7 @@ def _start(
     return handle, events
 
 
-async def test_a_session_carries_many_and_one_failure_is_its_own(services: _Services) -> None:
+async def test_failed_request_does_not_affect_others_of_its_session(services: _Services) -> None:
     prompts = ["import os", "class A", "def f(", "for i"]
     alone = [
         await services.complete(prompt, sampling=_GREEDY, stopping=_tokens(16))
@@ -415,8 +407,8 @@ async def test_a_session_carries_many_and_one_failure_is_its_own(services: _Serv
     assert caught.value.field == "n"
 
 
-async def test_echo_keeps_what_the_prompt_began(services: _Services) -> None:
-    """Half a character, though nothing but a special token follows."""
+async def test_echo_keeps_an_incomplete_character_of_the_prompt(services: _Services) -> None:
+    """Only a special token follows the incomplete character."""
     half, special = [73, 181], 7
     forced = types.SamplingParams(temperature=0, logit_bias={special: 100})
     answer = await services.complete(
@@ -425,12 +417,12 @@ async def test_echo_keeps_what_the_prompt_began(services: _Services) -> None:
     assert answer.texts == {0: "a\ufffd"}
 
 
-async def test_infill_leaves_clients_all_their_stop_ids(services: _Services) -> None:
+async def test_infill_accepts_the_maximum_of_stop_ids(services: _Services) -> None:
     stopping = _tokens(1, stop_token_ids=range(100, 228))
     assert (await services.complete("import", suffix="x", stopping=stopping)).finished
 
 
-async def test_a_timeout_that_is_no_number_is_refused(services: _Services) -> None:
+async def test_timeout_of_nan_is_refused(services: _Services) -> None:
     context = completion.RequestContext(timeout_seconds=math.nan)
     _, bad = _start(services, _request("a", stopping=_tokens(1)), context=context)
     _, good = _start(services, _request("a", stopping=_tokens(1)))
@@ -440,9 +432,7 @@ async def test_a_timeout_that_is_no_number_is_refused(services: _Services) -> No
     assert (await good.ended).texts
 
 
-async def test_cancelling_in_a_session_ends_the_work_with_one_terminal_event(
-    services: _Services,
-) -> None:
+async def test_cancelled_session_request_ends_and_is_counted(services: _Services) -> None:
     cancelled = 'tokenwire_tokenizer_requests_total{outcome="cancelled"}'
     before = (await metrics_of(services.target)).get(cancelled, 0)
     handle, events = _start(services, _request("import", n=2, stopping=_endless()))
@@ -456,8 +446,8 @@ async def test_cancelling_in_a_session_ends_the_work_with_one_terminal_event(
     assert (await metrics_of(services.target))[cancelled] == before + 1
 
 
-async def test_credit_bounds_what_is_sent(services: _Services) -> None:
-    """A slow client's memory is its own to bound."""
+async def test_credit_limits_the_tokens_sent(services: _Services) -> None:
+    """A slow client limits its own memory by credit."""
     handle, events = _start(
         services, _request("import", stopping=_tokens(64, ignore_eos=True)), credit=5
     )
@@ -471,7 +461,7 @@ async def test_credit_bounds_what_is_sent(services: _Services) -> None:
     assert answer.deltas > 1
 
 
-async def test_credit_of_nothing_is_a_mistake(services: _Services) -> None:
+async def test_credit_of_0_tokens_is_refused(services: _Services) -> None:
     credit = completion.SessionCommand(handle=1, credit=completion.Credit())
     call = services.completion.Session()
     await call.write(completion.SessionRequest(commands=[credit]))
@@ -480,7 +470,7 @@ async def test_credit_of_nothing_is_a_mistake(services: _Services) -> None:
     assert ServiceError.from_rpc_error(caught.value).field == "commands.credit.tokens"
 
 
-async def test_a_deadline_in_a_session_ends_the_request(services: _Services) -> None:
+async def test_session_request_ends_at_its_deadline(services: _Services) -> None:
     context = completion.RequestContext(timeout_seconds=0.5)
     _, events = _start(services, _request("a", n=32, stopping=_endless()), context=context)
     with pytest.raises(ServiceError) as caught:
@@ -489,7 +479,7 @@ async def test_a_deadline_in_a_session_ends_the_request(services: _Services) -> 
     await services.idle()
 
 
-async def test_a_client_that_goes_away_ends_its_work(services: _Services) -> None:
+async def test_disconnected_client_stops_generation(services: _Services) -> None:
     async with left_early(services.engine, 4 * 1_500):
         call = services.completion.Complete(_request("import", n=4, stopping=_endless()))
         async for response in call:
@@ -505,7 +495,7 @@ async def test_a_client_that_goes_away_ends_its_work(services: _Services) -> Non
         stream.cancel()
 
 
-async def test_decode_stream_holds_unfinished_characters(services: _Services) -> None:
+async def test_decode_stream_holds_back_incomplete_characters(services: _Services) -> None:
     encoded = await services.tokenizer.Encode(
         tokenizer_pb2.EncodeRequest(texts=["x😀y"], with_texts=True)
     )
@@ -534,7 +524,7 @@ async def test_decode_stream_holds_unfinished_characters(services: _Services) ->
     await stream.done_writing()
 
 
-async def test_offsets_lead_from_tokens_to_text_and_bytes(services: _Services) -> None:
+async def test_offsets_map_tokens_to_text_and_bytes(services: _Services) -> None:
     text = "é<|endoftext|>x"
     encoded = await services.tokenizer.Encode(
         tokenizer_pb2.EncodeRequest(texts=[text], with_texts=True)
@@ -553,9 +543,13 @@ async def test_offsets_lead_from_tokens_to_text_and_bytes(services: _Services) -
     assert list(decoded.decodings[0].byte_offsets) == [0, 2, 15]
 
 
-async def test_what_runs_survives_the_engine(embedded_model: Path, tmp_path: Path) -> None:
-    """Killed and started again, the engine continues from prompt + generated ids: the client sees
-    the same text, each token once, whatever state its sampling is in."""
+async def test_completion_continues_after_an_engine_loss(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """The restarted engine continues from prompt and generated ids with the sampling state.
+
+    The client sees the same text, and each token once.
+    """
     async with (
         mortal_engine(embedded_model) as engine,
         running_service(
@@ -576,7 +570,7 @@ async def test_what_runs_survives_the_engine(embedded_model: Path, tmp_path: Pat
             "import re", n=2, sampling=sampling, logprobs=0, echo=True, prompt_logprobs=2,
             bad_words=["self", "import os"], stopping=_tokens(64, ignore_eos=True),
         )  # fmt: skip
-        # beside it one whose candidates are only ranked at the end
+        # a concurrent request whose candidates are ranked only at the end
         ranked = _request(
             "def ", n=2, best_of=4, sampling=types.SamplingParams(seed=2), logprobs=0,
             stopping=_tokens(200, ignore_eos=True), delivery=completion.DELIVERY_WHOLE,
@@ -584,7 +578,7 @@ async def test_what_runs_survives_the_engine(embedded_model: Path, tmp_path: Pat
         calm = await _completed(stub.Complete(request))
         calm_ranked = await _completed(stub.Complete(ranked))
         is_ranking = False
-        while not is_ranking:  # again, where the machine let the ranking end before the kill
+        while not is_ranking:  # retry if the ranking ended before the kill
             ranking = asyncio.ensure_future(_completed(stub.Complete(ranked)))
             stormy, killed = _Answer(), False
             async for response in stub.Complete(request):
@@ -606,7 +600,7 @@ async def test_what_runs_survives_the_engine(embedded_model: Path, tmp_path: Pat
             assert stormy_ranked.usage.completion_tokens == 800
 
 
-async def test_sigterm_lets_what_runs_finish_and_refuses_what_is_new(
+async def test_sigterm_finishes_running_requests(
     engine: RunningService, embedded_model: Path, tmp_path: Path
 ) -> None:
     arguments = ("--model", str(embedded_model), "--engine", engine.target)
@@ -635,9 +629,7 @@ async def test_sigterm_lets_what_runs_finish_and_refuses_what_is_new(
         (["--max-logprobs", "21"], "--max-logprobs must be between 0 and 20, not 21."),
     ],
 )
-async def test_a_start_that_fails_says_why_in_one_sentence(
-    arguments: list[str], complaint: str
-) -> None:
+async def test_failed_start_is_one_sentence(arguments: list[str], complaint: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.tokenizer", "--port", "0", *arguments),
         stderr=asyncio.subprocess.PIPE,
@@ -649,8 +641,8 @@ async def test_a_start_that_fails_says_why_in_one_sentence(
     assert line.endswith(complaint)
 
 
-async def test_the_service_loads_neither_torch_nor_transformers() -> None:
-    """They would cost 300 MB of memory and seconds at every start."""
+async def test_service_imports_neither_torch_nor_transformers() -> None:
+    """The imports would cost 300 MB of memory, and seconds at every start."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

@@ -1,4 +1,4 @@
-"""What is no protobuf message is the fault of who sent it, at every service."""
+"""Messages that are not valid protobuf, at every service."""
 
 import asyncio
 
@@ -34,9 +34,7 @@ def assert_blames_the_client(error: grpc.aio.AioRpcError) -> None:
     ("service", "method"),
     [(ENGINE, "Generate"), (COMPLETION, "Complete"), (TOKENIZER, "Encode"), (GRAMMAR, "Compile")],
 )
-async def test_a_request_that_is_no_message_is_refused(
-    stack: Stack, service: str, method: str
-) -> None:
+async def test_invalid_protobuf_request_is_refused(stack: Stack, service: str, method: str) -> None:
     async with connect(target_of(stack, service)) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await channel.unary_unary(f"/{service}/{method}")(NO_MESSAGE)
@@ -52,10 +50,10 @@ async def test_a_request_that_is_no_message_is_refused(
         (GRAMMAR, "Masks"),
     ],
 )
-async def test_a_stream_ends_with_what_is_no_message(
+async def test_invalid_protobuf_message_ends_its_stream(
     stack: Stack, service: str, method: str
 ) -> None:
-    """It does not go on for ever without hearing its client."""
+    """Otherwise the stream would stay open without reading further messages."""
     async with asyncio.timeout(60), connect(target_of(stack, service)) as channel:
         call = channel.stream_stream(f"/{service}/{method}")()
         await call.write(NO_MESSAGE)
