@@ -1,8 +1,8 @@
-"""State what int8 weights cost: perplexity and next-token distributions beside bfloat16.
+"""Accuracy of bfloat16 and int8 weights against float32: perplexity, KL divergence, argmax.
 
     python -m benchmarks.accuracy --model models/tokenwire-code-6m
 
-The text is the standard library of the Python that runs this, which every machine has.
+The texts are the standard library's source files: every machine has them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = (("float32", "full"), ("bfloat16", "full"), ("bfloat16", "int8"))
 
 
 def texts(model: Path, length: int, number: int) -> Iterator[Tensor]:
-    """The first `length` tokens of each of `number` files that are that long."""
+    """Yield the first `length` tokens of `number` files that have as many."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         ids = tokenizer.encode(file.read_text(errors="replace")).ids
@@ -37,7 +37,7 @@ def texts(model: Path, length: int, number: int) -> Iterator[Tensor]:
 
 
 def log_probabilities(decoder: Decoder, cache: KVCache, ids: Tensor) -> Tensor:
-    """float32 [tokens, vocabulary], computed as one prompt."""
+    """Return the log-probabilities of one prefill, float32 [tokens, vocabulary]."""
     count = len(ids)
     positions = torch.arange(count)
     blocks = -(-count // cache.block_size)
@@ -63,7 +63,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--length", type=int, default=1024, help="tokens of each text")
-    parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--texts", type=int, default=24, help="number of texts")
     arguments = parser.parse_args()
     decoders = [
         load_model(arguments.model, getattr(torch, dtype), weights=weights)

@@ -1,4 +1,4 @@
-"""The engine's step loop in this process, without gRPC: as fast as a stack of services can get.
+"""The engine's step loop in this process, without gRPC: the upper bound of the services' speed.
 
 Call `limit_thread_spinning` before importing this module: torch reads OpenMP's settings on import.
 """
@@ -66,9 +66,9 @@ Result = TypeVar("Result")
 
 
 class Engine:
-    """A model and its step loop, with the engine's own default limits.
+    """A model and its step loop, with the engine's default limits.
 
-    `tokens` is what the KV cache has to hold.
+    `tokens` is the capacity of the KV cache.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Engine:
         num_blocks = -(-tokens // self._block_size)
         cache = decoder.allocate_cache(num_blocks + 1)
         for tensor in (*cache.keys, *cache.values):
-            tensor.fill_(0.01)  # memory that was never written is all one page, read from cache
+            # Write every page: unwritten ones share a zero page, which stays in the CPU cache.
+            tensor.fill_(0.01)
         limits = SchedulerLimits(
             max_running=settings.max_running,
             max_step_tokens=settings.max_step_tokens,
@@ -122,7 +123,7 @@ class Engine:
         )
 
     def serve(self, workload: Workload, prompts: Prompts) -> tuple[int, float]:
-        """Run a closed loop to its end. Output tokens, and the seconds that they took."""
+        """Run a closed loop to its end. Return the output tokens and the seconds."""
         assert isinstance(workload.arrivals, ClosedLoop)
         some = map(_ids, islice(prompts.of(workload), workload.requests))
         return self.complete(some, workload.arrivals.concurrency, workload.output)
@@ -134,7 +135,7 @@ class Engine:
         output: int,
         temperature: float = 0.0,
     ) -> tuple[int, float]:
-        """Complete prompts, so many at a time. Output tokens, and the seconds that they took."""
+        """Complete prompts, `concurrency` at a time. Return the output tokens and the seconds."""
         waiting = iter(prompts)
         tokens = 0
         began = time.perf_counter()
@@ -154,7 +155,7 @@ class Engine:
         return tokens, time.perf_counter() - began
 
     def complete_scored(self, prompt: Sequence[int], output: int) -> tuple[list[int], list[float]]:
-        """The likeliest continuation, and the log-probability of each of its tokens."""
+        """Return the greedy continuation's token ids and log-probabilities."""
         self._add(prompt, output, logprobs=0)
         tokens: list[Token] = []
         done = False
@@ -165,7 +166,7 @@ class Engine:
         return [t.id for t in tokens], [t.score.logprob for t in tokens if t.score is not None]
 
     def score(self, prompt: Sequence[int]) -> list[float]:
-        """The log-probability of each token of a prompt but the first."""
+        """Return the log-probability of each prompt token after the first."""
         self._add(prompt, 0, prompt_logprobs=0)
         scores: list[float] = []
         done = False
@@ -181,7 +182,7 @@ class Engine:
         self._loop.apply([FlushCache()])
 
     def prefill(self, length: int) -> float:
-        """Seconds from a new prompt of `length` tokens to its first token, nothing else running."""
+        """Return the seconds from a new prompt of `length` tokens to its first token, run alone."""
         self._add(self._random.choices(self._ids, k=length), 1)
         began = time.perf_counter()
         while not any(isinstance(output, RequestDone) for output in self._step()):
@@ -190,11 +191,11 @@ class Engine:
 
     @contextmanager
     def decoding(self, batch: int, context: int, most: int) -> Iterator[Callable[[], float]]:
-        """`batch` sequences of `context` tokens that decode, up to `most` tokens each.
+        """Decode `batch` sequences of `context` tokens, up to `most` tokens each.
 
-        Gives a function that runs one step and returns its seconds.
+        Yield a function that runs one step and returns its seconds.
         """
-        # whole blocks, so that one token of each sequence is left to compute
+        # Cache whole blocks, so that prefill computes only the last token of each prompt.
         cached = context // self._block_size * self._block_size
         prompts = [self._random.choices(self._ids, k=cached + 1) for _ in range(batch)]
         for prompt in prompts:
@@ -244,7 +245,7 @@ class Engine:
         return self._handles
 
     def _remember(self, prompt: Sequence[int]) -> None:
-        """Put a prompt into the prefix cache without computing it: a step's time is the same."""
+        """Put a prompt into the prefix cache without computing it; step times stay the same."""
         ids = torch.tensor(prompt, dtype=torch.int32).numpy()
         blocks = self._pool.allocate(len(prompt) // self._block_size)
         name = _SALT
@@ -256,7 +257,7 @@ class Engine:
 
 
 class Stopwatch:
-    """Time spent in the parts of a step, each without what it calls of the others."""
+    """Seconds spent in each part of a step, without the parts that it calls."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -280,7 +281,7 @@ class Stopwatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Time the operators of every model, and sampling, inside the block."""
+        """Time the operators of every model, and sampling, in the `with` block."""
         operations: tuple[tuple[str, type[object], tuple[str, ...]], ...] = (
             (_PARTS[Kernel.LINEAR], Projection, ("into", "add_to", "argmax")),
             (_PARTS[Kernel.LINEAR], Gate, ("into",)),
