@@ -15,7 +15,7 @@ from tokenwire.serving.stack_layout import embedded_checkpoint
 
 _START_SECONDS = 240
 
-# Slow machines must not fail a property test. Hypothesis's own CI profile keeps its fixed examples.
+# A slow machine must not fail a property test. `settings.default` has fixed examples in CI.
 settings.register_profile(
     "untimed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

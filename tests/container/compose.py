@@ -152,7 +152,7 @@ def test_engine_image_has_compiled_kernels_and_no_compiler(compose: Compose) -> 
 
 
 def test_ports_of_all_but_the_grammar_service_are_published_on_loopback(compose: Compose) -> None:
-    """Published on other addresses, the services would be open to everybody: they need no keys."""
+    """The services need no keys, so other machines must not reach them."""
     for service in SERVICES:
         published = docker("port", compose.container(service)).splitlines()
         assert all(" -> 127.0.0.1:" in line for line in published)
