@@ -63,7 +63,7 @@ class Bystander:
                         last = now
 
     async def arrive(self, stack: Stack, http: httpx.AsyncClient) -> None:
-        """Ask for four tokens again and again, and record how long each request takes."""
+        """Send requests for four tokens, one after another, and record their latencies."""
         body = {**_GREEDY, "prompt": "def f(", "max_tokens": 4}
         while True:
             began = time.monotonic()

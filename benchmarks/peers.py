@@ -229,7 +229,7 @@ class LlamaCpp(Peer):
 
     def launch(self, python: Path, model: Path, port: int) -> Launch:
         home = python.parent.parent
-        slots, context = 128, 96 * 1024  # of all slots together
+        slots, context = 128, 96 * 1024  # context tokens of all slots together
         command = [str(home / "build" / "bin" / "llama-server")]
         command += ["--model", str(self._converted(home, python, model)), "--no-webui"]
         command += ["--host", "127.0.0.1", "--port", str(port), "--threads", f"{os.cpu_count()}"]

@@ -253,7 +253,7 @@ def keeps_stop(ask: Ask, request: Request) -> None:
 
 
 def keeps_grammar(ask: Ask, request: Request) -> None:
-    """Assert that choices match the pattern, or are a start of a match if they were cut."""
+    """Assert that choices have the pattern's characters, and match it unless they were cut."""
     for choice in ask(request).choices:
         text = choice.text[echoed(request) :]
         assert re.fullmatch("[a-e ]*", text)
