@@ -1,8 +1,8 @@
-"""Benchmarks: Tokenwire and its peers, measured the same way from outside."""
+"""Benchmarks of Tokenwire and its peers, measured by the same client."""
 
 from pathlib import Path
 
 __all__ = ["CACHE"]
 
 CACHE = Path.home() / ".cache" / "tokenwire-bench"
-"""Where peers are installed, checkpoints are made and servers log."""
+"""Directory of the peers' environments, the checkpoints and the servers' logs."""

@@ -1,8 +1,8 @@
-"""State what int8 weights cost: perplexity and next-token distributions beside bfloat16.
+"""Accuracy of bfloat16 and int8 weights against float32: perplexity, KL divergence, argmax.
 
     python -m benchmarks.accuracy --model models/tokenwire-code-6m
 
-The text is the standard library of the Python that runs this, which every machine has.
+The texts are the standard library's source files: every machine has them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--length", type=int, default=1024, help="tokens of each text")
-    parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--texts", type=int, default=24, help="number of texts")
     arguments = parser.parse_args()
     engines = [
         Engine(

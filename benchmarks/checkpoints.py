@@ -1,9 +1,9 @@
-"""Make the checkpoints of the benchmarks: real shapes and a real tokenizer, random weights.
+"""Checkpoints of the benchmarks: real shapes, a real tokenizer, random weights.
 
     python -m benchmarks.checkpoints
 
-Needs torch, transformers and tokenizers. What a server computes does not depend on what the
-weights are, so nothing has to be downloaded.
+It needs torch, transformers and tokenizers. The time of a step does not depend on the values of
+the weights, so nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SHAPES = {
 
 
 def make(shape: Shape, out: Path) -> None:
-    """Write a Hugging Face model directory; about a minute for the larger tokenizer."""
+    """Write a Hugging Face model directory. The larger tokenizer takes about a minute."""
     tokenizer = train_tokenizer(shape.vocabulary)
     tokenizer.save_pretrained(out)
 
@@ -101,7 +101,7 @@ def make(shape: Shape, out: Path) -> None:
 
 
 def train_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of Python source, with a begin token before every text."""
+    """Train a byte-level BPE on Python source. It puts a begin token before every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -114,7 +114,7 @@ def train_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(corpus(), trainer)
     if tokenizer.get_vocab_size() != vocabulary:
         raise SystemExit(
-            f"the corpus gives {tokenizer.get_vocab_size()} tokens where {vocabulary} are wanted: "
+            f"the corpus gives {tokenizer.get_vocab_size()} tokens, but {vocabulary} are needed: "
             "install more packages into this environment"
         )
     begin = (BEGIN, tokenizer.token_to_id(BEGIN))
@@ -133,7 +133,7 @@ def train_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def corpus() -> Iterator[str]:
-    """Sources of the standard library and of installed packages, in an order fixed by a seed."""
+    """Yield sources of the standard library and installed packages, shuffled by a fixed seed."""
     roots = (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib")))
     files = sorted({file for root in roots for file in root.rglob("*.py")})
     random.Random(0).shuffle(files)
@@ -152,7 +152,7 @@ def corpus() -> Iterator[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
     parser.add_argument("--out", type=Path, default=CACHE / "models")
-    parser.add_argument("--only", choices=SHAPES, help="make one of them")
+    parser.add_argument("--only", choices=SHAPES, help="make this checkpoint alone")
     arguments = parser.parse_args()
     for name in [arguments.only] if arguments.only else SHAPES:
         make(SHAPES[name], arguments.out / name)

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client that spends as little CPU as it can while a measurement runs.
+"""HTTP/1.1 client with low CPU use during a measurement.
 
-The client shares its cores with the server that it measures. So it only notes when the pieces of a
-response arrive; whoever asked reads them after the clock has stopped.
+The client shares its cores with the server. It only records the pieces of a response and their
+times of arrival; the caller parses them after the measurement.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Client:
             except ConnectionError:
                 if connection.answered:
                     raise
-                # the server had given the idle connection up, as it may: try another
+                # A server may close an idle connection at any time: try another one.
         return await self._exchange(await self._fresh_connection(), message)
 
     async def _exchange(self, connection: _Connection, message: bytes) -> Response:

@@ -1,13 +1,15 @@
-"""Measure the engine on a GPU: right first, then how fast, beside transformers on the same card.
+"""Accuracy and speed of the engine on a GPU, beside transformers on the same card.
 
     python -m benchmarks.cuda
 
-Makes random checkpoints of the shapes of Llama 3.2 1B and Llama 3.1 8B where they are not there
-yet. For each: log-probabilities beside float32 on the CPU (the smaller shape), tokens a second by
-number of streams, beside transformers' continuous batching in the same run, the share of the memory
-floor that one stream reaches, and how long the GPU stands still during its steps.
+The checkpoints have the shapes of Llama 3.2 1B and Llama 3.1 8B and random weights. They are made
+on the first run. For each, the report has:
 
-Needs the extras `gpu` and `bench`. Not yet run: no GPU was at hand when it was written.
+- the differences of log-probabilities from float32 on the CPU (1B only),
+- tokens/s by number of streams, with transformers' continuous batching in the same run,
+- one stream's share of the memory floor, and the share of the time in which a kernel runs.
+
+It needs the extras `gpu` and `bench`. It has not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ STREAMS = (1, 8, 64, 256)
 PROMPT, OUTPUT = 256, 256
 """Tokens of each request"""
 SCORED_PROMPTS, SCORED_OUTPUT = (7, 64, 200, 1000), 64
-"""Tokens of the requests that are compared with the CPU"""
+"""Prompt lengths and output length, in tokens, of the requests compared with the CPU"""
 FLOOR_CONTEXT, FLOOR_STEPS = 256, 200
 PROFILED_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama of 128,256 tokens and 8 key heads."""
+    """A Llama with a vocabulary of 128,256 tokens and 8 KV heads."""
 
     hidden: int
     layers: int
@@ -65,18 +67,18 @@ class Accuracy:
     prompt_mean: float
     prompt_most: float
     decode_mean: float
-    """Of tokens that were generated on the GPU, a step each"""
+    """Over tokens generated on the GPU, one per decode step"""
     decode_most: float
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Output tokens a second, prompts included in the time; the second of two runs."""
+    """Output tokens/s of the second of two runs; the time includes prefill."""
 
     streams: int
     tokenwire: float
     transformers: float | None
-    """None: it failed, as `failure` says"""
+    """None if it failed; `failure` has the error"""
     failure: str = ""
 
 
@@ -85,11 +87,11 @@ class OneStream:
     step_ms: float
     """Median"""
     share_of_floor: float
-    """Floor / median: 1 = as fast as the memory"""
+    """Byte floor / median step time; 1 is the memory's speed"""
     busy_share: float
-    """Of the time of profiled steps, that in which a kernel ran"""
+    """Share of the profiled steps' time in which a kernel ran"""
     kernels_ms: Mapping[str, float]
-    """Per step, the ten that take longest"""
+    """Milliseconds per step of the ten slowest kernels"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,12 @@ class CudaReport:
     gpu: str
     torch: str
     bandwidth: float
-    """Bytes a second, read and written by a copy"""
+    """Bytes per second that a copy reads and writes"""
     models: Sequence[Model]
 
 
 def make(name: str, out: Path) -> Path:
-    """A checkpoint with random weights and no tokenizer: token ids are all that is sent."""
+    """Make a checkpoint with random weights. Prompts are token ids, so it has no tokenizer."""
     if (out / "config.json").exists():
         return out
     shape = SHAPES[name]
@@ -179,7 +181,7 @@ def measure_tokenwire(engine: MeasuredEngine, streams: int) -> float:
 
 
 def measure_transformers(path: Path, streams: Sequence[int]) -> dict[int, float | str]:
-    """Tokens a second by number of streams, or what went wrong."""
+    """Return output tokens/s, or the error, by number of streams."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", device_map="cuda")
     config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=OUTPUT, do_sample=False
@@ -193,7 +195,7 @@ def measure_transformers(path: Path, streams: Sequence[int]) -> dict[int, float 
                 seconds = time.perf_counter() - began
             tokens = sum(len(output.generated_tokens) for output in outputs.values())
             found[count] = tokens / seconds
-        except Exception as error:  # a peer's failure is a result too
+        except Exception as error:  # The report shows a peer's failure as its result.
             found[count] = f"{type(error).__name__}: {error}"
     return found
 
@@ -226,7 +228,7 @@ def measure_one_stream(engine: MeasuredEngine, bandwidth: float) -> OneStream:
 
 
 def measure_bandwidth(size: int = 4 << 30) -> float:
-    """Bytes a second that a copy reads and writes: the best of ten."""
+    """Return the bytes per second that a copy reads and writes, best of ten."""
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     best = 0.0
@@ -309,13 +311,13 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--models", default="1b,8b", help="of: " + ", ".join(SHAPES))
+    parser.add_argument("--models", default="1b,8b", help="some of " + ", ".join(SHAPES))
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)), metavar="1,8,…")
     parser.add_argument("--checkpoints", type=Path, default=CACHE / "models")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("torch finds no CUDA device; nothing was measured")
+        raise SystemExit("torch finds no CUDA device: run this benchmark on a machine with one")
     torch.set_grad_enabled(False)
     streams = [int(number) for number in arguments.streams.split(",")]
     bandwidth = measure_bandwidth()

@@ -1,6 +1,6 @@
-"""The engine's step loop in this process, without gRPC: as fast as a stack of services can get.
+"""The engine's step loop in this process, without gRPC: the upper bound of the services' speed.
 
-Imports torch, which reads OpenMP's settings when it is imported: call `set_thread_waiting` before.
+Imports torch, which reads OpenMP's settings when it is imported: call `limit_thread_spinning` before.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class MeasuredEngine(Engine):
         return self.model.kv_bytes // (self.model.total_blocks * self.model.block_size)
 
     def serve(self, workload: Workload, prompts: Prompts) -> tuple[int, float]:
-        """Run a closed loop to its end. Output tokens, and the seconds that they took."""
+        """Run a closed loop to its end. Return the output tokens and the seconds."""
         assert isinstance(workload.arrivals, ClosedLoop)
         some = map(_ids, islice(prompts.of(workload), workload.requests))
         return self.complete(some, workload.arrivals.concurrency, workload.output)
@@ -96,7 +96,7 @@ class MeasuredEngine(Engine):
         output: int,
         temperature: float = 0.0,
     ) -> tuple[int, float]:
-        """Complete prompts, so many at a time. Output tokens, and the seconds that they took."""
+        """Complete prompts, `concurrency` at a time. Return the output tokens and the seconds."""
         waiting = iter(prompts)
         tokens = 0
         began = time.perf_counter()
@@ -116,7 +116,7 @@ class MeasuredEngine(Engine):
         return tokens, time.perf_counter() - began
 
     def prefill(self, length: int) -> float:
-        """Seconds from a new prompt of `length` tokens to its first token, nothing else running."""
+        """Return the seconds from a new prompt of `length` tokens to its first token, run alone."""
         self._add(self._random.choices(self._ids, k=length), 1)
         began = time.perf_counter()
         while not any(isinstance(output, RequestDone) for output in self.step()):
@@ -125,9 +125,9 @@ class MeasuredEngine(Engine):
 
     @contextmanager
     def decoding(self, batch: int, context: int, most: int) -> Iterator[Callable[[], float]]:
-        """`batch` sequences of `context` tokens that decode, up to `most` tokens each.
+        """Decode `batch` sequences of `context` tokens, up to `most` tokens each.
 
-        Gives a function that runs one step and returns its seconds.
+        Yield a function that runs one step and returns its seconds.
         """
         # whole blocks, so that one token of each sequence is left to compute
         size = self.model.block_size
@@ -155,7 +155,7 @@ class MeasuredEngine(Engine):
         )
 
     def _remember(self, prompt: Sequence[int]) -> None:
-        """Put a prompt into the prefix cache without computing it: a step's time is the same."""
+        """Put a prompt into the prefix cache without computing it; step times stay the same."""
         ids = torch.tensor(prompt, dtype=torch.int32).numpy()
         pool, size = self.loaded.pool, self.model.block_size
         blocks = pool.allocate(len(prompt) // size)
@@ -168,7 +168,7 @@ class MeasuredEngine(Engine):
 
 
 class Stopwatch:
-    """Time spent in the parts of a step, each without what it calls of the others."""
+    """Seconds spent in each part of a step, without the parts that it calls."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -192,7 +192,7 @@ class Stopwatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Time the operators of every model, and sampling, inside the block."""
+        """Time the operators of every model, and sampling, in the `with` block."""
         operations: tuple[tuple[str, type[object], tuple[str, ...]], ...] = (
             (_PARTS[Kernel.LINEAR], Projection, ("into", "add_to", "argmax")),
             (_PARTS[Kernel.LINEAR], Gate, ("into",)),

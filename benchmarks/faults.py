@@ -1,10 +1,11 @@
-"""Kills and restarts of single services under load: what their clients notice.
+"""Failed, changed and paused streams when a service is killed or restarted under load.
 
     python -m benchmarks.faults --times 5
 
-starts the four services, each as a process of its own, as systemd would: what ends is started
-again, and the socket of the shim is held meanwhile. Each round has streams of several kinds, and
-newcomers that come right behind the fault; all texts are compared with an undisturbed round's.
+The benchmark starts the four services as systemd does: each is a process of its own, is restarted
+when it ends, and the shim's socket stays open meanwhile. Each round has running streams of several
+kinds, and new requests that start with the fault. Their texts are compared with the texts of a
+round without a fault.
 """
 
 import argparse
@@ -34,10 +35,10 @@ __all__ = ["main"]
 _POLL_SECONDS = 0.05
 _READY_SECONDS = 300.0
 _PIECES = 5
-"""That each stream has got when the fault comes"""
+"""Pieces of text that each stream exceeds before the fault"""
 _NEWCOMERS = 8
 _APART_SECONDS = 0.1
-"""Between two newcomers"""
+"""Time between two new requests"""
 _SERVICES = ("grammar", "engine", "tokenizer", "http_shim")
 _PROMPTS = ("import json\n\n", "def load(path):\n", "class Reader:\n", "for line in lines:\n")
 _GRAMMAR = {"type": "regex", "value": "([a-z ]{4}[0-9]{2},){400}"}
@@ -54,14 +55,13 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to which process."""
+    """A signal to one service's process."""
 
     name: str
     service: str
     number: signal.Signals
-    """The signal that it gets"""
     hits_loop: bool = False
-    """True if the engine's process that computes gets it, instead of the one in front"""
+    """True sends the signal to the process of the engine's step loop, not to its gRPC process"""
 
 
 _LOGS = Path(tempfile.gettempdir()) / "tokenwire-faults"
@@ -83,20 +83,20 @@ _FAULTS = (
 
 @dataclass(slots=True)
 class Stream:
-    """What one request brought."""
+    """The response to one request."""
 
     kind: str
     text: dict[int, str] = field(default_factory=dict)
-    """By choice"""
+    """Text by index of the choice"""
     pieces: int = 0
     longest_pause: float = 0.0
-    """Seconds between two pieces, or before the first"""
+    """Seconds between two pieces of text, or before the first"""
     is_done: bool = False
     failure: str = ""
 
 
 class Stack:
-    """The four services, each of which is started again when it ends."""
+    """The four services. A service that ends is started again."""
 
     def __init__(self, model: Path, port: int, logs: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -122,7 +122,7 @@ class Stack:
         return ("--port", self.targets[name].rpartition(":")[2], "--metrics-port", "-1")
 
     async def start(self) -> None:
-        """Start all; returns when the shim is ready."""
+        """Start the services and wait until the shim is ready."""
         for name in _SERVICES:
             await self._start(name)
         await self.until_ready()
@@ -135,14 +135,14 @@ class Stack:
             )
 
     async def until_ready(self) -> None:
-        """Returns when a completion would be served. Raises TimeoutError."""
+        """Wait until all services are ready. Raises TimeoutError."""
         async with asyncio.timeout(_READY_SECONDS):
             for target in self.targets.values():
                 await _until(lambda target=target: is_serving(target))  # type: ignore[misc]
             await _until(lambda: is_ready(f"{self.url}/ready"))
 
     async def inflict(self, fault: Fault) -> None:
-        """Signal a process; returns when the service was started again."""
+        """Signal a process, wait for its end, and start the service again."""
         process = self._processes[fault.service]
         pid = _loop_process(process.pid) if fault.hits_loop else process.pid
         os.kill(pid, fault.number)
@@ -150,7 +150,7 @@ class Stack:
         await self._start(fault.service)
 
     async def stop(self) -> None:
-        """End all, left to right."""
+        """Stop the services, the shim first."""
         for name in reversed(_SERVICES):
             if (process := self._processes.get(name)) is not None and process.returncode is None:
                 process.terminate()
@@ -169,7 +169,7 @@ def _loop_process(pid: int) -> int:
 
 
 async def _ask(http: httpx.AsyncClient, url: str, stream: Stream, seed: int, tokens: int) -> Stream:
-    """One streamed request, from its start to its end."""
+    """Send one streamed request and read it to its end."""
     kind, last = stream.kind, time.monotonic()
     body: dict[str, Any] = {"model": "default", "stream": True, "max_tokens": tokens, "seed": seed}
     body |= {"ignore_eos": True, **_KINDS[kind]}
@@ -183,18 +183,18 @@ async def _ask(http: httpx.AsyncClient, url: str, stream: Stream, seed: int, tok
                 return stream
             async for line in answer.aiter_lines():
                 now = time.monotonic()
-                if line:  # pings count: a client sees that the server lives, but no text comes
+                if line:
                     last = _take(stream, line, now, last)
     except httpx.HTTPError as error:
         stream.failure = type(error).__name__
     else:
         if not stream.is_done:
-            stream.failure = stream.failure or "it ended early"
+            stream.failure = stream.failure or "the stream ended without [DONE]"
     return stream
 
 
 def _take(stream: Stream, line: str, now: float, last: float) -> float:
-    """Read one line; returns when the last piece of text came."""
+    """Read one line. Return the time of the last piece of text; comments do not count."""
     if not line.startswith("data: "):
         return last
     if line == "data: [DONE]":
@@ -215,7 +215,7 @@ def _take(stream: Stream, line: str, now: float, last: float) -> float:
 async def _round(
     stack: Stack, fault: Fault | None, streams: int, tokens: int
 ) -> tuple[list[Stream], list[Stream]]:
-    """Streams, and newcomers behind the fault that meets them in their middle."""
+    """Run streams, inflict the fault, and start new requests. Return both groups."""
     kinds = list(_KINDS)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=_READY_SECONDS, limits=limits) as http:
@@ -240,7 +240,7 @@ async def _round(
 
 
 async def _until_under_way(streams: Sequence[Stream], count: int) -> None:
-    """Until so many streams have got a part of their text."""
+    """Wait until `count` streams have failed or have more than `_PIECES` pieces of text."""
     while sum(each.pieces > _PIECES or bool(each.failure) for each in streams) < count:  # noqa: ASYNC110
         await asyncio.sleep(_POLL_SECONDS)
 
@@ -311,14 +311,16 @@ async def _measure(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, default=embedded_checkpoint())
-    parser.add_argument("--port", type=int, default=21600, help="of the shim; 3 more follow")
-    parser.add_argument("--streams", type=int, default=42)
-    parser.add_argument("--tokens", type=int, default=200, help="of each choice")
-    parser.add_argument("--times", type=int, default=5, help="that each fault is inflicted")
-    parser.add_argument("--only", default="", help="faults whose names hold this")
+    parser.add_argument(
+        "--port", type=int, default=21600, help="port of the shim; the next 3 are the services'"
+    )
+    parser.add_argument("--streams", type=int, default=42, help="streams before the fault")
+    parser.add_argument("--tokens", type=int, default=200, help="output tokens of each choice")
+    parser.add_argument("--times", type=int, default=5, help="rounds of each fault")
+    parser.add_argument("--only", default="", help="run the faults whose names contain this")
     parser.add_argument("--logs", type=Path, default=_LOGS, help="directory of the logs")
     arguments = parser.parse_args()
     arguments.logs.mkdir(parents=True, exist_ok=True)

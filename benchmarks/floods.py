@@ -1,9 +1,9 @@
-"""Floods from one client, and the delays they cause for a bystander.
+"""Delays that floods from one client cause for another client.
 
     python -m benchmarks.floods
 
-starts the four services and prints one row per flood: the bystander's inter-token times in a
-stream of its own, and the latency of requests for four tokens that arrive meanwhile.
+The benchmark starts the four services and prints one row per flood: the other client's
+inter-token times in one stream, and the latency of its requests for four tokens.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Flood: TypeAlias = Callable[[Stack, httpx.AsyncClient], Awaitable[None]]
 
 _SECONDS = 15.0
 _NEWCOMER_SECONDS = 0.5
-"""Time between two newcomers."""
+"""Pause between two requests for four tokens"""
 _PATH = "/v1/completions"
 _GREEDY = {"model": "default", "temperature": 0, "ignore_eos": True}
 _MANY_PROMPTS = b'{"model":"default","prompt":[' + b"[1]," * 2_000_000 + b"[1]]}"
@@ -43,7 +43,7 @@ _LONG_PROMPT = [5] * 1_900
 
 @dataclass(slots=True)
 class Bystander:
-    """Delays of one client, in seconds."""
+    """Delays of a client that does not flood, in seconds."""
 
     gaps: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Bystander:
                         last = now
 
     async def arrive(self, stack: Stack, http: httpx.AsyncClient) -> None:
-        """Ask for four tokens again and again, and record how long each request takes."""
+        """Send requests for four tokens, one after another, and record their latencies."""
         body = {**_GREEDY, "prompt": "def f(", "max_tokens": 4}
         while True:
             began = time.monotonic()
@@ -82,7 +82,7 @@ async def _post(stack: Stack, http: httpx.AsyncClient, fields: Mapping[str, Any]
 
 
 async def _large_bodies(stack: Stack, http: httpx.AsyncClient) -> None:
-    """8 MB of [[1],[1],…], again and again."""
+    """Send 8 MB of [[1],[1],…] repeatedly."""
     while True:
         answer = await http.post(
             stack.url + _PATH, content=_MANY_PROMPTS, headers={"content-type": "application/json"}
@@ -91,12 +91,12 @@ async def _large_bodies(stack: Stack, http: httpx.AsyncClient) -> None:
 
 
 async def _many_starts(stack: Stack, http: httpx.AsyncClient) -> None:
-    """One message of a Session with 100,000 starts that the service refuses."""
+    """Send one Session message with 100,000 starts that the service refuses."""
     await _session(stack, completion_pb2.CompleteRequest())
 
 
 async def _many_valid_starts(stack: Stack, http: httpx.AsyncClient) -> None:
-    """One message of a Session with 100,000 starts that the service accepts or queues."""
+    """Send one Session message with 100,000 starts that the service accepts or queues."""
     prompt = completion_pb2.Prompt(text="x")
     await _session(stack, completion_pb2.CompleteRequest(model="default", prompts=[prompt]))
 
@@ -116,20 +116,20 @@ async def _session(stack: Stack, request: completion_pb2.CompleteRequest) -> Non
 
 
 async def _many_choices(stack: Stack, http: httpx.AsyncClient) -> None:
-    """Two connections with n=128, again and again."""
+    """Send requests with n=128 on two connections repeatedly."""
     fields = {"prompt": "import json\n", "n": _CHOICES, "temperature": 1, "max_tokens": 200}
     while True:
         await asyncio.gather(*(_post(stack, http, fields) for _ in range(2)))
 
 
 async def _long_choices(stack: Stack, http: httpx.AsyncClient) -> None:
-    """n=128 on a prompt that fills the context, again and again."""
+    """Send n=128 on a prompt that fills the context repeatedly."""
     while True:
         await _post(stack, http, {"prompt": _LONG_PROMPT, "n": _CHOICES, "max_tokens": 2})
 
 
 async def _never_reading(stack: Stack, http: httpx.AsyncClient) -> None:
-    """Six streams with n=128 whose client never reads."""
+    """Open six streams with n=128 and never read them."""
     async with contextlib.AsyncExitStack() as streams:
         for _ in range(6):
             fields = {"prompt": "x", "n": _CHOICES, "max_tokens": 1_000, "stream": True}
@@ -199,17 +199,19 @@ async def _measure(arguments: argparse.Namespace) -> None:
             if arguments.only in name:
                 print(_row(name, await _beside(stack, flood)), flush=True)
                 await stack.until_ready()
-                await asyncio.sleep(_SECONDS)  # lets the engine end what the flood has left
+                await asyncio.sleep(_SECONDS)  # The engine ends the flood's requests meanwhile.
     finally:
         await stack.stop()
 
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description="Floods, and the delays of a bystander.")
+    parser = argparse.ArgumentParser(description="Delays that floods cause for another client.")
     parser.add_argument("--model", type=Path, default=embedded_checkpoint())
-    parser.add_argument("--port", type=int, default=21600, help="of the shim; 3 more follow")
-    parser.add_argument("--only", default="", help="floods whose names hold this")
+    parser.add_argument(
+        "--port", type=int, default=21600, help="port of the shim; the next 3 are the services'"
+    )
+    parser.add_argument("--only", default="", help="run the floods whose names contain this")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
     asyncio.run(_measure(parser.parse_args()))
 

@@ -1,4 +1,4 @@
-"""How much of JSON Schema the grammar service takes, and whether what it generates is valid.
+"""JSON Schemas that the grammar service accepts, and the validity of the texts that it allows.
 
     python -m benchmarks.json_schemas --schemas DIRECTORY [--suite DIRECTORY] [--limit 1400]
 
@@ -6,10 +6,10 @@
 with instances (github.com/guidance-ai/jsonschemabench has both, in data/ and maskbench/data/).
 `--suite` is the directory of drafts of the JSON-Schema-Test-Suite.
 
-Each schema is compiled in this process, as the service compiles it. Texts are then drawn from its
-masks at random, and checked with the `jsonschema` package, formats too, and for repeated keys.
-Instances are fed to it: of the valid ones it should accept many (order and spelling of JSON are
-free, a grammar's are not), of the invalid ones none.
+A fork of this process compiles each schema as the service does. It draws texts from the masks at
+random, and validates them with the `jsonschema` package (formats included) and for repeated keys.
+The matcher should accept many of the valid instances, and none of the invalid ones. It does not
+accept all valid ones, because a grammar fixes the order and spelling that JSON leaves free.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _DRAFTS = {
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
 _CLOSERS = re.compile(rb'["\]}]+[,:]?|,"|[0-9]|e[0-9]')
-_SECONDS = 60  # for a schema, with all its draws
-_SHOWN = 300  # characters of an invalid text
+_SECONDS = 60  # time limit of a schema with all its draws
+_SHOWN = 300  # characters shown of an invalid text
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A schema, and instances that are known to be valid or not."""
+    """A schema, and instances with their validity."""
 
     name: str
     schema: Any
@@ -68,31 +68,31 @@ class Case:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a schema."""
+    """The result of examining a schema."""
 
     name: str
     refusal: str = ""
-    """Empty: it was accepted"""
+    """The error message; empty if the schema was accepted"""
     valid: int = 0
     cut: int = 0
-    """Texts that did not end in time"""
+    """Texts that did not end within the tokens"""
     unchecked: int = 0
-    """Texts of schemas that the validator can't use"""
+    """Texts that the validator cannot check"""
     invalid: list[str] = field(default_factory=list)
     matched: int = 0
     """Valid instances that were accepted"""
     missed: int = 0
-    """Valid instances that were not"""
+    """Valid instances that were not accepted"""
     broken: str = ""
-    """What ended the attempt before its time"""
+    """The exception or signal that ended the examination; empty if there was none"""
 
 
 class RepeatedKeyError(Exception):
-    """An object has a key twice."""
+    """An object has a repeated key."""
 
 
 def read_schemas(directory: Path) -> Iterator[Case]:
-    """One case per file."""
+    """Yield one case per file."""
     for path in sorted(directory.rglob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         name = str(path.relative_to(directory))
@@ -104,7 +104,7 @@ def read_schemas(directory: Path) -> Iterator[Case]:
 
 
 def read_suite(directory: Path) -> Iterator[Case]:
-    """One case per group, with the draft that its directory names."""
+    """Yield one case per group, with the draft that its directory names."""
     for draft, uri in _DRAFTS.items():
         for path in sorted((directory / draft).rglob("*.json")):
             for group in json.loads(path.read_text(encoding="utf-8")):
@@ -117,7 +117,7 @@ def read_suite(directory: Path) -> Iterator[Case]:
 
 
 class Examiner:
-    """Tries schemas."""
+    """Compiles schemas, draws texts from their masks and validates them."""
 
     def __init__(self, vocabulary: Vocabulary, draws: int, tokens: int, seed: int) -> None:
         self._vocabulary = vocabulary
@@ -159,7 +159,7 @@ class Examiner:
         return outcome
 
     def _draw(self, matcher: Matcher, draw: int) -> str | None:
-        """A text, or None where it does not end within the tokens."""
+        """Return a text drawn from the masks, or None if it does not end within the tokens."""
         rng = np.random.default_rng((self._seed, draw))
         forces, eagerness = draw % 2 == 0, rng.uniform(0.2, 0.8)
         ids: list[int] = []
@@ -199,7 +199,7 @@ class Examiner:
             return
         try:
             value = json.loads(text, object_pairs_hook=_distinct, parse_float=Decimal)
-        except InvalidOperation:  # an exponent that no decimal has
+        except InvalidOperation:  # Decimal cannot hold the exponent.
             outcome.unchecked += 1
             return
         except (ValueError, RepeatedKeyError) as error:
@@ -211,16 +211,16 @@ class Examiner:
         except jsonschema.ValidationError as error:
             place = f"{error.json_path} {'.'.join(map(str, error.schema_path))}"
             outcome.invalid.append(f"{text[:_SHOWN]}: {place}: {error.message[:_SHOWN]}")
-        except Exception:  # references to the network, regexes that Python does not know
+        except Exception:  # The schema refers to the network, or has a regex that Python lacks.
             outcome.unchecked += 1
 
 
 class DeadEndError(Exception):
-    """No token may follow."""
+    """A mask allows no token."""
 
 
 def _validator(schema: Any) -> Any:
-    # binary fractions are no multiples of 0.01
+    # Decimals keep multipleOf exact: no float is a multiple of 0.01.
     schema = json.loads(json.dumps(schema), parse_float=Decimal)
     kind = validator_for(schema, jsonschema.Draft202012Validator)
     return kind(schema, format_checker=kind.FORMAT_CHECKER)
@@ -241,7 +241,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def examine_all(cases: Sequence[Case], examiner: Examiner, jobs: int) -> Iterator[Outcome]:
-    """Each in a fork of its own, since a schema may end the process."""
+    """Examine each case in a fork of its own, because a schema may end the process."""
     waiting = list(reversed(cases))
     running: dict[int, tuple[int, Case, bytearray]] = {}
     while waiting or running:
@@ -283,14 +283,14 @@ def _report(case: Case, examiner: Examiner, writer: int) -> None:
 
 
 def cause_of(refusal: str) -> str:
-    """The keyword that a refusal names, or its first words."""
+    """Return the keyword or format that a refusal names, or its first words."""
     if match := re.search(r'[Tt]he (keyword "[^"]+"|format "[^"]+")', refusal):
         return match[1]
     return re.sub(r'["/].*', "…", refusal)[:70]
 
 
 def report(outcomes: Sequence[Outcome], *, verbose: bool) -> None:
-    """Print counts, the refusals by cause, and what is invalid."""
+    """Print the counts, the refusals by cause, and the invalid texts."""
     accepted = [o for o in outcomes if not o.refusal and not o.broken]
     texts = {
         name: sum(getattr(o, name) for o in accepted) for name in ("valid", "cut", "unchecked")
@@ -326,7 +326,7 @@ def _sample(cases: list[Case], limit: int | None, seed: int) -> list[Case]:
 
 
 def main(arguments: Mapping[str, Any]) -> int:
-    """Returns 1 where anything invalid came out, or the server would have broken."""
+    """Run the command. Return 1 if a text was invalid or an examination broke."""
     vocabulary = load(arguments["model"])
     examiner = Examiner(vocabulary, arguments["draws"], arguments["tokens"], arguments["seed"])
     failed = False
@@ -349,11 +349,11 @@ if __name__ == "__main__":
     parser.add_argument("--schemas", type=Path, help="directory of schemas")
     parser.add_argument("--suite", type=Path, help="directory of the test suite's drafts")
     parser.add_argument("--model", type=Path, default=_MODEL, help="checkpoint directory")
-    parser.add_argument("--limit", type=int, help="so many schemas, drawn by the seed")
+    parser.add_argument("--limit", type=int, help="number of schemas, sampled by the seed")
     parser.add_argument("--draws", type=int, default=4, help="texts drawn of each schema")
-    parser.add_argument("--tokens", type=int, default=600, help="most tokens of a text")
+    parser.add_argument("--tokens", type=int, default=600, help="maximum tokens of a text")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="schemas at a time")
-    parser.add_argument("--out", type=Path, help="where to write the outcomes, as JSON lines")
+    parser.add_argument("--jobs", type=int, default=2, help="schemas examined at a time")
+    parser.add_argument("--out", type=Path, help="file of the outcomes, as JSON lines")
     parser.add_argument("--verbose", action="store_true", help="show each refusal and invalid text")
     sys.exit(main(vars(parser.parse_args())))

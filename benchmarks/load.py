@@ -1,4 +1,4 @@
-"""Put a server under a scenario's load and report what its clients see.
+"""Load generator: throughput and latencies of a server under a scenario's requests.
 
 python -m benchmarks.load --url http://127.0.0.1:8000 --model models/embedded --scenarios S1,S8
 """
@@ -48,7 +48,7 @@ OPENAI_FIELDS: Mapping[str, Json] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A running server, and what its completions requests need beyond prompt and length."""
+    """A running server, and the further fields of its completion requests."""
 
     url: str
     model: str
@@ -79,11 +79,11 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadReport:
-    """What the requests of one workload saw.
+    """Counts and latencies of one workload's requests.
 
-    `inter_token` is the time between events that carried tokens; `tokens_per_event` says how many
-    came at once. `inter_token_beside_prefill` has only the times during which a request of
-    another workload waited for its first token.
+    `inter_token` is the time between events that carry tokens, and `tokens_per_event` the mean
+    number of tokens in one. `inter_token_beside_prefill` is limited to the times in which a
+    request of another workload waits for its first token.
     """
 
     requests: int
@@ -111,7 +111,7 @@ class Measurement:
     load_average_before: float
 
     def figure(self, figure: Figure) -> float | None:
-        """The figure by which servers are ranked; None when it cannot be told."""
+        """Return the figure by which servers are ranked, or None if it was not measured."""
         first = next(iter(self.workloads.values()))
         if figure is Figure.THROUGHPUT:
             return self.output_tokens_per_second
@@ -128,7 +128,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """One request. Times are those of `time.perf_counter`; `events` are those with tokens."""
+    """One request. Times are of `time.perf_counter`; `events` are the times of tokens."""
 
     sent: float
     ended: float
@@ -141,7 +141,7 @@ class _Exchange:
 async def measure(
     target: Target, scenario: Scenario, prompts: Prompts, tree: ProcessTree | None = None
 ) -> Measurement:
-    """Run a scenario. `tree` is the server's processes, for its CPU time and memory."""
+    """Run a scenario. `tree` gives the server's CPU time and memory."""
     client = Client(target.url)
     load_average = os.getloadavg()[0]
     server_before = tree.cpu_seconds() if tree else 0.0
@@ -176,8 +176,10 @@ async def measure(
 
 
 async def warm_up(target: Target, scenario: Scenario, prompts: Prompts) -> None:
-    """As many short requests as the scenario runs at a time, so that nothing is done for the
-    first time while the clock runs."""
+    """Send as many short requests as the scenario runs at a time.
+
+    Initialisation on first use then falls outside the measurement.
+    """
     short = tuple(
         replace(workload, output=min(workload.output, 4), requests=_at_a_time(workload))
         for workload in scenario.workloads
@@ -191,7 +193,7 @@ def _at_a_time(workload: Workload) -> int:
     return workload.arrivals.concurrency if isinstance(workload.arrivals, ClosedLoop) else 1
 
 
-# Sending: nothing here reads what comes back.
+# Sending. Responses are not parsed here.
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,7 @@ class _Outcome:
 async def _run(
     client: Client, target: Target, workloads: Sequence[Workload], prompts: Prompts
 ) -> list[list[_Outcome]]:
-    """Run workloads side by side; those without an end run until the others are done."""
+    """Run workloads concurrently. Workloads without a number of requests end with the others."""
     done = asyncio.Event()
     outcomes: list[list[_Outcome]] = [[] for _ in workloads]
     bounded: list[Coroutine[None, None, None]] = []
@@ -262,7 +264,7 @@ async def _open_loop(
 async def _complete(client: Client, body: bytes, sent: float) -> _Outcome:
     try:
         response: Response | OSError = await client.post("/v1/completions", body)
-    except OSError as error:  # TimeoutError is one
+    except OSError as error:  # includes TimeoutError
         response = error
     return _Outcome(sent, time.perf_counter(), response)
 
@@ -272,7 +274,7 @@ def _bodies(target: Target, workload: Workload, prompts: Prompts) -> Iterator[by
     if workload.json_schema is not None:
         schema: dict[str, Json] = {"name": "bench", "schema": json.loads(workload.json_schema)}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        fields.pop("ignore_eos", None)  # the schema says where the output may end
+        fields.pop("ignore_eos", None)  # The schema decides where the output may end.
     for prompt in prompts.of(workload):
         body = {
             "model": target.model,
@@ -286,7 +288,7 @@ def _bodies(target: Target, workload: Workload, prompts: Prompts) -> Iterator[by
         yield json.dumps(body, separators=(",", ":")).encode()
 
 
-# Reading: after the clock has stopped.
+# Parsing, after the measurement.
 
 
 class _Choice(TypedDict, total=False):
@@ -323,7 +325,7 @@ def _read(outcome: _Outcome, workload: Workload) -> _Exchange:
         usage = chunk.get("usage") or usage
         if any(_has_tokens(choice) for choice in chunk.get("choices", ())):
             times.append(arrived)
-    # A finish reason may come in an event of its own, after the last token.
+    # The finish reason may come in an event of its own, after the last token's.
     output_tokens = usage["completion_tokens"] if usage else len(times)
     if len(times) > output_tokens:
         times = times[:output_tokens]
@@ -339,7 +341,7 @@ def _read(outcome: _Outcome, workload: Workload) -> _Exchange:
 
 
 def _chunks(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, _Chunk]]:
-    """The stream's data events, each with the time at which its last byte arrived."""
+    """Yield the stream's data events, each with the arrival time of its last byte."""
     rest = b""
     for arrived, piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -379,7 +381,7 @@ def _report(exchanges: Sequence[_Exchange], others: Sequence[_Exchange]) -> Work
 
 
 async def served_model(url: str) -> str:
-    """The first model that a server lists."""
+    """Return the id of the first model that a server lists."""
     client = Client(url, timeout=10)
     response = await client.get("/v1/models")
     client.close()
@@ -389,7 +391,7 @@ async def served_model(url: str) -> str:
 
 
 def describe(measurement: Measurement) -> str:
-    """A measurement in a few lines."""
+    """Return a measurement as a few lines of text."""
     lines = []
     for name, report in measurement.workloads.items():
         beside = report.inter_token_beside_prefill
@@ -422,16 +424,16 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", type=Path, required=True, help="the model's directory")
-    parser.add_argument("--scenarios", default="S1,S8,S32", help=f"of {', '.join(SCENARIOS)}")
+    parser.add_argument("--scenarios", default="S1,S8,S32", help=f"some of {', '.join(SCENARIOS)}")
     parser.add_argument("--repeat", type=int, default=1, help="measurements of each scenario")
-    parser.add_argument("--pid", type=int, help="the server's first process, for CPU and memory")
+    parser.add_argument("--pid", type=int, help="the server's root process, for CPU and memory")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
-    own = parser.add_argument_group("a load of your own, in place of the scenarios")
-    own.add_argument("--rate", type=float, help="open loop: requests a second")
+    own = parser.add_argument_group("a custom load in place of the scenarios")
+    own.add_argument("--rate", type=float, help="open loop: requests per second")
     own.add_argument("--concurrency", type=int, help="closed loop: requests at a time")
-    own.add_argument("--prompt", type=int, default=128, help="tokens")
-    own.add_argument("--output", type=int, default=64, help="tokens")
-    own.add_argument("--requests", type=int, default=64)
+    own.add_argument("--prompt", type=int, default=128, help="prompt length in tokens")
+    own.add_argument("--output", type=int, default=64, help="output length in tokens")
+    own.add_argument("--requests", type=int, default=64, help="number of requests")
     return parser.parse_args()
 
 

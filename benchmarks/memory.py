@@ -1,9 +1,9 @@
-"""What the four services keep in memory: at the start, and after thousands of short requests.
+"""Resident memory of the four services, at the start and over thousands of short requests.
 
     python -m benchmarks.memory --model ~/.cache/tokenwire-bench/models/bench-350m
 
 Resident memory is the proportional set size: a page that several processes share counts once. The
-KV cache is kept small, so that it is in use as a whole before growth is judged.
+KV cache is small, so that all of it is in use before growth is measured.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from benchmarks.tables import markdown
 SHORT = Workload("short", ClosedLoop(32), prompt=32, output=4, requests=None)
 SAMPLES = 4
 FLAT = 4 << 20
-"""Bytes of growth over the second half that count as none: allocators breathe"""
+"""Growth in bytes over the second half that counts as none: allocators fluctuate"""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Resident bytes by process, after so many requests."""
+    """Resident bytes by process after a number of requests."""
 
     requests: int
     resident: Mapping[str, int]
@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """All in bytes."""
+    """Memory of the services, in bytes."""
 
     date: str
     machine: Machine
@@ -55,17 +55,17 @@ class MemoryReport:
 
     @property
     def rest(self) -> int:
-        """What is neither weights nor KV, at the end."""
+        """Bytes at the end that are neither weights nor KV cache."""
         return self.samples[-1].total - self.weights - self.kv_cache
 
     @property
     def growth(self) -> int:
-        """Over the second half of the requests."""
+        """Bytes added over the second half of the requests."""
         return self.samples[-1].total - self.samples[len(self.samples) // 2].total
 
 
 async def watch(target: Target, tree: ProcessTree, vocabulary: int, requests: int) -> list[Sample]:
-    """Sample the memory at the start and after each part of the requests."""
+    """Return the memory at the start and after each `1 / SAMPLES` of the requests."""
     samples = [_sample(tree, 0)]
     part = requests // SAMPLES
     scenario = Scenario("memory", "short requests", (replace(SHORT, requests=part),))
@@ -112,7 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--kv-memory", type=int, default=256, help="MiB")
+    parser.add_argument("--kv-memory", type=int, default=256, help="KV cache in MiB")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()

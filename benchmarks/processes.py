@@ -1,4 +1,4 @@
-"""Starting a server, watching what it costs, stopping it."""
+"""Server processes: start, CPU time and memory, stop."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Launch", "ProcessTree", "ServerError", "free_port", "running"]
 
 
 class ServerError(Exception):
-    """A server ended, or did not get ready in time."""
+    """A server ended, or was not ready in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a server; it is ready when `ready` answers 200."""
+    """The command of a server. It is ready when the path `ready` answers 200."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -35,7 +35,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class ServiceUse:
-    """CPU time since the start, and resident memory now; a shared page counts in parts."""
+    """CPU seconds since the start, and resident bytes now (proportional set size)."""
 
     cpu_seconds: float
     resident_bytes: int
@@ -48,7 +48,7 @@ class ProcessTree:
         self._root = psutil.Process(pid)
 
     def cpu_seconds(self) -> float:
-        """User and system time, that of children which have ended included."""
+        """Return the user and system time, ended children included."""
         total = 0.0
         for process in self.members():
             try:
@@ -59,7 +59,7 @@ class ProcessTree:
         return total
 
     def resident_bytes(self) -> int:
-        """Resident memory; a page that several of the processes share counts once."""
+        """Return the resident memory. A page that several processes share counts once."""
         total = 0
         for process in self.members():
             try:
@@ -69,7 +69,7 @@ class ProcessTree:
         return total
 
     def by_service(self) -> dict[str, ServiceUse]:
-        """What the processes of each of Tokenwire's services use."""
+        """Return the CPU time and memory of each of Tokenwire's services."""
         uses: dict[str, ServiceUse] = {}
         for process in self.members():
             try:
@@ -91,7 +91,7 @@ class ProcessTree:
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+    """Return a free port of this machine's loopback address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -101,10 +101,10 @@ def free_port() -> int:
 
 @contextmanager
 def running(launch: Launch, log: Path, *, start_seconds: float = 300.0) -> Iterator[ProcessTree]:
-    """Start a server, wait until it is ready, stop it and everything that it started.
+    """Start a server, wait until it is ready, and stop it with all its descendants at the end.
 
-    It is stopped too when a SIGTERM ends the benchmark. Raises `ServerError` with the end of its
-    log when it does not become ready.
+    A SIGTERM to the benchmark stops the server too. Raises `ServerError` with the end of the log
+    if the server does not become ready.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def running(launch: Launch, log: Path, *, start_seconds: float = 300.0) -> Itera
 
 
 def _service(process: psutil.Process) -> str:
-    """The service that a process runs, or what it is besides."""
+    """Return the service that a process runs, "engine's loop" or "others"."""
     command = process.cmdline()
     for part in command:
         if part.startswith("services."):

@@ -1,4 +1,4 @@
-"""New random prompts, the same for every server that is measured with the same seed."""
+"""Random prompts, equal for every server that is measured with the same seed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Prompts", "vocabulary_size"]
 class Prompts:
     """Prompts for the requests of one measurement.
 
-    Ids keep away from both ends of the vocabulary, where special tokens sit. With `tokenizer`,
-    prompts are texts that it encodes to the wanted number of ids, for servers that take no ids.
+    The ids exclude both ends of the vocabulary, where special tokens are. With `tokenizer`,
+    prompts are texts that encode to the wanted number of ids, for servers that take no ids.
     """
 
     def __init__(self, vocabulary: int, seed: str, tokenizer: Tokenizer | None = None) -> None:
@@ -27,7 +27,7 @@ class Prompts:
         self._tokenizer = tokenizer
 
     def of(self, workload: Workload) -> Iterator[list[int] | str]:
-        """Prompts without end."""
+        """Yield prompts without end."""
         rng = random.Random(f"{self._seed} {workload}")
         shared = rng.choices(self._ids, k=workload.shared)
         while True:
@@ -36,9 +36,9 @@ class Prompts:
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """A text of `len(ids)` tokens (within a few) that starts like `ids`.
+    """Return a text of about `len(ids)` tokens that starts like `ids`.
 
-    Random ids seldom survive decoding and encoding, so the text is cut where it has enough.
+    Decoding and encoding random ids seldom returns the same ids, so the text is cut to length.
     """
     text: str = tokenizer.decode(ids)
     for _ in range(4):
@@ -50,7 +50,7 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def vocabulary_size(model: Path) -> int:
-    """The vocabulary of a Hugging Face model directory."""
+    """Return the vocabulary size of a Hugging Face model directory."""
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     assert isinstance(size, int)
     return size

@@ -1,4 +1,4 @@
-"""What a benchmark writes down, so that its figures can be read later."""
+"""Results of a benchmark as JSON files: time, machine, figures."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Machine:
 
 
 def now() -> str:
-    """The time, as results are dated."""
+    """Return the UTC time in ISO 8601, in seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def save(report: DataclassInstance, directory: Path, name: str) -> Path:
-    """Write a report as JSON; its path."""
+    """Write a report as JSON. Return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name.replace(':', '')}.json"
     path.write_text(json.dumps(asdict(report), indent=1, default=lambda kind: kind.value) + "\n")

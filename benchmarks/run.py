@@ -1,10 +1,10 @@
-"""Measure Tokenwire and its peers in turn, on the same checkpoint, machine and prompts.
+"""Comparison of Tokenwire and its peers on the same checkpoint, machine and prompts.
 
     python -m benchmarks.run --model ~/.cache/tokenwire-bench/models/bench-350m --against vllm
 
-Machines are noisy: only ratios taken in one run count. `--rounds 2` goes round all servers twice;
-the median of all measurements of a scenario is what the table shows. It ends with exit code 1 when
-one of Tokenwire's requests failed or had another number of tokens than asked for.
+Machines are noisy, so compare only ratios of one run. `--rounds 2` measures every server twice, in
+turn. The table shows the median of a scenario's measurements. The exit code is 1 if one of
+Tokenwire's requests failed or had a wrong number of tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.tables import markdown, number
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is written to `benchmarks/results`: everything needed to read the figures later."""
+    """The figures of a run with all their conditions, as saved in `benchmarks/results`."""
 
     date: str
     machine: Machine
@@ -43,10 +43,10 @@ class Run:
     versions: Mapping[str, Mapping[str, str]]
     scenarios: Sequence[Scenario]
     measurements: Mapping[str, Sequence[Measurement]]
-    """By server, in the order in which they were taken."""
+    """Measurements by server, in order of time"""
 
     def figure(self, server: str, scenario: Scenario) -> float | None:
-        """The median of what was measured."""
+        """Return the median figure of a server, or None if no measurement is without errors."""
         figures = [
             figure
             for measurement in self.measurements[server]
@@ -56,7 +56,10 @@ class Run:
         return statistics.median(figures) if figures else None
 
     def relative(self, scenario: Scenario) -> Mapping[str, float]:
-        """How good each server is; the best of all but the first is 1, and twice as good is 2."""
+        """Return each server's figure relative to the best peer; higher is better.
+
+        The first server is Tokenwire, and the others are its peers.
+        """
         figures = {server: self.figure(server, scenario) for server in self.measurements}
         if not scenario.figure.higher_is_better:
             figures = {server: 1 / figure for server, figure in figures.items() if figure}
@@ -67,7 +70,7 @@ class Run:
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong with the first server's requests: any failure, or a wrong length."""
+        """The first server's failed requests and wrong output lengths, with their counts."""
         first = next(iter(self.measurements))
         return [
             f"{measurement.scenario}, {workload}: {count} × {error}"
@@ -78,7 +81,7 @@ class Run:
 
 
 def table(run: Run) -> str:
-    """One row a scenario: each server's figure, and how much better the first server is."""
+    """Return one row per scenario: each server's figure, and the first's ratio to the best peer."""
     first, *others = run.measurements
     rows = [["scenario", "figure", first, *others] + [f"{first} against the best"] * bool(others)]
     for scenario in run.scenarios:
@@ -92,7 +95,7 @@ def table(run: Run) -> str:
 
 
 def against_baseline(run: Run) -> str:
-    """For scenarios that add something to another one: what is left of the other's figure."""
+    """Return the ratio of each scenario's figure to its baseline's, for those with a baseline."""
     rows = [["scenario", *run.measurements]]
     for scenario in run.scenarios:
         if scenario.baseline is not None:
@@ -106,7 +109,7 @@ def against_baseline(run: Run) -> str:
 
 
 def chart(run: Run) -> str:
-    """An SVG of `Run.relative`."""
+    """Return an SVG of `Run.relative`."""
     _, *others = run.measurements
     return bar_chart(
         BarChart(
@@ -121,7 +124,7 @@ def chart(run: Run) -> str:
 
 @contextmanager
 def started(server: Server, arguments: argparse.Namespace) -> Iterator[tuple[Target, ProcessTree]]:
-    """A server on a free port of this machine, stopped at the end."""
+    """Start a server on a free port, and stop it at the end."""
     launch = server.launch(server.install(arguments.cache), arguments.model, free_port())
     began = time.monotonic()
     with running(launch, arguments.cache / "logs" / f"{server.name}.log") as tree:
@@ -132,7 +135,7 @@ def started(server: Server, arguments: argparse.Namespace) -> Iterator[tuple[Tar
 
 @contextmanager
 def already_running(arguments: argparse.Namespace) -> Iterator[tuple[Target, ProcessTree | None]]:
-    """Tokenwire as it runs at `--url`."""
+    """Yield the Tokenwire that already runs at `--url`."""
     tree = ProcessTree(arguments.pid) if arguments.pid else None
     yield Target(arguments.url, uvloop.run(served_model(arguments.url))), tree
 
@@ -144,7 +147,7 @@ async def measure_all(
     arguments: argparse.Namespace,
     seed: str,
 ) -> list[Measurement]:
-    """All scenarios, each `--repeat` times; `seed` is what makes prompts new."""
+    """Measure all scenarios, each `--repeat` times. A new `seed` gives new prompts."""
     vocabulary = vocabulary_size(arguments.model)
     tokenizer = None
     if target.text_prompts:
@@ -166,23 +169,21 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
-    parser.add_argument("--scenarios", default="S1,S8,S32", help=f"of {', '.join(SCENARIOS)}")
-    parser.add_argument(
-        "--against", default="", help=f"peers, of {', '.join(PEERS)}; or: installed"
-    )
+    parser.add_argument("--scenarios", default="S1,S8,S32", help=f"some of {', '.join(SCENARIOS)}")
+    parser.add_argument("--against", default="", help=f"some of {', '.join(PEERS)}; or: installed")
     parser.add_argument("--tokenwire-args", default="", help="further flags of Tokenwire's engine")
-    parser.add_argument("--url", help="measure the Tokenwire that runs here, rather than start one")
-    parser.add_argument("--pid", type=int, help="with --url: its supervisor, for CPU and memory")
-    parser.add_argument("--repeat", type=int, default=2, help="measurements in a row")
-    parser.add_argument("--rounds", type=int, default=1, help="times round all servers")
-    parser.add_argument("--seed", default=f"{time.time_ns()}", help="of the prompts")
+    parser.add_argument("--url", help="measure the Tokenwire at this URL instead of starting one")
+    parser.add_argument("--pid", type=int, help="with --url: its root process, for CPU and memory")
+    parser.add_argument("--repeat", type=int, default=2, help="measurements per round")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds over all servers")
+    parser.add_argument("--seed", default=f"{time.time_ns()}", help="seed of the prompts")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
 def chosen_scenarios(names: str) -> list[Scenario]:
-    """Scenarios by name, with the baselines that they are compared with."""
+    """Return the named scenarios and their baselines."""
     scenarios: dict[str, Scenario] = {}
     for name in names.split(","):
         scenario = SCENARIOS[name]
@@ -238,7 +239,7 @@ def main() -> None:
     print("", table(run), against_baseline(run), f"written to {path}", sep="\n\n")
     if not measurements[Tokenwire.name] or run.failures:
         failures = "\n".join(run.failures) or "it did not start"
-        raise SystemExit(f"tokenwire FAILED, and figures of failed runs are left out:\n{failures}")
+        raise SystemExit(f"tokenwire FAILED; the table omits failed measurements:\n{failures}")
 
 
 if __name__ == "__main__":

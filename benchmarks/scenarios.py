@@ -1,4 +1,4 @@
-"""The loads under which servers are compared."""
+"""Scenarios: the loads under which servers are compared."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Figure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """Keeps `concurrency` requests running: the next one starts when one ends."""
+    """A constant number of running requests: the next one starts when one ends."""
 
     concurrency: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests arrive at random (Poisson), `rate` a second on average, however the server fares."""
+    """Poisson arrivals of `rate` requests per second, independent of the server's answers."""
 
     rate: float
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of one kind. All lengths are in tokens; every prompt is new and random.
+    """Requests of one kind. All lengths are in tokens. Every prompt is new and random.
 
-    `shared` is the part of `prompt` that all requests of one run have in common.
-    Without `requests`, requests arrive for as long as the scenario's other workloads last.
+    `shared` is the length of the prefix that all requests of one run share.
+    If `requests` is None, requests arrive until the scenario's other workloads end.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Workload:
     requests: int | None
     shared: int = 0
     json_schema: str | None = None
-    """What the output follows, as JSON text. It allows no end before `output` tokens."""
+    """JSON text of the schema of the output. It allows no end before `output` tokens."""
     temperature: float = 0.0
     top_p: float = 1.0
 
@@ -61,7 +61,7 @@ class Scenario:
     workloads: tuple[Workload, ...]
     figure: Figure = Figure.THROUGHPUT
     baseline: str | None = None
-    """A scenario that differs only in what this one is about."""
+    """Name of the scenario that lacks only the feature that this one adds"""
 
     @property
     def constrained(self) -> bool:
@@ -82,7 +82,7 @@ PEOPLE = """{
     "additionalProperties": false
   }
 }"""
-"""A list that is longer than any output here: with random weights only the grammar shapes it."""
+"""Schema of a list that is longer than any output here, so that no output ends early."""
 
 
 def streams(

@@ -1,10 +1,10 @@
-"""What `--speculate ngram` gains: the same prompts with and without it, in this process, in turn.
+"""Speedup of `--speculate ngram`: the same prompts with and without it, in this process, in turn.
 
     python -m benchmarks.speculation --model models/tokenwire-code-6m
 
-Editing and extraction repeat much of their prompt. S1, S8 and S32 begin with random tokens: at
-temperature 1 nothing repeats, so that guessing can only cost; greedy output of random weights, and
-of very small models, soon goes round, and is guessed whatever the prompt.
+Editing and extraction repeat much of their prompt. S1, S8 and S32 have random prompts. At
+temperature 1 their output does not repeat, so that speculation only costs time. The greedy output
+of random weights, and of very small models, soon repeats itself whatever the prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.tables import markdown
 from services.engine.frontend.loop_client import limit_thread_spinning
 
 SOURCES = ("scenarios", "prompts", "results", "tables")
-"""Modules of this folder that the editing prompts edit"""
+"""Modules of this folder that are the editing prompts' sources"""
 REQUESTS, OUTPUT, CACHE_TOKENS = 4, 128, 32_000
 
 
@@ -46,7 +46,7 @@ class Gain:
     task: str
     streams: int
     plain: float
-    """Output tokens per second, median"""
+    """Median output tokens per second without speculation"""
     speculating: float
 
 
@@ -60,13 +60,13 @@ class SpeculationReport:
 
 
 def editing_prompt(source: str) -> str:
-    """A file, and the beginning of the file with one name changed."""
+    """Return a file, and the beginning of the same file with one name changed."""
     edited = source.replace("name", "title")
     return f"{source}\n\n# The same with `title` in place of `name`:\n{edited[: len(edited) // 4]}"
 
 
 def extraction_prompt(seed: int) -> str:
-    """Records, and the beginning of a list of what they contain."""
+    """Return records, and the beginning of a list that repeats them."""
     rng = random.Random(seed)
     records = [
         f'    {{"name": "item-{rng.randrange(1000)}", "price": {rng.randrange(500)}, '
@@ -146,8 +146,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each task is run")
-    parser.add_argument("--seed", default=f"{time.time_ns()}", help="of the random prompts")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each task")
+    parser.add_argument("--seed", default=f"{time.time_ns()}", help="seed of the random prompts")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     limit_thread_spinning()

@@ -1,10 +1,9 @@
-"""Measure the engine's steps in this process: how long, how near to the floor, spent on what.
+"""Times of the engine's steps in this process, with their parts and their share of the byte floor.
 
     python -m benchmarks.steps --model ~/.cache/tokenwire-bench/models/bench-350m
 
-The floor of a decode step is the time that it takes to read all weights, in the bytes that they are
-kept in, and all KV once, at the bandwidth that a plain C reader reaches in the same run
-(`benchmarks.roofline`).
+The byte floor of a decode step is the time to read all weights (as stored) and all KV once, at the
+bandwidth that a plain C reader reaches in the same run (`benchmarks.roofline`).
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ class DecodeSteps:
     step_ms_p90: float
     tokens_per_second: float
     share_of_floor: float
-    """Floor / median: 1 = as fast as the memory"""
+    """Byte floor / median step time; 1 is the memory's speed"""
     parts_ms: Mapping[str, float]
-    """Mean per step, measured apart: timing them takes time too"""
+    """Mean milliseconds per step, from separate steps, because timing the parts slows a step"""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A prompt alone, from its arrival to its first token."""
+    """Time of a prompt that runs alone, from its arrival to its first token."""
 
     prompt: int
     ms: float
@@ -72,7 +71,7 @@ class StepReport:
 def measure_decode(
     engine: MeasuredEngine, floor: ByteFloor, batch: int, context: int, seconds: float
 ) -> DecodeSteps:
-    """Run steps for about `seconds`, half of them with the parts timed."""
+    """Measure decode steps for about `seconds`, half of that with their parts timed."""
     from benchmarks.engine import Stopwatch
 
     watch = Stopwatch()
@@ -108,7 +107,7 @@ def _repeat(step: Callable[[], float], seconds: float) -> list[float]:
 
 
 def describe(report: StepReport) -> str:
-    """The report as tables."""
+    """Return the report as tables."""
     parts = list(dict.fromkeys(part for case in report.decodes for part in case.parts_ms))
     header = ["batch", "context", "ms/step", "p90", "tokens/s", "of the floor"]
     rows = [header + [f"{part}, %" for part in parts]]
@@ -151,21 +150,21 @@ def main() -> None:
     parser.add_argument("--batches", type=_numbers, default=BATCHES, metavar="1,2,…")
     parser.add_argument("--contexts", type=_numbers, default=CONTEXTS, metavar="128,…")
     parser.add_argument("--prompts", type=_numbers, default=PROMPTS, metavar="32,…")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each decode case")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each decode case")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     limit_thread_spinning()
     from benchmarks.engine import MeasuredEngine
 
     load_average = os.getloadavg()[0]
-    # every sequence has one block to spare, and room for the tokens that it generates
+    # Each sequence needs a spare block, and blocks for the tokens that it generates.
     longest = max(arguments.contexts) + 2 * MOST_STEPS + max(arguments.batches) + 64
     tokens = max(max(arguments.batches) * longest, 2 * max(arguments.prompts))
     engine = MeasuredEngine(arguments.model, arguments.dtype, tokens, weights=arguments.weights)
     try:
         bandwidth = measure_bandwidth()
     except RooflineError as error:
-        raise SystemExit(f"no byte floor: {error}") from None
+        raise SystemExit(f"the byte floor cannot be measured: {error}") from None
     prefills = [measure_prefill(engine, length) for length in arguments.prompts]
     best = max(found.best for found in bandwidth)
     floor = ByteFloor(engine.weight_bytes, engine.kv_bytes_per_token, best)

@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["markdown", "number"]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, the first row its header."""
+    """Return a Markdown table. The first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -19,7 +19,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(figure: float | None) -> str:
-    """Three digits; "-" for what is not known."""
+    """Return a figure with three digits, or "-" if it is None."""
     if figure is None:
         return "-"
     return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"

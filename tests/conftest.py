@@ -1,4 +1,4 @@
-"""The whole stack, once for all tests that talk to it."""
+"""Fixtures of all tests: the embedded checkpoint, free ports, one running stack."""
 
 import signal
 import subprocess
@@ -15,7 +15,7 @@ from tokenwire.serving.stack_layout import embedded_checkpoint
 
 _START_SECONDS = 240
 
-# no test of examples fails for its time; in CI they are the same each time, as hypothesis has it
+# A slow machine must not fail a property test. `settings.default` has fixed examples in CI.
 settings.register_profile(
     "untimed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -24,7 +24,7 @@ settings.load_profile("untimed")
 
 @pytest.fixture
 def unused_ports() -> list[int]:
-    """Four of them."""
+    """Four free ports."""
     return free_ports(4)
 
 
@@ -35,7 +35,7 @@ def embedded_model() -> Path:
 
 @pytest.fixture(scope="session")
 def stack(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Started as a user starts it, by `tokenwire serve`."""
+    """One stack for the session, started by `tokenwire serve` as a user starts it."""
     logs = tmp_path_factory.mktemp("logs")
     http, tokenizer, engine, grammar = free_ports(4)
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The whole stack, as tests see it."""
+"""Running services for tests: addresses, processes, load and metrics."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ class Stack:
 
 
 def _shuffled_ports() -> Iterator[int]:
-    """Of every other thousand; the metrics' are in those between."""
+    """Return ports of every other thousand, shuffled. Metrics use the thousands between."""
     thousands = range(20_000, 32_000, 2 * _METRICS_OFFSET)
     ports = [port for first in thousands for port in range(first, first + _METRICS_OFFSET)]
     SystemRandom().shuffle(ports)
@@ -70,10 +70,10 @@ _ports = _shuffled_ports()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free on loopback, and so are those that their metrics take.
+    """Return ports of loopback that are free, as are the ports of their metrics.
 
-    None is given twice: it may be that nothing listens there yet. For the same reason other runs
-    of the tests on this machine look in another order.
+    No port is returned twice, because its server may not listen yet. For the same reason
+    concurrent test runs on this machine search in different orders.
     """
     free = (port for port in _ports if _is_free(port) and _is_free(port + _METRICS_OFFSET))
     return list(islice(free, count))
@@ -96,10 +96,10 @@ class RunningService:
     """host:port"""
     process: asyncio.subprocess.Process
     log: Path
-    """What it wrote to stderr"""
+    """File of its stderr"""
 
     async def stop(self) -> int:
-        """SIGTERM, and the exit code."""
+        """Send SIGTERM. Return the exit code."""
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
         return await self.process.wait()
@@ -113,9 +113,9 @@ async def running_service(
     launcher: Sequence[str] = (),
     port: int | None = None,
 ) -> AsyncIterator[RunningService]:
-    """`python -m services.NAME` on that or a free port, from when it is healthy to its end.
+    """Run `python -m services.NAME` on `port` or a free one. Yield it when it is healthy.
 
-    launcher: stands between python and -m.
+    `launcher` is inserted between python and -m.
     """
     if port is None:
         [port] = free_ports(1)
@@ -137,7 +137,7 @@ async def running_service(
 
 
 class MortalEngine:
-    """An engine in float32 that can be killed, and started again at the same address."""
+    """A float32 engine that tests kill and start again at the same address."""
 
     def __init__(self, model: Path) -> None:
         [port] = free_ports(1)
@@ -149,34 +149,34 @@ class MortalEngine:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Returns at once; whoever needs it waits for it."""
+        """Start the process without waiting until it is ready."""
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stderr=asyncio.subprocess.DEVNULL
         )
 
     @property
     def pid(self) -> int:
-        """Of the gRPC side."""
+        """Process id of the gRPC side."""
         assert self._process is not None
         return self._process.pid
 
     def terminate(self) -> None:
-        """SIGTERM: it takes nothing new, and ends when nothing runs."""
+        """Send SIGTERM: the engine refuses new requests, and ends when none runs."""
         assert self._process is not None
         self._process.terminate()
 
     async def wait(self) -> None:
-        """Returns when it is gone."""
+        """Wait until the process has ended."""
         assert self._process is not None
         await self._process.wait()
 
     async def kill_loop(self) -> None:
-        """SIGKILL to the process that computes; returns when the whole engine is gone."""
+        """Send SIGKILL to the step loop's process. Wait until the whole engine has ended."""
         os.kill(loop_process(self.pid), signal.SIGKILL)
         await self.wait()
 
     async def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Send SIGKILL. Wait until the process has ended."""
         assert self._process is not None
         if self._process.returncode is None:
             self._process.kill()
@@ -185,7 +185,7 @@ class MortalEngine:
 
 @asynccontextmanager
 async def mortal_engine(model: Path) -> AsyncIterator[MortalEngine]:
-    """Started; ready when whoever needs it finds it so."""
+    """Start an engine and kill it at the end. It may not be ready yet when it is yielded."""
     engine = MortalEngine(model)
     await engine.start()
     try:
@@ -195,14 +195,14 @@ async def mortal_engine(model: Path) -> AsyncIterator[MortalEngine]:
 
 
 def loop_process(service: int) -> int:
-    """The process of an engine that runs its step loop."""
+    """Return the process id of an engine's step loop."""
     children = Path(f"/proc/{service}/task/{service}/children").read_text().split()
     [loop] = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
     return int(loop)
 
 
 async def watch_load(engine: str, *, until: Callable[[Load], bool]) -> Load:
-    """The first load of the engine at "host:port" that is so, as soon as it tells."""
+    """Return the first load of the engine at "host:port" for which `until` is true."""
     async with connect(engine) as channel, asyncio.timeout(_HANG_SECONDS):
         control = EngineControlServiceStub(channel)
         async for answer in control.WatchLoad(WatchLoadRequest(interval_seconds=0.05)):
@@ -213,18 +213,21 @@ async def watch_load(engine: str, *, until: Callable[[Load], bool]) -> Load:
 
 @asynccontextmanager
 async def left_early(engine: str, tokens: int) -> AsyncIterator[None]:
-    """Inside, somebody asks for so many tokens and leaves: the engine must not go on to the end."""
+    """Assert that the engine generates fewer than `tokens` tokens for a client that disconnects.
+
+    The `with` block sends the request and disconnects.
+    """
     await watch_load(engine, until=is_idle)
     generated = "tokenwire_engine_generated_tokens_total"
     before = (await metrics_of(engine))[generated]
     yield
     await watch_load(engine, until=is_idle)
     after = (await metrics_of(engine))[generated]
-    assert after - before < tokens, "all of it was generated"
+    assert after - before < tokens, "the engine generated all tokens"
 
 
 async def metrics_of(service: str) -> dict[str, float]:
-    """What the service at a target counts, by name and labels."""
+    """Return the metrics of the service at "host:port", by name and labels."""
     host, port = service.split(":")
     async with httpx.AsyncClient(timeout=_HANG_SECONDS) as client:
         answer = await client.get(f"http://{host}:{int(port) + _METRICS_OFFSET}/metrics")
@@ -233,12 +236,12 @@ async def metrics_of(service: str) -> dict[str, float]:
 
 
 def is_busy(load: Load) -> bool:
-    """Something runs."""
+    """Return True if a sequence runs."""
     return load.running_sequences > 0
 
 
 def is_idle(load: Load) -> bool:
-    """Nothing runs or waits, and every block is free."""
+    """Return True if no sequence runs or waits, and every block is free."""
     return (
         load.running_sequences == load.waiting_sequences == 0
         and load.free_blocks == load.total_blocks
@@ -246,7 +249,7 @@ def is_idle(load: Load) -> bool:
 
 
 async def _serving(target: str) -> None:
-    """Returns when the service says that it serves."""
+    """Wait until the service's health check is SERVING."""
     status = health_pb2.HealthCheckResponse.ServingStatus
     async with connect(target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory: what no decode step can beat."""
+"""Read bandwidth of this machine's memory: the lower bound of a decode step's time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Bandwidth", "ByteFloor", "RooflineError", "measure_bandwidth"]
 _SOURCE = Path(__file__).parent / "reader.c"
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=gnu11")
 _BUFFER = 1 << 30
-"""Bytes read per pass: more than any cache holds"""
+"""Bytes read per pass: more than the capacity of any cache"""
 
 
 class RooflineError(Exception):
@@ -32,7 +32,7 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class ByteFloor:
-    """What a decode step has to read at least: all weights once, and every sequence's KV."""
+    """Bytes that a decode step reads at least: all weights once, and every sequence's KV."""
 
     weight_bytes: int
     kv_bytes_per_token: int
@@ -40,7 +40,7 @@ class ByteFloor:
     """Bytes per second"""
 
     def seconds(self, batch: int, context: float) -> float:
-        """The least time of a step of `batch` sequences with `context` tokens each."""
+        """Return the shortest time of a step of `batch` sequences of `context` tokens."""
         read = self.weight_bytes + batch * context * self.kv_bytes_per_token
         return read / self.bandwidth
 
@@ -48,9 +48,9 @@ class ByteFloor:
 def measure_bandwidth(
     threads: Sequence[int] = (), *, seconds: float = 1.0, buffer: int = _BUFFER
 ) -> list[Bandwidth]:
-    """Bandwidth by number of threads; none given: one, and one per core.
+    """Return the bandwidth for each number of threads; by default one, and one per core.
 
-    Compiles reader.c with `$CC` (cc) into a temporary folder. Raises RooflineError.
+    Compiles reader.c with `$CC` (default cc) into a temporary folder. Raises RooflineError.
     """
     with tempfile.TemporaryDirectory() as folder:
         reader = Path(folder) / "reader"
@@ -71,7 +71,7 @@ def _run(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError:
-        raise RooflineError(f"{command[0]} is not there: install a C compiler, or set CC") from None
+        raise RooflineError(f"{command[0]} was not found: install a C compiler or set CC") from None
     except subprocess.CalledProcessError as error:
         raise RooflineError(f"{' '.join(command)} failed: {error.stderr.strip()}") from None
     return done.stdout

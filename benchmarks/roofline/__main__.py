@@ -1,4 +1,4 @@
-"""Print this machine's read bandwidth.
+"""Read bandwidth of this machine, by number of threads.
 
 python -m benchmarks.roofline
 """
@@ -11,7 +11,7 @@ from benchmarks.roofline import measure_bandwidth
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
     parser.add_argument("--threads", type=int, nargs="*", default=(), help="default: 1 and all")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of reading")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement")
     arguments = parser.parse_args()
     for bandwidth in measure_bandwidth(arguments.threads, seconds=arguments.seconds):
         print(

@@ -1,7 +1,7 @@
 /* Read bandwidth of this machine: reader BYTES THREADS SECONDS
  *
- * Every thread sums its own part of a buffer far larger than the caches, again and again. Prints the
- * bytes per second of the median and of the best pass. */
+ * Every thread sums its own part of a buffer that is far larger than the caches. The program repeats
+ * the pass for SECONDS and prints the bytes per second of the median and of the best pass. */
 
 #include <omp.h>
 #include <stdint.h>
@@ -22,7 +22,7 @@ static uint64_t read_all(const uint64_t *words, size_t count, int threads)
     uint64_t total = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : total)
     {
-        /* whole cache lines, so that the inner loop needs no tail */
+        /* Use whole cache lines, so that the inner loop needs no tail. */
         const size_t lines = count / 8, index = (size_t)omp_get_thread_num();
         const size_t first = lines * index / (size_t)threads;
         const size_t end = lines * (index + 1) / (size_t)threads;
@@ -52,14 +52,15 @@ int main(int argc, char **argv)
         perror("reader: mmap");
         return 1;
     }
-    madvise(words, bytes, MADV_HUGEPAGE); /* a kernel without them refuses; it is slower then */
+    /* Ignore a failure: a kernel without huge pages only makes the reads slower. */
+    madvise(words, bytes, MADV_HUGEPAGE);
 #pragma omp parallel for num_threads(threads)
     for (size_t i = 0; i < count; i++)
         words[i] = i;
 
     static double rates[MOST_PASSES];
     int passes = 0;
-    volatile uint64_t kept = 0; /* so that no pass can be left out */
+    volatile uint64_t kept = 0; /* volatile: the compiler must not remove a pass */
     const double began = omp_get_wtime();
     double now = began;
     while (passes < 3 || (passes < MOST_PASSES && now - began < seconds)) {

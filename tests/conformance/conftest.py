@@ -1,4 +1,4 @@
-"""OpenAI's SDKs: a client of the Python one, and the one for Node.js, installed once."""
+"""Fixtures of OpenAI's SDKs for Python and Node.js."""
 
 import json
 import shutil
@@ -17,13 +17,13 @@ NODE = Path(__file__).parent / "node"
 
 @pytest.fixture(scope="session")
 def client(stack: Stack) -> OpenAI:
-    """OpenAI's, of the stack."""
+    """OpenAI's Python client of the stack."""
     return OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")
 def node(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Node:
-    """The SDK for Node.js."""
+    """Install OpenAI's SDK for Node.js once. Return a function that makes calls through it."""
     if shutil.which("npm") is None:
         pytest.skip("this machine has no Node.js")
     folder = tmp_path_factory.mktemp("node")

@@ -1,4 +1,4 @@
-"""OpenAI's SDKs for Python and Node.js on both endpoints, and the fields that both share."""
+"""Calls through OpenAI's SDKs, and the fields that completions and chat share."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,41 +24,44 @@ __all__ = [
 Fields: TypeAlias = dict[str, Any]
 Answer: TypeAlias = dict[str, Any]
 Call: TypeAlias = tuple[Fields, Callable[[Answer], bool]]
-"""The fields that go with a call, and what shows that they were understood"""
+"""The fields of a call, and a check that the answer follows them"""
 Node: TypeAlias = Callable[[str, Mapping[str, Fields]], dict[str, Answer]]
-"""Makes calls of "completions" or "chat", by name: the answer, its chunks, or the error"""
+"""Function from an endpoint ("completions", "chat") and calls by name to answers by name.
+
+An answer is the response, its chunks, or its error.
+"""
 
 OWN_PARAMETERS = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
-"""Of the SDK's methods; no fields"""
+"""Parameters of the SDK's methods that are not fields of the request"""
 NEWLINE = "207"
-"""Id of the end of a line in the embedded vocabulary"""
+"""Token id of a newline in the embedded vocabulary"""
 FIM_PAD = 4
-"""Id of a special token there"""
+"""Token id of <|fim_pad|>, a special token, in the embedded vocabulary"""
 ENDLESS: Fields = {"ignore_eos": True}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
 
 
 def first(answer: Answer) -> Answer:
-    """The first choice."""
+    """Return the first choice."""
     choice: Answer = answer["choices"][0]
     return choice
 
 
 def text_of(answer: Answer) -> str:
-    """The text of the first choice, or its message's content."""
+    """Return the text of the first choice, or its message's content."""
     choice = first(answer)
     text: str = choice["text"] if "text" in choice else choice["message"]["content"]
     return text
 
 
 def has_output(answer: Answer) -> bool:
-    """Something was generated, to a reason."""
+    """Return True if the answer has 1 to 6 tokens and the finish reason stop or length."""
     ended = first(answer)["finish_reason"] in ("stop", "length")
     return ended and 1 <= answer["usage"]["completion_tokens"] <= 6
 
 
 def says_one_or_two(answer: Answer) -> bool:
-    """As every constraint below has it."""
+    """Return True if the answer follows `ONE_OR_TWO` and the equal constraints below."""
     choice = first(answer)
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     return text in ("1", "2")
@@ -186,13 +189,13 @@ SHARED_BAD: Mapping[str, Fields] = {
     "ebnf": {"ebnf": "start: x"},
     "structural_tag": {"structural_tag": TAG | {"triggers": ["b"]}},
 }
-"""Values out of range: refused by the name of the field, which shows that it is read"""
+"""Values out of range, by the field that the refusal must name"""
 
 
 def create(
     method: Callable[..., Any], fields: Fields, joined: Callable[[list[Answer]], Answer]
 ) -> Answer:
-    """The answer of an SDK's method; of a stream, what `joined` makes of its chunks."""
+    """Call an SDK's method. Return its answer, or the chunks of its stream after `joined`."""
     known = inspect.signature(method).parameters
     named = {name: value for name, value in fields.items() if name in known}
     extra = {name: value for name, value in fields.items() if name not in known}

@@ -1,7 +1,7 @@
-"""Whatever is asked for, right or wrong, is answered or refused, and a neighbour never notices.
+"""Property tests of requests with any fields: each is answered or refused, and harms no other.
 
-Every field is drawn, mostly from values that make sense, so that many requests reach the
-engine with many fields at once, while a greedy request runs beside them.
+Hypothesis draws every field, mostly with valid values, so that many requests reach the engine
+with many fields. A greedy request with a known answer runs concurrently.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Values: TypeAlias = st.SearchStrategy[Any]
 EXAMPLES = 80
 HANG_SECONDS = 60
 JSON = {"content-type": "application/json"}
-TIE = 1e-3  # nats between the two best, under which rounding may decide
+TIE = 1e-3  # nats between the two best tokens; below it, rounding may decide
 JUNK: Values = st.sampled_from(
     [None, True, -1, 0, 0.5, 1e300, 2**31, 2**32, 2**64, 10**400, "", "x", "\ud800", [], [[]], {},
      [None], {"type": "x"}, {"a": {}}]
@@ -72,7 +72,7 @@ TAGS = st.sampled_from([
 
 
 def rarely(values: Values) -> Values:
-    """Mostly null: a request has one constraint at most."""
+    """Return a strategy that is null in 3 of 4 cases: a request has at most one constraint."""
     return st.one_of(st.none(), st.none(), st.none(), values)
 
 
@@ -207,7 +207,7 @@ CHAT_FIELDS: dict[str, Values] = {
 
 @st.composite
 def bodies(draw: st.DrawFn, fields: dict[str, Values], base: dict[str, Any]) -> dict[str, Any]:
-    """What is needed and up to ten more fields, one of which may be junk."""
+    """Draw the required and up to ten further fields, one of which may be junk."""
     names = draw(st.lists(st.sampled_from(sorted(fields)), max_size=10, unique=True))
     body = base | {"max_tokens": 8} | {name: draw(fields[name]) for name in names}
     if draw(st.integers(0, 3)) == 0:
@@ -216,14 +216,14 @@ def bodies(draw: st.DrawFn, fields: dict[str, Values], base: dict[str, Any]) -> 
     return body
 
 
-def test_every_field_is_drawn() -> None:
+def test_every_field_of_the_bodies_is_drawn() -> None:
     assert set(FIELDS) == set(CompletionBody.__struct_fields__)
     assert set(CHAT_FIELDS) == set(ChatBody.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A greedy request whose answer is known."""
+    """A greedy request with a known answer, which other requests must not change."""
 
     http: httpx.AsyncClient
     body: dict[str, Any]
@@ -258,7 +258,7 @@ def check_http(response: httpx.Response) -> None:
     elif response.headers["content-type"].startswith("text/event-stream"):
         events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
         last = events.pop()
-        if last != "[DONE]":  # what a grammar and allowed ids leave shows only on the way
+        if last != "[DONE]":  # A grammar and allowed ids may leave no token only after some tokens.
             assert json.loads(last)["error"]["code"] == "nothing_allowed"
             return
         ends = [c["finish_reason"] for e in events for c in json.loads(e)["choices"]]
@@ -269,13 +269,13 @@ def check_http(response: httpx.Response) -> None:
 
 @pytest.fixture(scope="module")
 def answered() -> Counter[str]:
-    """How many requests were not refused, of each kind that was asked."""
+    """Number of requests that were not refused, by kind."""
     return Counter()
 
 
 async def is_answered(neighbour: Neighbour, path: str, body: dict[str, Any]) -> bool:
-    """Or refused, and the neighbour never notices."""
-    content = json.dumps(body).encode()  # httpx's own would refuse half of a surrogate pair
+    """Return True if a request is answered, False if refused; assert that it harms no other."""
+    content = json.dumps(body).encode()  # httpx's encoder refuses half of a surrogate pair.
     async with asyncio.timeout(HANG_SECONDS):
         response, _ = await asyncio.gather(
             neighbour.http.post(path, content=content, headers=JSON),
@@ -287,17 +287,21 @@ async def is_answered(neighbour: Neighbour, path: str, body: dict[str, Any]) -> 
 
 @settings(max_examples=EXAMPLES)
 @given(body=bodies(FIELDS, {"prompt": "x = "}))
-async def test_any_body(neighbour: Neighbour, answered: Counter[str], body: dict[str, Any]) -> None:
+async def test_any_completion_body_is_answered_or_refused(
+    neighbour: Neighbour, answered: Counter[str], body: dict[str, Any]
+) -> None:
     answered["body"] += await is_answered(neighbour, "/v1/completions", body)
 
 
 @settings(max_examples=EXAMPLES)
 @given(body=bodies(CHAT_FIELDS, {"messages": [{"role": "user", "content": "Hello"}]}))
-async def test_any_chat(neighbour: Neighbour, answered: Counter[str], body: dict[str, Any]) -> None:
+async def test_any_chat_body_is_answered_or_refused(
+    neighbour: Neighbour, answered: Counter[str], body: dict[str, Any]
+) -> None:
     answered["chat"] += await is_answered(neighbour, "/v1/chat/completions", body)
 
 
-# The same for clients of gRPC, on one Session, which no request may break.
+# Messages over gRPC, all on one Session, which no request may break.
 
 SMALL = st.floats(0, 1, width=32)
 FLOAT = st.floats(-3, 3, width=32) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -417,7 +421,7 @@ CHAT_NONSENSE: dict[str, Values] = {
 def messages(
     draw: st.DrawFn, sense: dict[str, Values], nonsense: dict[str, Values], base: dict[str, Any]
 ) -> dict[str, Any]:
-    """What is needed and up to eight more fields, one of which may be nonsense."""
+    """Draw the required and up to eight further fields, one of which may be nonsense."""
     names = draw(st.lists(st.sampled_from(sorted(sense)), max_size=8, unique=True))
     fields = base | {name: draw(sense[name]) for name in names}
     if draw(st.integers(0, 3)) == 0:
@@ -433,7 +437,7 @@ def test_every_field_of_the_messages_is_drawn() -> None:
 
 
 class Events:
-    """Listens to one request: exactly one event is its last."""
+    """Events of one request. Asserts that exactly one of them is the last."""
 
     def __init__(self) -> None:
         self.open: set[int] = set()
@@ -463,7 +467,7 @@ async def session(stack: Stack) -> AsyncIterator[CompletionSession]:
 
 
 async def is_completed(neighbour: Neighbour, session: CompletionSession, **start: Any) -> bool:
-    """Or refused, on a Session that goes on."""
+    """Return True if a request completes, False if refused; assert that it harms no other."""
     events = Events()
     handle = session.open(events)
     session.send(completion.SessionCommand(handle=handle, **start))
@@ -480,7 +484,7 @@ async def is_completed(neighbour: Neighbour, session: CompletionSession, **start
 
 @settings(max_examples=EXAMPLES)
 @given(fields=messages(SENSE, NONSENSE, {"prompts": [{"text": "x = "}]}))
-async def test_any_message(
+async def test_any_completion_message_is_answered_or_refused(
     neighbour: Neighbour,
     session: CompletionSession,
     answered: Counter[str],
@@ -495,7 +499,7 @@ HELLO = {"role": completion.ROLE_USER, "parts": [{"text": "Hello"}]}
 
 @settings(max_examples=EXAMPLES)
 @given(fields=messages(CHAT_SENSE, CHAT_NONSENSE, {"messages": [HELLO]}))
-async def test_any_chat_message(
+async def test_any_chat_message_is_answered_or_refused(
     neighbour: Neighbour,
     session: CompletionSession,
     answered: Counter[str],
@@ -503,13 +507,13 @@ async def test_any_chat_message(
 ) -> None:
     request = completion.ChatRequest(**fields)
     if not request.stopping.HasField("max_tokens"):
-        request.stopping.max_tokens = 12  # the default is all the room that there is
+        request.stopping.max_tokens = 12  # The default is the rest of the context.
     start = completion.StartChat(request=request)
     answered["chat message"] += await is_completed(neighbour, session, start_chat=start)
 
 
-def test_many_were_no_refusals(answered: Counter[str]) -> None:
-    """Or the tests above would say little. Of each kind it is a third or so, by chance."""
+def test_enough_requests_of_each_kind_are_answered(answered: Counter[str]) -> None:
+    """The tests above mean little if the server refuses all. About a third is answered."""
     if not answered:
-        pytest.skip("nothing was asked: the tests above were left out")
+        pytest.skip("the tests above were not selected")
     assert min(answered.values()) >= EXAMPLES / 20

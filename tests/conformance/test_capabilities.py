@@ -1,8 +1,7 @@
-"""What a server says that it can do is true: what it advertises it does, and what it does not
-advertise it refuses.
+"""Advertised capabilities: a server does what it advertises and refuses everything else.
 
-Two servers say different things: the usual one, and one without grammars and infill, and with other
-limits.
+The tests compare two servers: the usual one, and a bare one without grammars and infill and with
+other limits.
 """
 
 import json
@@ -39,7 +38,7 @@ LIMITS = ("--max-logprobs", "20", "--max-stop-strings", "2")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where its services are."""
+    """Addresses of a server's services."""
 
     url: str
     tokenizer: str
@@ -48,7 +47,7 @@ class Server:
 
 @dataclass(slots=True)
 class Reply:
-    """What a Generate came to."""
+    """The outcome of one Generate call."""
 
     ids: list[int] = field(default_factory=list)
     scores: int = 0
@@ -61,7 +60,7 @@ class Reply:
 async def bare(
     embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Server]:
-    """A server without a grammar service and without infill."""
+    """Start a server without a grammar service and without infill."""
     logs = tmp_path_factory.mktemp("logs")
     model = ("--model", str(embedded_model))
     small = ("--dtype", "float32", "--kv-memory", "64MiB")
@@ -87,7 +86,7 @@ async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-# The engine's.
+# Capabilities of the engine.
 
 USES: Mapping[str, Sequence[tuple[Fields, Callable[[Reply], bool]]]] = {
     "SAMPLING": [
@@ -161,12 +160,12 @@ async def generate(server: Server, fields: Fields) -> Reply:
     return reply
 
 
-def test_every_capability_has_a_use() -> None:
+def test_every_capability_is_tested() -> None:
     assert {f"CAPABILITY_{name}" for name in ("UNSPECIFIED", *USES)} == set(Capability.keys())
 
 
 @pytest.mark.parametrize("name", USES)
-async def test_the_engine_does_what_it_advertises_and_nothing_else(
+async def test_engine_has_advertised_capabilities_and_refuses_others(
     server: Server, name: str
 ) -> None:
     async with connect(server.engine) as channel:
@@ -182,8 +181,8 @@ async def test_the_engine_does_what_it_advertises_and_nothing_else(
             assert ServiceError.from_rpc_error(refused.value).field == name.lower()
 
 
-async def test_the_two_servers_differ(stack: Stack, bare: Server) -> None:
-    """Or nothing absent was tried above."""
+async def test_bare_server_lacks_the_grammar_capability(stack: Stack, bare: Server) -> None:
+    """Otherwise the test above would try no missing capability."""
     found = []
     for target in (stack.engine, bare.engine):
         async with connect(target) as channel:
@@ -192,7 +191,7 @@ async def test_the_two_servers_differ(stack: Stack, bare: Server) -> None:
     assert found[0] - found[1] == {Capability.CAPABILITY_GRAMMAR}
 
 
-# The server's, as /v1/models says it.
+# Capabilities of the server, as advertised by /v1/models.
 
 
 async def card_of(http: httpx.AsyncClient) -> Any:
@@ -209,7 +208,7 @@ async def status(
     return response.status_code, refusal and refusal["param"]
 
 
-async def test_cards_say_what_the_text_level_says(http: httpx.AsyncClient, server: Server) -> None:
+async def test_model_card_agrees_with_list_models(http: httpx.AsyncClient, server: Server) -> None:
     card = await card_of(http)
     async with connect(server.tokenizer) as channel:
         stub = CompletionServiceStub(channel)
@@ -236,7 +235,7 @@ async def test_cards_say_what_the_text_level_says(http: httpx.AsyncClient, serve
         ),
     ],
 )
-async def test_grammars_are_taken_where_the_card_says_so(
+async def test_grammars_are_accepted_if_the_card_advertises_them(
     http: httpx.AsyncClient, param: str, fields: Fields
 ) -> None:
     has_grammar = (await card_of(http))["grammar"]
@@ -244,7 +243,7 @@ async def test_grammars_are_taken_where_the_card_says_so(
     assert await status(http, **fields) == expected
 
 
-async def test_as_many_logprobs_as_the_card_says(http: httpx.AsyncClient) -> None:
+async def test_logprobs_are_limited_as_the_card_advertises(http: httpx.AsyncClient) -> None:
     most = (await card_of(http))["max_logprobs"]
     assert most in (5, 20)
     assert await status(http, logprobs=most) == (200, None)
@@ -252,7 +251,7 @@ async def test_as_many_logprobs_as_the_card_says(http: httpx.AsyncClient) -> Non
     assert await status(http, logprobs=most + 1) == (400, "logprobs")
 
 
-async def test_chats_as_the_card_says(http: httpx.AsyncClient) -> None:
+async def test_chat_logprobs_and_formats_follow_the_card(http: httpx.AsyncClient) -> None:
     card = await card_of(http)
     assert card["chat"]
     most = card["max_chat_logprobs"]
@@ -263,10 +262,9 @@ async def test_chats_as_the_card_says(http: httpx.AsyncClient) -> None:
     assert await status(http, CHAT, response_format={"type": "json_object"}) == expected
 
 
-async def test_a_model_without_a_template_refuses_chats(
+async def test_model_without_a_chat_template_refuses_chats_and_names_the_alternative(
     server: Server, embedded_model: Path, tmp_path: Path
 ) -> None:
-    """And says what else can be done."""
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).symlink_to(embedded_model / name)
     config = json.loads((embedded_model / "tokenizer_config.json").read_text())
@@ -285,8 +283,8 @@ async def test_a_model_without_a_template_refuses_chats(
         assert "completions" in response.json()["error"]["message"]
 
 
-async def test_as_long_as_the_card_says(http: httpx.AsyncClient) -> None:
-    """To the token, with each way to ask for what goes over it."""
+async def test_context_length_of_the_card_is_exact_to_the_token(http: httpx.AsyncClient) -> None:
+    """Longer prompts are cut, refused or scored, as each field demands."""
     length = (await card_of(http))["max_model_len"]
     strict = {"context_length_exceeded_behavior": "error"}
     fits = [300] * (length - 2)
@@ -300,7 +298,7 @@ async def test_as_long_as_the_card_says(http: httpx.AsyncClient) -> None:
     assert await status(http, prompt=[*fits, 300, 300, 300], **scored) == (400, "prompt")
 
 
-async def test_stop_strings_have_a_limit_of_their_own(
+async def test_stop_strings_are_limited_by_max_stop_strings(
     stack: Stack, bare: Server, server: Server, http: httpx.AsyncClient
 ) -> None:
     most = 2 if server is bare else 16
@@ -308,7 +306,7 @@ async def test_stop_strings_have_a_limit_of_their_own(
     assert await status(http, stop=["a"] * (most + 1)) == (400, "stop")
 
 
-# A suffix on a model that knows no infill.
+# Suffixes on a model without infill.
 
 
 @pytest_asyncio.fixture
@@ -319,10 +317,10 @@ async def plain(bare: Server) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("stop", [None, ["e", " "]])
-async def test_a_suffix_is_appended_where_there_is_no_infill(
+async def test_suffix_is_appended_on_a_model_without_infill(
     plain: httpx.AsyncClient, echo: bool, stop: list[str] | None
 ) -> None:
-    """Behind everything, and in no id, score, usage or match."""
+    """Token ids, logprobs, usage and stop matches exclude the suffix."""
     body = {"prompt": "def f(", "max_tokens": 8, "seed": 1, "logprobs": 1, "echo": echo}
     body |= {"stop": stop, "return_token_ids": True}
     without = (await plain.post("/v1/completions", json=body)).json()
@@ -340,7 +338,7 @@ async def test_a_suffix_is_appended_where_there_is_no_infill(
     assert SUFFIX not in "".join(events[:-1])
 
 
-async def test_a_suffix_is_refused_where_the_operator_wants_that(
+async def test_suffix_fallback_error_refuses_suffixes_on_a_model_without_infill(
     bare: Server, embedded_model: Path, tmp_path: Path
 ) -> None:
     arguments = ("--model", str(embedded_model), "--engine", bare.engine, "--infill", "none")

@@ -1,4 +1,4 @@
-"""tokenwire.client against a running stack."""
+"""Tests of tokenwire.client with a running stack."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ PROMPT = "def add(a, b):"
 
 
 async def test_text_and_ids_streamed_and_whole_agree(stack: Stack) -> None:
-    """Whichever way in a team chooses, the model says the same."""
+    """The answer does not depend on the service or the method that a team uses."""
     async with Client(stack.tokenizer) as client, EngineClient(stack.engine) as engine:
         ids = (await client.encode(PROMPT)).ids
         whole = await client.complete(PROMPT, max_tokens=24, temperature=0)
@@ -44,7 +44,7 @@ async def test_text_and_ids_streamed_and_whole_agree(stack: Stack) -> None:
         assert deltas[-1].finish_reason is whole.choices[0].finish_reason
 
 
-async def test_a_chat_streamed_and_whole_agrees(stack: Stack) -> None:
+async def test_streamed_chat_equals_whole_chat(stack: Stack) -> None:
     messages = [Message("system", "Be brief."), Message("user", "Hello!")]
     async with Client(stack.tokenizer) as client:
         asked: ChatOptions = {"max_tokens": 24, "temperature": 0, "logprobs": 2, "n": 2}
@@ -64,8 +64,8 @@ async def test_a_chat_streamed_and_whole_agrees(stack: Stack) -> None:
     assert stream.usage.completion_tokens == whole.usage.completion_tokens
 
 
-async def test_a_conversation_with_a_tool(stack: Stack) -> None:
-    """The answer's message goes into the next request as it is."""
+async def test_answer_with_a_tool_call_continues_the_conversation(stack: Stack) -> None:
+    """The next request contains the answer's message unchanged."""
     schema = {"type": "object", "properties": {"city": {"maxLength": 9, "type": "string"}}}
     tool = Tool(name="get_weather", description="Weather", parameters_json=json.dumps(schema))
     messages = [Message("user", "What is the weather in Rome?")]
@@ -84,8 +84,7 @@ async def test_a_conversation_with_a_tool(stack: Stack) -> None:
         assert refused.value.field == "messages[3].tool_call_id"
 
 
-async def test_many_requests_share_one_client(stack: Stack) -> None:
-    """Answers must reach the request they belong to."""
+async def test_concurrent_requests_of_one_client_get_their_own_answers(stack: Stack) -> None:
     prompts = [f"def function_{i}(x):\n    return " for i in range(24)]
     async with Client(stack.tokenizer) as client:
         alone = [await client.complete(p, max_tokens=8, temperature=0) for p in prompts[:4]]
@@ -95,7 +94,7 @@ async def test_many_requests_share_one_client(stack: Stack) -> None:
     assert [one.text for one in together[:4]] == [one.text for one in alone]
 
 
-async def test_several_prompts_and_choices_come_in_order(stack: Stack) -> None:
+async def test_choices_of_several_prompts_are_returned_in_order(stack: Stack) -> None:
     async with Client(stack.tokenizer) as client:
         answer = await client.complete(["import ", "class "], n=2, max_tokens=4, seed=3)
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
@@ -104,8 +103,7 @@ async def test_several_prompts_and_choices_come_in_order(stack: Stack) -> None:
         assert again.choices == answer.choices
 
 
-async def test_scores_line_up(stack: Stack) -> None:
-    """Scored as a prompt, a text gets the logprobs it was generated with."""
+async def test_prompt_logprobs_equal_the_logprobs_of_generation(stack: Stack) -> None:
     async with Client(stack.tokenizer) as client, EngineClient(stack.engine) as engine:
         ids = (await client.encode(PROMPT)).ids
         generated = await engine.generate(ids, max_tokens=8, temperature=0, logprobs=2)
@@ -129,7 +127,7 @@ async def test_scores_line_up(stack: Stack) -> None:
         assert echoed.text.startswith(PROMPT)
 
 
-async def test_a_grammar_holds(stack: Stack) -> None:
+async def test_output_follows_a_grammar(stack: Stack) -> None:
     async with Client(stack.tokenizer) as client:
         answer = await client.complete(
             "The year is ", grammar=GrammarSpec(regex="[0-9]{4}"), max_tokens=16
@@ -154,13 +152,13 @@ async def test_refusals_name_the_field_and_leave_the_client_usable(stack: Stack)
         assert (await client.complete("x", max_tokens=1)).usage.completion_tokens == 1
 
 
-async def test_a_refusal_that_quotes_megabytes_reaches_its_request_alone(stack: Stack) -> None:
-    """Everything that one client generates shares a stream, which such a message would break."""
+async def test_refusal_of_a_huge_name_is_short_and_fails_one_request(stack: Stack) -> None:
+    """All requests of a client share one gRPC stream. An oversized message would break it."""
     request = CompleteRequest(model="name" * 5_000, prompts=[Prompt(text="x")])
     async with Client(stack.tokenizer) as client, connect(stack.tokenizer) as channel:
         async with client.stream("x", max_tokens=40, ignore_eos=True) as other:
             await anext(other)
-            for name in ("\x01" * 2**23, "é" * 2**22):  # the first is quoted at four times its size
+            for name in ("\x01" * 2**23, "é" * 2**22):  # Quoting makes the first four times longer.
                 with pytest.raises(ServiceError) as unknown:
                     await client.complete("x", model=name)
                 assert unknown.value.code.name == "NOT_FOUND"
@@ -171,7 +169,7 @@ async def test_a_refusal_that_quotes_megabytes_reaches_its_request_alone(stack: 
         assert ServiceError.from_rpc_error(failed.value).reason == unknown.value.reason
 
 
-async def test_a_request_that_no_message_holds_fails_alone(stack: Stack) -> None:
+async def test_request_over_the_message_limit_fails_alone(stack: Stack) -> None:
     async with (
         Client(stack.tokenizer) as client,
         client.stream("x", max_tokens=40, ignore_eos=True) as other,
@@ -181,14 +179,13 @@ async def test_a_request_that_no_message_holds_fails_alone(stack: Stack) -> None
             await client.complete("x" * MESSAGE_LIMIT)
         assert refused.value.reason == "REQUEST_TOO_LARGE"
         assert refused.value.code.name == "INVALID_ARGUMENT"
-        with pytest.raises(ServiceError) as too_long:  # this one goes through, and is judged there
+        with pytest.raises(ServiceError) as too_long:  # This one reaches the service.
             await client.complete("x" * (MESSAGE_LIMIT - 1024))
         assert too_long.value.code.name == "OUT_OF_RANGE"
         assert [delta async for delta in other][-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_leaving_a_stream_frees_the_engine(stack: Stack) -> None:
-    """A client that loses interest must not cost others their KV blocks."""
+async def test_closed_stream_or_cancelled_call_frees_its_kv_blocks(stack: Stack) -> None:
     async with Client(stack.tokenizer) as client:
         async with (
             left_early(stack.engine, 1500),
@@ -202,7 +199,7 @@ async def test_leaving_a_stream_frees_the_engine(stack: Stack) -> None:
         assert waiting.cancelled()
 
 
-async def test_what_is_served_is_told(stack: Stack) -> None:
+async def test_clients_describe_the_served_model(stack: Stack) -> None:
     async with Client(stack.tokenizer) as client, EngineClient(stack.engine) as engine:
         (model,) = await client.models()
         told = await engine.model()

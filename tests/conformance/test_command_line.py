@@ -1,4 +1,4 @@
-"""The command `tokenwire` against a running stack."""
+"""Tests of the command `tokenwire` with a running stack."""
 
 import json
 import signal
@@ -16,28 +16,28 @@ def tokenwire(stack: Stack, *arguments: str) -> str:
     return result.stdout
 
 
-def test_complete_prints_the_text_streamed_or_not(stack: Stack) -> None:
+def test_complete_prints_the_same_text_with_and_without_stream(stack: Stack) -> None:
     asked = ("complete", "def add(a, b):", "--max-tokens", "24", "--temperature", "0")
     whole = tokenwire(stack, *asked)
     assert whole.strip()
     assert tokenwire(stack, *asked, "--stream") == whole
 
 
-def test_complete_stops_and_seeds(stack: Stack) -> None:
+def test_complete_repeats_a_seed_and_ends_at_a_stop_string(stack: Stack) -> None:
     asked = ("complete", "import ", "--max-tokens", "32", "--seed", "5", "--stop", "\n")
     first = tokenwire(stack, *asked)
     assert first == tokenwire(stack, *asked)
     assert "\n" not in first.rstrip("\n")
 
 
-def test_a_suffix_gives_the_middle(stack: Stack) -> None:
+def test_complete_with_a_suffix_prints_the_middle(stack: Stack) -> None:
     asked = ("--suffix", "\n    return total\n", "--max-tokens", "16", "--temperature", "0")
     middle = tokenwire(stack, "complete", "def f(xs):\n", *asked)
     assert middle.strip()
     assert "return total\n" not in middle.removesuffix("\n")
 
 
-def test_chat_answers_streamed_or_not(stack: Stack) -> None:
+def test_chat_prints_the_same_answer_with_and_without_stream(stack: Stack) -> None:
     asked = ("chat", "Hello!", "--max-tokens", "24", "--temperature", "0")
     whole = tokenwire(stack, *asked)
     assert whole.strip()
@@ -47,12 +47,12 @@ def test_chat_answers_streamed_or_not(stack: Stack) -> None:
     assert [line for line in told if line.startswith("---")] == ["--- 0", "--- 1"]
 
 
-def test_choices_are_told_apart(stack: Stack) -> None:
+def test_complete_prints_a_heading_for_each_choice(stack: Stack) -> None:
     lines = tokenwire(stack, "complete", "x", "--n", "2", "--max-tokens", "4").splitlines()
     assert [line for line in lines if line.startswith("---")] == ["--- 0", "--- 1"]
 
 
-def test_a_refusal_is_one_sentence(stack: Stack) -> None:
+def test_refusal_is_one_line_on_stderr_and_exit_code_1(stack: Stack) -> None:
     command = [sys.executable, "-m", "tokenwire", "complete", "x", "--temperature", "9"]
     result = subprocess.run(
         [*command, "--target", stack.tokenizer],
@@ -67,7 +67,7 @@ def test_a_refusal_is_one_sentence(stack: Stack) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_tokenize_and_models(stack: Stack) -> None:
+def test_tokenize_and_models_agree_with_http(stack: Stack) -> None:
     rows = [line.split("\t") for line in tokenwire(stack, "tokenize", "def f").splitlines()]
     body = json.dumps({"prompt": "def f"}).encode()
     request = urllib.request.Request(
@@ -78,15 +78,15 @@ def test_tokenize_and_models(stack: Stack) -> None:
     assert tokenwire(stack, "models").startswith(stack.model_id)
 
 
-def test_health(stack: Stack) -> None:
+def test_health_of_each_running_service_is_exit_code_0(stack: Stack) -> None:
     for target in (stack.tokenizer, stack.engine, stack.grammar, f"{stack.url}/ready"):
         command = [sys.executable, "-m", "tokenwire", "health", target]
         assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
-def test_ctrl_c_ends_a_stream(stack: Stack) -> None:
-    # The pipe holds 4,096 bytes and the stream writes several times as many: the command waits for
-    # its reader, however fast the server is.
+def test_ctrl_c_ends_the_stream_with_exit_code_130(stack: Stack) -> None:
+    # The stream is several times larger than the pipe's 4,096 bytes. The command therefore waits
+    # for its reader, even if the server is fast.
     command = [sys.executable, "-m", "tokenwire", "complete", "x", "--stream", "--ignore-eos"]
     asked = ("--max-tokens", "1900", "--temperature", "2", "--seed", "1")
     process = subprocess.Popen(
@@ -103,6 +103,6 @@ def test_ctrl_c_ends_a_stream(stack: Stack) -> None:
     assert b"Traceback" not in complaints
 
 
-def test_ignore_eos_gives_every_token(stack: Stack) -> None:
+def test_ignore_eos_generates_all_of_max_tokens(stack: Stack) -> None:
     asked = ("complete", "x", "--max-tokens", "1900", "--temperature", "2", "--seed", "1")
     assert len(tokenwire(stack, *asked, "--ignore-eos")) > 4096

@@ -1,4 +1,4 @@
-"""The examples, run as a reader would run them."""
+"""Tests of the programs in examples/, run as a user runs them."""
 
 import json
 import os
@@ -31,8 +31,7 @@ def run(stack: Stack, *command: str, cwd: Path = EXAMPLES, seconds: float = 120)
     return result.stdout
 
 
-def test_curl(stack: Stack) -> None:
-    """One completion, one infill, one stream that ends as OpenAI's do."""
+def test_curl_example_prints_a_completion_an_infill_and_a_stream(stack: Stack) -> None:
     whole, infill, *events = filter(None, run(stack, "bash", "curl.sh").splitlines())
     assert json.loads(whole)["choices"][0]["text"]
     assert json.loads(infill)["object"] == "text_completion"
@@ -40,35 +39,34 @@ def test_curl(stack: Stack) -> None:
     assert events[-1] == "data: [DONE]"
 
 
-def test_openai_sdk(stack: Stack) -> None:
-    """Streamed, the same text comes out."""
+def test_openai_sdk_example_prints_the_same_text_whole_and_streamed(stack: Stack) -> None:
     output = run(stack, sys.executable, "openai_sdk.py")
     assert output.strip()
     half = len(output) // 2
     assert output[:half] == output[half:]
 
 
-def test_own_client(stack: Stack) -> None:
-    """Text level and token level agree: the same prompt gives the same text."""
+def test_client_example_prints_the_same_text_for_text_and_token_ids(stack: Stack) -> None:
     output = run(stack, sys.executable, "client.py")
     assert output.strip()
     half = len(output) // 2
     assert output[:half] == output[half:]
 
 
-def test_grpc_text(stack: Stack) -> None:
-    assert len(run(stack, sys.executable, "grpc_text.py")) > 1  # more than the last newline
+def test_grpc_text_example_prints_a_completion(stack: Stack) -> None:
+    assert len(run(stack, sys.executable, "grpc_text.py")) > 1  # more than the final newline
 
 
-def test_grpc_tokens(stack: Stack) -> None:
+def test_grpc_tokens_example_prints_the_model_and_16_tokens(stack: Stack) -> None:
     first, *_, last = run(stack, sys.executable, "grpc_tokens.py").splitlines()
     assert first.startswith(f"{stack.model_id}: ")
     assert last == "16 tokens"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="this machine has no Node.js")
-def test_node(stack: Stack, tmp_path: Path) -> None:
-    """The .proto files alone make a client in another language, errors included."""
+def test_node_example_reads_answers_and_errors_with_the_proto_files_alone(
+    stack: Stack, tmp_path: Path
+) -> None:
     for file in ("package.json", "client.js"):
         shutil.copy(EXAMPLES / "node" / file, tmp_path)
     run(stack, "npm", "install", "--no-audit", "--no-fund", cwd=tmp_path, seconds=300)

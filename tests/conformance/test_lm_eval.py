@@ -1,8 +1,7 @@
-"""lm-evaluation-harness through `local-completions` and its chat, against transformers itself.
+"""Scores of lm-evaluation-harness through the stack, against transformers.
 
-A harness trusts a server's logprobs and their alignment blindly: a shift by one token gives
-plausible, wrong scores. So every number that it reads from the stack is computed again with
-transformers.
+The harness does not check the alignment of logprobs: a shift by one token gives plausible, wrong
+scores. So the tests compute every number that it reads again with transformers.
 """
 
 import json
@@ -19,7 +18,7 @@ from tests.stack import Stack
 
 TASKS = Path(__file__).parent / "lm_eval"
 WINDOW = 256  # tokens; shorter than the longest text, so that the harness cuts it into windows
-TOLERANCE = 1e-3  # of the log-likelihood that one request gives, in nats
+TOLERANCE = 1e-3  # of the log-likelihood of one request, in nats
 
 Samples = list[dict[str, Any]]
 Evaluate = Callable[..., Samples]
@@ -34,7 +33,7 @@ class Reference:
 
     @property
     def prefix(self) -> int:
-        """What the harness puts in front of a text that has no context."""
+        """Token id that the harness puts before a text without context."""
         bos = self.tokenizer.bos_token_id
         return int(self.tokenizer.eos_token_id if bos is None else bos)
 
@@ -43,7 +42,7 @@ class Reference:
 
     @torch.no_grad()
     def loglikelihood(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        """Log-likelihood of the continuation, in nats, and whether greedy decoding gives it."""
+        """Return the continuation's log-likelihood in nats, and True if it is greedy."""
         ids = torch.tensor([context + continuation])
         logprobs = self.model(ids).logits[0, len(context) - 1 : -1].log_softmax(-1)
         chosen = ids[0, len(context) :]
@@ -51,7 +50,7 @@ class Reference:
         return float(logprobs.gather(1, chosen[:, None]).double().sum()), is_greedy
 
     def rolling(self, text: str, window: int) -> float:
-        """Log-likelihood of a text, each window conditioned as the harness does it."""
+        """Return a text's log-likelihood in nats, with the harness's context for each window."""
         ids = self.encode(text)
         total = self.loglikelihood([self.prefix], ids[:window])[0]
         done = min(window, len(ids))
@@ -64,11 +63,11 @@ class Reference:
         return total
 
     def generate(self, text: str, tokens: int, until: list[str]) -> str:
-        """Greedy continuation, up to the first stop string."""
+        """Return the greedy continuation up to the first stop string."""
         return self._generate(self.encode(text), tokens, until)
 
     def answer(self, text: str, tokens: int, until: list[str]) -> str:
-        """Greedy answer to a message, likewise."""
+        """Return the greedy answer to a message up to the first stop string."""
         messages = [{"role": "user", "content": text}]
         prompt = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
@@ -90,9 +89,9 @@ def reference(embedded_model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def evaluate(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Evaluate]:
-    """Runs a task through the stack, and gives what the harness saw per document."""
+    """Return a function that runs a task through the stack and returns the harness's samples."""
     here = os.getcwd()
-    os.chdir(TASKS)  # the tasks name their data relative to it
+    os.chdir(TASKS)  # The tasks' data paths are relative to this directory.
     cache = tmp_path_factory.mktemp("datasets")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(cache))
@@ -136,7 +135,7 @@ def evaluate(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def generated(reference: Reference) -> dict[str, str]:
-    """What greedy decoding gives for the prompts of the generation task."""
+    """Greedy continuations of the generation task's prompts."""
     lines = (TASKS / "generate.jsonl").read_text().splitlines()
     prompts = [str(json.loads(line)["code"]) for line in lines]
     return {prompt: reference.generate(prompt, 16, ["\n\n", "\ndef "]) for prompt in prompts}
@@ -153,7 +152,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize("model_args", BACKENDS)
-def test_multiple_choice(
+def test_multiple_choice_log_likelihoods_equal_those_of_transformers(
     evaluate: Evaluate, reference: Reference, model_args: dict[str, object]
 ) -> None:
     samples = evaluate("tokenwire_choice", **model_args)
@@ -162,7 +161,7 @@ def test_multiple_choice(
         for (context, continuation), answer in zip(
             sample["arguments"], sample["filtered_resps"], strict=True
         ):
-            ids = reference.encode(context.rstrip())  # the harness moves spaces over, too
+            ids = reference.encode(context.rstrip())  # The harness moves spaces over, too.
             following = reference.encode(context + continuation)[len(ids) :]
             expected, is_greedy = reference.loglikelihood(ids, following)
             assert answer[0] == pytest.approx(expected, abs=TOLERANCE), (context, continuation)
@@ -170,7 +169,7 @@ def test_multiple_choice(
 
 
 @pytest.mark.parametrize("model_args", BACKENDS)
-def test_rolling_loglikelihood(
+def test_rolling_log_likelihoods_equal_those_of_transformers(
     evaluate: Evaluate, reference: Reference, model_args: dict[str, object]
 ) -> None:
     samples = evaluate("tokenwire_rolling", **model_args)
@@ -178,13 +177,13 @@ def test_rolling_loglikelihood(
     assert any(len(reference.encode(text)) > 2 * WINDOW for text in texts)
     for sample, text in zip(samples, texts, strict=True):
         (answer,) = sample["filtered_resps"]
-        windows = -(-len(reference.encode(text)) // WINDOW)  # a request each
+        windows = -(-len(reference.encode(text)) // WINDOW)  # one request per window
         expected = reference.rolling(text, WINDOW)
         assert answer == pytest.approx(expected, abs=windows * TOLERANCE), text
 
 
 @pytest.mark.parametrize("model_args", BACKENDS)
-def test_generate_until(
+def test_generated_texts_equal_those_of_transformers(
     evaluate: Evaluate, generated: dict[str, str], model_args: dict[str, object]
 ) -> None:
     samples = evaluate("tokenwire_generate", **model_args)
@@ -192,8 +191,8 @@ def test_generate_until(
     assert answers == {prompt: [text] for prompt, text in generated.items()}
 
 
-def test_chat_generate_until(evaluate: Evaluate, reference: Reference) -> None:
-    """With the template applied by the server, where it is by transformers for the reference."""
+def test_chat_answers_equal_those_of_transformers(evaluate: Evaluate, reference: Reference) -> None:
+    """The server applies the chat template. transformers applies it for the reference."""
     samples = evaluate("tokenwire_generate", chat=True)
     for sample in samples:
         code = sample["doc"]["code"]

@@ -1,4 +1,4 @@
-"""What must hold over the whole stack, however a client asks: the embedded model, in float32."""
+"""Invariants of the whole stack for every kind of request: the embedded model, in float32."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ async def encode(http: httpx.AsyncClient, text: str) -> list[int]:
 
 
 def assert_equal_up_to_ties(got: Any, expected: Any) -> None:
-    """Equal tokens, or different first where the two best scores are as good as equal."""
+    """Assert that tokens are equal up to the first place where the two best scores are tied."""
     assert len(got["tokens"]) == len(expected["tokens"])
     for i, (mine, theirs) in enumerate(zip(got["tokens"], expected["tokens"], strict=True)):
         if mine != theirs:
@@ -69,7 +69,7 @@ def assert_equal_up_to_ties(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-async def test_greedy_output_does_not_depend_on_the_way_in(
+async def test_greedy_output_is_equal_over_http_and_grpc_whole_and_streamed(
     http: httpx.AsyncClient, stack: Stack, prompt: str
 ) -> None:
     ids = await encode(http, prompt)
@@ -94,7 +94,9 @@ async def test_greedy_output_does_not_depend_on_the_way_in(
     assert answer.decodings[0].text == expected
 
 
-async def test_sixteen_at_once_are_as_good_as_alone(http: httpx.AsyncClient) -> None:
+async def test_greedy_output_is_equal_in_a_batch_of_sixteen_and_alone(
+    http: httpx.AsyncClient,
+) -> None:
     prompts = [f"{prompt}# {i}\n" for i in range(3) for prompt in PROMPTS][:16]
     alone = [await complete(http, prompt, logprobs=2) for prompt in prompts]
     together = await asyncio.gather(*(complete(http, p, logprobs=2) for p in prompts))
@@ -103,7 +105,7 @@ async def test_sixteen_at_once_are_as_good_as_alone(http: httpx.AsyncClient) -> 
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 700])
-async def test_a_harness_gets_one_entry_per_token_and_one_more(
+async def test_echoed_logprobs_have_one_entry_per_prompt_and_output_token(
     http: httpx.AsyncClient, length: int
 ) -> None:
     ids = (await encode(http, "".join(PROMPTS) * 12))[:length]
@@ -117,7 +119,9 @@ async def test_a_harness_gets_one_entry_per_token_and_one_more(
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-async def test_scored_and_generated_logprobs_agree(http: httpx.AsyncClient, prompt: str) -> None:
+async def test_prompt_logprobs_equal_the_logprobs_of_generation(
+    http: httpx.AsyncClient, prompt: str
+) -> None:
     ids = await encode(http, prompt)
     generated = await complete(
         http, ids, logprobs=0, return_token_ids=True, ignore_eos=True, seed=3, temperature=1
@@ -128,7 +132,7 @@ async def test_scored_and_generated_logprobs_agree(http: httpx.AsyncClient, prom
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-3)
 
 
-async def test_a_seed_repeats_and_choices_differ(http: httpx.AsyncClient) -> None:
+async def test_equal_seeds_repeat_the_choices_and_choices_differ(http: httpx.AsyncClient) -> None:
     fields = {"temperature": 1.0, "n": 4, "seed": 11, "max_tokens": 24}
     first, second = [
         [choice["text"] for choice in (await complete(http, PROMPTS[0], **fields))["choices"]]
@@ -138,7 +142,7 @@ async def test_a_seed_repeats_and_choices_differ(http: httpx.AsyncClient) -> Non
     assert len(set(first)) == 4
 
 
-async def test_a_prompt_that_was_seen_is_cached(http: httpx.AsyncClient) -> None:
+async def test_repeated_prompt_is_a_prefix_hit(http: httpx.AsyncClient) -> None:
     ids = (await encode(http, "# a prompt of its own\n" + "".join(PROMPTS) * 6))[:300]
     first = await complete(http, ids, max_tokens=4)
     second = await complete(http, ids, max_tokens=4)
@@ -159,7 +163,7 @@ SCHEMA = {
 }
 
 
-async def test_a_batch_of_constrained_and_free_requests_goes_on_together(
+async def test_constrained_and_free_requests_share_a_batch(
     http: httpx.AsyncClient,
 ) -> None:
     constrained = {
@@ -188,7 +192,7 @@ async def test_a_batch_of_constrained_and_free_requests_goes_on_together(
     ],
     ids=["regex", "lark", "json_schema"],
 )
-async def test_grammars_hold_with_choices_logprobs_and_streaming(
+async def test_output_follows_a_grammar_with_choices_logprobs_and_streaming(
     http: httpx.AsyncClient, grammar: dict[str, object], accepted: Any
 ) -> None:
     fields: dict[str, object] = {"grammar": grammar, "temperature": 1.0, "max_tokens": 120}
@@ -199,7 +203,7 @@ async def test_grammars_hold_with_choices_logprobs_and_streaming(
     assert accepted(await stream_text(http, "value = ", seed=5, **fields))
 
 
-async def test_a_bad_grammar_costs_its_sender_a_400(http: httpx.AsyncClient) -> None:
+async def test_invalid_grammar_is_400_and_names_the_field(http: httpx.AsyncClient) -> None:
     for grammar, param in (
         ({"type": "regex", "value": "("}, "grammar"),
         ({"type": "lark", "value": "start: undefined_rule"}, "grammar"),
@@ -227,8 +231,9 @@ GAPS = [
 ]
 
 
-async def test_a_suffix_is_read_and_the_middle_ends(http: httpx.AsyncClient, stack: Stack) -> None:
-    """With what follows in sight, the right middle is likelier; and the model ends it by itself."""
+async def test_suffix_makes_the_right_middle_likelier_and_the_model_ends_it(
+    http: httpx.AsyncClient, stack: Stack
+) -> None:
     gains, ended = [], 0
     async with connect(stack.tokenizer) as channel:
         tokenizer = TokenizerServiceStub(channel)
@@ -248,14 +253,15 @@ async def test_a_suffix_is_read_and_the_middle_ends(http: httpx.AsyncClient, sta
 
 
 async def score(http: httpx.AsyncClient, context: list[int], ids: list[int]) -> float:
-    """Log-likelihood of ids after a context, in nats."""
+    """Return the log-likelihood of `ids` after `context`, in nats."""
     answer = await complete(http, [context + ids], max_tokens=0, echo=True, logprobs=0)
     logprobs: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
     return sum(logprobs[len(context) :])
 
 
-async def test_many_sessions_of_text_agree_with_http(http: httpx.AsyncClient, stack: Stack) -> None:
-    """One Session carries many requests, and their deltas come to the same as over HTTP."""
+async def test_concurrent_requests_of_a_session_give_the_texts_of_http(
+    http: httpx.AsyncClient, stack: Stack
+) -> None:
     expected = [(await complete(http, prompt))["choices"][0]["text"] for prompt in PROMPTS]
     texts = ["" for _ in PROMPTS]
     async with connect(stack.tokenizer) as channel:

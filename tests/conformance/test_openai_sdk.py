@@ -1,4 +1,4 @@
-"""The openai SDK, sync and async, with every field of completions that the stack implements."""
+"""Completions through the openai SDK, sync and async, with every field of the stack."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def _texts(chunks: list[Completion]) -> dict[int, str]:
     return texts
 
 
-def test_a_completion_has_openais_shape(client: OpenAI, stack: Stack) -> None:
+def test_completion_has_the_fields_of_openai(client: OpenAI, stack: Stack) -> None:
     answer = client.completions.create(
         model=stack.model_id,
         prompt=PROMPT,
@@ -45,7 +45,7 @@ def test_a_completion_has_openais_shape(client: OpenAI, stack: Stack) -> None:
     assert answer._request_id
 
 
-def test_streamed_equals_whole(client: OpenAI) -> None:
+def test_streamed_completion_equals_whole_completion(client: OpenAI) -> None:
     whole = client.completions.create(
         model="default", prompt=PROMPT, max_tokens=32, temperature=0, logprobs=2
     )
@@ -61,8 +61,8 @@ def test_streamed_equals_whole(client: OpenAI) -> None:
     assert [reason for reason in reasons if reason] == [whole.choices[0].finish_reason]
 
 
-def test_usage_in_a_stream_comes_as_asked(client: OpenAI) -> None:
-    """Billing code reads exactly one chunk."""
+def test_include_usage_puts_usage_into_a_chunk_of_its_own(client: OpenAI) -> None:
+    """Programs that bill by usage read exactly one chunk."""
     asked = {"model": "default", "prompt": PROMPT, "max_tokens": 4, "stream": True}
     asked |= {"extra_body": {"ignore_eos": True}}
     chunks = list(client.completions.create(**asked, stream_options={"include_usage": True}))
@@ -75,7 +75,7 @@ def test_usage_in_a_stream_comes_as_asked(client: OpenAI) -> None:
     assert unasked[-1].usage is not None
 
 
-def test_prompts_and_choices_are_indexed(client: OpenAI) -> None:
+def test_choices_of_several_prompts_are_indexed_in_order(client: OpenAI) -> None:
     asked = {"model": "default", "prompt": ["import ", "class "], "n": 2, "max_tokens": 6}
     asked |= {"extra_body": {"ignore_eos": True}}
     whole = client.completions.create(**asked, seed=11, temperature=0.9)
@@ -86,7 +86,7 @@ def test_prompts_and_choices_are_indexed(client: OpenAI) -> None:
     assert whole.usage.completion_tokens == 24
 
 
-def test_a_seed_repeats_and_its_choices_differ(client: OpenAI) -> None:
+def test_equal_seeds_repeat_the_choices_and_choices_differ(client: OpenAI) -> None:
     asked = {"model": "default", "prompt": PROMPT, "max_tokens": 24, "n": 3, "temperature": 1.0}
     first = client.completions.create(**asked, seed=42)
     second = client.completions.create(**asked, seed=42)
@@ -94,7 +94,7 @@ def test_a_seed_repeats_and_its_choices_differ(client: OpenAI) -> None:
     assert len({c.text for c in first.choices}) > 1
 
 
-def test_prompts_of_ids(client: OpenAI, stack: Stack) -> None:
+def test_prompt_of_token_ids_is_answered_like_its_text(client: OpenAI, stack: Stack) -> None:
     body = {"prompt": PROMPT}
     ids = httpx.post(f"{stack.url}/tokenize", json=body, timeout=60).json()["tokens"]
     of_text = client.completions.create(
@@ -109,7 +109,7 @@ def test_prompts_of_ids(client: OpenAI, stack: Stack) -> None:
         assert of_ids.usage.prompt_tokens == len(ids)
 
 
-def test_echo_with_logprobs_is_what_harnesses_slice(client: OpenAI, stack: Stack) -> None:
+def test_echoed_logprobs_cover_prompt_and_output(client: OpenAI, stack: Stack) -> None:
     ids = httpx.post(f"{stack.url}/tokenize", json={"prompt": PROMPT}, timeout=60).json()["tokens"]
     answer = client.completions.create(
         model="default", prompt=[ids], max_tokens=1, echo=True, logprobs=1
@@ -129,7 +129,7 @@ def test_echo_with_logprobs_is_what_harnesses_slice(client: OpenAI, stack: Stack
     assert "".join(logprobs.tokens or ()) == answer.choices[0].text
 
 
-def test_pure_scoring(client: OpenAI) -> None:
+def test_max_tokens_0_with_echo_returns_the_prompt_alone(client: OpenAI) -> None:
     answer = client.completions.create(
         model="default", prompt=PROMPT, max_tokens=0, echo=True, logprobs=0
     )
@@ -138,7 +138,7 @@ def test_pure_scoring(client: OpenAI) -> None:
     assert answer.usage.completion_tokens == 0
 
 
-def test_stop_strings_are_cut(client: OpenAI) -> None:
+def test_output_ends_before_a_stop_string_or_includes_it(client: OpenAI) -> None:
     asked = {"model": "default", "prompt": PROMPT, "max_tokens": 64, "temperature": 0}
     on = {"ignore_eos": True}
     free = client.completions.create(**asked, extra_body=on).choices[0].text
@@ -155,7 +155,7 @@ def test_stop_strings_are_cut(client: OpenAI) -> None:
     assert kept.choices[0].text == choice.text + stop
 
 
-def test_suffix_fills_the_middle(client: OpenAI) -> None:
+def test_suffix_returns_the_middle_alone(client: OpenAI) -> None:
     answer = client.completions.create(
         model="default",
         prompt="def mean(values):\n    ",
@@ -167,8 +167,7 @@ def test_suffix_fills_the_middle(client: OpenAI) -> None:
     assert not answer.choices[0].text.endswith("return total / len(values)\n")
 
 
-def test_further_sampling_fields_are_taken(client: OpenAI) -> None:
-    """top_k 1 is greedy whatever the temperature; min_p 1 and top_p 0 too."""
+def test_top_k_1_min_p_1_and_top_p_0_are_greedy_at_any_temperature(client: OpenAI) -> None:
     asked = {"model": "default", "prompt": PROMPT, "max_tokens": 12}
     greedy = client.completions.create(**asked, temperature=0).choices[0].text
     for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 0}):
@@ -189,7 +188,7 @@ REPEATING = "one two three four\none two three four\none two three four\none two
     ],
     ids=str,
 )
-def test_penalties_keep_the_model_from_repeating(client: OpenAI, asked: dict[str, object]) -> None:
+def test_penalties_reduce_repetition(client: OpenAI, asked: dict[str, object]) -> None:
     extra = {"ignore_eos": True, "return_token_ids": True, **asked.pop("extra_body", {})}
 
     def distinct(**fields: object) -> int:
@@ -220,8 +219,7 @@ def test_logit_bias_forces_and_forbids(client: OpenAI) -> None:
     assert not set(free) & set(ids({str(token): -100 for token in free}))
 
 
-def test_mirostat_is_taken(client: OpenAI) -> None:
-    """A perplexity of 1 leaves the likeliest tokens alone, and the same seed gives the same."""
+def test_mirostat_is_greedy_at_perplexity_1_and_repeats_a_seed(client: OpenAI) -> None:
 
     def text(**fields: object) -> str:
         answer = client.completions.create(
@@ -235,7 +233,7 @@ def test_mirostat_is_taken(client: OpenAI) -> None:
     assert free != text(temperature=0)
 
 
-def test_stopping_fields_are_taken(client: OpenAI) -> None:
+def test_min_tokens_and_stop_token_ids_decide_the_length(client: OpenAI) -> None:
     answer = client.completions.create(
         model="default",
         prompt=PROMPT,
@@ -276,7 +274,7 @@ SCHEMA = {
         {"grammar": {"type": "json_schema", "value": SCHEMA}},
     ],
 )
-def test_a_schema_holds(client: OpenAI, constraint: dict[str, object]) -> None:
+def test_output_follows_a_json_schema(client: OpenAI, constraint: dict[str, object]) -> None:
     answer = client.completions.create(
         model="default", prompt="Ada: ", max_tokens=200, seed=1, extra_body=constraint
     )
@@ -293,7 +291,7 @@ def test_a_schema_holds(client: OpenAI, constraint: dict[str, object]) -> None:
         ({"type": "lark", "value": 'start: "a" | "bc"'}, "a|bc"),
     ],
 )
-def test_a_grammar_holds(client: OpenAI, grammar: dict[str, str], pattern: str) -> None:
+def test_output_follows_a_grammar(client: OpenAI, grammar: dict[str, str], pattern: str) -> None:
     answer = client.completions.create(
         model="default", prompt="x", max_tokens=16, extra_body={"grammar": grammar}
     )
@@ -317,7 +315,9 @@ def test_a_grammar_holds(client: OpenAI, grammar: dict[str, str], pattern: str) 
         ({"extra_body": {"grammar": {"type": "regex", "value": "("}}}, "grammar"),
     ],
 )
-def test_refusals_name_the_parameter(client: OpenAI, body: dict[str, object], param: str) -> None:
+def test_refusal_names_the_parameter_and_leaves_the_client_usable(
+    client: OpenAI, body: dict[str, object], param: str
+) -> None:
     asked: dict[str, object] = {"model": "default", "prompt": "x", "max_tokens": 1} | body
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(**asked)  # type: ignore[call-overload]
@@ -327,21 +327,20 @@ def test_refusals_name_the_parameter(client: OpenAI, body: dict[str, object], pa
     assert client.completions.create(model="default", prompt="x", max_tokens=1).choices
 
 
-def test_an_unknown_model_is_404(client: OpenAI) -> None:
+def test_unknown_model_is_404(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as refused:
         client.completions.create(model="no-such-model", prompt="x")
     assert refused.value.code == "model_not_found"
 
 
-def test_models(client: OpenAI, stack: Stack) -> None:
+def test_models_are_listed_and_retrieved(client: OpenAI, stack: Stack) -> None:
     assert [model.id for model in client.models.list()] == [stack.model_id]
     assert client.models.retrieve(stack.model_id).object == "model"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("no-such-model")
 
 
-async def test_sixteen_async_clients_get_what_one_gets(stack: Stack) -> None:
-    """Batching must not change anybody's answer."""
+async def test_sixteen_concurrent_streams_get_the_answers_of_single_requests(stack: Stack) -> None:
     async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
         prompts = [f"def function_{i}(x):\n" for i in range(16)]
 
@@ -361,7 +360,7 @@ async def test_sixteen_async_clients_get_what_one_gets(stack: Stack) -> None:
         assert await asyncio.gather(*map(streamed, prompts)) == alone
 
 
-async def test_leaving_a_stream_early_leaves_the_server_well(stack: Stack) -> None:
+async def test_server_answers_after_a_stream_is_closed_early(stack: Stack) -> None:
     async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
         stream = await client.completions.create(
             model="default", prompt=PROMPT, max_tokens=1000, stream=True

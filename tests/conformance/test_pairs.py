@@ -1,7 +1,7 @@
-"""The fields of a completion in pairs: each keeps its promise beside each of the others.
+"""Pairs of a completion's fields: each field has its effect beside each other field.
 
-A field's promise is said once, as a relation between the answer with it and the answer to the same
-request without it. A pair of fields is asked for together, and both promises must hold.
+A field's effect is one check: it compares the answer with the field to the answer to the same
+request without it. Both checks must hold for a request with a pair of fields.
 """
 
 import json
@@ -31,7 +31,7 @@ COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 @dataclass(slots=True)
 class Choice:
-    """A choice, put together again where it was streamed."""
+    """A choice, joined from its chunks if it was streamed."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Choice:
     stop_reason: str | int | None = None
 
     def add(self, part: Mapping[str, Any]) -> None:
-        assert self.finish_reason is None, "a choice went on after its end"
+        assert self.finish_reason is None, "a choice continued after its finish reason"
         self.text += part["text"]
         self.token_ids += part["token_ids"]
         self.prompt_token_ids += part.get("prompt_token_ids", [])
@@ -117,15 +117,15 @@ def without(request: Request, *names: str) -> Request:
 
 
 def echoed(request: Request) -> int:
-    """How much of a choice's text is the prompt's."""
+    """Return the characters of the prompt at the start of a choice's text."""
     return len(PROMPT) if request.get("echo") else 0
 
 
-# The promises.
+# The fields' effects.
 
 
 def keeps_echo(ask: Ask, request: Request) -> None:
-    """The prompt is in front, and nothing else changes."""
+    """Assert that the prompt precedes the text, and nothing else changes."""
     plain = ask(without(request, "echo"))
     for got, expected in zip(ask(request).choices, plain.choices, strict=True):
         assert got.text == PROMPT + expected.text
@@ -142,8 +142,10 @@ def keeps_echo(ask: Ask, request: Request) -> None:
 
 
 def keeps_logprobs(ask: Ask, request: Request) -> None:
-    """Tokens join to the text but for the end that it leaves out, offsets lead into it, and the
-    text is the same as without."""
+    """Assert that tokens join to the text, offsets index it, and the text does not change.
+
+    The text omits an end token, which the logprobs include.
+    """
     answer = ask(request)
     assert answer.texts == ask(without(request, "logprobs")).texts
     for choice in answer.choices:
@@ -159,12 +161,12 @@ def keeps_logprobs(ask: Ask, request: Request) -> None:
         for token, score, top in list(zip(tokens, scores, tops, strict=True))[bool(prompt) :]:
             assert score <= 0
             assert 1 <= len(top) <= request["logprobs"] + 1
-            # a stop string may clip the token, and equal texts keep the larger
+            # A stop string may cut the token. Of tokens with equal texts, top has the larger score.
             assert token == "" or top.get(token, 0) >= score
 
 
 def keeps_n(ask: Ask, request: Request) -> None:
-    """So many choices, the first as if it were alone, the others unlike it."""
+    """Assert that there are n choices, of which the first is the answer to n = 1."""
     answer = ask(request)
     assert len(answer.choices) == request["n"]
     alone = ask(without(request, "n"))
@@ -175,7 +177,10 @@ def keeps_n(ask: Ask, request: Request) -> None:
 
 
 def keeps_best_of(ask: Ask, request: Request) -> None:
-    """The likeliest per token of those that n = best_of draws, best first; all of them are used."""
+    """Assert that the choices are the n best of best_of by mean logprob, the best one first.
+
+    The usage counts the tokens of all best_of sequences.
+    """
     n = request.get("n", 1)
     drawn = ask({"logprobs": 0} | without(request, "best_of") | {"n": request["best_of"]})
     ranked = sorted(drawn.choices, key=lambda choice: -fmean(choice.generated_logprobs))
@@ -189,7 +194,7 @@ def keeps_best_of(ask: Ask, request: Request) -> None:
 
 
 def keeps_suffix(ask: Ask, request: Request) -> None:
-    """The model sees both sides of the gap, and only the middle is returned."""
+    """Assert that the prompt is the infill of prefix and suffix, and the text the middle alone."""
     marked = f"<|fim_prefix|>{PROMPT}<|fim_suffix|>{SUFFIX}<|fim_middle|>"
     ends = tokens_of(ask, "<|fim_pad|><|repo_name|><|file_sep|>")
     answer = ask(request)
@@ -200,7 +205,7 @@ def keeps_suffix(ask: Ask, request: Request) -> None:
 
 
 def keeps_ids(ask: Ask, request: Request) -> None:
-    """A prompt of ids is answered as the text that they spell."""
+    """Assert that a prompt of ids is answered like its text."""
     answer, of_text = ask(request), ask(request | {"prompt": PROMPT})
     assert answer.texts == of_text.texts
     assert answer.ids == of_text.ids
@@ -210,7 +215,7 @@ def keeps_ids(ask: Ask, request: Request) -> None:
 
 
 def keeps_stream(ask: Ask, request: Request) -> None:
-    """Its chunks come to the same as the whole."""
+    """Assert that the joined chunks equal the whole answer."""
     streamed, whole = ask(request), ask(without(request, "stream"))
     assert streamed.usage["completion_tokens"] == whole.usage["completion_tokens"]
     for got, expected in zip(streamed.choices, whole.choices, strict=True):
@@ -227,12 +232,12 @@ def keeps_stream(ask: Ask, request: Request) -> None:
 
 
 def keeps_stop(ask: Ask, request: Request) -> None:
-    """The text ends before the first match; ids, logprobs and usage end with it."""
+    """Assert that the text, the ids and the usage end at the first match."""
     stop = request["stop"]
     answer = ask(request)
     for choice in answer.choices:
         assert stop not in choice.text[echoed(request) :]
-    if "best_of" in request:  # which choices are best depends on where they end
+    if "best_of" in request:  # The ranking depends on the lengths, so the choices may differ.
         return
     free = ask(without(request, "stop"))
     assert any(choice.stop_reason == stop for choice in answer.choices)
@@ -248,7 +253,7 @@ def keeps_stop(ask: Ask, request: Request) -> None:
 
 
 def keeps_grammar(ask: Ask, request: Request) -> None:
-    """Every choice that came to its own end matches."""
+    """Assert that choices have the pattern's characters, and match it unless they were cut."""
     for choice in ask(request).choices:
         text = choice.text[echoed(request) :]
         assert re.fullmatch("[a-e ]*", text)
@@ -285,15 +290,18 @@ def request_of(pair: tuple[str, str], prompt_ids: list[int]) -> Request:
         "suffix": {"suffix": SUFFIX},
         "ids": {"prompt": prompt_ids},
         "stream": {"stream": True},
-        "stop": {},  # chosen when it is known what would come
+        "stop": {},  # The test takes the stop string from the output without it.
         "grammar": {"grammar": {"type": "regex", "value": PATTERN}},
     }
     request = BASE | fields[pair[0]] | fields[pair[1]]
-    return without(request, "ignore_eos") if "grammar" in pair else request  # it has an end
+    # A grammar decides where the output ends, so the server refuses ignore_eos beside it.
+    return without(request, "ignore_eos") if "grammar" in pair else request
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair not in REFUSED], ids="-".join)
-def test_both_keep_their_promise(ask: Ask, prompt_ids: list[int], pair: tuple[str, str]) -> None:
+def test_both_fields_of_a_pair_have_their_effect(
+    ask: Ask, prompt_ids: list[int], pair: tuple[str, str]
+) -> None:
     request = request_of(pair, prompt_ids)
     if "stop" in pair:
         request["stop"] = ask(without(request, "echo", "stream")).texts[0][3:5]
@@ -303,7 +311,7 @@ def test_both_keep_their_promise(ask: Ask, prompt_ids: list[int], pair: tuple[st
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("pair", REFUSED, ids="-".join)
-def test_the_pairs_without_a_meaning_are_refused(
+def test_contradictory_pairs_are_refused(
     http: httpx.Client, prompt_ids: list[int], pair: tuple[str, str], stream: bool
 ) -> None:
     body = request_of(pair, prompt_ids)

@@ -1,5 +1,4 @@
-"""Chat through OpenAI's SDKs, Python and Node: every field, streams, and the helpers built on
-them."""
+"""Chat through OpenAI's SDKs for Python and Node.js: every field, streams, parsing helpers."""
 
 import inspect
 import json
@@ -176,7 +175,7 @@ BAD: Mapping[str, tuple[Fields, str]] = {
     "verbosity": ({"verbosity": "low"}, "verbosity"),
     "web_search_options": ({"web_search_options": {}}, "web_search_options"),
 }
-# of OpenAI's, what changes nothing here: ignored, and named in a header
+# The server ignores these fields of OpenAI's, and names them in a response header.
 IGNORED = {
     "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "safety_identifier", "service_tier", "store",
@@ -184,7 +183,7 @@ IGNORED = {
 
 
 def joined(chunks: list[Answer]) -> Answer:
-    """What a stream of one choice comes to."""
+    """Return the whole answer of a stream with one choice."""
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
     assert choices[0]["delta"]["role"] == "assistant"
@@ -193,7 +192,7 @@ def joined(chunks: list[Answer]) -> Answer:
     return chunks[0] | {"choices": [choice], "usage": usage}
 
 
-def test_every_field_has_a_call() -> None:
+def test_every_chat_field_is_tested() -> None:
     refused = {fields for fields in BAD if fields in ChatBody.__struct_fields__}
     assert {*CALLS, *refused} == set(ChatBody.__struct_fields__)
     of_openai = set(inspect.signature(Completions.create).parameters) - OWN_PARAMETERS
@@ -201,21 +200,21 @@ def test_every_field_has_a_call() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_python(client: OpenAI, name: str) -> None:
+def test_python_sdk_gets_an_answer_that_follows_the_field(client: OpenAI, name: str) -> None:
     fields, is_right = CALLS[name]
     answer = create(client.chat.completions.create, BASE | fields, joined)
     assert is_right(answer), answer
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_python_raises(client: OpenAI, name: str) -> None:
+def test_python_sdk_raises_bad_request_that_names_the_field(client: OpenAI, name: str) -> None:
     fields, param = BAD[name]
     with pytest.raises(openai.BadRequestError) as refused:
         create(client.chat.completions.create, BASE | fields, joined)
     assert refused.value.param == param
 
 
-def test_what_is_ignored_is_named(client: OpenAI) -> None:
+def test_ignored_fields_are_named_in_a_header(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
         **BASE, metadata={"a": "b"}, store=True, service_tier="auto"
     )
@@ -227,25 +226,29 @@ def test_what_is_ignored_is_named(client: OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def answers(node: Node) -> dict[str, Answer]:
-    """Of all calls through Node.js."""
+    """Answers to all calls through Node.js, by name."""
     calls = {name: BASE | fields for name, (fields, _) in CALLS.items()}
     return node("chat", calls | {f"bad {name}": BASE | BAD[name][0] for name in BAD})
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_node(answers: dict[str, Answer], name: str) -> None:
+def test_node_sdk_gets_an_answer_that_follows_the_field(
+    answers: dict[str, Answer], name: str
+) -> None:
     answer = answers[name]
     assert "error" not in answer, answer
     assert CALLS[name][1](joined(answer["chunks"]) if "chunks" in answer else answer), answer
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_node_raises(answers: dict[str, Answer], name: str) -> None:
+def test_node_sdk_raises_bad_request_that_names_the_field(
+    answers: dict[str, Answer], name: str
+) -> None:
     error = answers[f"bad {name}"]["error"]
     assert error == {"class": "BadRequestError", "status": 400, "param": BAD[name][1]}
 
 
-# What the Python SDK builds on these calls.
+# Helpers of the Python SDK: parsing, streaming, conversations.
 
 
 class Item(BaseModel):
@@ -256,7 +259,7 @@ class Item(BaseModel):
 
 
 class Order(BaseModel):
-    """An order, nested as real ones are."""
+    """An order with nested lines."""
 
     items: list[Item] = Field(max_length=2)
     is_paid: bool
@@ -269,7 +272,7 @@ class GetWeather(BaseModel):
     days: int = Field(ge=1, le=9)
 
 
-def test_answers_are_parsed_into_pydantic(client: OpenAI) -> None:
+def test_parse_returns_the_answer_as_a_pydantic_model(client: OpenAI) -> None:
     answer = client.chat.completions.parse(
         model="default", messages=[HELLO], response_format=Order, seed=1, max_tokens=200
     )
@@ -279,7 +282,7 @@ def test_answers_are_parsed_into_pydantic(client: OpenAI) -> None:
     assert choice.message.refusal is None
 
 
-def test_arguments_are_parsed_into_pydantic(client: OpenAI) -> None:
+def test_parse_returns_tool_arguments_as_a_pydantic_model(client: OpenAI) -> None:
     answer = client.chat.completions.parse(
         model="default",
         messages=[QUESTION],
@@ -294,7 +297,9 @@ def test_arguments_are_parsed_into_pydantic(client: OpenAI) -> None:
     assert {type(arguments) for arguments in parsed} == {GetWeather}
 
 
-async def test_the_streaming_helper_sees_content_and_scores(stack: Stack) -> None:
+async def test_streaming_helper_gets_the_content_and_logprobs_of_a_whole_answer(
+    stack: Stack,
+) -> None:
     async with (
         AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
         client.chat.completions.stream(
@@ -324,7 +329,7 @@ async def test_the_streaming_helper_sees_content_and_scores(stack: Stack) -> Non
     assert final.usage.completion_tokens == whole.usage.completion_tokens
 
 
-async def test_the_streaming_helper_parses_as_it_comes(stack: Stack) -> None:
+async def test_streaming_helper_parses_tool_arguments(stack: Stack) -> None:
     async with (
         AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
         client.chat.completions.stream(
@@ -351,8 +356,8 @@ async def test_the_streaming_helper_parses_as_it_comes(stack: Stack) -> None:
     assert call.function.parsed_arguments == done.parsed_arguments
 
 
-def test_a_conversation_goes_on_with_the_sdks_own_messages(client: OpenAI) -> None:
-    """Agents put the answer back as they got it."""
+def test_conversation_continues_with_the_messages_of_the_sdk(client: OpenAI) -> None:
+    """Agents send the answer's message back unchanged."""
     messages: list[Any] = [QUESTION]
     asked: Fields = {"model": "default", "tools": [WEATHER], "max_tokens": 80, "seed": 1}
     answer = client.chat.completions.create(**asked, messages=messages, tool_choice="required")
@@ -363,11 +368,11 @@ def test_a_conversation_goes_on_with_the_sdks_own_messages(client: OpenAI) -> No
         for call in message.tool_calls or ()
     ]
     assert client.chat.completions.create(**asked, messages=messages).choices[0].finish_reason
-    messages[1] = message.model_dump()  # with every null that the SDK knows of
+    messages[1] = message.model_dump()  # includes the null fields
     assert client.chat.completions.create(**asked, messages=messages).choices[0].finish_reason
 
 
-async def test_leaving_a_stream_early_ends_its_work(stack: Stack) -> None:
+async def test_stream_closed_early_stops_its_generation(stack: Stack) -> None:
     async with (
         AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
         left_early(stack.engine, 1500),

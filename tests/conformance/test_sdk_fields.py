@@ -1,5 +1,4 @@
-"""Every field of a completion through OpenAI's SDKs, Python and Node: what they send is understood,
-and what they get back is theirs to read."""
+"""Every field of a completion through OpenAI's SDKs for Python and Node.js."""
 
 import inspect
 import json
@@ -106,27 +105,27 @@ BAD: Mapping[str, Fields] = {
 
 
 def joined(chunks: list[Answer]) -> Answer:
-    """What a stream of one choice comes to."""
+    """Return the whole answer of a stream with one choice."""
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     usage = next(chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage"))
     whole = choices[-1] | {"text": "".join(choice["text"] for choice in choices)}
     return chunks[0] | {"choices": [whole], "usage": usage}
 
 
-def test_every_field_has_a_call() -> None:
+def test_every_completion_field_is_tested() -> None:
     assert set(CALLS) == set(CompletionBody.__struct_fields__)
     assert set(inspect.signature(Completions.create).parameters) - OWN_PARAMETERS <= set(CALLS)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_python(client: OpenAI, name: str) -> None:
+def test_python_sdk_gets_an_answer_that_follows_the_field(client: OpenAI, name: str) -> None:
     fields, is_right = CALLS[name]
     answer = create(client.completions.create, BASE | fields, joined)
     assert is_right(answer), answer
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_python_raises(client: OpenAI, name: str) -> None:
+def test_python_sdk_raises_bad_request_that_names_the_field(client: OpenAI, name: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         create(client.completions.create, BASE | BAD[name], joined)
     assert refused.value.param is not None
@@ -135,20 +134,24 @@ def test_python_raises(client: OpenAI, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def answers(node: Node) -> dict[str, Answer]:
-    """Of all calls through Node.js."""
+    """Answers to all calls through Node.js, by name."""
     calls = {name: BASE | fields for name, (fields, _) in CALLS.items()}
     return node("completions", calls | {f"bad {name}": BASE | BAD[name] for name in BAD})
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_node(answers: dict[str, Answer], name: str) -> None:
+def test_node_sdk_gets_an_answer_that_follows_the_field(
+    answers: dict[str, Answer], name: str
+) -> None:
     answer = answers[name]
     assert "error" not in answer, answer
     assert CALLS[name][1](joined(answer["chunks"]) if "chunks" in answer else answer), answer
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_node_raises(answers: dict[str, Answer], name: str) -> None:
+def test_node_sdk_raises_bad_request_that_names_the_field(
+    answers: dict[str, Answer], name: str
+) -> None:
     error = answers[f"bad {name}"]["error"]
     param = error.pop("param").partition(".")[0]
     assert (error, param) == ({"class": "BadRequestError", "status": 400}, name)

@@ -1,4 +1,4 @@
-"""Schemas as pydantic and LangChain make them: taken, enforced, and open about what is not."""
+"""Schemas made by pydantic and LangChain: answers that follow them, and ignored keywords."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tokenwire.client import Client, GrammarSpec, Tool, ToolChoice
 
 
 class Account(BaseModel):
-    """What forms hold."""
+    """An account with pydantic's special types."""
 
     password: SecretStr
     home: Path
@@ -26,9 +26,9 @@ class Account(BaseModel):
 
 SCHEMA: dict[str, Any] = Account.model_json_schema()
 for _property in SCHEMA["properties"].values():
-    _property["maxLength"] = 30  # an answer ends
+    _property["maxLength"] = 30  # bounds the answer
 IGNORED = [f"properties.{name}.format" for name in ("password", "home", "token", "address")]
-# what LangChain's convert_to_openai_function makes of an OpenAPI operation
+# The result of LangChain's convert_to_openai_function for an OpenAPI operation.
 FUNCTION: dict[str, Any] = {
     "name": "list_pets",
     "description": "List pets.",
@@ -87,7 +87,7 @@ def named_in(headers: Any) -> list[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_chats_say_what_is_not_enforced(client: OpenAI, name: str, stream: bool) -> None:
+def test_chat_header_names_the_ignored_keywords(client: OpenAI, name: str, stream: bool) -> None:
     fields, ignored = CONSTRAINTS[name]
     raw = client.chat.completions.with_raw_response.create(
         model="default", messages=[{"role": "user", "content": "Go."}], max_tokens=8, stream=stream,
@@ -98,7 +98,9 @@ def test_chats_say_what_is_not_enforced(client: OpenAI, name: str, stream: bool)
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_completions_say_what_is_not_enforced(client: OpenAI, name: str, stream: bool) -> None:
+def test_completion_header_names_the_ignored_keywords(
+    client: OpenAI, name: str, stream: bool
+) -> None:
     fields, ignored = CONSTRAINTS[name]
     body = {key: value for key, value in fields.items() if key != "extra_body"}
     raw = client.completions.with_raw_response.create(
@@ -108,7 +110,7 @@ def test_completions_say_what_is_not_enforced(client: OpenAI, name: str, stream:
     assert named_in(raw.headers) == ignored
 
 
-def test_an_answer_is_what_the_model_of_pydantic_takes(client: OpenAI) -> None:
+def test_answer_validates_with_the_pydantic_model(client: OpenAI) -> None:
     schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "address": {"const": "::1"}}}
     form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     for seed in range(4):
@@ -121,7 +123,7 @@ def test_an_answer_is_what_the_model_of_pydantic_takes(client: OpenAI) -> None:
         Account.model_validate_json(answer.choices[0].message.content or "")
 
 
-def test_a_call_is_what_the_function_of_langchain_takes(client: OpenAI) -> None:
+def test_tool_call_arguments_follow_the_function_of_langchain(client: OpenAI) -> None:
     tools: Any = [{"type": "function", "function": FUNCTION | {"strict": True}}]
     for seed in range(4):
         answer = client.chat.completions.create(
@@ -138,7 +140,7 @@ def test_a_call_is_what_the_function_of_langchain_takes(client: OpenAI) -> None:
         assert datetime.fromisoformat(arguments["since"].upper())
 
 
-async def test_clients_of_grpc_are_told_by_the_fields_of_the_request(stack: Stack) -> None:
+async def test_grpc_answers_name_the_ignored_keywords_by_their_fields(stack: Stack) -> None:
     grammar = GrammarSpec(json_schema=json.dumps(SCHEMA))
     named = ToolChoice(name="list_pets")
     parameters = json.dumps(FUNCTION["parameters"])

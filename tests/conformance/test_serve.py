@@ -1,4 +1,4 @@
-"""`tokenwire serve` when something goes wrong under way."""
+"""Tests of `tokenwire serve`: restarts, signals, IPv6, catalogs."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from tokenwire.serving.addresses import why_unusable
 
 
 def _started(ports: list[int], logs: Path, *flags: str) -> "subprocess.Popen[str]":
-    """`tokenwire serve`, from when it has said that it serves."""
+    """Start `tokenwire serve` and wait until it prints that it serves."""
     http, tokenizer, engine, grammar = map(str, ports)
     process = subprocess.Popen(
         [
@@ -44,13 +44,13 @@ def _child(process: "subprocess.Popen[str]", name: str) -> int:
 
 
 def _said(process: "subprocess.Popen[str]") -> str:
-    """Its next own line on stderr; gRPC may write there too."""
+    """Return the next line of stderr that is Tokenwire's; gRPC may write there too."""
     assert process.stderr is not None
     return next(line for line in process.stderr if line.startswith("tokenwire: "))
 
 
 def test_service_that_ends_is_started_again_and_no_request_is_refused(tmp_path: Path) -> None:
-    """Whoever restarts one by hand, or whom the OOM killer visits, must not take the rest along."""
+    """A restart by hand or the OOM killer must not stop the other services."""
     ports = free_ports(4)
     process = _started(ports, tmp_path)
     url = f"http://127.0.0.1:{ports[0]}/v1/completions"
@@ -60,7 +60,7 @@ def test_service_that_ends_is_started_again_and_no_request_is_refused(tmp_path: 
     assert len(children) == 4
     for pid in children:
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        assert soft == hard, "each connection is an open file"
+        assert soft == hard, "the limit of open files bounds the connections"
     for name, number in (
         ("http_shim", signal.SIGKILL),
         ("http_shim", signal.SIGTERM),
@@ -78,17 +78,17 @@ def test_service_that_ends_is_started_again_and_no_request_is_refused(tmp_path: 
     assert process.wait(timeout=120) == 0
 
 
-def test_service_that_can_not_come_back_takes_the_rest_along(
+def test_service_that_cannot_restart_stops_the_others_with_exit_code_1(
     tmp_path: Path, embedded_model: Path
 ) -> None:
-    """A stack that silently misses a part would answer with riddles."""
+    """A supervisor can then restart the stack, instead of an incomplete stack that fails."""
     model = tmp_path / "model"
     shutil.copytree(embedded_model, model)
     process = _started(free_ports(4), tmp_path, "--model", str(model))
-    assert not list(tmp_path.glob("tokenwire-*")), "kill -9 would leave them"
+    assert not list(tmp_path.glob("tokenwire-*")), "kill -9 would leave these files behind"
     children = _children(process.pid)
     slow = _child(process, "http_shim")
-    os.kill(slow, signal.SIGSTOP)  # as if it still had requests
+    os.kill(slow, signal.SIGSTOP)  # simulates requests that still run
     model.rename(tmp_path / "elsewhere")
     os.kill(_child(process, "grammar"), signal.SIGKILL)
     assert "grammar ended with signal SIGKILL" in _said(process)
@@ -103,10 +103,10 @@ def test_service_that_can_not_come_back_takes_the_rest_along(
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_a_terminal_that_closes_ends_the_server_unless_under_nohup(
+def test_sighup_ends_the_server_with_exit_code_0_unless_under_nohup(
     tmp_path: Path, ignored: bool
 ) -> None:
-    """And in order: what runs has its grace."""
+    """A closed terminal sends SIGHUP."""
     http, tokenizer, engine, grammar = map(str, free_ports(4))
     command = [
         sys.executable, "-m", "tokenwire", "serve", "--port", http,
@@ -128,8 +128,7 @@ def test_a_terminal_that_closes_ends_the_server_unless_under_nohup(
 
 @pytest.mark.skipif(why_unusable("::1", 0) is not None, reason="no IPv6 here")
 @pytest.mark.parametrize("host", ["::1", "::"])
-def test_ipv6_is_served(host: str, tmp_path: Path) -> None:
-    """HTTP, gRPC and metrics alike."""
+def test_http_and_metrics_are_served_over_ipv6(host: str, tmp_path: Path) -> None:
     http, tokenizer, engine, grammar = free_ports(4)
     process = subprocess.Popen(
         [
@@ -151,15 +150,15 @@ def test_ipv6_is_served(host: str, tmp_path: Path) -> None:
     assert answer.json()["model"] == "acme/small"
     for port in (tokenizer, engine):
         assert httpx.get(f"http://[::1]:{port + 1000}/metrics", timeout=60).status_code == 200
-    if host == "::":  # means every address, those of IPv4 too
+    if host == "::":  # every address, of IPv4 too
         assert httpx.get(f"http://127.0.0.1:{http}/health", timeout=60).status_code == 200
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 0
 
 
-def test_a_catalog_is_started_and_exchanged(tmp_path: Path, embedded_model: Path) -> None:
-    """SIGHUP brings models and takes them away, while a stream on one that goes runs on."""
+def test_sighup_exchanges_the_models_of_a_catalog(tmp_path: Path, embedded_model: Path) -> None:
+    """A stream on a model that leaves the catalog continues to its end."""
     http, first = map(str, free_ports(2))
     catalog = tmp_path / "catalog.toml"
 
@@ -201,7 +200,7 @@ def test_a_catalog_is_started_and_exchanged(tmp_path: Path, embedded_model: Path
         assert response.status_code == 200
     assert process.stdout.readline() == "  soon: not served\n"
     assert process.stderr.readline() == "tokenwire: old has stopped\n"
-    assert len(set(old) & set(_children(process.pid))) == 1, "the shim"
+    assert len(set(old) & set(_children(process.pid))) == 1, "the shim alone must remain"
 
     catalog.write_text("models = 5")
     process.send_signal(signal.SIGHUP)
@@ -210,9 +209,7 @@ def test_a_catalog_is_started_and_exchanged(tmp_path: Path, embedded_model: Path
         f"http://127.0.0.1:{http}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60
     )
     assert answer.json()["model"] == "new"
-    assert len(set(old) & set(_children(process.pid))) == 1, (
-        "of the old ones the shim alone is left"
-    )
+    assert len(set(old) & set(_children(process.pid))) == 1, "the shim alone must remain"
     process.send_signal(signal.SIGTERM)
     rest, complaints = process.communicate(timeout=60)
     assert (process.returncode, rest, complaints) == (0, "", "")

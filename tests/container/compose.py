@@ -1,4 +1,4 @@
-"""docker-compose.yml, as a machine with nothing but Docker runs it. See tests/container/run."""
+"""Tests of docker-compose.yml on a machine with only Docker. tests/container/run starts them."""
 
 import asyncio
 import json
@@ -19,10 +19,10 @@ from tokenwire.client import Client, EngineClient
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "python:3.11-slim-bookworm"
 SERVICES = ("grammar", "engine", "tokenizer", "http_shim")
-LIMIT = 400 * 2**20  # bytes that an image without torch may have beyond its base
+LIMIT = 400 * 2**20  # maximum bytes that an image without torch adds to its base
 START_SECONDS = 300
 
-pytestmark = pytest.mark.timeout(3600)  # the first test builds the images, torch and all
+pytestmark = pytest.mark.timeout(3600)  # The first test builds the images, torch included.
 
 
 def docker(*arguments: str) -> str:
@@ -42,7 +42,7 @@ class Compose:
     environment: dict[str, str]
 
     def run(self, *arguments: str) -> str:
-        """docker-compose ARGUMENTS; its output."""
+        """Run docker-compose with the arguments. Return its output."""
         result = subprocess.run(
             [*self.command, *arguments],
             cwd=ROOT,
@@ -92,7 +92,7 @@ def compose() -> Iterator[Compose]:
         project.run("down", "--volumes")
 
 
-def test_a_completion_over_http(compose: Compose) -> None:
+def test_http_returns_a_completion_of_the_requested_length(compose: Compose) -> None:
     body = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         f"{compose.url}/v1/completions",
@@ -105,9 +105,7 @@ def test_a_completion_over_http(compose: Compose) -> None:
     assert completion["usage"]["completion_tokens"] == 8
 
 
-def test_completions_over_grpc(compose: Compose) -> None:
-    """At text level and at token level, with the same outcome."""
-
+def test_text_and_tokens_over_grpc_give_the_same_completion(compose: Compose) -> None:
     async def ask() -> tuple[str, str]:
         async with Client(compose.tokenizer) as client, EngineClient(compose.engine) as engine:
             text = (await client.complete("def add(a, b):", max_tokens=8, temperature=0)).text
@@ -120,7 +118,7 @@ def test_completions_over_grpc(compose: Compose) -> None:
     assert of_ids == of_text
 
 
-def test_a_grammar_reaches_its_service(compose: Compose) -> None:
+def test_output_follows_a_grammar(compose: Compose) -> None:
     body = {"prompt": "x", "max_tokens": 8, "grammar": {"type": "regex", "value": "[0-9]{3}"}}
     request = urllib.request.Request(
         f"{compose.url}/v1/completions",
@@ -132,7 +130,7 @@ def test_a_grammar_reaches_its_service(compose: Compose) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_nothing_runs_as_root(compose: Compose, service: str) -> None:
+def test_services_do_not_run_as_root(compose: Compose, service: str) -> None:
     assert docker("exec", compose.container(service), "id", "-u") != "0"
 
 
@@ -145,23 +143,23 @@ def test_images_without_torch_are_small(compose: Compose, service: str) -> None:
     assert size - base < LIMIT
 
 
-def test_the_engine_has_its_kernels_and_no_compiler(compose: Compose) -> None:
+def test_engine_image_has_compiled_kernels_and_no_compiler(compose: Compose) -> None:
     engine = compose.container("engine")
     find = "from tokenwire.services.engine.kernels.build import LIBRARY; print(LIBRARY.exists())"
     assert docker("exec", engine, "python", "-c", find) == "True"
     assert not docker("exec", engine, "sh", "-c", "command -v g++ || true")
 
 
-def test_only_the_ways_in_are_published(compose: Compose) -> None:
-    """And on loopback alone: there are no keys."""
+def test_ports_of_all_but_the_grammar_service_are_published_on_loopback(compose: Compose) -> None:
+    """The services need no keys, so other machines must not reach them."""
     for service in SERVICES:
         published = docker("port", compose.container(service)).splitlines()
         assert all(" -> 127.0.0.1:" in line for line in published)
         assert bool(published) == (service != "grammar")
 
 
-def test_all_of_them_drain_when_stopped(compose: Compose) -> None:
-    """Last: nothing is left to talk to."""
+def test_services_exit_with_code_0_when_stopped(compose: Compose) -> None:
+    """This test must be the last one, because it stops the services."""
     containers = [compose.container(service) for service in SERVICES]
     compose.run("stop")
     for container in containers:

@@ -337,7 +337,7 @@ async def test_death_of_the_step_loop_fails_its_requests_and_ends_the_service(
         (("--model", "{model}", "--kv-memory", "900GiB"), "bytes of memory are missing"),
         (("--model", "{model}", "--max-running", "2000000000"), "bytes of memory are missing"),
         (("--model", "{model}", "--max-step-tokens", "2000000000"), "bytes of memory are missing"),
-        (("--model", "{model}", "--kv-memory", "1"), "holds no block"),
+        (("--model", "{model}", "--kv-memory", "1"), "less than one block"),
         (("--model", "{model}", "--mixed-step-factor", "nan"), "--mixed-step-factor"),
         (("--model", "{model}", "--threads", "-1"), "--threads must be between 0"),
         (("--model", "{model}", "--device", "cuda"), "CUDA"),

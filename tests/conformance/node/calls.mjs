@@ -1,4 +1,4 @@
-// Reads calls by name from stdin, makes each, and writes by name what came back.
+// Reads calls by name from stdin, makes them, and writes the answers by name to stdout.
 import { text } from "node:stream/consumers";
 import OpenAI from "openai";
 

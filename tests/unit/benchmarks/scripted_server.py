@@ -1,4 +1,4 @@
-"""An HTTP server on loopback whose completions are written down beforehand."""
+"""HTTP server on loopback with scripted completions."""
 
 import asyncio
 import json
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Answer = Callable[[dict[str, Any]], Awaitable[Sequence[bytes]]]
-"""From a request's body to the pieces of its response, each written on its own"""
+"""Function from a request's body to the pieces of its response, which are written one by one"""
 
 
 @dataclass
 class Seen:
-    """What the server saw."""
+    """Requests that the server received."""
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
@@ -24,7 +24,10 @@ class Seen:
 async def scripted_server(
     answer: Answer, status: int = 200, *, keeps_alive: bool = True
 ) -> AsyncIterator[tuple[str, Seen]]:
-    """Gives its URL and what it sees; unless it keeps connections alive, it closes each untold."""
+    """Yield the server's URL and its requests.
+
+    Without `keeps_alive`, the server closes each connection without a `connection: close` header.
+    """
     seen = Seen()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -68,7 +71,7 @@ def event(data: object) -> bytes:
 
 
 def stream(events: int, tokens: int) -> bytes:
-    """A completion of `tokens` tokens in `events` events, then its end, usage and [DONE]."""
+    """Return a completion of `tokens` tokens in `events` events, its end, usage and [DONE]."""
     text = [event({"choices": [{"text": f"t{i}", "finish_reason": None}]}) for i in range(events)]
     end = event({"choices": [{"text": "", "finish_reason": "length"}]})
     usage = event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": tokens}})

@@ -1,4 +1,4 @@
-"""The step bench attributes time to where it went."""
+"""Tests of benchmarks.engine: the stopwatch of a step's parts."""
 
 import time
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from benchmarks.engine import Stopwatch
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """The time, for the test to set."""
+    """The time of perf_counter, which the test sets."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     yield now
     monkeypatch.undo()
 
 
-def test_a_part_within_a_part_counts_once(clock: list[float]) -> None:
+def test_seconds_of_a_nested_part_count_once(clock: list[float]) -> None:
     watch = Stopwatch()
 
     def work(seconds: float) -> None:
@@ -35,7 +35,7 @@ def test_a_part_within_a_part_counts_once(clock: list[float]) -> None:
     assert watch.seconds == {"inner": 5.0, "outer": 5.0}
 
 
-def test_a_part_that_fails_is_counted_too(clock: list[float]) -> None:
+def test_seconds_of_a_part_that_raises_are_counted(clock: list[float]) -> None:
     watch = Stopwatch()
 
     def fail() -> None:

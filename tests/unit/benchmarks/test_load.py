@@ -1,4 +1,4 @@
-"""The load generator counts what came, and sends what the scenario says."""
+"""Tests of benchmarks.load: requests of a scenario, counts and latencies."""
 
 import asyncio
 from collections.abc import Sequence
@@ -36,49 +36,49 @@ def errors(measurement: Measurement) -> list[str]:
     return list(measurement.workloads["streams"].errors)
 
 
-async def test_tokens_are_those_of_the_usage_however_many_came_at_once() -> None:
+async def test_output_tokens_are_the_usage_and_not_the_number_of_events() -> None:
     report = (await measure_one([stream(events=2, tokens=4)])).workloads["streams"]
     assert report.output_tokens == 4
     assert report.prompt_tokens == 3
     assert not report.errors
 
 
-async def test_an_end_in_an_event_of_its_own_is_no_token() -> None:
+async def test_event_with_only_a_finish_reason_is_not_a_token() -> None:
     report = (await measure_one([stream(events=4, tokens=4)])).workloads["streams"]
     assert report.tokens_per_event == 1.0
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
-async def test_events_are_read_wherever_the_pieces_end(size: int) -> None:
+async def test_events_may_be_split_over_pieces(size: int) -> None:
     whole = stream(events=4, tokens=4)
     pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
     report = (await measure_one(pieces)).workloads["streams"]
     assert (report.output_tokens, report.tokens_per_event) == (4, 1.0)
 
 
-async def test_another_length_than_asked_for_is_an_error() -> None:
-    """Otherwise a server that stops early would look fast."""
+async def test_wrong_number_of_output_tokens_is_an_error() -> None:
+    """Otherwise a server that stops early would seem fast."""
     assert errors(await measure_one([stream(events=3, tokens=3)])) == ["3 tokens instead of 4"]
 
 
-async def test_a_failure_inside_a_stream_is_an_error() -> None:
+async def test_error_event_in_a_stream_is_an_error() -> None:
     (error,) = errors(await measure_one([stream(events=4, tokens=4), event({"error": "lost"})]))
     assert "lost" in error
 
 
-async def test_a_refused_request_is_an_error_with_its_reason() -> None:
+async def test_refused_request_is_an_error_with_its_reason() -> None:
     (error,) = errors(await measure_one([b"too many requests"], status=429))
     assert error == "HTTP 429: too many requests"
 
 
-async def test_a_server_that_is_gone_is_an_error() -> None:
+async def test_unreachable_server_is_an_error() -> None:
     async with scripted_server(_at_once(4)) as (url, _):
         pass
     measurement = await measure(Target(url, "model"), ONE, PROMPTS)
     assert measurement.errors == 1
 
 
-async def test_a_connection_that_the_server_gave_up_meanwhile_is_no_error() -> None:
+async def test_idle_connection_closed_by_the_server_is_not_an_error() -> None:
     several = scenario(Workload("streams", ClosedLoop(2), prompt=3, output=4, requests=8))
     async with scripted_server(_at_once(4), keeps_alive=False) as (url, seen):
         measurement = await measure(Target(url, "model"), several, PROMPTS)
@@ -86,7 +86,7 @@ async def test_a_connection_that_the_server_gave_up_meanwhile_is_no_error() -> N
     assert len(seen.bodies) == 8
 
 
-async def test_a_closed_loop_keeps_its_concurrency_and_sends_every_request_once() -> None:
+async def test_closed_loop_keeps_its_concurrency_and_sends_every_request_once() -> None:
     full = asyncio.Event()
     arrived = 0
 
@@ -95,7 +95,7 @@ async def test_a_closed_loop_keeps_its_concurrency_and_sends_every_request_once(
         arrived += 1
         if arrived == 5:
             full.set()
-        await full.wait()  # answers nobody until five requests run at once
+        await full.wait()  # Answer nothing until five requests run at once.
         return [stream(events=4, tokens=4)]
 
     load = scenario(Workload("streams", ClosedLoop(5), prompt=3, output=4, requests=23))
@@ -107,8 +107,8 @@ async def test_a_closed_loop_keeps_its_concurrency_and_sends_every_request_once(
     assert measurement.workloads["streams"].output_tokens == 23 * 4
 
 
-async def test_an_open_loop_does_not_wait_for_answers() -> None:
-    """Otherwise a slow server would be asked for less, and look better than it is."""
+async def test_open_loop_does_not_wait_for_answers() -> None:
+    """Otherwise a slow server would receive fewer requests and seem better than it is."""
     all_here = asyncio.Event()
     arrived = 0
 
@@ -127,7 +127,7 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert measurement.workloads["streams"].requests == 8
 
 
-async def test_a_workload_without_a_number_ends_with_the_others() -> None:
+async def test_workload_without_a_number_of_requests_ends_with_the_others() -> None:
     long_asked = asyncio.Event()
 
     async def answer(body: dict[str, Any]) -> Sequence[bytes]:
@@ -148,7 +148,7 @@ async def test_a_workload_without_a_number_ends_with_the_others() -> None:
     assert measurement.errors == 0
 
 
-async def test_a_constrained_workload_asks_for_its_schema_and_others_do_not() -> None:
+async def test_only_a_constrained_workload_sends_a_schema() -> None:
     load = scenario(
         Workload("free", ClosedLoop(1), prompt=3, output=4, requests=1),
         Workload("json", ClosedLoop(1), 3, 4, 1, json_schema='{"type": "array"}'),
@@ -158,29 +158,29 @@ async def test_a_constrained_workload_asks_for_its_schema_and_others_do_not() ->
     free, constrained = sorted(seen.bodies, key=lambda body: "response_format" in body)
     assert constrained["response_format"]["json_schema"]["schema"] == {"type": "array"}
     assert "response_format" not in free
-    # a grammar that allows the end where ignore_eos forbids it is refused
+    # The server refuses ignore_eos with a grammar that ends.
     assert "ignore_eos" in free
     assert "ignore_eos" not in constrained
 
 
-async def test_warming_up_fills_the_concurrency_with_short_requests() -> None:
+async def test_warm_up_sends_one_short_request_per_concurrent_stream() -> None:
     load = scenario(Workload("streams", ClosedLoop(6), prompt=3, output=64, requests=100))
     async with scripted_server(_at_once(4)) as (url, seen):
         await warm_up(Target(url, "model"), load, PROMPTS)
     assert [body["max_tokens"] for body in seen.bodies] == [4] * 6
 
 
-def test_percentiles_are_the_nearest_ranks() -> None:
+def test_percentiles_are_nearest_ranks() -> None:
     latency = Latency.of([second / 1000 for second in range(100, 0, -1)])
     assert latency == Latency(p50=50.0, p90=90.0, p99=99.0, max=100.0)
 
 
-def test_no_times_have_no_percentiles() -> None:
+def test_empty_list_of_times_has_no_percentiles() -> None:
     assert Latency.of([]) is None
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1))
-def test_percentiles_are_measured_times_in_order(milliseconds: list[int]) -> None:
+def test_percentiles_are_measured_times_in_ascending_order(milliseconds: list[int]) -> None:
     latency = Latency.of([time / 1000 for time in milliseconds])
     assert latency is not None
     ranks = [latency.p50, latency.p90, latency.p99, latency.max]

@@ -1,4 +1,4 @@
-"""The figures that are published say what was measured."""
+"""Tests of the published figures: ratios, medians, tables, charts, byte floor, prompts."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -44,7 +44,7 @@ def run(**measurements: list[Measurement]) -> Run:
     )
 
 
-def test_a_ratio_is_to_the_best_peer_and_above_1_when_better() -> None:
+def test_ratio_to_the_best_peer_is_above_1_for_a_better_server() -> None:
     result = run(
         tokenwire=[measured("S32", rate=300.0), measured("P", ttft=50.0)],
         slow=[measured("S32", rate=50.0), measured("P", ttft=400.0)],
@@ -55,41 +55,41 @@ def test_a_ratio_is_to_the_best_peer_and_above_1_when_better() -> None:
     assert "1.50 ×" in table(result)
 
 
-def test_the_figure_is_the_median_without_failed_measurements() -> None:
-    """A server that answers errors is quick, and must not profit from it."""
+def test_figure_is_the_median_of_the_measurements_without_errors() -> None:
+    """Errors are answered fast, and must not improve a server's figure."""
     failed = measured("S32", rate=9999.0, errors={"3 tokens instead of 64": 2})
     result = run(tokenwire=[measured("S32", rate=rate) for rate in (10.0, 30.0, 20.0)] + [failed])
     assert result.figure("tokenwire", SCENARIOS["S32"]) == 20.0
     assert result.failures == ["S32, streams: 2 × 3 tokens instead of 64"]
 
 
-def test_what_nobody_else_measured_has_no_ratio() -> None:
+def test_scenario_that_no_peer_ran_has_no_ratio() -> None:
     result = run(tokenwire=[measured("S32", rate=300.0)], peer=[])
     assert result.relative(SCENARIOS["S32"]) == {}
     assert "300" in table(result)
 
 
-def test_a_constrained_batch_is_compared_with_the_same_batch_free() -> None:
+def test_constrained_scenario_is_compared_with_its_unconstrained_baseline() -> None:
     result = run(tokenwire=[measured("S32", rate=100.0), measured("J32", rate=80.0)])
     assert "J32 / S32" in against_baseline(result)
     assert "0.80" in against_baseline(result)
 
 
-def test_a_baseline_is_measured_though_nobody_named_it() -> None:
+def test_baseline_is_measured_with_its_scenario() -> None:
     assert [scenario.name for scenario in chosen_scenarios("J32,J16")] == ["S32", "J32", "J16"]
 
 
-def test_a_constrained_output_cannot_end_before_it_has_its_length() -> None:
-    """Otherwise free and constrained rows would differ in length, and their ratio mean nothing."""
+def test_constrained_output_cannot_end_before_its_length() -> None:
+    """Otherwise the ratio would compare outputs of different lengths."""
     workloads = [w for scenario in SCENARIOS.values() for w in scenario.workloads if w.json_schema]
     assert workloads
     for workload in workloads:
         assert workload.json_schema is not None
         schema = json.loads(workload.json_schema)
-        assert schema["minItems"] > workload.output  # an item is at least one token
+        assert schema["minItems"] > workload.output  # Each item has at least one token.
 
 
-def test_the_chart_has_a_bar_for_each_figure() -> None:
+def test_chart_has_a_bar_for_each_figure() -> None:
     result = run(
         tokenwire=[measured("S32", rate=300.0)], peer=[measured("S32", rate=200.0)], absent=[]
     )
@@ -97,18 +97,18 @@ def test_the_chart_has_a_bar_for_each_figure() -> None:
     assert {"1.50", "1.00", "S32"} <= set(texts)
 
 
-def test_a_chart_survives_names_that_are_markup() -> None:
+def test_chart_escapes_markup_in_names() -> None:
     svg = bar_chart(BarChart("a < b & c", "", ["<x>"], {"&": {"<x>": 2.0}}))
     assert "a < b & c" in [element.text for element in ET.fromstring(svg).iter()]
 
 
-def test_the_floor_of_a_step_counts_weights_once_and_kv_for_each_sequence() -> None:
+def test_byte_floor_counts_weights_once_and_kv_for_each_sequence() -> None:
     floor = ByteFloor(weight_bytes=1000, kv_bytes_per_token=10, bandwidth=500.0)
     assert floor.seconds(batch=1, context=0) == 2.0
     assert floor.seconds(batch=4, context=50) == pytest.approx((1000 + 4 * 50 * 10) / 500)
 
 
-def test_every_server_gets_the_same_new_prompts() -> None:
+def test_prompts_are_equal_for_equal_seeds_and_new_for_each_request() -> None:
     workload = Workload("streams", ClosedLoop(1), prompt=20, output=1, requests=1, shared=8)
 
     def take(seed: str) -> list[list[int] | str]:
