@@ -1,6 +1,6 @@
 """The engine's step loop in this process, without gRPC: the upper bound of the services' speed.
 
-Imports torch, which reads OpenMP's settings when it is imported: call `limit_thread_spinning` before.
+Call `limit_thread_spinning` before importing this module: torch reads OpenMP's settings on import.
 """
 
 from __future__ import annotations

@@ -65,9 +65,6 @@ class Fault:
 
 
 _LOGS = Path(tempfile.gettempdir()) / "tokenwire-faults"
-_HEAD = """\
-| fault | times | streams failed | newcomers failed | changed | longest pause, median | most |
-|---|---|---|---|---|---|---|"""
 _FAULTS = (
     Fault("kill engine", "engine", signal.SIGKILL),
     Fault("kill engine's worker", "engine", signal.SIGKILL, hits_loop=True),

@@ -277,6 +277,8 @@ Body = TypeVar("Body", bound=Struct)
 _OBJECT = msgspec.json.Decoder(JsonObject)
 _BIAS = msgspec.json.Decoder(dict[Uint32, float])
 _OBJECTS = msgspec.json.Decoder(list[JsonObject])
+_EXACT_FLOATS = 2**53
+"""Bound of the integers that a double holds exactly"""
 _INDEX = re.compile(r"\[\d+\]")
 _MAX_UNKNOWN = 1_000  # unknown fields that are collected
 _PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
@@ -295,7 +297,7 @@ def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[
     try:
         body.decode()  # msgspec does not check the UTF-8 of skipped and raw values
         fields = _OBJECT.decode(body)
-        value = decoder.decode(body)
+        value = _decode(decoder, body)
         if isinstance(value, GenerationBody):
             fields = without_foreign(fields, value.foreign)
         unknown: dict[str, str] = {}
@@ -311,6 +313,24 @@ def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[
     except msgspec.DecodeError as error:
         hint = " (or it has half of a surrogate pair)" if b"\\ud" in body.lower() else ""
         raise _malformed(str(error) + hint) from None
+
+
+def _decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Decode a body. 4.0 and 1e1 are integers, as in JSON Schema, where an integer is expected."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+        return decoder.decode(msgspec.json.encode(_FOLDING.decode(body)))
+
+
+def _fold(literal: str) -> int | float:
+    number = float(literal)
+    return int(number) if number.is_integer() and abs(number) < _EXACT_FLOATS else number
+
+
+_FOLDING = msgspec.json.Decoder(float_hook=_fold)
 
 
 def _unknown(value: Struct, fields: JsonObject) -> Iterator[str]:

@@ -111,6 +111,14 @@ def test_type_error_names_the_field(field: str, value: object) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("literal", ["4", "4.0", "4e0", "40e-1"])
+def test_whole_number_is_an_integer_however_it_is_written(literal: str) -> None:
+    """JSON Schema counts 4.0 as an integer, and so does the OpenAPI document."""
+    body = f'{{"prompt": [[{literal}]], "max_tokens": {literal}, "temperature": 1.0}}'.encode()
+    parsed, _ = parse(msgspec.json.Decoder(CompletionBody), body)
+    assert (parsed.prompt, parsed.max_tokens, parsed.temperature) == ([[4]], 4, 1.0)
+
+
 @pytest.mark.parametrize(
     ("biases", "message"),
     [
