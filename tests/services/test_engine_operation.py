@@ -350,7 +350,7 @@ async def test_invalid_flag_ends_the_start_with_one_sentence_and_exit_code_2(
 ) -> None:
     filled = [a.format(model=checkpoint, empty=tmp_path) for a in arguments]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.engine", "--metrics-port", "-1", *filled,
+        sys.executable, "-m", "services.engine", "--port", "0", "--metrics-port", "-1", *filled,
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     _, stderr = await process.communicate()
