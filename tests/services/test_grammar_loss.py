@@ -162,6 +162,23 @@ def credit(tokens: int) -> list[SessionCommand]:
     ]
 
 
+def matchers_of(
+    target: str,
+    masks: asyncio.Queue[Sequence[Mask]],
+    failed: asyncio.Queue[tuple[int, ServiceError]],
+    wait_seconds: float = 60.0,
+) -> Matchers:
+    """Return the engine's client of a grammar service, which reports to the queues."""
+    return Matchers(
+        target,
+        vocabulary_size=8192,
+        eos_token_ids=[0],
+        on_masks=masks.put_nowait,
+        on_failed=lambda handle, error: failed.put_nowait((handle, error)),
+        wait_seconds=wait_seconds,
+    )
+
+
 async def test_matchers_reopen_when_the_grammar_service_restarts(
     embedded_model: Path, tmp_path: Path
 ) -> None:
@@ -170,13 +187,7 @@ async def test_matchers_reopen_when_the_grammar_service_restarts(
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar-1.log") as service:
-        ours = Matchers(
-            service.target,
-            vocabulary_size=8192,
-            eos_token_ids=[0],
-            on_masks=masks.put_nowait,
-            on_failed=lambda handle, error: failed.put_nowait((handle, error)),
-        )
+        ours = matchers_of(service.target, masks, failed)
         spec = GrammarSpec(regex="[ab][cd]")
         ours.open(5, 1, await ours.compile(spec), spec, {})
         await masks.get()
@@ -198,14 +209,7 @@ async def test_constrained_requests_fail_when_the_service_does_not_return_in_tim
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
-        ours = Matchers(
-            service.target,
-            vocabulary_size=8192,
-            eos_token_ids=[0],
-            on_masks=masks.put_nowait,
-            on_failed=lambda handle, error: failed.put_nowait((handle, error)),
-            wait_seconds=0.5,
-        )
+        ours = matchers_of(service.target, masks, failed, wait_seconds=0.5)
         spec = GrammarSpec(regex="[ab]+")
         ours.open(5, 1, await ours.compile(spec), spec, {})
         [mask] = await masks.get()
@@ -230,14 +234,7 @@ async def test_constrained_requests_fail_when_the_service_does_not_answer_in_tim
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
-        ours = Matchers(
-            service.target,
-            vocabulary_size=8192,
-            eos_token_ids=[0],
-            on_masks=masks.put_nowait,
-            on_failed=lambda handle, error: failed.put_nowait((handle, error)),
-            wait_seconds=0.5,
-        )
+        ours = matchers_of(service.target, masks, failed, wait_seconds=0.5)
         spec = GrammarSpec(regex="[ab]+")
         ours.open(5, 1, await ours.compile(spec), spec, {})
         [mask] = await masks.get()
@@ -262,13 +259,7 @@ async def test_constrained_request_resumes_when_a_frozen_service_does(
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
-        ours = Matchers(
-            service.target,
-            vocabulary_size=8192,
-            eos_token_ids=[0],
-            on_masks=masks.put_nowait,
-            on_failed=lambda handle, error: failed.put_nowait((handle, error)),
-        )
+        ours = matchers_of(service.target, masks, failed)
         spec = GrammarSpec(regex="[ab][cd]")
         ours.open(5, 1, await ours.compile(spec), spec, {})
         await masks.get()
@@ -292,13 +283,7 @@ async def test_tokens_generated_before_an_answer_are_not_fed_twice(
     async with AsyncExitStack() as running:
         log = tmp_path / "grammar.log"
         service = await running.enter_async_context(grammar_service(embedded_model, log))
-        ours = Matchers(
-            service.target,
-            vocabulary_size=8192,
-            eos_token_ids=[0],
-            on_masks=masks.put_nowait,
-            on_failed=lambda handle, error: failed.put_nowait((handle, error)),
-        )
+        ours = matchers_of(service.target, masks, failed)
 
         running.push_async_callback(ours.aclose)
 
