@@ -4,7 +4,7 @@ import asyncio
 import math
 import signal
 import sys
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -543,6 +543,18 @@ async def test_offsets_map_tokens_to_text_and_bytes(services: _Services) -> None
     assert list(decoded.decodings[0].byte_offsets) == [0, 2, 15]
 
 
+def _assert_same_scores(
+    actual: Sequence[completion.PromptLogprobs], expected: Sequence[completion.PromptLogprobs]
+) -> None:
+    """The rounding of a logprob depends on what else is in its step; all else is equal."""
+    for got, wanted in zip(actual, expected, strict=True):
+        for name in ("logprobs", "top_logprobs"):
+            values = getattr(wanted.tokens, name)
+            assert list(getattr(got.tokens, name)) == pytest.approx(list(values), abs=1e-4)
+            getattr(got.tokens, name)[:] = values
+        assert got == wanted
+
+
 async def test_completion_continues_after_an_engine_loss(
     embedded_model: Path, tmp_path: Path
 ) -> None:
@@ -591,7 +603,7 @@ async def test_completion_continues_after_an_engine_loss(
             assert killed
             assert stormy.texts == calm.texts
             assert stormy.ids == calm.ids
-            assert stormy.prompt_logprobs == calm.prompt_logprobs
+            _assert_same_scores(stormy.prompt_logprobs, calm.prompt_logprobs)
             assert all("self" not in text for text in stormy.texts.values())
             assert stormy.usage is not None
             assert stormy.usage.completion_tokens == 128
