@@ -261,7 +261,7 @@ async def test_draft_masks_equal_the_masks_after_accepting_the_draft(
     await asking.stream.aclose()
 
 
-async def test_rollback_and_fork_reach_the_state_of_a_fresh_matcher(
+async def test_resumed_matcher_reaches_the_state_of_one_that_took_each_token(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:
     grammar_id = await GrammarClient(channel).compile(GrammarSpec(json_schema=json.dumps(PERSON)))
@@ -269,37 +269,30 @@ async def test_rollback_and_fork_reach_the_state_of_a_fresh_matcher(
     ids = (await decoder.generate(grammar_id, [5]))[5]
     await decoder.stream.aclose()
     half = len(ids) // 2
-
-    def commands() -> list[grammar_pb2.MatcherCommand]:
-        command, opened = grammar_pb2.MatcherCommand, grammar_pb2.MatcherOpen
-        accept, back = grammar_pb2.MatcherAccept, grammar_pb2.MatcherRollback
-        start = opened(grammar_id=grammar_id, eos_token_ids=[0])
-        resumed = opened(grammar_id=grammar_id, eos_token_ids=[0], generated=ids[:half])
-        return [
-            command(matcher=1, open=start),
-            command(matcher=1, accept=accept(ids=[*ids, 0])),
-            command(matcher=1, rollback=back(count=len(ids) + 1 - half)),
-            command(matcher=1, fork=grammar_pb2.MatcherFork(into=2)),
-            command(matcher=3, open=resumed),
-            command(matcher=4, fork=grammar_pb2.MatcherFork(into=5)),
-        ]
-
+    command, opened = grammar_pb2.MatcherCommand, grammar_pb2.MatcherOpen
+    accept = grammar_pb2.MatcherAccept
+    commands = [
+        command(matcher=1, open=opened(grammar_id=grammar_id, eos_token_ids=[0])),
+        command(matcher=1, accept=accept(ids=ids[:half])),
+        command(
+            matcher=2,
+            open=opened(grammar_id=grammar_id, eos_token_ids=[0], generated=ids[:half]),
+        ),
+        command(matcher=3, accept=accept(ids=ids[:1])),
+    ]
     call = GrammarServiceStub(channel).Masks()
     configuration = grammar_pb2.MasksConfiguration(vocabulary_size=decoder.width)
     await call.write(
-        grammar_pb2.MasksRequest(configuration=configuration, commands=commands(), step=7)
+        grammar_pb2.MasksRequest(configuration=configuration, commands=commands, step=7)
     )
     response = await call.read()
     call.cancel()
     assert response.step == 7
-    assert [state.matcher for state in response.states] == [1, 2, 3, 4]
-    states = [state.SerializePartialToString() for state in response.states[:3]]
-    for state in response.states[:3]:
-        state.matcher = 0
-    assert response.states[0] == response.states[1] == response.states[2]
-    assert len(set(states)) == 3  # they differ only in the matcher's number
-    unknown = ServiceError.from_status(response.states[3].error)
-    assert unknown.reason == "MATCHER_NOT_FOUND"
+    assert [state.matcher for state in response.states] == [1, 2, 3]
+    stepped, resumed, unknown = response.states
+    resumed.matcher = stepped.matcher
+    assert stepped == resumed
+    assert ServiceError.from_status(unknown.error).reason == "MATCHER_NOT_FOUND"
 
 
 async def test_failed_matcher_does_not_affect_others_of_its_stream(

@@ -92,15 +92,6 @@ class Matcher:
             raise RefusedTokenError("A token follows the end of the sequence.")
         self._ended += len(ends)
 
-    def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens; raise RefusedTokenError if fewer were accepted."""
-        ends = min(count, self._ended)
-        self._ended -= ends
-        if count > ends and not self.inner.rollback(count - ends):
-            raise RefusedTokenError(f"{count} tokens can't be rolled back; fewer were accepted.")
-        for _ in range(count - ends):
-            self._uniqueness = self._uniqueness and self._uniqueness.previous
-
     def fork(self) -> "Matcher":
         """Return an independent matcher in the same state."""
         copy = Matcher(self.inner.deep_copy(), self.end_ids, self._uniqueness, self._cost)

@@ -99,7 +99,6 @@ class MatcherBatch:
             return
         if touched.get(number) is not None:
             return  # an earlier command of this step broke it
-        affected = number
         try:
             match command.WhichOneof("command"):
                 case "open":
@@ -111,24 +110,17 @@ class MatcherBatch:
                     if len(command.path.ids) > _MAX_PATH:
                         message = f"A path has at most {_MAX_PATH} ids."
                         raise invalid("commands.path.ids", message)
-                case "rollback":
-                    self._get(number).rollback(command.rollback.count)
-                case "fork":
-                    source = self._get(number)
-                    touched.setdefault(number, None)
-                    affected = command.fork.into
-                    self._add(affected, source.fork())
                 case _:
                     raise invalid(
                         "commands.command", "A command must be one of those in MatcherCommand."
                     )
-            touched.setdefault(affected, None)
+            touched.setdefault(number, None)
         except RefusedTokenError as refused:
-            touched[affected] = invalid("commands", str(refused), reason="TOKEN_REFUSED")
+            touched[number] = invalid("commands", str(refused), reason="TOKEN_REFUSED")
         except ServiceError as error:
-            touched[affected] = error
-        if touched.get(affected) is not None:
-            self._matchers.pop(affected, None)
+            touched[number] = error
+        if touched.get(number) is not None:
+            self._matchers.pop(number, None)
 
     def _open(
         self,
@@ -147,13 +139,10 @@ class MatcherBatch:
         matcher = Matcher(
             compiled.prototype.deep_copy(), tuple(command.eos_token_ids), compiled.uniqueness
         )
-        self._add(number, matcher)
-        matcher.accept(command.generated, self._known)
-
-    def _add(self, number: int, matcher: Matcher) -> None:
         if number in self._matchers:
             raise invalid("commands.matcher", f"Matcher {number} is open already.")
         self._matchers[number] = matcher
+        matcher.accept(command.generated, self._known)
 
     def _get(self, number: int) -> Matcher:
         matcher = self._matchers.get(number)

@@ -61,8 +61,7 @@ class _Container:
 class UniquenessState:
     """The state after a text. It is immutable: each token leads to a new state."""
 
-    __slots__ = ("_container", "_index", "_is_escaped", "_key", "_mode", "_positions", "_text",
-                 "previous")  # fmt: skip
+    __slots__ = ("_container", "_index", "_is_escaped", "_key", "_mode", "_positions", "_text")
 
     def __init__(self, positions: JsonPositions, index: TokenIndex) -> None:
         self._positions = positions
@@ -72,14 +71,12 @@ class UniquenessState:
         self._is_escaped = False
         self._key = b""  # the part so far of the current key
         self._text = b""  # since the start of the outermost unique array
-        self.previous: UniquenessState | None = None
 
     def after(self, token: int) -> "UniquenessState | None":
         """Return the state after a token, or None if the token repeats a key or an item."""
         state = UniquenessState(self._positions, self._index)
         state._container, state._mode = self._container, self._mode
         state._is_escaped, state._key, state._text = self._is_escaped, self._key, self._text
-        state.previous = self
         try:
             for byte in self._index.spellings[token]:
                 state._take(byte)

@@ -1,4 +1,4 @@
-"""Matchers are exact after rollback, fork and forced tokens."""
+"""Matchers are exact after a fork, a resumption and forced tokens."""
 
 import random
 
@@ -45,23 +45,22 @@ def walk(seed: int) -> list[int]:
 
 @settings(max_examples=50)
 @given(st.integers(0, 1000), st.data())
-def test_rolled_back_tokens_leave_no_trace(seed: int, data: st.DataObject) -> None:
+def test_a_resumed_matcher_equals_one_that_took_each_step(seed: int, data: st.DataObject) -> None:
     ids = walk(seed)
-    kept = data.draw(st.integers(0, len(ids)))
-    matcher, other = fresh(), fresh()
-    for token in ids:
+    resumed_at = data.draw(st.integers(0, len(ids)))
+    matcher, resumed = fresh(), fresh()
+    for token in ids[:resumed_at]:
         matcher.accept([token], WIDTH)
         if data.draw(st.booleans()):
             mask_of(matcher)
-    matcher.rollback(len(ids) - kept)
-    other.accept(ids[:kept], WIDTH)
-    for token in [*ids[kept:], None]:
-        assert mask_of(matcher) == mask_of(other)
-        assert matcher.terminated == other.terminated
-        assert matcher.fork().take_forced(WIDTH) == other.fork().take_forced(WIDTH)
+    resumed.accept(ids[:resumed_at], WIDTH)
+    for token in [*ids[resumed_at:], None]:
+        assert mask_of(matcher) == mask_of(resumed)
+        assert matcher.terminated == resumed.terminated
+        assert matcher.fork().take_forced(WIDTH) == resumed.fork().take_forced(WIDTH)
         if token is not None:
             matcher.accept([token], WIDTH)
-            other.accept([token], WIDTH)
+            resumed.accept([token], WIDTH)
 
 
 @settings(max_examples=50)
@@ -104,13 +103,6 @@ def test_padding_ids_are_never_allowed() -> None:
     assert mask_of(free) >> SIZE == 1 << (END - SIZE)
     with pytest.raises(RefusedTokenError, match="outside the vocabulary"):
         free.accept([SIZE], SIZE)
-
-
-def test_rollback_beyond_the_start_is_refused() -> None:
-    matcher = fresh()
-    matcher.accept(list(b'{"b"'), WIDTH)
-    with pytest.raises(RefusedTokenError, match="rolled back"):
-        matcher.rollback(5)
 
 
 @settings(max_examples=50)
