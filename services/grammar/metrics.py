@@ -1,4 +1,4 @@
-"""Metrics of the grammar service."""
+"""Prometheus metrics of the grammar service."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

@@ -1,4 +1,4 @@
-"""Series of the service for Prometheus."""
+"""Prometheus metrics of the tokenizer service."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

@@ -9,7 +9,7 @@ import grpc
 from services.common.errors import cut_stalled
 from services.common.interceptor import metadata_priority, metadata_value
 from services.common.logging import request_id, traceparent
-from services.engine.frontend import metrics
+from services.engine.frontend import request_accounting
 from services.engine.frontend.event_queue import EventQueue
 from services.engine.frontend.frontend import Caller, Frontend
 from services.engine.frontend.session import Session
@@ -47,7 +47,7 @@ class EngineServicer(EngineServiceServicer):
         try:
             handle = await self._frontend.submit(request, _caller(context), None, call)
         except asyncio.CancelledError:
-            metrics.count_request("cancelled")
+            request_accounting.count_request("cancelled")
             raise
         watching = self._watch(call.events, context, lambda: self._frontend.drop(handle))
         try:

@@ -18,7 +18,7 @@ import grpc
 from services.common.contract import MAX_SEQUENCES
 from services.common.errors import draining_error, internal_error
 from services.common.logging import request_fields
-from services.engine.frontend import events, metrics
+from services.engine.frontend import events, request_accounting
 from services.engine.frontend.admission import Admission
 from services.engine.frontend.compilations import Compilations, deadline_exceeded, queue_full
 from services.engine.frontend.loop_client import LoopClient
@@ -71,7 +71,7 @@ class _LiveRequest:
     caller: Caller
     checked: CheckedRequest
     sink: Sink[Any]
-    latency: metrics.TokenLatency
+    latency: request_accounting.TokenLatency
     deadline: asyncio.TimerHandle | None = None
     is_cancelled: bool = False
     """True if the client has cancelled all sequences"""
@@ -92,7 +92,7 @@ class Frontend:
         self._live: dict[int, _LiveRequest] = {}
         self._handles = itertools.count(1)
         self._flushes: deque[asyncio.Future[int]] = deque()
-        self._token_rate = metrics.TokenRate()
+        self._token_rate = request_accounting.TokenRate()
         self._last_output = 0.0
         """time.monotonic() of the loop's last output, or of the first request after idling"""
         self._changed = asyncio.Event()
@@ -208,10 +208,12 @@ class Frontend:
                     matchers, request.grammar, caller.request_id, caller.timeout_seconds
                 )
         except ServiceError as error:
-            metrics.count_error(error.reason)
+            request_accounting.count_error(error.reason)
             raise
         handle = next(self._handles)
-        self._enter(handle, _LiveRequest(caller, checked, sink, metrics.TokenLatency(arrival)))
+        self._enter(
+            handle, _LiveRequest(caller, checked, sink, request_accounting.TokenLatency(arrival))
+        )
         if matchers is not None:
             generated = {resume.sequence: resume.generated for resume in checked.resume}
             matchers.open(handle, checked.num_sequences, grammar_id, request.grammar, generated)
@@ -245,7 +247,7 @@ class Frontend:
         if handle in self._live:
             self._loop.send(CancelRequest(handle))
             self._leave(handle)
-            metrics.count_request("cancelled")
+            request_accounting.count_request("cancelled")
 
     def grant(self, handle: int, tokens: int) -> None:
         """Let every sequence of a request generate further tokens."""
@@ -285,7 +287,7 @@ class Frontend:
     def _on_output(self, output: StepOutput) -> None:
         now, generated = time.monotonic(), 0
         self.load, self._last_output = output.load, now
-        metrics.observe_load(output.load)
+        request_accounting.observe_load(output.load)
         if self._matchers is not None:  # before all else: the loop may have to wait for the masks
             self._matchers.feed(o for o in output.outputs if isinstance(o, Token | DraftTokens))
         for item in output.outputs:
@@ -325,13 +327,13 @@ class Frontend:
 
     def _on_done(self, done: RequestDone, live: _LiveRequest) -> None:
         self._leave(done.handle)
-        metrics.count_request("cancelled" if live.is_cancelled else "ok")
-        metrics.observe_done(done)
+        request_accounting.count_request("cancelled" if live.is_cancelled else "ok")
+        request_accounting.observe_done(done)
         live.sink.on_completed(events.completed(done))
 
     def _on_refused(self, refused: Refused, live: _LiveRequest) -> None:
         self._leave(refused.handle)
-        metrics.count_error(refused.reason)
+        request_accounting.count_error(refused.reason)
         error = events.refusal(refused)
         if error.code is grpc.StatusCode.INTERNAL:
             names = request_fields(live.caller.request_id, live.caller.traceparent)
@@ -364,7 +366,7 @@ class Frontend:
         if live is not None:
             self._loop.send(CancelRequest(handle))
             self._leave(handle)
-            metrics.count_request(outcome)
+            request_accounting.count_request(outcome)
             live.sink.on_error(error)
 
     def _leave(self, handle: int) -> None:

@@ -12,7 +12,7 @@ import grpc
 from services.common.errors import internal_error
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import failure, request_id, traceparent
-from services.engine.frontend import metrics
+from services.engine.frontend import request_accounting
 from services.engine.frontend.event_queue import EventQueue
 from services.engine.frontend.frontend import Caller, Frontend
 from services.engine.frontend.sink import Sink
@@ -159,7 +159,7 @@ class Session:
     def _started(self, handle: int, task: asyncio.Task[None]) -> None:
         del self._starting[handle]
         if task.cancelled():
-            metrics.count_request("cancelled")
+            request_accounting.count_request("cancelled")
             _SessionSink(self, handle).on_error(
                 ServiceError(
                     grpc.StatusCode.CANCELLED, "CANCELLED", "The client cancelled the request."

@@ -1,0 +1,98 @@
+"""Counts and timings of requests and their tokens."""
+
+import time
+from collections import deque
+
+from services.engine.frontend import metrics
+from services.engine.messages import LoadSnapshot, RequestDone
+
+__all__ = [
+    "TokenLatency",
+    "TokenRate",
+    "count_error",
+    "count_request",
+    "observe_done",
+    "observe_load",
+]
+
+_OUTCOMES = {
+    "ABORTED": "aborted",
+    "DEADLINE_EXCEEDED": "expired",
+    "NOT_FINITE": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "STEP_FAILED": "failed",
+    "STALLED": "stalled",
+}
+"""Outcome of a request by the reason of its error; "refused" for all others"""
+_RATE_SECONDS = 5.0
+"""Window of the token rate"""
+
+
+def count_request(outcome: str) -> None:
+    """Count an ended request."""
+    metrics.REQUESTS.labels(outcome).inc()
+
+
+def count_error(reason: str) -> None:
+    """Count a request that ended with an error of this reason."""
+    count_request(_OUTCOMES.get(reason, "refused"))
+
+
+def observe_done(done: RequestDone) -> None:
+    """Record the tokens and the queue time of a completed request."""
+    metrics.PROMPT_TOKENS.inc(done.prompt_tokens)
+    metrics.CACHED_TOKENS.inc(done.cached_tokens)
+    metrics.QUEUE_SECONDS.observe(done.queue_seconds)
+
+
+def observe_load(load: LoadSnapshot) -> None:
+    """Publish the loop's load."""
+    metrics.RUNNING.set(load.running)
+    metrics.WAITING.set(load.waiting)
+    metrics.QUEUED_TOKENS.set(load.queued_tokens)
+    metrics.KV_USED_RATIO.set(1 - load.free_blocks / load.total_blocks if load.total_blocks else 0)
+    metrics.PREEMPTIONS.set(load.preemptions)
+    metrics.STEPS.set(load.steps)
+
+
+class TokenLatency:
+    """Time to first token and time between tokens of one request."""
+
+    def __init__(self, arrival: float) -> None:
+        self._arrival = arrival
+        self._last: dict[int, float] = {}
+        """time.monotonic() of the last token, by sequence"""
+
+    def observe(self, sequence: int, now: float) -> None:
+        """Record a token of a sequence."""
+        last = self._last.get(sequence)
+        if last is None:
+            metrics.FIRST_TOKEN_SECONDS.observe(now - self._arrival)
+        else:
+            metrics.INTER_TOKEN_SECONDS.observe(now - last)
+        self._last[sequence] = now
+
+
+class TokenRate:
+    """Generated tokens per second over the last seconds."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, tokens: int) -> None:
+        """Count the tokens of a step."""
+        if tokens:
+            metrics.GENERATED_TOKENS.inc(tokens)
+            self._steps.append((now, tokens))
+            self._drop_old()
+
+    @property
+    def per_second(self) -> float:
+        """Average over the window."""
+        self._drop_old()
+        return sum(tokens for _, tokens in self._steps) / _RATE_SECONDS
+
+    def _drop_old(self) -> None:
+        horizon = time.monotonic() - _RATE_SECONDS
+        while self._steps and self._steps[0][0] < horizon:
+            self._steps.popleft()
