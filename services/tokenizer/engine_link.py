@@ -17,6 +17,7 @@ from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.serving.health import reports_serving
 from tokenwire.session import engine_session
 
 __all__ = ["EngineLink", "LinkSettings"]
@@ -210,12 +211,8 @@ class EngineLink:
         return False
 
     async def _serves(self, seconds: float) -> bool:
-        request = health_pb2.HealthCheckRequest(service=_SERVICE)
-        try:
-            answer = await self._health.Check(request, timeout=seconds, wait_for_ready=True)
-        except grpc.aio.AioRpcError:  # the connection was lost meanwhile
-            return False
-        return bool(answer.status == _SERVING) and self._limits is not None
+        serves = await reports_serving(self._channel, _SERVICE, seconds, wait_for_ready=True)
+        return serves and self._limits is not None
 
     async def _loads(self) -> bool:
         try:

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 
-__all__ = ["is_ready", "is_serving", "until_idle"]
+__all__ = ["is_ready", "is_serving", "reports_serving", "until_idle"]
 
 _TIMEOUT_SECONDS = 2.0
 
@@ -18,12 +18,26 @@ _TIMEOUT_SECONDS = 2.0
 async def is_serving(target: str) -> bool:
     """Return whether the gRPC server at "host:port" reports SERVING."""
     async with grpc.aio.insecure_channel(target) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_SECONDS)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return await reports_serving(channel)
+
+
+async def reports_serving(
+    channel: grpc.aio.Channel,
+    service: str = "",
+    seconds: float = _TIMEOUT_SECONDS,
+    wait_for_ready: bool = False,
+) -> bool:
+    """Return whether a health check reports SERVING within some seconds.
+
+    `service`: full name of a gRPC service; empty for the whole server.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    check = health_pb2_grpc.HealthStub(channel).Check
+    try:
+        answer = await check(request, timeout=seconds, wait_for_ready=wait_for_ready)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def until_idle(target: str) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.logging import request_id, traceparent
 from services.http_shim.accounts.account import GenerationRequest
@@ -16,13 +15,13 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+from tokenwire.serving.health import reports_serving
 from tokenwire.session import Listener, completion_session
 
 __all__ = ["Backend", "RetryPolicy", "Submission"]
 
 _SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name
 _CALL_SECONDS = 30.0
-_HEALTH_SECONDS = 2.0
 _PROBE_SECONDS = 0.2
 _MAX_LOSSES = 3
 """Losses of the service that a request survives; the request itself may crash the service"""
@@ -121,7 +120,6 @@ class Backend:
         self.session = completion_session(self._channel)
         self._completion = CompletionServiceStub(self._channel)
         self._tokenizer = TokenizerServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def submit(
         self,
@@ -199,12 +197,7 @@ class Backend:
 
     async def is_ready(self) -> bool:
         """Return whether the service accepts completions."""
-        request = health_pb2.HealthCheckRequest(service=_SERVICE)
-        try:
-            answer = await self._health.Check(request, timeout=_HEALTH_SECONDS)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return await reports_serving(self._channel, _SERVICE)
 
     async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         """Return the answer of an idempotent call, which is repeated if the service was lost."""
