@@ -18,7 +18,8 @@ from pathlib import Path
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tools import TOOLS, UNRELATED_ANSWERS, WORDS, JsonValue, Tool
+from tools import TOOLS, UNRELATED_ANSWERS, JsonValue, Tool
+from words import WORDS
 
 _SYSTEM_PROMPTS = (
     "You are a helpful assistant.",

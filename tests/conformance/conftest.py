@@ -1,18 +1,23 @@
-"""Fixtures of OpenAI's SDKs for Python and Node.js."""
+"""Fixtures: OpenAI's SDKs for Python and Node.js, and what tests of any requests share."""
 
 import json
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+import httpx
 import pytest
+import pytest_asyncio
 from openai import OpenAI
 
+from tests.conformance.any_request import HANG_SECONDS, Neighbour
 from tests.conformance.sdk import Answer, Fields, Node
 from tests.stack import Stack
 
 NODE = Path(__file__).parent / "node"
+TIE = 1e-3  # nats between the two best tokens; below it, rounding may decide
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +52,25 @@ def node(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Node:
         return answers
 
     return run
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def neighbour(stack: Stack) -> AsyncIterator[Neighbour]:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=HANG_SECONDS) as http:
+        body = {"prompt": "class Stack:\n    def push(", "temperature": 0, "max_tokens": 24}
+        response = await http.post("/v1/completions", json=body | {"logprobs": 2})
+        certain = 0
+        for top in response.json()["choices"][0]["logprobs"]["top_logprobs"]:
+            scores = sorted(top.values(), reverse=True)
+            if len(scores) > 1 and scores[0] - scores[1] < TIE:
+                break
+            certain += 1
+        body["max_tokens"] = max(1, certain)
+        response = await http.post("/v1/completions", json=body)
+        yield Neighbour(http, body, response.json()["choices"][0]["text"])
+
+
+@pytest.fixture(scope="module")
+def answered() -> Counter[str]:
+    """Number of requests that were not refused, by kind."""
+    return Counter()

@@ -7,30 +7,18 @@
 // keys and values need no conversion.
 #include <string.h>
 
-#include "buffer.h"
+#include "attention_span.h"
+#include "attention_units.h"
 #include "kernels.h"
 #include "powers.h"
 #include "threads.h"
 #include "tiled.h"
 #include "tiles.h"
-#if defined(__AMX_BF16__)
-#include "amx.h"
-#else
-#include "avx512.h"
-#endif
 
 namespace {
 
-constexpr int64_t kMostRows = kPair;  // of a unit
-// Keys of a chunk in one span: its working set stays near the L1 cache.
-constexpr int64_t kChunkKeys = 128;
-constexpr int64_t kMostKeys = larger(kDecodeKeys, kChunkKeys);
 constexpr int64_t kChunkScores = 64;  // keys of a chunk scored together
 constexpr int64_t kMostHeadDim = 256;
-// Tokens of a part of a context. Independent of the number of threads, so that a result depends
-// neither on the machine nor on the rest of the batch. Only decodes are split: a prompt chunk has
-// enough rows.
-constexpr int64_t kPart = 512;
 constexpr int64_t kMostDecodeUnits = 16;  // maximum units of decodes in a loop's item
 constexpr int64_t kMostChunkUnits = 4;  // maximum units of chunks in a loop's item
 constexpr int64_t kShares = 4;     // minimum items per thread
@@ -44,66 +32,6 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kScoreStride = kMostKeys + 16;
 constexpr int64_t kWeightStride = kMostKeys + 32;
 
-struct Unit {
-  int64_t sequence;
-  int64_t kv_head;
-  int64_t first_row, num_rows;  // rows of the sequence's query matrix
-  int64_t first_key, last_key;
-  float *partial;  // where to store a part's state; null: the unit is not split
-  int64_t parts;   // number of parts in the first part's unit; 0 in the others
-};
-
-// Keys that one update of the weighted values covers, and the tiles of each 32 of them.
-struct Span {
-  int64_t first = 0, count = 0;
-  int64_t num_steps = 0;
-  const uint16_t *keys[kMostKeys / kTileInner];
-  const uint16_t *values[kMostKeys / kTileInner];
-};
-
-// Keys of a span that are scored together: steps `step` to `end` - 1.
-struct Scored {
-  int64_t first;  // key
-  int64_t step, end;
-
-  int64_t width() const { return (end - step) * kTileInner; }
-};
-
-// Prefetch of a span, a little at a time: block after block, or along all blocks at once
-// (kPrefetchesAlong).
-class Prefetch {
- public:
-  // Covers `lines` lines of each step's keys and of its values in `calls` calls of advance().
-  Prefetch(const Span &span, int64_t lines, int64_t calls)
-      : span_(span),
-        lines_(lines),
-        left_(span.num_steps ? lines : 0),
-        share_(divide_up(left_, calls)) {}
-
-  void advance() {
-    int64_t end = line_ + smaller(share_, left_);
-    left_ -= end - line_;
-    if (kPrefetchesAlong) {
-      for (; line_ < end; line_++)
-        for (int64_t step = 0; step < span_.num_steps; step++) prefetch(step, line_);
-    } else {
-      for (int64_t i = line_ * span_.num_steps; i < end * span_.num_steps; i++)
-        prefetch(i / lines_, i % lines_);
-      line_ = end;
-    }
-  }
-
- private:
-  void prefetch(int64_t step, int64_t line) const {
-    prefetch_line(span_.keys[step] + line * kTileInner);
-    prefetch_line(span_.values[step] + line * kTileInner);
-  }
-
-  const Span &span_;
-  const int64_t lines_;
-  int64_t line_ = 0, left_, share_;
-};
-
 struct alignas(64) Scratch {
   float scores[kMostRows * kScoreStride];
   float state[kMostRows * kMostHeadDim];  // weighted values, not yet divided
@@ -116,10 +44,6 @@ struct alignas(64) Scratch {
   float totals[kMostRows * kLanes];   // sum of the weights in each lane
   float addends[kMostRows * kLanes];  // summands of the keys scored last
 };
-
-bool is_decode(const tw_attention &a, int64_t sequence) {
-  return a.query_starts[sequence + 1] - a.query_starts[sequence] == 1;
-}
 
 class Attention {
  public:
@@ -527,58 +451,6 @@ class Attention {
   int64_t decodes_ = 0;  // sequences before the first chunk
   int64_t written_ = 0;  // leading sequences, of one token each, whose keys attend() may write
 };
-
-thread_local Buffer unit_buffer;
-thread_local Buffer partial_buffer;
-
-struct Plan {
-  const Unit *units;
-  int64_t num_units, num_decodes;
-  bool is_cut;  // whether some unit is split into parts
-};
-
-// Returns the number of parts of a sequence's context.
-int64_t count_parts(const tw_attention &a, int64_t sequence) {
-  return is_decode(a, sequence) ? divide_up(a.context_lengths[sequence], kPart) : 1;
-}
-
-// Lists the step's units. A chunk's last rows see most keys and come first, so that no long unit is
-// left for the end.
-Plan plan(const tw_attention &a, int64_t leading, int64_t part_size) {
-  int64_t num_units = 0, num_parts = 0;
-  for (int64_t s = 0; s < a.sequences; s++) {
-    int64_t rows = (a.query_starts[s + 1] - a.query_starts[s]) * a.group, parts = count_parts(a, s);
-    int64_t units = divide_up(rows, kMostRows) * a.num_kv_heads * parts;
-    num_units += units;
-    if (parts > 1) num_parts += units;
-  }
-  auto units = static_cast<Unit *>(
-      unit_buffer.reserve(num_units * static_cast<int64_t>(sizeof(Unit))));
-  auto partial = static_cast<float *>(
-      partial_buffer.reserve(num_parts * part_size * static_cast<int64_t>(sizeof(float))));
-  Unit *unit = units;
-  int64_t num_decodes = 0;
-  for (int64_t s = 0; s < a.sequences; s++) {
-    int64_t length = a.query_starts[s + 1] - a.query_starts[s], rows = length * a.group;
-    int64_t context = a.context_lengths[s], parts = count_parts(a, s);
-    for (int64_t h = 0; h < a.num_kv_heads; h++)
-      for (int64_t block = divide_up(rows, kMostRows) - 1; block >= 0; block--) {
-        int64_t row = block * kMostRows, count = smaller(kMostRows, rows - row);
-        int64_t lowest = context - length + row / a.group;
-        int64_t highest = context - length + (row + count - 1) / a.group;
-        int64_t seen = a.window ? larger(lowest + 1 - a.window, 0) / kTileInner * kTileInner : 0;
-        for (int64_t part = 0; part < parts; part++) {
-          int64_t first = larger(part * kPart, seen);
-          int64_t last = parts > 1 ? smaller((part + 1) * kPart, context) : highest + 1;
-          float *state = parts > 1 ? partial : nullptr;
-          *unit++ = {s, h, row, count, first, last, state, part ? 0 : parts};
-          if (state) partial += part_size;
-        }
-      }
-    if (s < leading) num_decodes = unit - units;
-  }
-  return {units, num_units, num_decodes, num_parts > 0};
-}
 
 }  // namespace
 

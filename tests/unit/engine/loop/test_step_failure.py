@@ -18,7 +18,7 @@ from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence
 from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from services.engine.scheduling.token_ids import Prompt
-from tests.unit.engine.tiny import BLOCK, load_tiny, make_loop, make_request, run, tokens_of
+from tests.unit.engine.tiny import BLOCK, make_loop, make_request, run, tokens_of
 
 POISON = 7
 """Id that makes every step raise that computes a prompt with it"""
@@ -41,11 +41,6 @@ class FaultyRunner(ModelRunner):
             self.raises_once = False
             raise self.error  # keys and values are written, but no token is drawn
         return hidden
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def refusals(outputs: Items[Output]) -> dict[int, str]:

@@ -27,7 +27,6 @@ from tests.unit.engine.tiny import (
     EOS,
     SAME_EXAMPLES,
     VOCABULARY,
-    load_tiny,
     make_loop,
     make_request,
     mask_of,
@@ -46,11 +45,6 @@ KINDS: dict[str, SamplingSettings] = {
     "longer bad words": SamplingSettings(0.7, 1.0, 0, 0.0, 1, bad_words=((5, 6), (7, 8, 9))),
     "penalised": SamplingSettings(0.7, 1.0, 0, 0.0, 1, repetition_penalty=1.3),
 }
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

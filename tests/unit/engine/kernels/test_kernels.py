@@ -19,10 +19,8 @@ from services.engine.model.operators.interface import Projection
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
-from tests.unit.engine.machines import TILED
+from tests.unit.engine.machines import TILED, restrict_kernels
 from tests.unit.engine.tiles import to_rows
-
-from .machines import restrict_kernels
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

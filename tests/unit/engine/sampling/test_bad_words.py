@@ -14,7 +14,7 @@ from services.engine.model.decoder import Decoder
 from services.engine.sampling.bad_words import BadWords, intersect_masks
 from services.engine.sampling.row import Row
 from services.engine.sampling.sampler import sample
-from tests.unit.engine.test_constrained import generate
+from tests.unit.engine.loop.test_constrained import generate
 from tests.unit.engine.tiny import (
     EOS,
     VOCABULARY,

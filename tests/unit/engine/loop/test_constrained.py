@@ -29,7 +29,6 @@ from tests.unit.engine.tiny import (
     EOS,
     SAME_EXAMPLES,
     VOCABULARY,
-    load_tiny,
     make_loop,
     make_request,
     mask_of,
@@ -47,11 +46,6 @@ ALLOWED = st.lists(
 """Ids that each position of an output allows; the output ends after the last position"""
 REPEATED = st.one_of(ALLOWED, ALLOWED.map(lambda allowed: 6 * allowed[:4]))
 """The same with repetitions, so that many draft tokens are right"""
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @dataclass

@@ -234,7 +234,7 @@ def test_any_config_value_is_understood_or_refused(
 
 
 def test_documentation_names_every_family() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[4] / "docs" / "models.md").read_text(encoding="utf-8")
     assert [name for name in FAMILIES if f"`{name}`" not in text] == []
 
 

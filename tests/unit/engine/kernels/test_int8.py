@@ -18,11 +18,9 @@ from services.engine.model.loader import load_model
 from services.engine.model.operators.tiled_operators import Int8Operators
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
-from tests.unit.engine.machines import TILED
+from tests.unit.engine.kernels.test_kernels import assert_finds_argmax
+from tests.unit.engine.machines import TILED, restrict_kernels
 from tests.unit.engine.tiles import to_rows
-
-from .machines import restrict_kernels
-from .test_kernels import assert_finds_argmax
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,68 @@
+// Spans of cached keys and values, and their prefetch as suits the instruction set.
+#pragma once
+
+#include "tiles.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#else
+#include "avx512.h"
+#endif
+
+namespace {
+
+// Keys of a chunk in one span: its working set stays near the L1 cache.
+constexpr int64_t kChunkKeys = 128;
+constexpr int64_t kMostKeys = larger(kDecodeKeys, kChunkKeys);
+
+// Keys that one update of the weighted values covers, and the tiles of each 32 of them.
+struct Span {
+  int64_t first = 0, count = 0;
+  int64_t num_steps = 0;
+  const uint16_t *keys[kMostKeys / kTileInner];
+  const uint16_t *values[kMostKeys / kTileInner];
+};
+
+// Keys of a span that are scored together: steps `step` to `end` - 1.
+struct Scored {
+  int64_t first;  // key
+  int64_t step, end;
+
+  int64_t width() const { return (end - step) * kTileInner; }
+};
+
+// Prefetch of a span, a little at a time: block after block, or along all blocks at once
+// (kPrefetchesAlong).
+class Prefetch {
+ public:
+  // Covers `lines` lines of each step's keys and of its values in `calls` calls of advance().
+  Prefetch(const Span &span, int64_t lines, int64_t calls)
+      : span_(span),
+        lines_(lines),
+        left_(span.num_steps ? lines : 0),
+        share_(divide_up(left_, calls)) {}
+
+  void advance() {
+    int64_t end = line_ + smaller(share_, left_);
+    left_ -= end - line_;
+    if (kPrefetchesAlong) {
+      for (; line_ < end; line_++)
+        for (int64_t step = 0; step < span_.num_steps; step++) prefetch(step, line_);
+    } else {
+      for (int64_t i = line_ * span_.num_steps; i < end * span_.num_steps; i++)
+        prefetch(i / lines_, i % lines_);
+      line_ = end;
+    }
+  }
+
+ private:
+  void prefetch(int64_t step, int64_t line) const {
+    prefetch_line(span_.keys[step] + line * kTileInner);
+    prefetch_line(span_.values[step] + line * kTileInner);
+  }
+
+  const Span &span_;
+  const int64_t lines_;
+  int64_t line_ = 0, left_, share_;
+};
+
+}  // namespace

@@ -1,0 +1,17 @@
+"""Fixture of a client of the running stack."""
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from tests.services.chat.chat_client import Services
+from tests.stack import Stack
+from tokenwire.channel import connect
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def services(stack: Stack) -> AsyncIterator[Services]:
+    async with connect(stack.tokenizer) as channel:
+        yield Services(CompletionServiceStub(channel), TokenizerServiceStub(channel))

@@ -1,0 +1,104 @@
+"""Client of the tokenizer service in tests: requests, and answers joined from their events."""
+
+from collections.abc import AsyncIterable
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from tests.stack import is_idle, watch_load
+from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+from tokenwire.pb.types.v1 import types_pb2 as types
+from tokenwire.session import CompletionSession
+
+PROMPT = 'def add(a, b):\n    """Return the sum'
+GREEDY = types.SamplingParams(temperature=0)
+
+
+@dataclass(slots=True)
+class Answer:
+    """Answer to one completion, joined from its events."""
+
+    accepted: completion.CompleteAccepted = field(default_factory=completion.CompleteAccepted)
+    texts: dict[int, str] = field(default_factory=dict)
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    token_texts: dict[int, list[str]] = field(default_factory=dict)
+    offsets: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, completion.ChoiceFinished] = field(default_factory=dict)
+    usage: types.Usage | None = None
+    deltas: int = 0
+    prompt_logprobs: list[completion.PromptLogprobs] = field(default_factory=list)
+
+    def take(self, response: completion.CompleteResponse) -> None:
+        kind = response.WhichOneof("event")
+        if kind == "accepted":
+            self.accepted = response.accepted
+        elif kind == "delta":
+            delta = response.delta
+            self.deltas += 1
+            self.texts[delta.index] = self.texts.get(delta.index, "") + delta.text
+            self.ids.setdefault(delta.index, []).extend(delta.tokens.ids)
+            self.logprobs.setdefault(delta.index, []).extend(delta.tokens.logprobs)
+            self.token_texts.setdefault(delta.index, []).extend(delta.token_texts)
+            self.offsets.setdefault(delta.index, []).extend(delta.text_offsets)
+        elif kind == "prompt_logprobs":
+            self.prompt_logprobs.append(response.prompt_logprobs)
+        elif kind == "finished":
+            self.finished[response.finished.index] = response.finished
+        elif kind == "completed":
+            self.usage = response.completed.usage
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    completion: CompletionServiceStub
+    tokenizer: TokenizerServiceStub
+    target: str
+    """host:port of the tokenizer service"""
+    engine: str
+    """host:port of the engine"""
+    session: CompletionSession
+
+    async def complete(self, *prompts: str | list[int], **fields: object) -> Answer:
+        answer = Answer()
+        async for response in self.completion.Complete(make_request(*prompts, **fields)):
+            answer.take(response)
+        return answer
+
+    async def refused(self, *prompts: str | list[int], **fields: object) -> ServiceError:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.complete(*prompts, **fields)
+        return ServiceError.from_rpc_error(caught.value)
+
+    async def idle(self) -> None:
+        """Wait until the engine runs nothing."""
+        await watch_load(self.engine, until=is_idle)
+
+
+async def completed(call: AsyncIterable[completion.CompleteResponse]) -> Answer:
+    answer = Answer()
+    async for response in call:
+        answer.take(response)
+    return answer
+
+
+def make_request(*prompts: str | list[int], **fields: object) -> completion.CompleteRequest:
+    request = completion.CompleteRequest(**fields)  # type: ignore[arg-type]
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            request.prompts.add(text=prompt)
+        else:
+            request.prompts.add(token_ids=types.TokenIds(ids=prompt))
+    return request
+
+
+def tokens(count: int, **fields: object) -> types.StoppingParams:
+    return types.StoppingParams(max_tokens=count, **fields)  # type: ignore[arg-type]
+
+
+def endless() -> types.StoppingParams:
+    return tokens(1_500, ignore_eos=True)

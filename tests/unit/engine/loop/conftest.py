@@ -1,0 +1,11 @@
+"""Fixture of a tiny model."""
+
+import pytest
+
+from services.engine.model.decoder import Decoder
+from tests.unit.engine.tiny import load_tiny
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
