@@ -5,6 +5,7 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import jsonschema
@@ -21,6 +22,10 @@ from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.pb.types.v1 import types_pb2 as types
 from tokenwire.session import completion_session
+
+if TYPE_CHECKING:
+    from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceAsyncStub
+    from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceAsyncStub
 
 _GREEDY = types.SamplingParams(temperature=0)
 _WEATHER = {
@@ -100,12 +105,12 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Services:
-    completion: CompletionServiceStub
-    tokenizer: TokenizerServiceStub
+    completions: "CompletionServiceAsyncStub"
+    tokenizer: "TokenizerServiceAsyncStub"
 
     async def chat(self, *messages: completion.Message, **fields: object) -> _Answer:
         answer = _Answer()
-        async for event in self.completion.Chat(_request(*messages, **fields)):
+        async for event in self.completions.Chat(_request(*messages, **fields)):
             answer.take(event)
         return answer
 
@@ -168,7 +173,7 @@ async def test_chat_equals_completion_of_its_rendered_prompt(services: _Services
         stopping=types.StoppingParams(max_tokens=100),
     )
     text = ""
-    async for event in services.completion.Complete(request):
+    async for event in services.completions.Complete(request):
         text += event.delta.text
     assert text == streamed.message.content
 
@@ -352,7 +357,8 @@ async def test_forced_and_strict_calls_satisfy_their_schemas(
 
 async def test_truncated_tool_call_is_accepted_in_the_next_turn(services: _Services) -> None:
     """An agent continues its conversation after max_tokens truncated a call."""
-    schema = {"type": "object", "properties": {"s": {"type": "string", "minLength": 200}}}
+    text = {"type": "string", "minLength": 200}
+    schema: dict[str, object] = {"type": "object", "properties": {"s": text}}
     schema |= {"required": ["s"], "additionalProperties": False}
     cut = await services.chat(
         _user("Call f."), tools=[_tool("f", schema)], tool_choice=_REQUIRED, sampling=_GREEDY,

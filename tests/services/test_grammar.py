@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,7 +151,7 @@ class Decoder:
 
 
 COLOURS = ["red", "green", "blue violet", 'qu"oted', "é😀"]
-SATISFIED = {
+SATISFIED: dict[str, tuple[GrammarSpec, Callable[[str], object]]] = {
     "json_schema": (
         GrammarSpec(json_schema=json.dumps(PERSON)),
         lambda text: jsonschema.validate(json.loads(text), PERSON),
@@ -290,6 +290,7 @@ async def test_rollback_and_fork_reach_the_state_of_a_fresh_matcher(
         grammar_pb2.MasksRequest(configuration=configuration, commands=commands(), step=7)
     )
     response = await call.read()
+    assert isinstance(response, grammar_pb2.MasksResponse)
     call.cancel()
     assert response.step == 7
     assert [state.matcher for state in response.states] == [1, 2, 3, 4]

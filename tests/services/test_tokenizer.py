@@ -4,9 +4,10 @@ import asyncio
 import math
 import signal
 import sys
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -30,6 +31,10 @@ from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.pb.types.v1 import types_pb2 as types
 from tokenwire.session import CompletionSession, completion_session
+
+if TYPE_CHECKING:
+    from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceAsyncStub
+    from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceAsyncStub
 
 _PROMPT = 'def add(a, b):\n    """Return the sum'
 _GREEDY = types.SamplingParams(temperature=0)
@@ -72,8 +77,8 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Services:
-    completion: CompletionServiceStub
-    tokenizer: TokenizerServiceStub
+    completions: "CompletionServiceAsyncStub"
+    tokenizer: "TokenizerServiceAsyncStub"
     target: str
     """host:port of the tokenizer service"""
     engine: str
@@ -82,7 +87,7 @@ class _Services:
 
     async def complete(self, *prompts: str | list[int], **fields: object) -> _Answer:
         answer = _Answer()
-        async for response in self.completion.Complete(_request(*prompts, **fields)):
+        async for response in self.completions.Complete(_request(*prompts, **fields)):
             answer.take(response)
         return answer
 
@@ -274,7 +279,7 @@ async def test_prompt_over_the_context_is_refused_or_truncated(services: _Servic
     error = await services.refused("x = 1\n" * 5_000)
     assert (error.code, error.reason) == (grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_LENGTH_EXCEEDED")
     cut = await services.complete("x = 1\n" * 5_000, truncate_prompt=True, stopping=_tokens(9))
-    models = await services.completion.ListModels(completion.ListModelsRequest())
+    models = await services.completions.ListModels(completion.ListModelsRequest())
     context = models.models[0].context_length
     assert len(cut.accepted.prompts[0].ids) == context - 9
     error = await services.refused(
@@ -285,7 +290,7 @@ async def test_prompt_over_the_context_is_refused_or_truncated(services: _Servic
 
 async def test_very_long_prompt_is_refused_before_it_is_fully_encoded(services: _Services) -> None:
     """This holds for echo, infill and ids; truncation keeps the same end as a full encoding."""
-    models = await services.completion.ListModels(completion.ListModelsRequest())
+    models = await services.completions.ListModels(completion.ListModelsRequest())
     context = models.models[0].context_length
     text = "x = 1\n" * 500_000
     for fields in ({}, {"echo": True}, {"suffix": "y"}, {"stop": ["a" * 1_000] * 16}):
@@ -317,7 +322,7 @@ async def test_tokenizer_rpcs_limit_the_size_of_a_request(services: _Services) -
     message = completion.Message(
         role=completion.ROLE_USER, parts=[completion.ContentPart(text=half + over)]
     )
-    refused = {
+    refused: dict[str, Awaitable[object]] = {
         "texts": stub.Encode(tokenizer_pb2.EncodeRequest(texts=[half, over])),
         "sequences": stub.Decode(tokenizer_pb2.DecodeRequest(sequences=[ids, ids, one])),
         "prefix": stub.RenderInfill(
@@ -463,7 +468,7 @@ async def test_credit_limits_the_tokens_sent(services: _Services) -> None:
 
 async def test_credit_of_0_tokens_is_refused(services: _Services) -> None:
     credit = completion.SessionCommand(handle=1, credit=completion.Credit())
-    call = services.completion.Session()
+    call = services.completions.Session()
     await call.write(completion.SessionRequest(commands=[credit]))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
@@ -481,13 +486,13 @@ async def test_session_request_ends_at_its_deadline(services: _Services) -> None
 
 async def test_disconnected_client_stops_generation(services: _Services) -> None:
     async with left_early(services.engine, 4 * 1_500):
-        call = services.completion.Complete(_request("import", n=4, stopping=_endless()))
+        call = services.completions.Complete(_request("import", n=4, stopping=_endless()))
         async for response in call:
             if response.HasField("delta"):
                 call.cancel()
                 break
     async with left_early(services.engine, 4 * 1_500):
-        stream = services.completion.Session()
+        stream = services.completions.Session()
         start = completion.StartComplete(request=_request("import", n=4, stopping=_endless()))
         command = completion.SessionCommand(handle=1, start_complete=start)
         await stream.write(completion.SessionRequest(commands=[command]))

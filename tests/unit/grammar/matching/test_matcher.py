@@ -49,8 +49,8 @@ def test_rolled_back_tokens_leave_no_trace(seed: int, data: st.DataObject) -> No
     ids = walk(seed)
     kept = data.draw(st.integers(0, len(ids)))
     matcher, other = fresh(), fresh()
-    for token in ids:
-        matcher.accept([token], WIDTH)
+    for accepted in ids:
+        matcher.accept([accepted], WIDTH)
         if data.draw(st.booleans()):
             mask_of(matcher)
     matcher.rollback(len(ids) - kept)
