@@ -286,14 +286,14 @@ async def test_model_without_a_chat_template_refuses_chats_and_names_the_alterna
 async def test_context_length_of_the_card_is_exact_to_the_token(http: httpx.AsyncClient) -> None:
     """Longer prompts are cut, refused or scored, as each field demands."""
     length = (await card_of(http))["max_model_len"]
-    strict = {"context_length_exceeded_behavior": "error"}
+    strict: Fields = {"context_length_exceeded_behavior": "error"}
     fits = [300] * (length - 2)
     assert await status(http, prompt=fits, **strict) == (200, None)
     assert await status(http, prompt=[*fits, 300], **strict) == (400, "prompt")
     assert await status(http, prompt=[*fits, 300]) == (200, None)
     assert await status(http, prompt=[*fits, 300, 300]) == (400, "prompt")
     assert await status(http, prompt=[*fits, 300, 300], truncate_sequence=True) == (200, None)
-    scored = {"echo": True, "max_tokens": 0, "logprobs": 0}
+    scored: Fields = {"echo": True, "max_tokens": 0, "logprobs": 0}
     assert await status(http, prompt=[*fits, 300, 300], **scored) == (200, None)
     assert await status(http, prompt=[*fits, 300, 300, 300], **scored) == (400, "prompt")
 

@@ -72,12 +72,12 @@ async def test_answer_with_a_tool_call_continues_the_conversation(stack: Stack) 
     async with Client(stack.tokenizer) as client:
         choice = ToolChoice(name="get_weather")
         asked: ChatOptions = {"tools": [tool], "seed": 1}
-        answer = await client.chat(messages, tool_choice=choice, max_tokens=60, **asked)
+        answer = await client.chat(messages, **asked | {"tool_choice": choice, "max_tokens": 60})
         assert answer.message.content is None
         [call] = answer.message.tool_calls
         assert (call.name, type(json.loads(call.arguments))) == ("get_weather", dict)
         messages += [answer.message, Message("tool", "Sunny", tool_call_id=call.id)]
-        last = await client.chat(messages, max_tokens=8, **asked)
+        last = await client.chat(messages, **asked | {"max_tokens": 8})
         assert last.usage.prompt_tokens > answer.usage.prompt_tokens
         with pytest.raises(ServiceError) as refused:
             await client.chat([*messages, Message("tool", "Rain")])

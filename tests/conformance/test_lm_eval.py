@@ -29,7 +29,7 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
 
     @property
     def prefix(self) -> int:

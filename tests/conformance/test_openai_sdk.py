@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from typing import Any
 
 import httpx
 import openai
@@ -10,6 +11,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 
+from tests.conformance.sdk import Fields
 from tests.stack import Stack
 
 PROMPT = "def fibonacci(n):\n"
@@ -21,6 +23,17 @@ def _texts(chunks: list[Completion]) -> dict[int, str]:
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
     return texts
+
+
+def _tokens(answer: Completion) -> list[str]:
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    return logprobs.tokens or []
+
+
+def _extra(answer: Completion) -> dict[str, Any]:
+    """Return the fields of the first choice that OpenAI does not have."""
+    return answer.choices[0].model_extra or {}
 
 
 def test_completion_has_the_fields_of_openai(client: OpenAI, stack: Stack) -> None:
@@ -55,28 +68,29 @@ def test_streamed_completion_equals_whole_completion(client: OpenAI) -> None:
         )
     )
     assert _texts(chunks) == {0: whole.choices[0].text}
-    tokens = [token for c in chunks if c.choices for token in c.choices[0].logprobs.tokens or []]
-    assert tokens == whole.choices[0].logprobs.tokens
+    tokens = [token for chunk in chunks if chunk.choices for token in _tokens(chunk)]
+    assert tokens == _tokens(whole)
     reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
     assert [reason for reason in reasons if reason] == [whole.choices[0].finish_reason]
 
 
 def test_include_usage_puts_usage_into_a_chunk_of_its_own(client: OpenAI) -> None:
     """Programs that bill by usage read exactly one chunk."""
-    asked = {"model": "default", "prompt": PROMPT, "max_tokens": 4, "stream": True}
+    asked: Fields = {"model": "default", "prompt": PROMPT, "max_tokens": 4}
     asked |= {"extra_body": {"ignore_eos": True}}
-    chunks = list(client.completions.create(**asked, stream_options={"include_usage": True}))
+    counted: Fields = asked | {"stream_options": {"include_usage": True}}
+    chunks = list(client.completions.create(**counted, stream=True))
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 4
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    unasked = list(client.completions.create(**asked))
+    unasked = list(client.completions.create(**asked, stream=True))
     assert unasked[-1].choices[0].finish_reason == "length"
     assert unasked[-1].usage is not None
 
 
 def test_choices_of_several_prompts_are_indexed_in_order(client: OpenAI) -> None:
-    asked = {"model": "default", "prompt": ["import ", "class "], "n": 2, "max_tokens": 6}
+    asked: Fields = {"model": "default", "prompt": ["import ", "class "], "n": 2, "max_tokens": 6}
     asked |= {"extra_body": {"ignore_eos": True}}
     whole = client.completions.create(**asked, seed=11, temperature=0.9)
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
@@ -87,9 +101,9 @@ def test_choices_of_several_prompts_are_indexed_in_order(client: OpenAI) -> None
 
 
 def test_equal_seeds_repeat_the_choices_and_choices_differ(client: OpenAI) -> None:
-    asked = {"model": "default", "prompt": PROMPT, "max_tokens": 24, "n": 3, "temperature": 1.0}
-    first = client.completions.create(**asked, seed=42)
-    second = client.completions.create(**asked, seed=42)
+    asked: Fields = {"model": "default", "prompt": PROMPT, "max_tokens": 24, "n": 3, "seed": 42}
+    first = client.completions.create(**asked, temperature=1.0)
+    second = client.completions.create(**asked, temperature=1.0)
     assert [c.text for c in first.choices] == [c.text for c in second.choices]
     assert len({c.text for c in first.choices}) > 1
 
@@ -139,7 +153,7 @@ def test_max_tokens_0_with_echo_returns_the_prompt_alone(client: OpenAI) -> None
 
 
 def test_output_ends_before_a_stop_string_or_includes_it(client: OpenAI) -> None:
-    asked = {"model": "default", "prompt": PROMPT, "max_tokens": 64, "temperature": 0}
+    asked: Fields = {"model": "default", "prompt": PROMPT, "max_tokens": 64, "temperature": 0}
     on = {"ignore_eos": True}
     free = client.completions.create(**asked, extra_body=on).choices[0].text
     stop = free[10:13]
@@ -168,7 +182,7 @@ def test_suffix_returns_the_middle_alone(client: OpenAI) -> None:
 
 
 def test_top_k_1_min_p_1_and_top_p_0_are_greedy_at_any_temperature(client: OpenAI) -> None:
-    asked = {"model": "default", "prompt": PROMPT, "max_tokens": 12}
+    asked: Fields = {"model": "default", "prompt": PROMPT, "max_tokens": 12}
     greedy = client.completions.create(**asked, temperature=0).choices[0].text
     for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 0}):
         extra = client.completions.create(**asked, temperature=1.5, extra_body=narrow)
@@ -188,14 +202,14 @@ REPEATING = "one two three four\none two three four\none two three four\none two
     ],
     ids=str,
 )
-def test_penalties_reduce_repetition(client: OpenAI, asked: dict[str, object]) -> None:
-    extra = {"ignore_eos": True, "return_token_ids": True, **asked.pop("extra_body", {})}
+def test_penalties_reduce_repetition(client: OpenAI, asked: Fields) -> None:
+    extra: Fields = {"ignore_eos": True, "return_token_ids": True, **asked.pop("extra_body", {})}
 
-    def distinct(**fields: object) -> int:
+    def distinct(**fields: Any) -> int:
         answer = client.completions.create(
             model="default", prompt=REPEATING, max_tokens=48, temperature=0, **fields
         )
-        return len(set(answer.choices[0].model_extra["token_ids"]))
+        return len(set(_extra(answer)["token_ids"]))
 
     free = distinct(extra_body={"ignore_eos": True, "return_token_ids": True})
     assert distinct(extra_body=extra, **asked) > free
@@ -212,7 +226,8 @@ def test_logit_bias_forces_and_forbids(client: OpenAI) -> None:
             logit_bias=logit_bias,
             extra_body=extra,
         )
-        return answer.choices[0].model_extra["token_ids"]
+        token_ids: list[int] = _extra(answer)["token_ids"]
+        return token_ids
 
     assert ids({"300": 100}) == [300] * 6
     free = ids({})
@@ -221,8 +236,8 @@ def test_logit_bias_forces_and_forbids(client: OpenAI) -> None:
 
 def test_mirostat_is_greedy_at_perplexity_1_and_repeats_a_seed(client: OpenAI) -> None:
 
-    def text(**fields: object) -> str:
-        answer = client.completions.create(
+    def text(**fields: Any) -> str:
+        answer: Completion = client.completions.create(
             model="default", prompt=PROMPT, max_tokens=24, seed=3, **fields
         )
         return answer.choices[0].text
@@ -243,19 +258,19 @@ def test_min_tokens_and_stop_token_ids_decide_the_length(client: OpenAI) -> None
     )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 48
-    ids = answer.choices[0].model_extra["token_ids"]
+    ids = _extra(answer)["token_ids"]
     assert len(ids) == 48
     stop_id = ids[5]
     stopped = client.completions.create(
         model="default",
-        prompt=answer.choices[0].model_extra["prompt_token_ids"],
+        prompt=_extra(answer)["prompt_token_ids"],
         max_tokens=48,
         seed=8,
         extra_body={"stop_token_ids": [stop_id], "return_token_ids": True},
     )
     assert stopped.choices[0].finish_reason == "stop"
-    assert stopped.choices[0].model_extra["stop_reason"] == stop_id
-    assert stopped.choices[0].model_extra["token_ids"] == ids[: ids.index(stop_id) + 1]
+    assert _extra(stopped)["stop_reason"] == stop_id
+    assert _extra(stopped)["token_ids"] == ids[: ids.index(stop_id) + 1]
 
 
 SCHEMA = {
@@ -318,9 +333,9 @@ def test_output_follows_a_grammar(client: OpenAI, grammar: dict[str, str], patte
 def test_refusal_names_the_parameter_and_leaves_the_client_usable(
     client: OpenAI, body: dict[str, object], param: str
 ) -> None:
-    asked: dict[str, object] = {"model": "default", "prompt": "x", "max_tokens": 1} | body
+    asked: Fields = {"model": "default", "prompt": "x", "max_tokens": 1} | body
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(**asked)  # type: ignore[call-overload]
+        client.completions.create(**asked)
     assert refused.value.param == param
     assert refused.value.type == "invalid_request_error"
     assert refused.value.request_id

@@ -9,6 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.resources.chat import Completions
+from openai.types.chat import ChatCompletionUserMessageParam as UserMessage
 from pydantic import BaseModel, Field
 
 from services.http_shim.formats.request_bodies import ChatBody
@@ -29,8 +30,8 @@ from tests.conformance.sdk import (
 )
 from tests.stack import Stack, left_early
 
-HELLO = {"role": "user", "content": "Hello!"}
-QUESTION = {"role": "user", "content": "What is the weather in Rome?"}
+HELLO: UserMessage = {"role": "user", "content": "Hello!"}
+QUESTION: UserMessage = {"role": "user", "content": "What is the weather in Rome?"}
 BASE: Fields = {"model": "default", "messages": [HELLO], "max_tokens": 6, "seed": 7}
 CITY = {
     "type": "object",
@@ -326,6 +327,7 @@ async def test_streaming_helper_gets_the_content_and_logprobs_of_a_whole_answer(
     entries = choice.logprobs.content or []
     assert b"".join(bytes(entry.bytes or ()) for entry in entries) == text.encode()
     assert final.usage is not None
+    assert whole.usage is not None
     assert final.usage.completion_tokens == whole.usage.completion_tokens
 
 
@@ -351,7 +353,7 @@ async def test_streaming_helper_parses_tool_arguments(stack: Stack) -> None:
     (choice,) = final.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
-    (call,) = choice.message.tool_calls or ()
+    [call] = choice.message.tool_calls or []
     assert call.id.startswith("call_")
     assert call.function.parsed_arguments == done.parsed_arguments
 

@@ -75,7 +75,7 @@ class _Maker:
         ]  # fmt: skip
         if not self._bounded:
             leaves += [self._number, self._open_string]
-        branches = [
+        branches: list[Callable[[int], Schema]] = [
             self._object, self._array, self._tuple, self._any_of, self._one_of, self._reference,
             self._all_of, self._map,
         ]  # fmt: skip

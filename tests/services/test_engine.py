@@ -224,7 +224,7 @@ BAD_REQUESTS = [
         (f"sampling.{field}", GenerateRequest(prompts=[TokenIds(ids=[1])], sampling=sampling))
         for field, sampling in (
             *(
-                (name, SamplingParams(**{name: value}))
+                (name, SamplingParams(**{name: value}))  # type: ignore[arg-type]
                 for name in ("frequency_penalty", "presence_penalty")
                 for value in (-2.1, 2.1, math.nan, math.inf)
             ),
@@ -284,7 +284,7 @@ BAD_REQUESTS = [
                 ),
             ),
             *(
-                (name, SamplingParams(**{name: value}, mirostat=MirostatParams()))
+                (name, SamplingParams(**{name: value}, mirostat=MirostatParams()))  # type: ignore[arg-type]
                 for name, value in (
                     ("temperature", 0), ("top_p", 0.9), ("top_k", 5), ("min_p", 0.1)
                 )

@@ -24,6 +24,7 @@ from tokenwire.pb.engine.v1.engine_pb2 import (
     SessionCredit,
     SessionEvent,
     SessionRequest,
+    SessionResponse,
     SessionStart,
 )
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
@@ -72,7 +73,9 @@ class Conversation:
 
     async def take(self) -> None:
         """Read one message."""
-        for event in (await self._call.read()).events:
+        response = await self._call.read()
+        assert isinstance(response, SessionResponse)
+        for event in response.events:
             if event.HasField("delta"):
                 place = (event.handle, event.delta.sequence)
                 self.ids.setdefault(place, []).extend(event.delta.tokens.ids)
@@ -183,7 +186,7 @@ async def test_matchers_reopen_when_the_grammar_service_restarts(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     """The stop must not wait for open matchers: new requests would wait out its grace period."""
-    ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).token_to_id
+    ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).get_vocab()
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar-1.log") as service:
@@ -194,10 +197,10 @@ async def test_matchers_reopen_when_the_grammar_service_restarts(
         assert await service.stop() == 0
     port = int(service.target.rpartition(":")[2])
     async with grammar_service(embedded_model, tmp_path / "grammar-2.log", port):
-        ours.feed([Token(5, 0, 0, ids("a"), None)])
+        ours.feed([Token(5, 0, 0, ids["a"], None)])
         while (mask := (await masks.get())[0]).position == 0:
             pass  # the mask of the reopened matcher
-        assert ids("c") in allows(mask)
+        assert ids["c"] in allows(mask)
         assert failed.empty()
         await ours.aclose()
     assert "were aborted" not in (tmp_path / "grammar-1.log").read_text()
@@ -255,7 +258,7 @@ async def test_constrained_request_resumes_when_a_frozen_service_does(
 ) -> None:
     """The engine reopens the matcher with the tokens that the sequence has generated."""
     monkeypatch.setattr(matchers, "_ANSWER_SECONDS", 0.1)
-    ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).token_to_id
+    ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).get_vocab()
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
@@ -264,12 +267,12 @@ async def test_constrained_request_resumes_when_a_frozen_service_does(
         ours.open(5, 1, await ours.compile(spec), spec, {})
         await masks.get()
         service.process.send_signal(signal.SIGSTOP)
-        ours.feed([Token(5, 0, 0, ids("a"), None)])
+        ours.feed([Token(5, 0, 0, ids["a"], None)])
         with pytest.raises(TimeoutError):  # the answer is overdue by then
             await asyncio.wait_for(failed.get(), 0.5)
         service.process.send_signal(signal.SIGCONT)
         [mask] = await masks.get()
-        assert (mask.position, ids("c") in allows(mask)) == (1, True)
+        assert (mask.position, ids["c"] in allows(mask)) == (1, True)
         await ours.aclose()
 
 
@@ -277,7 +280,7 @@ async def test_tokens_generated_before_an_answer_are_not_fed_twice(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     """After a reconnect, the engine may feed several tokens before the first mask arrives."""
-    ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).token_to_id
+    ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).get_vocab()
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with AsyncExitStack() as running:
@@ -299,22 +302,22 @@ async def test_tokens_generated_before_an_answer_are_not_fed_twice(
             assert (mask.handle, mask.position, mask.end) == (handle, 0, 0)
 
         await open_one(1, "[ab][cd][ef]")
-        feed(1, ids("a"), ids("c"))
+        feed(1, ids["a"], ids["c"])
         for position, allowed in ((1, "cd"), (2, "ef")):
             [mask] = await masks.get()
             assert (mask.position, mask.end) == (position, position)
-            assert {ids(letter) for letter in allowed} <= allows(mask)
-            assert ids("a") not in allows(mask)
+            assert {ids[letter] for letter in allowed} <= allows(mask)
+            assert ids["a"] not in allows(mask)
 
         for handle in (2, 3):
             await open_one(handle, "[ab] = 123456[ef]")
-        feed(2, ids("a"))
+        feed(2, ids["a"])
         [alone] = await masks.get()
         assert alone.forced
-        feed(3, ids("a"), alone.forced[0])
+        feed(3, ids["a"], alone.forced[0])
         [mask] = await masks.get()
         assert (mask.position, mask.forced) == (1, alone.forced)
-        assert allows(mask) == {ids("e"), ids("f")}
+        assert allows(mask) == {ids["e"], ids["f"]}
         assert failed.empty()
 
 

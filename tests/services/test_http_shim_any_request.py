@@ -23,7 +23,9 @@ JUNK = st.sampled_from(
 PROMPTS = st.sampled_from(["x = ", [[1, 2], [3]], ["a", "b"], [5, 6, 7], [], ""])
 MODELS = st.sampled_from(["default", ["default"], ["default", "default"], ["default", "other"]])
 FEW = st.sampled_from([None, 1, 3, 8])  # small max_tokens keep the tests fast
-Bodies: TypeAlias = st.SearchStrategy[dict[str, Any]]
+Fields: TypeAlias = dict[str, Any]
+Limits: TypeAlias = list[tuple[Fields, Fields]]
+Bodies: TypeAlias = st.SearchStrategy[Fields]
 REFUSALS = {400, 404, 501}
 
 
@@ -203,7 +205,7 @@ TAG = {
     "structures": [{"begin": "<a", "schema": {}, "end": ""}],
     "triggers": ["<"],
 }
-GENERATION = [  # (accepted fields, refused fields)
+GENERATION: Limits = [  # (accepted fields, refused fields)
     ({"stop": ["a" * 1_000]}, {"stop": ["a" * 1_001]}),
     ({"stop": "a"}, {"stop": ""}),
     ({"stop_token_ids": [7] * 128}, {"stop_token_ids": [7] * 129}),
@@ -245,7 +247,7 @@ GENERATION = [  # (accepted fields, refused fields)
     ({"use_beam_search": False}, {"use_beam_search": True}),
     ({"typical_p": 1}, {"typical_p": 0.9}),
 ]  # fmt: skip
-COMPLETION = [
+COMPLETION: Limits = [
     ({"prompt": ["a"] * 128}, {"prompt": ["a"] * 129}),
     ({"prompt": [[7]] * 128}, {"prompt": [[7]] * 129}),
     ({"prompt": [7] * 200}, {"prompt": []}),
@@ -255,7 +257,7 @@ COMPLETION = [
     ({"max_tokens": 0, "echo": True}, {"max_tokens": -1, "echo": True}),
     ({"images": []}, {"images": ["data:,"]}),
 ]
-CHAT = [
+CHAT: Limits = [
     ({"max_tokens": 1}, {"max_tokens": 0}),
     ({"max_tokens": None, "max_completion_tokens": 1},
      {"max_tokens": None, "max_completion_tokens": 0}),
@@ -270,20 +272,20 @@ CHAT = [
     ({"functions": None}, {"functions": []}),
     ({"function_call": None}, {"function_call": "auto"}),
 ]  # fmt: skip
-MANY_MODELS = [
+MANY_MODELS: Limits = [
     ({"model": ["default"] * 128}, {"model": ["default"] * 129}),
     ({"model": ["default"]}, {"model": []}),
     ({"stop": ["a"]}, {"stop": [""]}),
     ({"stream": False}, {"stream": True}),
 ]
-TOKENIZE = [
+TOKENIZE: Limits = [
     ({"prompt": "a" * 1000}, {"prompt": "a" * (1024 * 1024 + 1)}),
     ({"messages": [HELLO]}, {"messages": []}),
     ({"messages": [HELLO], "tools": tools(128)}, {"messages": [HELLO], "tools": tools(129)}),
 ]
-DETOKENIZE = [({"tokens": [7] * 262_144}, {"tokens": [7] * 262_145})]
+DETOKENIZE: Limits = [({"tokens": [7] * 262_144}, {"tokens": [7] * 262_145})]
 SHORT = {"max_tokens": 1, "dry_multiplier": 1}
-ROUTES = [
+ROUTES: list[tuple[str, str, Fields, Limits]] = [
     ("/v1/completions", "CompletionBody", SHORT | {"prompt": "x"}, GENERATION + COMPLETION),
     ("/v1/chat/completions", "ChatBody", SHORT | {"messages": [HELLO]}, GENERATION + CHAT),
     ("/v1/completion", "MultiCompletionBody",

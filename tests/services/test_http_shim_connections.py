@@ -403,7 +403,7 @@ async def test_stream_ends_with_a_trailer_of_the_tokens_used(shim: Shim, path: s
     """The chunked encoding stays valid: the connection accepts the next request."""
     asked = {"stream": True, "max_tokens": 5, "ignore_eos": True}
     messages = [{"role": "user", "content": "x"}]
-    prompt = {"messages": messages} if "chat" in path else {"prompt": [1, 2]}
+    prompt: dict[str, object] = {"messages": messages} if "chat" in path else {"prompt": [1, 2]}
     request = body_of(asked | prompt).replace(b"/v1/completions", path.encode())
     async with connected(shim) as client:
         for _ in range(2):

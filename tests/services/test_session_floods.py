@@ -31,7 +31,7 @@ def bad_completion(handle: int) -> completion_pb2.SessionCommand:
     return completion_pb2.SessionCommand(handle=handle, start_complete=start)
 
 
-async def rest(call: "grpc.aio.StreamStreamCall[Any, Any]") -> int:
+async def rest(call: Any) -> int:
     """Read the call to its end, and return the number of events."""
     count = 0
     while (response := await call.read()) is not grpc.aio.EOF:
@@ -45,7 +45,7 @@ async def test_tokenizer_serves_others_during_a_flood_of_starts(
     stub = CompletionServiceStub(tokenizer)
     commands = [bad_completion(handle) for handle in range(1, MANY + 1)]
     async with asyncio.timeout(HANG_SECONDS):
-        call = stub.Session()
+        call: Any = stub.Session()
         await call.write(completion_pb2.SessionRequest(commands=commands))
         await call.done_writing()
         answered = len((await call.read()).events)
@@ -61,7 +61,7 @@ async def test_engine_serves_others_during_a_flood_of_starts(channel: grpc.aio.C
         for handle in range(1, MANY + 1)
     ]
     async with asyncio.timeout(HANG_SECONDS):
-        call = EngineServiceStub(channel).Session()
+        call: Any = EngineServiceStub(channel).Session()
         await call.write(engine_pb2.SessionRequest(commands=commands))
         await call.done_writing()
         answered = len((await call.read()).events)

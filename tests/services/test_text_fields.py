@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ async def streamed(client: Client, **options: Any) -> str:
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stop": ["zzz"]}, {"n": 2}], ids=str)
 async def test_special_tokens_are_in_the_text_unless_skipped(
-    client: Client, more: Mapping[str, Any]
+    client: Client, more: CompleteOptions
 ) -> None:
     for skips, text in ((True, ""), (False, "<|fim_pad|>" * 3)):
         options = FORCED | {"skip_special_tokens": skips} | more
@@ -57,7 +57,7 @@ async def test_special_tokens_are_in_the_text_unless_skipped(
 
 async def test_stop_string_matches_a_special_token_unless_skipped(client: Client) -> None:
     stopped = FORCED | {"stop": ["<|fim"]}
-    choice = (await client.complete(PROMPT, **stopped, skip_special_tokens=False)).choices[0]
+    choice = (await client.complete(PROMPT, **stopped | {"skip_special_tokens": False})).choices[0]
     assert (choice.text, choice.stop) == ("", "<|fim")
     assert (await client.complete(PROMPT, **stopped)).choices[0].stop is None
 
@@ -75,7 +75,7 @@ async def test_final_token_needs_include_stop_string_to_be_text(client: Client, 
         (False, True, name),
     ):
         answer = await client.complete(
-            PROMPT, **ends, skip_special_tokens=skips, include_stop_string=includes
+            PROMPT, **ends | {"skip_special_tokens": skips, "include_stop_string": includes}
         )
         assert answer.text == text
         assert answer.choices[0].stop == token
@@ -83,12 +83,12 @@ async def test_final_token_needs_include_stop_string_to_be_text(client: Client, 
 
 async def test_special_tokens_are_in_chat_content_unless_skipped(client: Client) -> None:
     options: ChatOptions = {"logit_bias": {FIM_PAD: 100}, "max_tokens": 2, "logprobs": 0}
-    shown = await client.chat("Hello!", **options, skip_special_tokens=False)
+    shown = await client.chat("Hello!", **options | {"skip_special_tokens": False})
     assert shown.text == "<|fim_pad|>" * 2
     assert [token.data for token in shown.choices[0].tokens] == [b"<|fim_pad|>"] * 2
     assert (await client.chat("Hello!", **options)).text == ""
     ended: ChatOptions = {"logit_bias": {IM_END: 100}, "skip_special_tokens": False}
-    answer = await client.chat("Hello!", **ended, include_stop_string=True)
+    answer = await client.chat("Hello!", **ended | {"include_stop_string": True})
     assert answer.text == "<|im_end|>"
     assert (await client.chat("Hello!", **ended)).text == ""
 
@@ -110,8 +110,8 @@ async def test_truncation_keeps_the_end_of_a_prompt(client: Client) -> None:
     assert echoed.usage.prompt_tokens == 4
     [model] = await client.models()
     most = model.context_length
-    for prompt in ([5] * (most + 50), "x = 1\n" * most):
-        cut = await client.complete(prompt, truncate_prompt_tokens=-1, max_tokens=10)
+    for long in ([5] * (most + 50), "x = 1\n" * most):
+        cut = await client.complete(long, truncate_prompt_tokens=-1, max_tokens=10)
         assert cut.usage.prompt_tokens == most - 10
     whole = await client.complete(ids, truncate_prompt_tokens=most - 1, max_tokens=1)
     assert whole.usage.prompt_tokens == len(ids)
@@ -154,11 +154,10 @@ async def test_invalid_truncation_is_refused(client: Client, asked: int) -> None
 
 async def test_prompt_logprobs_equal_the_logprobs_of_an_echo(client: Client) -> None:
     options: CompleteOptions = {"max_tokens": 1, "n": 2, "temperature": 0}
-    told = await client.complete([PROMPT, "x = ["], **options, prompt_logprobs=3)
-    echoed = await client.complete([PROMPT, "x = ["], **options, echo=True, logprobs=1)
-    both = await client.complete(
-        [PROMPT, "x = ["], **options, echo=True, logprobs=1, prompt_logprobs=3
-    )
+    told = await client.complete([PROMPT, "x = ["], **options | {"prompt_logprobs": 3})
+    options |= {"echo": True, "logprobs": 1}
+    echoed = await client.complete([PROMPT, "x = ["], **options)
+    both = await client.complete([PROMPT, "x = ["], **options | {"prompt_logprobs": 3})
     assert [choice.text for choice in both.choices] == [choice.text for choice in echoed.choices]
     for prompt in range(2):
         scores, echo = told.prompt_scores[prompt], echoed.choices[2 * prompt].scores
@@ -247,7 +246,7 @@ async def test_bad_word_is_not_generated_with_or_without_a_space(client: Client)
     words = [word for word in ("return", "def", "self", "import") if word in free.text]
     assert words
     options: CompleteOptions = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
-    limited = await client.complete(PROMPT, **options, bad_words=words)
+    limited = await client.complete(PROMPT, **options | {"bad_words": words})
     assert not any(word in limited.text.split() for word in words)
     assert await streamed(client, **options, bad_words=words) == limited.text
     chat = await client.chat("Hello!", max_tokens=60, temperature=0, bad_words=["the", " a"])
@@ -257,7 +256,7 @@ async def test_bad_word_is_not_generated_with_or_without_a_space(client: Client)
 async def test_special_token_can_be_a_bad_word(client: Client) -> None:
     ends: CompleteOptions = {"max_tokens": 8, "logit_bias": {END: 100}}
     assert (await client.complete(PROMPT, **ends)).choices[0].token_ids == (END,)
-    limited = await client.complete(PROMPT, **ends, bad_words=["<|endoftext|>"])
+    limited = await client.complete(PROMPT, **ends | {"bad_words": ["<|endoftext|>"]})
     assert END not in limited.choices[0].token_ids
 
 
@@ -303,16 +302,17 @@ async def test_allowed_ids_that_contradict_the_grammar_are_refused(
 async def test_chat_echo_prepends_the_last_assistant_message(client: Client) -> None:
     messages = [Message("user", "Hello!"), Message("assistant", "Hi! How")]
     options: ChatOptions = {"max_tokens": 6, "temperature": 0, "n": 2}
-    for more in ({"continue_last_message": True}, {}):
-        free = await client.chat(messages, **options, **more)
-        echoed = await client.chat(messages, **options, **more, echo=True)
+    continued: ChatOptions = {**options, "continue_last_message": True}
+    for asked in (continued, options):
+        free = await client.chat(messages, **asked)
+        echoed = await client.chat(messages, **asked | {"echo": True})
         for choice, with_echo in zip(free.choices, echoed.choices, strict=True):
             assert with_echo.message.content == "Hi! How" + (choice.message.content or "")
             assert with_echo.token_ids == choice.token_ids
-        async with client.stream_chat(messages, **options, **more, echo=True) as stream:
+        async with client.stream_chat(messages, **asked | {"echo": True}) as stream:
             contents = [delta.content async for delta in stream if delta.index == 0]
         assert "".join(contents) == echoed.text
-    last = await client.chat("Hello!", **options, echo=True)
+    last = await client.chat("Hello!", **options | {"echo": True})
     assert last.choices == (await client.chat("Hello!", **options)).choices
 
 
@@ -358,10 +358,10 @@ async def test_queued_request_with_lower_priority_number_is_served_first(
         async with http.stream("POST", "/v1/completions", json=long):
             await watch_load(engine.target, until=lambda load: load.running_sequences == 1)
             waiting = []
-            for count, priority in enumerate((3, 0), start=1):
+            for priority in (3, 0):
                 waiting.append(asyncio.ensure_future(ask(priority)))
                 await watch_load(
-                    engine.target, until=lambda load, n=count: load.waiting_sequences == n
+                    engine.target, until=lambda load: load.waiting_sequences == len(waiting)
                 )
             await ask(-2)  # takes the place of the stream
         await asyncio.gather(*waiting)

@@ -36,8 +36,10 @@ def assert_blames_the_client(error: grpc.aio.AioRpcError) -> None:
 )
 async def test_invalid_protobuf_request_is_refused(stack: Stack, service: str, method: str) -> None:
     async with connect(target_of(stack, service)) as channel:
+        stub: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        stub = channel.unary_unary(f"/{service}/{method}")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await channel.unary_unary(f"/{service}/{method}")(NO_MESSAGE)
+            await stub(NO_MESSAGE)
     assert_blames_the_client(raised.value)
 
 
@@ -55,7 +57,9 @@ async def test_invalid_protobuf_message_ends_its_stream(
 ) -> None:
     """Otherwise the stream would stay open without reading further messages."""
     async with asyncio.timeout(60), connect(target_of(stack, service)) as channel:
-        call = channel.stream_stream(f"/{service}/{method}")()
+        stub: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+        stub = channel.stream_stream(f"/{service}/{method}")
+        call = stub()
         await call.write(NO_MESSAGE)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await read_to_end(call)

@@ -2,15 +2,18 @@
 
 import json
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
-from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.pb.types.v1 import types_pb2 as types
+
+if TYPE_CHECKING:
+    from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceAsyncStub
+    from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceAsyncStub
 
 GREEDY = types.SamplingParams(temperature=0)
 WEATHER = {
@@ -89,12 +92,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    completion: CompletionServiceStub
-    tokenizer: TokenizerServiceStub
+    completions: "CompletionServiceAsyncStub"
+    tokenizer: "TokenizerServiceAsyncStub"
 
     async def chat(self, *messages: completion.Message, **fields: object) -> Answer:
         answer = Answer()
-        async for event in self.completion.Chat(make_request(*messages, **fields)):
+        async for event in self.completions.Chat(make_request(*messages, **fields)):
             answer.take(event)
         return answer
 

@@ -38,7 +38,7 @@ async def test_chat_equals_completion_of_its_rendered_prompt(services: Services)
         stopping=types.StoppingParams(max_tokens=100),
     )
     text = ""
-    async for event in services.completion.Complete(request):
+    async for event in services.completions.Complete(request):
         text += event.delta.text
     assert text == streamed.message.content
 

@@ -96,7 +96,8 @@ async def test_forced_and_strict_calls_satisfy_their_schemas(services: Services,
 
 async def test_truncated_tool_call_is_accepted_in_the_next_turn(services: Services) -> None:
     """An agent continues its conversation after max_tokens truncated a call."""
-    schema = {"type": "object", "properties": {"s": {"type": "string", "minLength": 200}}}
+    text = {"type": "string", "minLength": 200}
+    schema: dict[str, object] = {"type": "object", "properties": {"s": text}}
     schema |= {"required": ["s"], "additionalProperties": False}
     cut = await services.chat(
         user("Call f."), tools=[tool("f", schema)], tool_choice=REQUIRED, sampling=GREEDY,

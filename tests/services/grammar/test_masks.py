@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 
 import grpc
 import jsonschema
@@ -16,7 +17,7 @@ from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
 from tokenwire.pb.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject
 
 COLOURS = ["red", "green", "blue violet", 'qu"oted', "é😀"]
-SATISFIED = {
+SATISFIED: dict[str, tuple[GrammarSpec, Callable[[str], object]]] = {
     "json_schema": (
         GrammarSpec(json_schema=json.dumps(PERSON)),
         lambda text: jsonschema.validate(json.loads(text), PERSON),
@@ -151,6 +152,7 @@ async def test_resumed_matcher_reaches_the_state_of_one_that_took_each_token(
         grammar_pb2.MasksRequest(configuration=configuration, commands=commands, step=7)
     )
     response = await call.read()
+    assert isinstance(response, grammar_pb2.MasksResponse)
     call.cancel()
     assert response.step == 7
     assert [state.matcher for state in response.states] == [1, 2, 3]

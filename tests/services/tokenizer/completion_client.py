@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from tests.stack import is_idle, watch_load
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
-from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.pb.types.v1 import types_pb2 as types
 from tokenwire.session import CompletionSession
+
+if TYPE_CHECKING:
+    from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceAsyncStub
+    from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceAsyncStub
 
 PROMPT = 'def add(a, b):\n    """Return the sum'
 GREEDY = types.SamplingParams(temperature=0)
@@ -55,8 +58,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    completion: CompletionServiceStub
-    tokenizer: TokenizerServiceStub
+    completions: "CompletionServiceAsyncStub"
+    tokenizer: "TokenizerServiceAsyncStub"
     target: str
     """host:port of the tokenizer service"""
     engine: str
@@ -65,7 +68,7 @@ class Services:
 
     async def complete(self, *prompts: str | list[int], **fields: object) -> Answer:
         answer = Answer()
-        async for response in self.completion.Complete(make_request(*prompts, **fields)):
+        async for response in self.completions.Complete(make_request(*prompts, **fields)):
             answer.take(response)
         return answer
 

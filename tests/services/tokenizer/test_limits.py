@@ -1,5 +1,7 @@
 """Limits and validation of requests to the tokenizer service."""
 
+from collections.abc import Awaitable
+
 import grpc
 import pytest
 
@@ -14,7 +16,7 @@ async def test_prompt_over_the_context_is_refused_or_truncated(services: Service
     error = await services.refused("x = 1\n" * 5_000)
     assert (error.code, error.reason) == (grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_LENGTH_EXCEEDED")
     cut = await services.complete("x = 1\n" * 5_000, truncate_prompt=True, stopping=tokens(9))
-    models = await services.completion.ListModels(completion.ListModelsRequest())
+    models = await services.completions.ListModels(completion.ListModelsRequest())
     context = models.models[0].context_length
     assert len(cut.accepted.prompts[0].ids) == context - 9
     error = await services.refused(
@@ -25,7 +27,7 @@ async def test_prompt_over_the_context_is_refused_or_truncated(services: Service
 
 async def test_very_long_prompt_is_refused_before_it_is_fully_encoded(services: Services) -> None:
     """This holds for echo, infill and ids; truncation keeps the same end as a full encoding."""
-    models = await services.completion.ListModels(completion.ListModelsRequest())
+    models = await services.completions.ListModels(completion.ListModelsRequest())
     context = models.models[0].context_length
     text = "x = 1\n" * 500_000
     for fields in ({}, {"echo": True}, {"suffix": "y"}, {"stop": ["a" * 1_000] * 16}):
@@ -57,7 +59,7 @@ async def test_tokenizer_rpcs_limit_the_size_of_a_request(services: Services) ->
     message = completion.Message(
         role=completion.ROLE_USER, parts=[completion.ContentPart(text=half + over)]
     )
-    refused = {
+    refused: dict[str, Awaitable[object]] = {
         "texts": stub.Encode(tokenizer_pb2.EncodeRequest(texts=[half, over])),
         "sequences": stub.Decode(tokenizer_pb2.DecodeRequest(sequences=[ids, ids, one])),
         "prefix": stub.RenderInfill(

@@ -87,7 +87,7 @@ async def test_credit_limits_the_tokens_sent(services: Services) -> None:
 
 async def test_credit_of_0_tokens_is_refused(services: Services) -> None:
     credit = completion.SessionCommand(handle=1, credit=completion.Credit())
-    call = services.completion.Session()
+    call = services.completions.Session()
     await call.write(completion.SessionRequest(commands=[credit]))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
@@ -105,13 +105,13 @@ async def test_session_request_ends_at_its_deadline(services: Services) -> None:
 
 async def test_disconnected_client_stops_generation(services: Services) -> None:
     async with left_early(services.engine, 4 * 1_500):
-        call = services.completion.Complete(make_request("import", n=4, stopping=endless()))
+        call = services.completions.Complete(make_request("import", n=4, stopping=endless()))
         async for response in call:
             if response.HasField("delta"):
                 call.cancel()
                 break
     async with left_early(services.engine, 4 * 1_500):
-        stream = services.completion.Session()
+        stream = services.completions.Session()
         start = completion.StartComplete(request=make_request("import", n=4, stopping=endless()))
         command = completion.SessionCommand(handle=1, start_complete=start)
         await stream.write(completion.SessionRequest(commands=[command]))

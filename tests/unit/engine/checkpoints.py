@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,7 +37,7 @@ from services.engine.model.decoder import Decoder
 
 VOCABULARY = 97
 
-_SHAPE = {
+_SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -99,17 +100,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         layer_types=["full_attention", "full_attention", "sliding_attention"],
     ),
     "gemma3": Gemma3TextConfig(
-        **_WIDE | {"tie_word_embeddings": True},
+        **_WIDE | {"tie_word_embeddings": True, "sliding_window_pattern": 2},
         query_pre_attn_scalar=24,
         sliding_window=9,
-        sliding_window_pattern=2,
         final_logit_softcapping=20.0,
         rope_parameters={
             "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     ),
-    "gemma3, with images": Gemma3Config(
+    "gemma3, with images": Gemma3Config(  # type: ignore[call-arg]
         text_config=Gemma3TextConfig(**_WIDE | {"tie_word_embeddings": True}, sliding_window=9),
         vision_config={
             "hidden_size": 8,
@@ -198,13 +198,13 @@ def make_checkpoint(
 ) -> PreTrainedModel:
     """Save a model with random weights, norms and biases; return it as the reference."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
     is_offset = isinstance(config, Gemma2Config | Gemma3TextConfig | Gemma3Config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5).sub_(1 if is_offset else 0)
-    model.eval().save_pretrained(directory, max_shard_size=shard)
+    model.eval().save_pretrained(directory, max_shard_size=shard)  # type: ignore[no-untyped-call]
     return model
 
 
@@ -273,7 +273,7 @@ class Driver:
         if kept is not None:
             batch, counts = replace(batch, output_rows=keep_last(counts, kept)), tuple(kept)
         hidden = self._decoder.forward(batch, self.cache)
-        logits = self._decoder.logits(hidden).split(counts)
+        logits = torch.split(self._decoder.logits(hidden), list(counts))
         for (index, count), rows in zip(chunks, logits, strict=True):
             self._done[index] += count
             unknown = torch.full((count - len(rows), rows.shape[1]), torch.nan)

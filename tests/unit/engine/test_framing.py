@@ -5,6 +5,7 @@ from services.engine.messages import (
     CacheFlushed,
     DraftTokens,
     LoadSnapshot,
+    Output,
     Score,
     StepOutput,
     Token,
@@ -22,7 +23,8 @@ def test_pieces_of_any_size_give_the_same_messages() -> None:
 
 def test_step_output_keeps_its_values_and_types() -> None:
     scored = Token(1, 0, 7, 42, Score(-0.5, 1, [42], [-0.5]), 2.5)
-    outputs = [Token(1, 0, 6, 41, None), DraftTokens(1, 0, [3]), CacheFlushed(2), scored]
+    plain = Token(1, 0, 6, 41, None)
+    outputs: list[Output] = [plain, DraftTokens(1, 0, [3]), CacheFlushed(2), scored]
     step = StepOutput(outputs, LoadSnapshot(running=3))
     [message] = Unpacker().feed(pack(step))
     assert message == step

@@ -180,9 +180,13 @@ def run(loop: StepLoop, commands: Sequence[Command], *, most_steps: int = 3000) 
     """Send all commands at once, step until no request is left, and check the blocks each time."""
     outputs: list[Output] = []
     pending = list(commands)
-    for _ in range(most_steps):
+
+    def take() -> list[Command]:
         taken, pending[:] = list(pending), []
-        outputs += loop.step(lambda taken=taken: [taken.pop(0) for _ in range(len(taken))]).outputs
+        return taken
+
+    for _ in range(most_steps):
+        outputs += loop.step(take).outputs
         loop.check()
         if loop.is_idle:
             return outputs

@@ -40,8 +40,8 @@ def test_model_reads_every_step_as_it_was_filled_in(steps: list[tuple[int, list[
             array[:] = number
             filled.append(array.tolist())
         staged = staging.send()
-        names = ("token_ids", "positions", "slots", "sources", "output_rows")
-        names += ("query_starts", "output_starts", "context_lengths")
+        names = ["token_ids", "positions", "slots", "sources", "output_rows"]
+        names += ["query_starts", "output_starts", "context_lengths"]
         assert [getattr(staged, name).tolist() for name in names] == filled
         sizes = [len(array) for array in filled]
         assert sizes == [tokens] * 5 + [len(tables) + 1] * 2 + [len(tables)]

@@ -91,12 +91,12 @@ def test_gate_equals_that_of_the_rounded_weights(
 ) -> None:
     torch.manual_seed(rows)
     gate, up = torch.randn(2, 96, 64) / 8
-    biases = list(torch.randn(2, 96)) if biased else [None, None]
+    one, other = torch.randn(2, 96) if biased else (None, None)
     x = torch.randn(rows, 64, dtype=torch.bfloat16)
     theirs = torch.empty(rows, 96)
     ours = to_tiles(torch.zeros(rows, 96, dtype=torch.bfloat16))
-    int8.gate(gate, up, *biases).into(to_tiles(x)[:rows], ours[:rows])
-    reference = TorchOperators(torch.float32, CPU).gate(rounded(gate), rounded(up), *biases)
+    int8.gate(gate, up, one, other).into(to_tiles(x)[:rows], ours[:rows])
+    reference = TorchOperators(torch.float32, CPU).gate(rounded(gate), rounded(up), one, other)
     reference.into(x.float(), theirs)
     torch.testing.assert_close(to_rows(ours)[:rows].float(), theirs, atol=3e-2, rtol=3e-2)
 

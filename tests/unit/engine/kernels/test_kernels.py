@@ -57,7 +57,7 @@ def test_small_operators_equal_those_of_torch(
     results = [torch.empty_like(x) for _ in range(2)]
     for operators, out in zip((ours, theirs), results, strict=True):
         operators.rms_norm(x, weight, 1e-5, out)
-    assert_close(*results, dtype)
+    assert_close(results[0], results[1], dtype)
 
     rotation = Rotation(torch.randn(rows, 9), torch.randn(rows, 9))
     wide = torch.randn(rows, 7, 18, dtype=dtype)
@@ -66,13 +66,13 @@ def test_small_operators_equal_those_of_torch(
         both = [wide.clone(), wide.clone()]
         for operators, whole in zip((ours, theirs), both, strict=True):
             operators.rotate(whole[:, :5], 3, rotation, query_norm, key_norm, 1e-5)
-        assert_close(*both, dtype)  # the last two heads are values: untouched
+        assert_close(both[0], both[1], dtype)  # the last two heads are values: untouched
 
     gate, up = torch.randn(2, 50, 100, dtype=dtype) / 10
     gated = [torch.empty(rows, 50, dtype=dtype) for _ in range(2)]
     for operators, out in zip((ours, theirs), gated, strict=True):
         operators.gate(gate, up, None, None).into(x, out)
-    assert_close(*gated, dtype)
+    assert_close(gated[0], gated[1], dtype)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -151,12 +151,12 @@ def test_product_that_bypasses_the_caches_equals_its_parts(tiled: TiledOperators
 def test_packed_gate_equals_that_of_torch(tiled: TiledOperators, rows: int, biased: bool) -> None:
     torch.manual_seed(rows)
     gate, up = torch.randn(2, 96, 64) / 8
-    biases = list(torch.randn(2, 96)) if biased else [None, None]
+    one, other = torch.randn(2, 96) if biased else (None, None)
     x = torch.randn(rows, 64, dtype=torch.bfloat16)
     theirs = torch.empty(rows, 96)
     ours = to_tiles(torch.full((rows, 96), 7.0, dtype=torch.bfloat16))
-    tiled.gate(gate, up, *biases).into(to_tiles(x)[:rows], ours[:rows])
-    TorchOperators(torch.float32, CPU).gate(gate, up, *biases).into(x.float(), theirs)
+    tiled.gate(gate, up, one, other).into(to_tiles(x)[:rows], ours[:rows])
+    TorchOperators(torch.float32, CPU).gate(gate, up, one, other).into(x.float(), theirs)
     assert_close(to_rows(ours)[:rows], theirs, torch.bfloat16)
 
 

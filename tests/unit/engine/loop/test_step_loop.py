@@ -280,8 +280,8 @@ def test_late_mask_changes_no_token_and_delays_no_other_sequence(decoder: Decode
                 outputs += loop.step(list).outputs
             assert len(tokens_of(outputs).get((1, 0), [])) == position
             while len(tokens_of(outputs).get((1, 0), [])) == position:
-                command = SetMasks([Mask(1, 0, position, (), mask, False)])
-                outputs += loop.step(lambda command=command: [command]).outputs
+                commands = [SetMasks([Mask(1, 0, position, (), mask, False)])]
+                outputs += loop.step(commands.copy).outputs
         assert len(tokens_of(outputs)[2, 0]) >= 3 * late
         return tokens_of([*outputs, *run(loop, [])])
 

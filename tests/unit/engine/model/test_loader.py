@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from services.common.json_values import Json
 from services.engine.messages import GenerationDefaults
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError
@@ -76,7 +77,7 @@ def truncate(path: Path) -> None:
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-DEFECTS: list[tuple[str, Callable[[Path], None], list[str]]] = [
+DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("no directory", shutil.rmtree, ["checkpoint", "not a directory"]),
     ("no config", lambda p: (p / "config.json").unlink(), ["config.json", "does not exist"]),
     ("no JSON", lambda p: (p / "config.json").write_text("{"), ["config.json", "JSON"]),
@@ -152,7 +153,7 @@ LAYERNORM = "transformer.h.2.ln_1.bias"
 PHI = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7} | {
     "original_max_position_embeddings": 32
 }
-FAMILY_DEFECTS: list[tuple[str, Callable[[Path], None], list[str]]] = [
+FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("qwen3 moe", lambda p: set_tensor(p, EXPERT, None), [EXPERT]),
     (
         "qwen3 moe",
@@ -214,7 +215,7 @@ def test_defective_mxfp4_experts_are_refused(
     "value", [0, -1, 1e999, math.nan, True, "x", [], ["x"], {}, {"factor": 0}], ids=str
 )
 def test_any_config_value_is_understood_or_refused(
-    family: str, value: object, tmp_path: Path
+    family: str, value: Json, tmp_path: Path
 ) -> None:
     """No value in config.json raises another exception than CheckpointError."""
     config = json.loads(CONFIGS[family].to_json_string(use_diff=False))

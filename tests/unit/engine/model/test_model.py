@@ -123,7 +123,7 @@ def test_half_precision_stays_close_to_float32(
     path, model = wide
     tokens = random_tokens(TOKENS, 1)
     exact = reference_logits(model, tokens)
-    rounded = reference_logits(copy.deepcopy(model).to(dtype), tokens).float()
+    rounded = reference_logits(copy.deepcopy(model).to(dtype), tokens).float()  # type: ignore[arg-type]
     with limit_instruction_set(highest):
         driver = Driver(load_model(path, dtype), [tokens])
         driver.step([(0, 41)])
@@ -145,7 +145,7 @@ def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -
     model = make_checkpoint(tmp_path, CONFIGS[family])
     tokens = random_tokens(TOKENS, 1)
     exact = reference_logits(model, tokens)
-    rounded = reference_logits(model.to(torch.bfloat16), tokens).float()
+    rounded = reference_logits(model.to(torch.bfloat16), tokens).float()  # type: ignore[arg-type]
     driver = Driver(load_model(tmp_path, torch.bfloat16), [tokens, tokens])
     driver.step([(0, 41)])
     driver.step([(0, 20), (1, 9)])

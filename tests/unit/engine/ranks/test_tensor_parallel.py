@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ FAMILIES = (
     "gpt-oss",
     "gpt-oss, packed",
 )
-_WIDE = {
+_WIDE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 128,

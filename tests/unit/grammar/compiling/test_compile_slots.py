@@ -10,14 +10,14 @@ from tokenwire.errors import ServiceError
 PATIENCE = 5.0
 
 
-async def queued(slots: CompileSlots, count: int) -> list[asyncio.Future[None]]:
+async def queued(slots: CompileSlots, count: int) -> list[asyncio.Task[None]]:
     """Start `count` waiters in order."""
     waiters = [asyncio.ensure_future(slots.take()) for _ in range(count)]
     await asyncio.sleep(0)
     return waiters
 
 
-async def served(waiters: list[asyncio.Future[None]]) -> list[int]:
+async def served(waiters: list[asyncio.Task[None]]) -> list[int]:
     """Return the indices of the waiters that have a slot."""
     await asyncio.sleep(0)
     done = [place for place, waiter in enumerate(waiters) if waiter.done()]

@@ -49,8 +49,8 @@ def test_a_resumed_matcher_equals_one_that_took_each_step(seed: int, data: st.Da
     ids = walk(seed)
     resumed_at = data.draw(st.integers(0, len(ids)))
     matcher, resumed = fresh(), fresh()
-    for token in ids[:resumed_at]:
-        matcher.accept([token], WIDTH)
+    for accepted in ids[:resumed_at]:
+        matcher.accept([accepted], WIDTH)
         if data.draw(st.booleans()):
             mask_of(matcher)
     resumed.accept(ids[:resumed_at], WIDTH)

@@ -78,7 +78,7 @@ def test_string_keywords_do_not_constrain_other_types() -> None:
 
 
 def test_property_names_like_keywords_are_kept() -> None:
-    schema = {
+    schema: Any = {
         "properties": {"format": {"const": 1}, "pattern": {"const": 2}},
         "required": ["format"],
         "default": {"pattern": r"\b"},

@@ -16,7 +16,7 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize("keyword", UNSUPPORTED)
 def test_unsupported_keyword_is_named_with_its_path(keyword: str) -> None:
-    schema = {"type": "object", "properties": {"a": {"items": [{"anyOf": [{keyword: {}}]}]}}}
+    schema: Json = {"type": "object", "properties": {"a": {"items": [{"anyOf": [{keyword: {}}]}]}}}
     with pytest.raises(GrammarError) as caught:
         check(schema)
     assert f'"{keyword}" at $.properties.a.items[0].anyOf[0]' in str(caught.value)
@@ -64,16 +64,16 @@ def test_references_resolve_through_escapes_and_arrays() -> None:
 DRAFT_04 = "http://json-schema.org/draft-04/schema#"
 OLDER = [DRAFT_04, "http://json-schema.org/draft-06/schema", "http://json-schema.org/draft-07/schema#",
          "https://json-schema.org/draft/2019-09/schema"]  # fmt: skip
-TUPLE = {"type": "array", "prefixItems": [{"type": "integer"}]}
+TUPLE: dict[str, Json] = {"type": "array", "prefixItems": [{"type": "integer"}]}
 
 
 @pytest.mark.parametrize("draft", OLDER)
 def test_a_keyword_of_a_later_draft_is_refused(draft: str) -> None:
     """llguidance would silently ignore it."""
-    schema = {"$schema": draft, "properties": {"a": TUPLE}}
+    schema: Json = {"$schema": draft, "properties": {"a": TUPLE}}
     with pytest.raises(GrammarError, match=r'"prefixItems" at \$\.properties\.a; leave "\$schema"'):
         check(schema)
-    constant = {"$schema": draft, "anyOf": [{"const": 1}]}
+    constant: Json = {"$schema": draft, "anyOf": [{"const": 1}]}
     if draft == DRAFT_04:
         with pytest.raises(GrammarError, match=r'"const" at \$\.anyOf\[0\]'):
             check(constant)
@@ -97,18 +97,19 @@ def test_a_keyword_of_a_later_draft_is_found_behind_nesting_and_references(schem
 
 def test_keywords_of_the_named_draft_are_accepted() -> None:
     """In draft-07, an array under `items` means a tuple, as it does without "$schema"."""
-    pair = {"type": "array", "items": [{"type": "integer"}], "additionalItems": False}
-    names = {"properties": {"const": {"enum": [{"prefixItems": 1}]}}, "examples": [{"const": 1}]}
+    pair: Json = {"type": "array", "items": [{"type": "integer"}], "additionalItems": False}
+    names: dict[str, Json] = {"properties": {"const": {"enum": [{"prefixItems": 1}]}}}
+    names |= {"examples": [{"const": 1}]}
     for draft in OLDER:
-        check({"$schema": draft, "definitions": {"a": pair}, "$ref": "#/definitions/a"} | names)
+        check({"$schema": draft, "definitions": {"a": pair}, "$ref": "#/definitions/a", **names})
     check({"$schema": "https://json-schema.org/draft/2020-12/schema#"} | TUPLE)
     check({"properties": {"$schema": {"const": DRAFT_04}, "a": TUPLE}})
 
 
 def test_targets_of_references_are_checked_anywhere_in_the_document() -> None:
-    schema = {"$ref": "#/components/a/1", "components": {"a": [{}, {"items": {"extends": {}}}]}}
+    parts: Json = {"a": [{}, {"items": {"extends": {}}}]}
     with pytest.raises(GrammarError, match=r'"extends" at \$\.components\.a\[1\]\.items'):
-        check(schema)
+        check({"$ref": "#/components/a/1", "components": parts})
 
 
 def test_cyclic_references_terminate() -> None:
@@ -152,7 +153,7 @@ def test_deep_nesting_is_refused(text: str) -> None:
 
 
 def test_reasons_of_llguidance_get_a_path() -> None:
-    schema = {"properties": {"a": {"oneOf": [{}]}, "b": {"pattern": "(a"}}}
+    schema: Json = {"properties": {"a": {"oneOf": [{}]}, "b": {"pattern": "(a"}}}
     assert "$.properties.a.oneOf" in locate(schema, "oneOf constraints are not supported")
     assert "$.properties.b.pattern" in locate(schema, "Unsatisfiable schema: Regex is empty: x")
     assert locate(schema, "schema too large") == "schema too large"
@@ -173,16 +174,16 @@ def test_subschemas_of_logical_keywords_are_checked(keyword: str) -> None:
 
 def test_keywords_that_need_duplicate_detection_are_refused_beside_other_text() -> None:
     """A chat with tools mixes JSON and text; duplicate detection needs JSON alone."""
-    for schema, message in (
-        ({"items": {"minProperties": 2}}, r"minProperties at \$\.items can't be enforced beyond 1"),
-        ({"items": {"uniqueItems": True}}, r'"uniqueItems" at \$\.items'),
+    for text, message in (
+        ('{"items":{"minProperties":2}}', r"minProperties at \$\.items can't be enforced beyond 1"),
+        ('{"items":{"uniqueItems":true}}', r'"uniqueItems" at \$\.items'),
     ):
-        check(parse(json.dumps(schema)))
+        check(parse(text))
         with pytest.raises(GrammarError, match=message):
-            check(parse(json.dumps(schema)), is_whole=False)
+            check(parse(text), is_whole=False)
 
 
 def test_min_properties_is_accepted_in_closed_objects() -> None:
     closed = {"additionalProperties": False, "minProperties": 2}
-    schema = {"properties": {"a": {}, "b": {}, "c": {}}} | closed
+    schema = {"properties": {"a": {}, "b": {}, "c": {}}, **closed}
     check(parse(json.dumps(schema)), is_whole=False)

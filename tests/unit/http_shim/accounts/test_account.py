@@ -1,5 +1,7 @@
 """Rate limits of keys, with simulated time."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from tokenwire.pb.types.v1 import types_pb2
 from tokenwire.serving.key_file import Tier
 
 
-def account(**limits: int) -> Account:
+def account(**limits: Any) -> Account:
     return Account("12345678", "alice", Tier(**limits), now=0.0)
 
 
@@ -167,7 +169,7 @@ def test_bucket_never_exceeds_its_rate(per_minute: int, asks: list[tuple[int, fl
 
 
 def test_estimate_counts_prompts_and_output_of_all_choices() -> None:
-    def tokens(**fields: object) -> int:
+    def tokens(**fields: Any) -> int:
         return estimated_tokens(completion_pb2.CompleteRequest(**fields))
 
     text = completion_pb2.Prompt(text="é" * 10)  # 20 bytes
@@ -184,7 +186,7 @@ def test_estimate_counts_prompts_and_output_of_all_choices() -> None:
 def test_estimate_of_a_chat_counts_messages_tools_and_output() -> None:
     """A choice without max_tokens counts as 1,024 tokens."""
 
-    def tokens(**fields: object) -> int:
+    def tokens(**fields: Any) -> int:
         return estimated_tokens(completion_pb2.ChatRequest(**fields))
 
     part = completion_pb2.ContentPart(text="x" * 4000)
@@ -210,7 +212,7 @@ def test_estimate_of_a_chat_counts_messages_tools_and_output() -> None:
     ],
 )
 def test_output_is_capped(
-    asked: dict[str, int], limits: list[int | None], lowered: dict[str, int]
+    asked: dict[str, Any], limits: list[int | None], lowered: dict[str, Any]
 ) -> None:
     request = completion_pb2.CompleteRequest(stopping=types_pb2.StoppingParams(**asked))
     cap_output(request, limits)
@@ -227,7 +229,7 @@ def test_output_is_capped(
     ],
 )
 def test_output_of_a_chat_without_max_tokens_is_capped(
-    asked: dict[str, int], limits: list[int | None], lowered: dict[str, int]
+    asked: dict[str, Any], limits: list[int | None], lowered: dict[str, Any]
 ) -> None:
     request = completion_pb2.ChatRequest(stopping=types_pb2.StoppingParams(**asked))
     cap_output(request, limits)

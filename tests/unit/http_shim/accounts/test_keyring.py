@@ -31,8 +31,8 @@ def test_only_complete_keys_authenticate(path: Path) -> None:
     keyring = Keyring(path)
     for authorization in (f"Bearer {secret}", f"bearer  {secret} "):
         assert keyring.account(authorization).id == key_id(secret)
-    for authorization in (None, "", "Bearer", "Bearer ", f"Basic {secret}", secret):
-        assert refused(keyring, authorization) == "MISSING_API_KEY"
+    for invalid in (None, "", "Bearer", "Bearer ", f"Basic {secret}", secret):
+        assert refused(keyring, invalid) == "MISSING_API_KEY"
     for wrong in (secret[:-1], secret + "A", secret[3:], key_id(secret), "ÿ", "tw-" + "A" * 43):
         assert refused(keyring, f"Bearer {wrong}") == "INVALID_API_KEY"
 

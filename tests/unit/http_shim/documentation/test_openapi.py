@@ -27,7 +27,7 @@ def test_document_is_valid() -> None:
 
 
 async def test_document_is_served_unchanged() -> None:
-    response = await openapi(None)  # type: ignore[arg-type] - the request is unused
+    response = await openapi(None)  # type: ignore[arg-type]  # the request is unused
     assert json.loads(bytes(response.body)) == json.loads(json.dumps(DOCUMENT))
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import pytest
 from starlette.types import Message
 
+from services.http_shim.backends.backend import Submission
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints import stream_sender
 from services.http_shim.endpoints.event_stream import EventStream
@@ -51,7 +53,7 @@ class Socket:
         return self.bodies[-1]
 
 
-class Credits:
+class Credits(Submission):
     """Counts the granted credit."""
 
     def __init__(self) -> None:
@@ -68,14 +70,13 @@ def begin(
     choices: int = 1,
     extensions: Sequence[str] = (),
     **intervals: float,
-) -> tuple[OutputCollector, "asyncio.Task[None]"]:
-    collector = OutputCollector()
+) -> tuple[OutputCollector[Any], "asyncio.Task[None]"]:
+    collector = OutputCollector[Any]()
     feed(collector, ACCEPTED)
     body = CompletionBody(prompt="x", stream=True, n=choices)
-    scope = {"exchange": exchange(), "extensions": {name: {} for name in extensions}}
-    events = EventStream(
-        collector, CompletionFormatter.of(body), None, envelope(), scope["exchange"]
-    )
+    asked = exchange()
+    scope = {"exchange": asked, "extensions": {name: {} for name in extensions}}
+    events = EventStream(collector, CompletionFormatter.of(body), None, envelope(), asked)
     patient = {"stall_seconds": 30.0} | intervals
     sending = stream_sender.send_stream(scope, socket.send, collector, credits_, events, **patient)
     return collector, asyncio.ensure_future(sending)

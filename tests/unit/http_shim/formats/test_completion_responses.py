@@ -18,7 +18,8 @@ WITH_LOGPROBS = CompletionFormatter.of(CompletionBody(logprobs=1))
 
 
 def plain(choice: Choice) -> dict[str, object]:
-    return msgspec.to_builtins(choice)
+    fields: dict[str, object] = msgspec.to_builtins(choice)
+    return fields
 
 
 def test_whole_answer_has_all_fields() -> None:
@@ -149,9 +150,7 @@ def test_stop_reason_and_matched_stop(
 
 
 def test_every_finish_reason_has_a_name() -> None:
-    for number in completion_pb2.ChoiceFinished.DESCRIPTOR.fields_by_name[
-        "reason"
-    ].enum_type.values_by_number:
+    for number in types_pb2.FinishReason.values():
         if number != types_pb2.FINISH_REASON_UNSPECIFIED:
             end = completion_pb2.ChoiceFinished(reason=number)
             assert PLAIN.choice(0, [], end, None).finish_reason

@@ -33,7 +33,7 @@ STRUCTURES = [
     TaggedStructure(begin="<"),
 ]
 TAGGED = GrammarSpec(structural_tag=StructuralTag(structures=STRUCTURES, triggers=["<"]))
-CASES = [
+CASES: list[tuple[dict[str, Any], str, GrammarSpec]] = [
     ({"guided_json": SCHEMA}, "guided_json", JSON),
     ({"guided_json": TEXT}, "guided_json", JSON),
     ({"guided_regex": "a+"}, "guided_regex", REGEX),
@@ -91,7 +91,7 @@ def test_constraint_becomes_a_grammar(
 
 
 def test_null_constraints_are_no_constraint() -> None:
-    nothing = {field: None for fields, _, _ in CASES for field in fields}
+    nothing: dict[str, Any] = {field: None for fields, _, _ in CASES for field in fields}
     nothing |= {"structured_outputs": {"json": None, "json_object": False}}
     assert constraint_of(body_of(nothing)) is None
 

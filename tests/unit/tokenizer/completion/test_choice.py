@@ -21,19 +21,20 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 _TOKENIZER = byte_level()
-_EOS = _TOKENIZER.token_to_id("</s>")
+_IDS_OF = _TOKENIZER.get_vocab()
+_EOS = _IDS_OF["</s>"]
 _TABLE: TokenTable = token_table(
-    _TOKENIZER.get_vocab(),
+    _IDS_OF,
     {"type": "ByteLevel"},
     _TOKENIZER.get_vocab_size(),
-    [_TOKENIZER.token_to_id("<s>"), _EOS],
+    [_IDS_OF["<s>"], _EOS],
 )
 _FULL_TABLE: TokenTable = token_table(
-    _TOKENIZER.get_vocab(), {"type": "ByteLevel"}, _TOKENIZER.get_vocab_size(), ()
+    _IDS_OF, {"type": "ByteLevel"}, _TOKENIZER.get_vocab_size(), ()
 )
 # words, the bytes of 😀, a newline, a special token that adds nothing, and the end
 _IDS = [
-    _TOKENIZER.token_to_id(token)
+    _IDS_OF[token]
     for token in ("a", "b", "ab", "def", "Ġa", "Ã©", "ð", "Ł", "ĺ", "Ģ", "Ċ", "<s>", "</s>")
 ]
 _STOPS = st.lists(st.text(alphabet="abdef é😀\n\ufffd", min_size=1, max_size=4), max_size=3)
@@ -292,12 +293,8 @@ def test_echo_and_output_join_to_the_whole(
     No stop string matches here.
     """
     ids, cuts, _, _, _ = case
-    echoed = EncodedPrompt(
-        prompt,
-        *(_echoed(prompt, flush=flush) for flush in (False, True)),
-        _FULL_TABLE,
-        is_infill=False,
-    )
+    texts, ended = (_echoed(prompt, flush=flush) for flush in (False, True))
+    echoed = EncodedPrompt(prompt, texts, ended, _FULL_TABLE, is_infill=False)
     for generated in ([], ids):
         scores = [Score.none(2)] * len(prompt) if scored else None
         plan = _plan(["\0"], scored=scored)

@@ -1,5 +1,7 @@
 """Validation: every wrong field is refused by its path."""
 
+from collections.abc import Mapping
+
 import grpc
 import pytest
 
@@ -48,7 +50,7 @@ def _ids(*ids: int) -> completion.Prompt:
     return completion.Prompt(token_ids=types.TokenIds(ids=ids))
 
 
-_INVALID: list[tuple[str, dict[str, object]]] = [
+_INVALID: list[tuple[str, Mapping[str, object]]] = [
     ("prompts", {"prompts": []}),
     ("prompts[0]", {"prompts": [completion.Prompt()]}),
     ("prompts[1].token_ids.ids", {"prompts": [_TEXT, _ids()]}),
@@ -72,7 +74,7 @@ _INVALID: list[tuple[str, dict[str, object]]] = [
     ("images", {"images": ["data:,"]}),
     ("tool_choice", {"tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_REQUIRED)}),
     ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(name="g")}),
-    ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(mode=9)}),
+    ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(mode=9)}),  # type: ignore[arg-type]
     ("tools[1].name", {"tools": [_TOOL, _TOOL]}),
     (
         "grammar",

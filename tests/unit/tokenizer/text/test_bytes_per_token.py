@@ -1,5 +1,6 @@
 """Lower bound of a text's tokens: it never exceeds the true number, with any tokenizer."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def _unigram() -> Tokenizer:
     return tokenizer
 
 
-_KINDS = {
+_KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte_level": byte_level,
     "byte_fallback": byte_fallback,
     "unigram": _unigram,

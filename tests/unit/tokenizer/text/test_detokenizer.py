@@ -5,14 +5,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.tokenizer.text.detokenizer import Detokenizer, UnsupportedDecoderError, token_table
+from services.tokenizer.text.detokenizer import (
+    Detokenizer,
+    TokenTable,
+    UnsupportedDecoderError,
+    token_table,
+)
 from services.tokenizer.text.vocabulary import Vocabulary
 from tests.unit.tokenizer.checkpoints import byte_fallback, byte_level
 
 _LEVEL, _FALLBACK = byte_level(plain=("<tool>",)), byte_fallback()
+_LEVEL_IDS, _FALLBACK_IDS = _LEVEL.get_vocab(), _FALLBACK.get_vocab()
 
 
-def _table_of(tokenizer: Tokenizer, decoder: dict[str, object]):  # type: ignore[no-untyped-def]
+def _table_of(tokenizer: Tokenizer, decoder: dict[str, object]) -> TokenTable:
     specials = [i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special]
     return token_table(tokenizer.get_vocab(), decoder, tokenizer.get_vocab_size() + 2, specials)
 
@@ -70,7 +76,7 @@ def test_byte_fallback_keeps_whole_characters_and_replaces_each_stray_byte(ids: 
     """
     expected, run, is_mixed = "", b"", False
     for token in [*ids, None]:
-        name = "" if token is None else _FALLBACK.id_to_token(token)
+        name = "" if token is None else _FALLBACK.id_to_token(token) or ""
         if name.startswith("<0x"):
             run += bytes.fromhex(name[3:5])
         elif token is None or name not in ("<unk>", "<s>", "</s>"):
@@ -130,16 +136,16 @@ def test_peek_returns_what_feed_adds(ids: list[int]) -> None:
 
 def test_token_that_completes_a_character_adds_all_of_it() -> None:
     detokenizer = Detokenizer(_LEVEL_TABLE)
-    ids = [_LEVEL.token_to_id(character) for character in "ðŁĺĢ"]  # the bytes of 😀
+    ids = [_LEVEL_IDS[character] for character in "ðŁĺĢ"]  # the bytes of 😀
     assert [detokenizer.feed(token) for token in ids] == ["", "", "", "😀"]
     assert not detokenizer.holds_back
 
 
 def test_unfinished_character_is_the_prompts_until_a_token_continues_it() -> None:
     """A prompt that ends inside a character would show U+FFFD twice, or not at all."""
-    first, second, third, _ = (_LEVEL.token_to_id(character) for character in "ðŁĺĢ")
+    first, second, third, _ = (_LEVEL_IDS[character] for character in "ðŁĺĢ")
     detokenizer = Detokenizer(_LEVEL_TABLE, [first, second])
-    assert detokenizer.feed(_LEVEL.token_to_id("<s>")) == ""
+    assert detokenizer.feed(_LEVEL_IDS["<s>"]) == ""
     assert detokenizer.is_inherited
     assert detokenizer.feed(third) == ""
     assert not detokenizer.is_inherited
@@ -150,13 +156,13 @@ def test_unfinished_character_is_the_prompts_until_a_token_continues_it() -> Non
 def test_invalid_bytes_are_replaced_as_they_arrive() -> None:
     """`DecodeStream` of `tokenizers` emits nothing for them, at quadratic cost."""
     detokenizer = Detokenizer(_LEVEL_TABLE)
-    stray = _LEVEL.token_to_id("ĺ")
+    stray = _LEVEL_IDS["ĺ"]
     assert [detokenizer.feed(stray) for _ in range(5_000)] == ["\ufffd"] * 5_000
 
 
 def test_leading_space_is_stripped_only_at_the_start_of_a_text() -> None:
-    word = _FALLBACK.token_to_id("▁def")
-    begin = _FALLBACK.token_to_id("<s>")
+    word = _FALLBACK_IDS["▁def"]
+    begin = _FALLBACK_IDS["<s>"]
     assert Detokenizer(_FALLBACK_TABLE).feed(word) == "def"
     assert Detokenizer(_FALLBACK_TABLE, [begin]).feed(word) == "def"
     assert Detokenizer(_FALLBACK_TABLE, [begin, word]).feed(word) == " def"

@@ -16,7 +16,7 @@ from services.tokenizer.text.vocabulary import Vocabulary
 from tests.unit.tokenizer.checkpoints import byte_fallback, byte_level, write_checkpoint
 
 _P, _S = [7, 8], [9]
-_ORDERS = {
+_ORDERS: dict[str, list[str | list[int]]] = {
     "qwen": ["<|fim_prefix|>", _P, "<|fim_suffix|>", _S, "<|fim_middle|>"],
     "starcoder": ["<fim_prefix>", _P, "<fim_suffix>", _S, "<fim_middle>"],
     "codellama": ["<s>", "▁<PRE>", _P, "▁<SUF>", _S, "▁<MID>"],

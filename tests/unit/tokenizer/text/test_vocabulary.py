@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -67,7 +68,7 @@ def test_configuration_decides_whether_a_bos_is_added(
     adds: bool | None, expected: int, tmp_path: Path
 ) -> None:
     """As in transformers; prompts of such models would lack the BOS that they need."""
-    config = {} if adds is None else {"add_bos_token": adds}
+    config: dict[str, Any] = {} if adds is None else {"add_bos_token": adds}
     vocabulary = Vocabulary(write_checkpoint(tmp_path, byte_level(), **config))
     assert vocabulary.adds_bos == bool(expected)
     assert vocabulary.encode("ab").count(vocabulary.ids["<s>"]) == expected

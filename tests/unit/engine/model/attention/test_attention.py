@@ -95,7 +95,7 @@ class Case:
         self.reader: int | None = None
         """Sequence whose first block another one fills in the tested step"""
         self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-        for index, blocks in enumerate(order.split(counts)):
+        for index, blocks in enumerate(torch.split(order, counts)):
             self.tables[index, : len(blocks)] = blocks
 
     def share_a_block(self) -> None:
@@ -160,8 +160,8 @@ class Case:
             ]
         )
         together = torch.cat((queries, keys, values), dim=1)
-        queries, keys, values = together.split(
-            (queries.shape[1], keys.shape[1], values.shape[1]), dim=1
+        queries, keys, values = torch.split(
+            together, [queries.shape[1], keys.shape[1], values.shape[1]], dim=1
         )
         if kept is not None:
             some = keep_last(lengths, kept)

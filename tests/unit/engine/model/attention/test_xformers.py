@@ -75,7 +75,7 @@ def test_decode_equals_the_torch_backend(
     count = len(contexts)
     pages = [-(-context // PAGE) for context in contexts]
     tables = torch.zeros(count, 16, dtype=torch.int32)
-    for row, blocks in enumerate(torch.randperm(sum(pages)).split(pages)):
+    for row, blocks in enumerate(torch.split(torch.randperm(sum(pages)), pages)):
         tables[row, : len(blocks)] = blocks
     last = torch.tensor(contexts) - 1
     batch = StepBatch(
@@ -164,7 +164,7 @@ def test_prefill_equals_the_torch_backend(
     lengths = (5, 70, 1)
     pages = [-(-context // PAGE) for context in contexts]
     tables = torch.zeros(len(contexts), 16, dtype=torch.int32)
-    for row, blocks in enumerate(torch.randperm(sum(pages)).split(pages)):
+    for row, blocks in enumerate(torch.split(torch.randperm(sum(pages)), pages)):
         tables[row, : len(blocks)] = blocks
     spans = list(zip(lengths, contexts, strict=True))
     positions = torch.cat([torch.arange(context - n, context) for n, context in spans])
@@ -188,10 +188,10 @@ def test_prefill_equals_the_torch_backend(
         [one], [other] = (getattr(cache, kind) for cache in caches)
         other.copy_(one.copy_(torch.randn(one.shape)))
     together = torch.randn(count, heads + 2 * kv_heads, 16, dtype=dtype)
-    parts = together.tensor_split((heads, heads + kv_heads), dim=1)
+    queries, keys, values = together.tensor_split((heads, heads + kv_heads), dim=1)
     outs = [torch.empty(count, heads * 16, dtype=dtype) for _ in caches]
     for each, cache, out in zip((tried, plain), caches, outs, strict=True):
-        each.attend(0, AttentionStep(*parts, batch, cache, out))
+        each.attend(0, AttentionStep(queries, keys, values, batch, cache, out))
     torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
 
 

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from services.common.json_values import Json
 from services.grammar import specification
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.message_parser import SegmentKind
@@ -237,7 +238,7 @@ def test_every_kind_of_grammar_constrains_content(
 
 
 def test_schema_that_a_form_can_not_enforce_is_refused_by_its_field(tmp_path: Path) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}
+    schema: Json = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}
     tools = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
     model = _Model(tmp_path / "xml", TEMPLATES["qwen3_coder"])
     with pytest.raises(ServiceError) as caught:
@@ -256,12 +257,14 @@ def test_schema_that_a_form_can_not_enforce_is_refused_by_its_field(tmp_path: Pa
 def test_bare_strings_may_have_keywords_that_are_never_enforced(tmp_path: Path) -> None:
     """pydantic's SecretStr and bytes have such keywords."""
     model = _Model(tmp_path / "xml", TEMPLATES["qwen3_coder"])
-    secret = {"type": "string", "format": "password", "writeOnly": True, "contentEncoding": "x"}
+    secret: Any = {"type": "string", "format": "password", "writeOnly": True}
+    secret |= {"contentEncoding": "x"}
     for schema, is_taken in ((secret, True), ({"format": "date"}, False), ({"format": []}, False)):
         properties = {"properties": {"a": {"type": "string"} | schema}}
         tools = [completion.Tool(name="f", parameters_json=json.dumps(properties))]
         with contextlib.nullcontext() if is_taken else pytest.raises(ServiceError, match="format"):
             grammar = model.grammar(tools=tools, tool_choice=_REQUIRED)
+            assert grammar is not None
             assert grammar.ignored == [
                 "tools[0].parameters_json.properties.a.format",
                 "tools[0].parameters_json.properties.a.contentEncoding",
