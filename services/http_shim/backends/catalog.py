@@ -146,11 +146,12 @@ class Catalog:
 
     async def _describe(self, target: str | None) -> completion_pb2.Model | None:
         """Return the backend's description of its model; None without an answer."""
-        if target is None:
+        connection = self._connections.get(target or "")
+        if connection is None:  # a placeholder, or removed by a reload
             return None
         try:
             async with asyncio.timeout(_ASK_SECONDS):
-                with self._connections[target].used() as backend:
+                with connection.used() as backend:
                     models = await backend.models()
         except (ServiceError, TimeoutError):
             return None
