@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -62,25 +63,8 @@ async def _serve(options: argparse.Namespace) -> int:
         _print_error("--catalog names the models; leave out --model and --model-id.")
         return 2
     try:
-        serve_options = ServeOptions(
-            host=options.host,
-            port=options.port,
-            tokenizer_port=options.tokenizer_port,
-            engine_port=options.engine_port,
-            grammar_port=options.grammar_port,
-            model=options.model,
-            model_id=options.model_id,
-            catalog=options.catalog,
-            keys=options.keys,
-            dtype=options.dtype,
-            engine_args=options.engine_args,
-            open=options.open,
-            cors_origins=options.cors_origins,
-            allowed_hosts=options.allowed_hosts,
-            grace=options.grace,
-            log_dir=options.log_dir,
-        )
-        await supervise(serve_options)
+        given = {field.name: getattr(options, field.name) for field in fields(ServeOptions)}
+        await supervise(ServeOptions(**given))
     except ServeError as error:
         _print_error(str(error))
         return error.exit_code
