@@ -111,12 +111,10 @@ class Catalog:
         return catalog_card(row, variants, await self._describe(row.target))
 
     async def is_ready(self) -> bool:
-        """Return whether any backend accepts completions."""
         connections = list(self._connections.values())
         return any(await asyncio.gather(*[each.backend.is_ready() for each in connections]))
 
     async def close(self) -> None:
-        """Close the backends and abort their requests."""
         for task in (*self._retiring, *self._context_checks):
             task.cancel()
         for connection in self._connections.values():
