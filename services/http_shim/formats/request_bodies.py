@@ -38,7 +38,6 @@ __all__ = [
     "FunctionTool",
     "GenerationBody",
     "Grammar",
-    "JsonObject",
     "JsonObjectFormat",
     "JsonSchemaFormat",
     "JsonSchemaGrammar",
