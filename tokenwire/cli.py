@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -62,25 +63,8 @@ async def _serve(options: argparse.Namespace) -> int:
         _print_error("--catalog names the models; leave out --model and --model-id.")
         return 2
     try:
-        serve_options = ServeOptions(
-            host=options.host,
-            port=options.port,
-            tokenizer_port=options.tokenizer_port,
-            engine_port=options.engine_port,
-            grammar_port=options.grammar_port,
-            model=options.model,
-            model_id=options.model_id,
-            catalog=options.catalog,
-            keys=options.keys,
-            dtype=options.dtype,
-            engine_args=options.engine_args,
-            open=options.open,
-            cors_origins=options.cors_origins,
-            allowed_hosts=options.allowed_hosts,
-            grace=options.grace,
-            log_dir=options.log_dir,
-        )
-        await supervise(serve_options)
+        given = {field.name: getattr(options, field.name) for field in fields(ServeOptions)}
+        await supervise(ServeOptions(**given))
     except ServeError as error:
         _print_error(str(error))
         return error.exit_code
@@ -159,43 +143,37 @@ async def _models(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _add_key(options: argparse.Namespace) -> int:
-    from tokenwire.serving.key_file import KeyFileError, add_key
+async def _keys(options: argparse.Namespace) -> int:
+    from tokenwire.serving.key_file import KeyFileError
 
     try:
-        key = add_key(options.file, options.tier, options.name)
+        options.action(options)
     except KeyFileError as error:
         _print_error(str(error))
         return 1
-    print(key)
-    print("tokenwire: store this key now; it is not shown again", file=sys.stderr)
     return 0
 
 
-async def _list_keys(options: argparse.Namespace) -> int:
-    from tokenwire.serving.key_file import KeyFileError, read_keys
+def _add_key(options: argparse.Namespace) -> None:
+    from tokenwire.serving.key_file import add_key
 
-    try:
-        keys = read_keys(options.file).keys
-    except KeyFileError as error:
-        _print_error(str(error))
-        return 1
-    for key in keys:
+    print(add_key(options.file, options.tier, options.name))
+    print("tokenwire: store this key now; it is not shown again", file=sys.stderr)
+
+
+def _list_keys(options: argparse.Namespace) -> None:
+    from tokenwire.serving.key_file import read_keys
+
+    for key in read_keys(options.file).keys:
         state = "active" if key.revoked is None else f"revoked {_day(key.revoked)}"
         print(f"{key.id}\t{key.tier}\t{_day(key.created)}\t{state}\t{key.name}")
-    return 0
 
 
-async def _revoke_key(options: argparse.Namespace) -> int:
-    from tokenwire.serving.key_file import KeyFileError, key_id, revoke_key
+def _revoke_key(options: argparse.Namespace) -> None:
+    from tokenwire.serving.key_file import key_id, revoke_key
 
-    try:
-        key = revoke_key(options.file, key_id(options.key))
-    except KeyFileError as error:
-        _print_error(str(error))
-        return 1
+    key = revoke_key(options.file, key_id(options.key))
     print(f"{key.id} is revoked")
-    return 0
 
 
 def _day(seconds: int) -> str:
@@ -241,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (complete, chat, tokenize, models):
         sub.add_argument("--target", default=_TARGET, help="host:port of the tokenizer service.")
 
-    _add_keys(add("keys", _list_keys, "Make, list and revoke API keys."))
+    _add_keys(add("keys", _keys, "Make, list and revoke API keys."))
 
     health = add("health", _health, "Exit with 0 if a service is ready, else with 1.")
     health.add_argument("target", help="host:port of a gRPC service, or an http:// URL.")
@@ -285,14 +263,15 @@ def _add(
 
 def _add_keys(keys: argparse.ArgumentParser) -> None:
     add = partial(_add, keys.add_subparsers(metavar="ACTION", required=True))
-    new = add("add", _add_key, "Make a key and print it once; create the file if it is missing.")
+    new = add("add", _keys, "Make a key and print it once; create the file if it is missing.")
     new.add_argument("--tier", default="default", help="One of the file's tiers.")
     new.add_argument("--name", default="", help="Owner, shown by `list`.")
-    listing = add("list", _list_keys, "Print id, tier, creation date, state and name of each key.")
-    revoke = add("revoke", _revoke_key, "Revoke a key; servers notice within a second.")
+    listing = add("list", _keys, "Print id, tier, creation date, state and name of each key.")
+    revoke = add("revoke", _keys, "Revoke a key; servers notice within a second.")
     revoke.add_argument("key", help="Id of the key, or the key itself.")
-    for sub in (new, listing, revoke):
+    for sub, action in ((new, _add_key), (listing, _list_keys), (revoke, _revoke_key)):
         sub.add_argument("--file", type=Path, default=Path("keys.json"), help="The keys file.")
+        sub.set_defaults(action=action)
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:

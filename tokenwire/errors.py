@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 __all__ = ["DETAILS_KEY", "ServiceError", "invalid"]
 
-DOMAIN = "tokenwire"
+_DOMAIN = "tokenwire"
 DETAILS_KEY = "grpc-status-details-bin"
 _MESSAGE_BYTES, _FIELD_BYTES = 1_200, 200
 """Largest message and field path. gRPC allows 8 KiB of metadata: it percent-encodes the message (up
@@ -51,7 +51,7 @@ class ServiceError(Exception):
     def to_status(self) -> status_pb2.Status:
         """Return the error as a google.rpc.Status."""
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
-        info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)
+        info = error_details_pb2.ErrorInfo(reason=self.reason, domain=_DOMAIN)
         status.details.add().Pack(info)
         if self.field:
             violation = error_details_pb2.BadRequest.FieldViolation(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
@@ -40,7 +40,7 @@ def unenforced_in(spec: GrammarSpec, path: str) -> list[str]:
     Paths go through the grammar's fields, for example "grammar.json_schema.items.format".
     """
     schemas = _schemas_of(spec, f"{path}.{spec.WhichOneof('spec')}")
-    return list(islice(chain.from_iterable(unenforced(*each) for each in schemas), _MAX_PATHS))
+    return list(islice(chain.from_iterable(starmap(_annotations, schemas)), _MAX_PATHS))
 
 
 def unenforced(schema: object, path: str) -> list[str]:

@@ -1,37 +1,9 @@
 """Limits and defaults that the contract states, for every service."""
 
-__all__ = [
-    "DEFAULT_MAX_TOKENS",
-    "DRY_ALLOWED_LENGTH",
-    "DRY_BASE",
-    "FUNCTION_NAME",
-    "MAX_ARGUMENTS",
-    "MAX_BAD_IDS",
-    "MAX_BAD_SPELLINGS",
-    "MAX_BAD_WORDS",
-    "MAX_BAD_WORD_LENGTH",
-    "MAX_CHAT_LOGPROBS",
-    "MAX_DECODED_IDS",
-    "MAX_DRY_BREAKERS",
-    "MAX_DRY_BREAKER_LENGTH",
-    "MAX_MESSAGES",
-    "MAX_MESSAGE_PARTS",
-    "MAX_SEQUENCES",
-    "MAX_STOP_LENGTH",
-    "MAX_STOP_TOKEN_IDS",
-    "MAX_STRUCTURES",
-    "MAX_TEMPLATE_JSON",
-    "MAX_TEXT_BYTES",
-    "MAX_TOOLS",
-    "MAX_TOOL_CALLS",
-    "MAX_TOP_K",
-    "REASONING_EFFORTS",
-]
-
 DEFAULT_MAX_TOKENS = 16
 """Output tokens of a completion's choice without max_tokens; a chat may fill the context"""
 DRY_BASE = 1.75
-"""DRY's base"""
+"""Base of the DRY penalty"""
 DRY_ALLOWED_LENGTH = 2
 """Tokens of a repetition that DRY does not penalize"""
 

@@ -4,7 +4,6 @@ A web page can make its own name resolve to 127.0.0.1 (DNS rebinding). Browsers 
 answers of a server on loopback, but still send that name in the header.
 """
 
-import ipaddress
 from collections.abc import Collection
 
 from tokenwire.serving.addresses import is_loopback
@@ -29,7 +28,7 @@ class AllowedHosts:
         if self._accepts_any:
             return True
         name = _name_of(host.lower())
-        return name in self._names or name == "localhost" or _is_loopback_address(name)
+        return name in self._names or is_loopback(name.strip("[]"))
 
 
 def _name_of(host: str) -> str:
@@ -41,13 +40,3 @@ def _name_of(host: str) -> str:
         name, colon, number = host.partition(":")
         port = colon + number
     return name if not port or (port[0] == ":" and port[1:].isdecimal()) else ""
-
-
-def _is_loopback_address(name: str) -> bool:
-    """Return whether a name is in 127.0.0.0/8, or is ::1 in brackets."""
-    try:
-        if name.startswith("["):
-            return ipaddress.IPv6Address(name[1:-1]).is_loopback
-        return ipaddress.IPv4Address(name).is_loopback
-    except ValueError:
-        return False

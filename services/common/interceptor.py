@@ -6,6 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -49,15 +50,15 @@ def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str
 
 
 def metadata_priority(context: grpc.aio.ServicerContext[Any, Any]) -> int:
-    """Return x-priority, 0 if it is absent; raise ServiceError if it is not an int32."""
+    """Return x-priority, 0 if it is absent. Raises INVALID_ARGUMENT if it is not an int32."""
     text = metadata_value(context, "x-priority") or "0"
-    try:
-        priority = int(text)
-    except ValueError:
-        raise invalid("x-priority", f"x-priority must be an integer, not {text!r}.") from None
-    if not -(2**31) <= priority < 2**31:
-        raise invalid("x-priority", f"x-priority {text} is out of range.")
-    return priority
+    with suppress(ValueError):
+        if -(2**31) <= (priority := int(text)) < 2**31:
+            return priority
+    raise invalid(
+        "x-priority",
+        f"x-priority must be an integer from -2147483648 to 2147483647, got {text!r}.",
+    )
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):

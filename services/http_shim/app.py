@@ -1,4 +1,7 @@
-"""ASGI application: routes and middleware."""
+"""ASGI application: routes and middleware.
+
+The server passes HTTP requests only: it serves no WebSockets and runs no lifespan.
+"""
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware

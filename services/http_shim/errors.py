@@ -1,6 +1,8 @@
 """Errors in OpenAI's JSON form."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import grpc
 import msgspec
@@ -13,6 +15,7 @@ __all__ = [
     "BodyTooLargeError",
     "ClientGoneError",
     "ErrorBody",
+    "client_field_names",
     "error_body",
     "http_status",
     "internal_error",
@@ -73,6 +76,17 @@ class ErrorBody(Struct):
     error: ErrorDetails
 
 
+@contextmanager
+def client_field_names(name_of: Callable[[str], str]) -> Iterator[None]:
+    """Rename the field of a ServiceError: `name_of` converts the service's name to the client's."""
+    try:
+        yield
+    except ServiceError as error:
+        if error.field:
+            error.field = name_of(error.field)
+        raise
+
+
 def http_status(code: grpc.StatusCode) -> int:
     """Return the HTTP status of a gRPC status; 500 for any without a counterpart."""
     return _STATUS.get(code, 500)
@@ -97,8 +111,7 @@ def to_response(error: ServiceError) -> Response:
 
 def internal_error() -> Response:
     """Return the response for an unexpected exception."""
-    body = _encode(500, "The server failed; its log has the details.", None, "internal")
-    return _respond(500, body)
+    return other_error(500, "The server failed; its log has the details.", "internal")
 
 
 def refusal(status: int, message: str, code: str) -> bytes:
@@ -110,7 +123,7 @@ def other_error(
     status: int, message: str, code: str, headers: dict[str, str] | None = None
 ) -> Response:
     """Return the response for a failure that no service reported."""
-    return _respond(status, _encode(status, message, None, code), headers)
+    return _respond(status, refusal(status, message, code), headers)
 
 
 def _encode(status: int, message: str, param: str | None, code: str | None) -> bytes:

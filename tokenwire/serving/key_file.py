@@ -25,7 +25,6 @@ from msgspec import Meta, Struct
 
 __all__ = [
     "Key",
-    "KeyFile",
     "KeyFileError",
     "Tier",
     "add_key",
@@ -93,7 +92,7 @@ def key_id(secret: str) -> str:
 
 
 def matches(secret: str, key: Key | None) -> bool:
-    """Return whether `secret` is that key, in constant time; without a key too."""
+    """Return whether `secret` is that key, in constant time; None equals no secret."""
     digest = hashlib.sha256(secret.encode()).hexdigest()
     is_same = hmac.compare_digest(digest, _NOBODY if key is None else key.hash)
     return is_same and key is not None

@@ -22,7 +22,6 @@ from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_cata
 
 __all__ = [
     "CatalogPlan",
-    "Checkpoint",
     "ServeError",
     "ServeOptions",
     "Service",

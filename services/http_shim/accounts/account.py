@@ -43,23 +43,19 @@ class Bucket:
         self._time = now
 
     def left(self, now: float) -> float:
-        """Return the level; negative if more was used than reserved."""
+        """Return the level; a debt is negative."""
         refilled = self._level + (now - self._time) * self.per_minute / _MINUTE
         self._level, self._time = min(refilled, float(self.per_minute)), now
         return self._level
 
     def wait(self, amount: float, now: float) -> float:
-        """Return the seconds until it holds the amount or is full; 0.0 = now."""
+        """Return the seconds until the bucket holds the amount, or is full; 0.0 = now."""
         missing = min(amount, self.per_minute) - self.left(now)
         return missing * _MINUTE / self.per_minute if missing > _ROUNDING else 0.0
 
     def take(self, amount: float, now: float) -> None:
         """Take the amount, into debt if necessary; a negative amount is put back."""
         self._level = self.left(now) - amount
-
-    def full_in(self, now: float) -> float:
-        """Return the seconds until it is full."""
-        return self.wait(self.per_minute, now)
 
     def resize(self, per_minute: int, now: float) -> None:
         """Change the limit; the used amount stays used."""
@@ -130,9 +126,10 @@ class Account:
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
                 left = max(0, math.floor(bucket.left(now)))
+                full_in = bucket.wait(bucket.per_minute, now)
                 headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
                 headers[f"x-ratelimit-remaining-{name}"] = str(left)
-                headers[f"x-ratelimit-reset-{name}"] = _duration(bucket.full_in(now))
+                headers[f"x-ratelimit-reset-{name}"] = _duration(full_in)
         return headers
 
 

@@ -111,12 +111,10 @@ class Catalog:
         return catalog_card(row, variants, await self._describe(row.target))
 
     async def is_ready(self) -> bool:
-        """Return whether any backend accepts completions."""
         connections = list(self._connections.values())
         return any(await asyncio.gather(*[each.backend.is_ready() for each in connections]))
 
     async def close(self) -> None:
-        """Close the backends and abort their requests."""
         for task in (*self._retiring, *self._context_checks):
             task.cancel()
         for connection in self._connections.values():
@@ -146,11 +144,12 @@ class Catalog:
 
     async def _describe(self, target: str | None) -> completion_pb2.Model | None:
         """Return the backend's description of its model; None without an answer."""
-        if target is None:
+        connection = self._connections.get(target or "")
+        if connection is None:  # a placeholder, or removed by a reload
             return None
         try:
             async with asyncio.timeout(_ASK_SECONDS):
-                with self._connections[target].used() as backend:
+                with connection.used() as backend:
                     models = await backend.models()
         except (ServiceError, TimeoutError):
             return None

@@ -65,7 +65,7 @@ FIELDS: Mapping[str, Field] = {
     "suffix": ("The text after the gap; the model generates the text between.", {}),
     "max_tokens": (f"{_MAX_TOKENS}; 0 only with echo.", {"minimum": 0, **_DEFAULT_MAX_TOKENS}),
     "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 0}),
-    "min_tokens": ("Least tokens of each choice.", {"minimum": 0, "default": 0}),
+    "min_tokens": ("Fewest tokens of each choice.", {"minimum": 0, "default": 0}),
     "ignore_eos": ("Continue a choice after the end-of-sequence token.", _FLAG),
     "stop": (
         "Strings that end a choice and are cut off: at most 16, or the server's own limit.",

@@ -57,7 +57,7 @@ class EventStream(Generic[Delta]):
     def take(self) -> bytes:
         """Return the events of pending output, with the deltas of each choice merged.
 
-        Much output is limited to the first choices, so that other streams get a turn.
+        Output above a limit waits for the next call, so that other streams get a turn.
         """
         collector, now = self._running, time.monotonic()
         pending, ended = collector.take(_MAX_DELTA_BYTES)
@@ -92,7 +92,7 @@ class EventStream(Generic[Delta]):
     def _hold_last_finish(
         self, finished: dict[int, completion_pb2.ChoiceFinished]
     ) -> dict[int, completion_pb2.ChoiceFinished]:
-        """Hold back the finish of the last choice until the usage is known, which its chunk has."""
+        """Hold back the finish of the last choice until its chunk can carry the usage."""
         self._unfinished -= len(finished)
         if not self._usage_on_finish or self._unfinished:
             return finished
@@ -127,7 +127,10 @@ class EventStream(Generic[Delta]):
         opening: Usage | UnsetType | None,
         usage: Usage | UnsetType | None,
     ) -> bytes:
-        """Return the chunks of a choice: the last has `usage`, the first of a message `opening`."""
+        """Return the chunks of a choice.
+
+        The last chunk carries `usage`; before it, the first chunk of a message carries `opening`.
+        """
         is_first = index not in self._begun
         prompt = self._prompts[index // self._formatter.choices_per_prompt] if is_first else None
         chunks = self._formatter.chunks(index, deltas, end, prompt)
@@ -140,7 +143,7 @@ class EventStream(Generic[Delta]):
         return b"".join(map(self._envelope.chunk, chunks, usages))
 
     def _usage(self) -> Usage | UnsetType | None:
-        """Return the usage that a chunk before the last has; UNSET = no field."""
+        """Return the usage in a chunk before the last one; UNSET = no field."""
         if self._usage_always:
             return running_usage(self._exchange.prompt_tokens, self._exchange.completion_tokens)
         return None if self._usage_at_end else UNSET

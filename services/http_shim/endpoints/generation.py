@@ -3,8 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +17,7 @@ from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.endpoints.stream_sender import CREDIT, send_stream
-from services.http_shim.errors import ClientGoneError
+from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.formats.chat_requests import chat_param_of, to_chat_request
 from services.http_shim.formats.chat_responses import ChatFormatter
 from services.http_shim.formats.completion_requests import (
@@ -45,11 +44,10 @@ from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
-from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["CHAT", "COMPLETIONS", "GenerationApi", "GenerationEndpoint", "watch_for_disconnect"]
+__all__ = ["CHAT", "COMPLETIONS", "GenerationEndpoint", "watch_for_disconnect"]
 
 _INLINE = 256 * 1024  # bytes of output; a larger answer is put together in a thread
 Body = TypeVar("Body", bound=GenerationBody)
@@ -101,7 +99,7 @@ class GenerationEndpoint(Generic[Body, Delta]):
             self._gate.entered(collector),
             reserved_tokens(exchange, request),
             model.connection.used() as backend,
-            self._client_field_names(body),
+            client_field_names(lambda path: self._api.param_of(path, body)),
         ):
             submission = backend.submit(
                 request,
@@ -130,16 +128,6 @@ class GenerationEndpoint(Generic[Body, Delta]):
     def _parse(self, encoded: bytes) -> tuple[Body, list[str], GenerationRequest]:
         body, ignored = parse(self._api.decoder, encoded)
         return body, ignored, self._api.to_request(body)
-
-    @contextmanager
-    def _client_field_names(self, body: Body) -> Iterator[None]:
-        """Rename the field of a service's error to the client's name."""
-        try:
-            yield
-        except ServiceError as error:
-            if error.field:
-                error.field = self._api.param_of(error.field, body)
-            raise
 
 
 @dataclass(frozen=True, slots=True)

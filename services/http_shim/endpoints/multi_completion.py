@@ -17,13 +17,14 @@ from services.common.contract import MAX_SEQUENCES
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.generation import watch_for_disconnect
+from services.http_shim.errors import client_field_names
 from services.http_shim.formats.completion_responses import CompletionFormatter
 from services.http_shim.formats.request_bodies import MultiCompletionBody, parse
 from services.http_shim.http.access import assign_model, reserved_tokens
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
-from tokenwire.errors import ServiceError, invalid
+from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -162,9 +163,8 @@ async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> M
             part.request, collector, tenant=exchange.tenant, priority=exchange.priority
         )
         try:
-            usage = await collector.completed()
-        except ServiceError as error:
-            raise _renamed(error) from None
+            with client_field_names(_param_of):
+                usage = await collector.completed()
         finally:
             if collector.is_open():
                 submission.cancel()
@@ -179,11 +179,10 @@ async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> M
     )
 
 
-def _renamed(error: ServiceError) -> ServiceError:
-    """Rename the field of a service's error to the client's name."""
-    parts = error.field.partition("[")[0].split(".")
-    error.field = {"prompts": "prompt"}.get(parts[0], parts[-1])
-    return error
+def _param_of(path: str) -> str:
+    """Return the client's name of a field of CompleteRequest."""
+    parts = path.partition("[")[0].split(".")
+    return {"prompts": "prompt"}.get(parts[0], parts[-1])
 
 
 def _timed(prompt_tokens: int, completion_tokens: int, seconds: float) -> TimedUsage:

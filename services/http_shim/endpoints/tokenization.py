@@ -1,8 +1,7 @@
 """Endpoints of the tokenizer: /tokenize, /detokenize, /apply-template, /tokenizer_info."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 
 import msgspec
@@ -12,6 +11,7 @@ from starlette.responses import Response
 
 from services.http_shim.backends.backend import Backend
 from services.http_shim.backends.model_source import ModelSource, ServedModel
+from services.http_shim.errors import client_field_names
 from services.http_shim.formats.chat_requests import rendered_param_of, to_render_request
 from services.http_shim.formats.request_bodies import (
     Body,
@@ -23,7 +23,7 @@ from services.http_shim.formats.request_bodies import (
 from services.http_shim.http.access import authorized_model
 from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import exchange_of
-from tokenwire.errors import ServiceError, invalid
+from tokenwire.errors import invalid
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -121,7 +121,7 @@ class Tokenization:
             sequences=[types_pb2.TokenIds(ids=body.tokens)],
             skip_special_tokens=False,
         )
-        with _errors_on("tokens"), served.connection.used() as backend:
+        with _field_is("tokens"), served.connection.used() as backend:
             answer = await backend.decode(asked)
         return json_response(Detokenized(answer.decodings[0].text))
 
@@ -161,7 +161,7 @@ async def _encode(backend: Backend, model: str, body: TokenizeBody) -> tuple[lis
         add_special_tokens=body.add_special_tokens,
         with_texts=bool(body.return_token_strs),
     )
-    with _errors_on("prompt"):
+    with _field_is("prompt"):
         [encoding] = (await backend.encode(asked)).encodings
     return list(encoding.ids), list(encoding.tokens)
 
@@ -178,22 +178,13 @@ async def _rendered(
     backend: Backend, model: str, asked: tokenizer_pb2.RenderChatRequest
 ) -> tokenizer_pb2.RenderChatResponse:
     asked.model = model
-    try:
+    with client_field_names(rendered_param_of):
         return await backend.render(asked)
-    except ServiceError as error:
-        error.field = rendered_param_of(error.field)
-        raise
 
 
-@contextmanager
-def _errors_on(param: str) -> Iterator[None]:
-    """Rename the field of a service's error to `param`."""
-    try:
-        yield
-    except ServiceError as error:
-        if error.field and error.field != "model":
-            error.field = param
-        raise
+def _field_is(param: str) -> AbstractContextManager[None]:
+    """Rename the field of a service's error to `param`, unless it is `model`."""
+    return client_field_names(lambda path: path if path == "model" else param)
 
 
 def _context_length(served: ServedModel, tokenizer: tokenizer_pb2.GetTokenizerResponse) -> int:

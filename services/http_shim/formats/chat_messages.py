@@ -5,7 +5,7 @@ The tokenizer service checks the fields that a role may have, for gRPC clients t
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -75,10 +75,7 @@ class Message(Struct):
     function_call: Any = None
 
 
-Messages: TypeAlias = Sequence[Message]
-
-
-def messages_of(messages: Messages | None) -> list[completion_pb2.Message]:
+def messages_of(messages: Sequence[Message] | None) -> list[completion_pb2.Message]:
     """Convert the messages. Raises INVALID_ARGUMENT for what the proto can't express."""
     if messages is None:
         raise invalid("messages", "messages is required: a list of messages.")

@@ -18,7 +18,7 @@ from services.http_shim.formats.responses import (
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["ChatChoice", "ChatChunkChoice", "ChatFormatter", "ChatPromptLogprobs"]
+__all__ = ["ChatChoice", "ChatChunkChoice", "ChatFormatter"]
 
 
 class TokenLogprob(Struct):

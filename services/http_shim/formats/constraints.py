@@ -21,7 +21,6 @@ from services.http_shim.formats.request_bodies import (
     LarkGrammar,
     LlguidanceGrammar,
     RegexGrammar,
-    ResponseFormat,
 )
 from tokenwire.errors import invalid
 from tokenwire.pb.types.v1 import types_pb2
@@ -42,14 +41,17 @@ def constraint_of(body: GenerationBody) -> _Spec | None:
     """
     given = list(_given(body))
     if len(given) > 1:
-        (first, _), (second, _), *_ = given
+        (first, *_), (second, *_), *_ = given
         raise invalid(second, f"{first} and {second} exclude each other; give one constraint.")
-    return None if not given else given[0][1](given[0][0])
+    if not given:
+        return None
+    [(name, value, make)] = given
+    return make(value, name)
 
 
 def constraint_param(body: GenerationBody) -> str:
     """Return the name of the field that constrains the output."""
-    return next((name for name, _ in _given(body)), "grammar")
+    return next((name for name, *_ in _given(body)), "grammar")
 
 
 def schema_location(body: GenerationBody) -> str:
@@ -70,12 +72,12 @@ def json_text(value: str | JsonObject) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def _given(body: GenerationBody) -> Iterator[tuple[str, Callable[[str], _Spec]]]:
-    """Yield each constraint of a request: the field name, and a function that makes the grammar."""
-    if _is_constraint(body.response_format):
-        yield "response_format", lambda name: _of_response_format(body.response_format, name)
-    if body.grammar is not None and body.grammar != "":
-        yield "grammar", lambda _: _of_grammar(body.grammar)
+def _given(body: GenerationBody) -> Iterator[tuple[str, Any, Callable[[Any, str], _Spec]]]:
+    """Yield the name of each given field, its value, and the function that makes the grammar."""
+    if isinstance(body.response_format, JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat):
+        yield "response_format", body.response_format, _of_response_format
+    if body.grammar:
+        yield "grammar", body.grammar, _of_grammar
     outputs = body.structured_outputs or StructuredOutputs()
     if outputs.disable_additional_properties:
         raise invalid(
@@ -84,7 +86,7 @@ def _given(body: GenerationBody) -> Iterator[tuple[str, Callable[[str], _Spec]]]
             '"additionalProperties": false in the schema.',
         )
     if outputs.json_object:
-        yield "structured_outputs.json_object", lambda _: _any_object()
+        yield "structured_outputs.json_object", JsonObjectFormat(), _of_response_format
     for name, value, make in (
         ("structured_outputs.json", outputs.json, _of_json),
         ("structured_outputs.regex", outputs.regex, _of_regex),
@@ -102,30 +104,24 @@ def _given(body: GenerationBody) -> Iterator[tuple[str, Callable[[str], _Spec]]]
         ("structural_tag", body.structural_tag, _of_tag),
     ):
         if value is not None:
-            yield name, _bound(make, value)
+            yield name, value, make
 
 
-def _bound(make: Callable[[Any, str], _Spec], value: object) -> Callable[[str], _Spec]:
-    return lambda name: make(value, name)
-
-
-def _is_constraint(form: ResponseFormat | None) -> bool:
-    return isinstance(form, JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat)
-
-
-def _of_response_format(form: ResponseFormat | None, name: str) -> _Spec:
+def _of_response_format(
+    form: JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, name: str
+) -> _Spec:
     if isinstance(form, JsonSchemaFormat):
         if form.json_schema is None or form.json_schema.schema is None:
             raise invalid(name, "response_format.json_schema.schema is required.")
         return _Spec(json_schema=json_text(form.json_schema.schema))
     if isinstance(form, StructuralTagFormat):
         return _of_tag(form, name)
-    if isinstance(form, JsonObjectFormat) and form.schema is not None:
+    if form.schema is not None:
         return _Spec(json_schema=json_text(form.schema))
-    return _any_object()
+    return _Spec(json_object=types_pb2.JsonObject())
 
 
-def _of_grammar(grammar: Grammar | str | None) -> _Spec:
+def _of_grammar(grammar: Grammar | str, name: str) -> _Spec:
     match grammar:
         case RegexGrammar():
             return _Spec(regex=grammar.value)
@@ -135,10 +131,10 @@ def _of_grammar(grammar: Grammar | str | None) -> _Spec:
             return _Spec(lark=grammar.value)
         case LlguidanceGrammar():
             return _Spec(llguidance=json_text(grammar.value))
-    return _of_text(grammar or "")
+    return _of_text(grammar, name)
 
 
-def _of_text(value: str, _: str = "") -> _Spec:
+def _of_text(value: str, _: str) -> _Spec:
     return _Spec(lark=value) if _LARK.search(value) else _Spec(gbnf=value)
 
 
@@ -156,10 +152,6 @@ def _of_regex(value: str, _: str) -> _Spec:
 
 def _of_choice(value: list[str], _: str) -> _Spec:
     return _Spec(choice=types_pb2.ChoiceList(choices=value))
-
-
-def _any_object() -> _Spec:
-    return _Spec(json_object=types_pb2.JsonObject())
 
 
 def _of_tag(value: str | StructuralTagFormat, name: str) -> _Spec:

@@ -16,7 +16,6 @@ from tokenwire.errors import invalid
 __all__ = [
     "FOREIGN_TO_CHATS",
     "FOREIGN_TO_COMPLETIONS",
-    "ForeignField",
     "ForeignFields",
     "without_foreign",
 ]

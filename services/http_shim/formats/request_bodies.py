@@ -38,7 +38,6 @@ __all__ = [
     "FunctionTool",
     "GenerationBody",
     "Grammar",
-    "JsonObject",
     "JsonObjectFormat",
     "JsonSchemaFormat",
     "JsonSchemaGrammar",
@@ -48,7 +47,6 @@ __all__ = [
     "MultiCompletionBody",
     "NamedToolChoice",
     "RegexGrammar",
-    "ResponseFormat",
     "StreamOptions",
     "TemplateBody",
     "TokenizeBody",
@@ -283,9 +281,8 @@ _INDEX = re.compile(r"\[\d+\]")
 _MAX_UNKNOWN = 1_000  # unknown fields that are collected
 _PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
-_DEEP = frozenset(
-    {"messages", "structured_outputs", "tools"}
-)  # fields within which `param` is a path
+_DEEP = frozenset({"messages", "structured_outputs", "tools"})
+"""Fields within which `param` is a path"""
 
 
 def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[str]]:
@@ -396,10 +393,7 @@ def _wrong_type(message: str) -> ServiceError:
     path, what = place["path"], place["what"]
     field = re.split(r"[.\[]", path, maxsplit=1)[0]
     missing = _MISSING.fullmatch(what)
-    if field not in _DEEP:
-        param = field
-    elif missing is not None:
-        param = f"{path}.{missing['name']}"
-    else:
-        param = path
+    param = field
+    if field in _DEEP:
+        param = path if missing is None else f"{path}.{missing['name']}"
     return invalid(param, f"{path}: {what}.")

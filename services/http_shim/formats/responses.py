@@ -18,7 +18,6 @@ __all__ = [
     "Delta",
     "Envelope",
     "PromptLogprobs",
-    "PromptToken",
     "Usage",
     "finish_reason_of",
     "finite",

@@ -34,7 +34,7 @@ class AccessMiddleware:
         self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._public:
+        if scope["path"] in self._public:
             await self._app(scope, receive, send)
             return
         try:

@@ -110,6 +110,6 @@ def _too_many() -> ServiceError:
     )
 
 
-def json_response(value: Struct, status: int = 200) -> Response:
+def json_response(value: Struct) -> Response:
     """Return a JSON response."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -77,9 +77,6 @@ class ExchangeMiddleware:
         self._paths = {route.endpoint: route.path for route in reversed(routes)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         exchange = scope["exchange"] = Exchange(
             request_id=sane_request_id(headers.get("x-request-id")),

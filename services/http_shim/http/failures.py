@@ -42,7 +42,7 @@ class FailureMiddleware:
             raise
         except Exception:
             _LOG.exception("unexpected failure")
-            if scope["type"] != "http" or exchange_of(scope).status:
+            if exchange_of(scope).status:
                 raise  # the response has started: only a broken connection shows the failure
             await internal_error()(scope, receive, send)
 

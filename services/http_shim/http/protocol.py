@@ -31,7 +31,7 @@ from services.http_shim.errors import refusal
 from services.http_shim.http.exchange import exchange_of
 from services.http_shim.metrics import NO_ROUTE, REQUESTS
 
-__all__ = ["HttpProtocol", "protocol_class"]
+__all__ = ["protocol_class"]
 
 _LOG = logging.getLogger("connection")
 _MAX_HEAD_BYTES = 64 * 1024

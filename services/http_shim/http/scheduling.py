@@ -1,7 +1,7 @@
 """Scheduling of requests: priority and tenant.
 
-With x-priority any caller could overtake the others, and with x-tenant find out by `cached_tokens`
-what another tenant asked. Therefore the operator decides whether these headers count.
+x-priority lets a caller overtake the others. x-tenant lets it find out, by `cached_tokens`, what
+another tenant asked. The operator therefore decides whether these headers count.
 """
 
 import re
@@ -49,9 +49,6 @@ class SchedulingMiddleware:
         self._trusts_headers = trusts_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         exchange, headers = exchange_of(scope), Headers(scope=scope)
         _follow_key(exchange)
         exchange.may_schedule = self._trusts_headers

@@ -1,4 +1,4 @@
-"""Catalogs with thousands of models."""
+"""Catalogs with thousands of models, and catalogs that change."""
 
 import asyncio
 from pathlib import Path
@@ -33,3 +33,17 @@ async def test_long_model_list_yields_to_the_event_loop(path: Path) -> None:
     assert [card.id for card in cards] == [f"m{i}" for i in range(MANY)]
     assert cards[-1].variants == [f"m{MANY - 1}:v"]
     assert turns > MANY / 500
+
+
+async def test_model_list_survives_the_removal_of_a_model(tmp_path: Path) -> None:
+    """A reload may close a backend between the request for the list and its answer."""
+    path = tmp_path / "catalog.toml"
+    path.write_text('[[models]]\nid = "old"\ntarget = "127.0.0.1:1"\n')
+    catalog = Catalog(path, RetryPolicy())
+    listing = asyncio.ensure_future(catalog.cards())
+    await asyncio.sleep(0)
+    path.write_text('[[models]]\nid = "new"\nplaceholder = true\n')
+    catalog.reload()
+    [card] = await listing
+    assert (card.id, card.max_model_len) == ("old", None)
+    await catalog.close()
