@@ -122,10 +122,7 @@ class _CollectiveProjection(Projection):
     def __init__(self, projection: Projection, operators: Operators) -> None:
         self._projection = projection
         self._operators = operators
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._projection.weight_bytes
+        self.weight_bytes = projection.weight_bytes
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         product = self._operators.temporary(*out.shape)

@@ -109,7 +109,7 @@ class TiledOperators(NativeOperators):
         if bias is not None:
             padded = torch.zeros(_round_up(outputs, 2 * _TILE_OUTPUTS), dtype=torch.float32)
             padded[:outputs] = bias
-        return _TiledProjection(self.native, _PackedWeight(packed, padded, inputs, outputs))
+        return _TiledProjection(_PackedWeight(self.native, packed, padded, inputs, outputs))
 
     def gate(
         self,
@@ -129,7 +129,8 @@ class TiledOperators(NativeOperators):
             both = torch.zeros(2, _round_up(outputs, _TILE_OUTPUTS), dtype=torch.float32)
             both[0, :outputs], both[1, :outputs] = gate_bias, up_bias
             interleaved = both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
-        return _TiledGate(self.native, _PackedWeight(packed, interleaved, inputs, 2 * outputs))
+        weight = _PackedWeight(self.native, packed, interleaved, inputs, 2 * outputs)
+        return _TiledGate(weight)
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Pack weights of one shape with their tiles interleaved."""
@@ -211,10 +212,15 @@ class Int8Operators(TiledOperators):
 class _PackedWeight:
     """A packed weight and the reused call that multiplies by it."""
 
-    def __init__(self, packed: Packed, bias: Tensor | None, inputs: int, outputs: int) -> None:
-        self._packed = packed  # keeps the memory that `call` points to
-        self._bias = bias
-        self.call = LinearCall(
+    def __init__(
+        self, native: Native, packed: Packed, bias: Tensor | None, inputs: int, outputs: int
+    ) -> None:
+        self._native = native
+        self._held = (packed, bias)  # the memory that the call points to
+        self.num_bytes = packed.tiles.nbytes
+        if packed.scales is not None:
+            self.num_bytes += packed.scales.nbytes
+        self._call = LinearCall(
             packed=packed.tiles.data_ptr(),
             scales=None if packed.scales is None else packed.scales.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
@@ -223,54 +229,41 @@ class _PackedWeight:
             format=packed.format,
         )
 
-    @property
-    def num_bytes(self) -> int:
-        scales = self._packed.scales
-        return self._packed.tiles.nbytes + (0 if scales is None else scales.nbytes)
-
-    def multiply(self, native: Native, rows: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-        call = self.call
+    def multiply(self, rows: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+        call = self._call
         call.rows = rows.data_ptr()
         call.out = out.data_ptr()
         call.num_rows = rows.shape[0]
         call.epilogue = epilogue
-        native.run(Kernel.LINEAR, call)
+        self._native.run(Kernel.LINEAR, call)
 
 
 class _TiledProjection(Projection):
     has_argmax = True
 
-    def __init__(self, native: Native, weight: _PackedWeight) -> None:
-        self._native = native
+    def __init__(self, weight: _PackedWeight) -> None:
         self._weight = weight
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._weight.num_bytes
+        self.weight_bytes = weight.num_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         exact = out.dtype == torch.float32
         epilogue = Epilogue.STORE_FLOAT32 if exact else Epilogue.STORE
-        self._weight.multiply(self._native, rows, out, epilogue)
+        self._weight.multiply(rows, out, epilogue)
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        self._weight.multiply(self._native, rows, out, Epilogue.ADD)
+        self._weight.multiply(rows, out, Epilogue.ADD)
 
     def argmax(self, rows: Tensor, out: Tensor) -> None:
-        self._weight.multiply(self._native, rows, out, Epilogue.ARGMAX)
+        self._weight.multiply(rows, out, Epilogue.ARGMAX)
 
 
 class _TiledGate(Gate):
-    def __init__(self, native: Native, weight: _PackedWeight) -> None:
-        self._native = native
+    def __init__(self, weight: _PackedWeight) -> None:
         self._weight = weight
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._weight.num_bytes
+        self.weight_bytes = weight.num_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
-        self._weight.multiply(self._native, rows, out, Epilogue.GATE)
+        self._weight.multiply(rows, out, Epilogue.GATE)
 
 
 def _compressed_bytes(elements: int) -> int:
