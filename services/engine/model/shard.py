@@ -17,7 +17,7 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators.interface import Operators, Projection
 
-__all__ = ["WHOLE", "Shard"]
+__all__ = ["Shard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,6 @@ class Shard:
             f"The model can't be divided into {self.count} parts: {why}. Choose another number of "
             "ranks (torchrun --nproc-per-node)."
         )
-
-
-WHOLE = Shard()
 
 
 class _CollectiveProjection(Projection):

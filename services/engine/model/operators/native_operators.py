@@ -33,7 +33,7 @@ class NativeOperators(TorchOperators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        if not activation.is_swiglu:
+        if activation != SWIGLU:
             return super().gate(gate, up, gate_bias, up_bias, activation)
         product = self.projection(*join(gate, up, gate_bias, up_bias))
         return _NativeGate(self._native, product, self._code)

@@ -1,5 +1,6 @@
 """Operators on the tiled CPU kernels, with weights in bfloat16 or int8."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -119,7 +120,7 @@ class TiledOperators(NativeOperators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        if up is None or not activation.is_swiglu:
+        if up is None or activation != SWIGLU:
             product = self.projection(*join(gate, up, gate_bias, up_bias))
             return TorchGate(product, 1 if up is None else 2, activation, self)
         outputs, inputs = gate.shape
@@ -137,10 +138,10 @@ class TiledOperators(NativeOperators):
         elements = self.packed_elements(weights)
         if not self._compresses:
             packed = self.arena.take(elements, torch.bfloat16)
-            self._pack_into(packed, weights)
+            _pack(self.native.pack, weights, packed)
             return Packed(Format.PACKED, packed)
         packed = allocate((elements,), torch.bfloat16)
-        self._pack_into(packed, weights)
+        _pack(self.native.pack, weights, packed)
         compressed = self._compressed(packed)
         if compressed is None:
             return Packed(Format.PACKED, self.arena.copy(packed))
@@ -157,20 +158,6 @@ class TiledOperators(NativeOperators):
             if needed <= num_bytes:
                 return coded if needed > 0 else None
             num_bytes = needed
-
-    def _pack_into(self, packed: Tensor, weights: tuple[Tensor, ...]) -> None:
-        outputs, inputs = weights[0].shape
-        for first, weight in enumerate(weights):
-            weight = weight.contiguous()
-            self.native.pack(
-                DTYPES[weight.dtype],
-                weight.data_ptr(),
-                packed.data_ptr(),
-                outputs,
-                inputs,
-                first,
-                len(weights),
-            )
 
     def packed_elements(self, weights: tuple[Tensor, ...]) -> int:
         """Return the elements that `pack` fills, padding included."""
@@ -190,22 +177,10 @@ class Int8Operators(TiledOperators):
         return self.packed_projection(super().pack((weight,)), weight.shape, bias)
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
-        outputs, inputs = weights[0].shape
         elements = self.packed_elements(weights)
         tiles = self.arena.take(elements, torch.int8)
-        scales = torch.zeros(elements // inputs, dtype=torch.float32)
-        for first, weight in enumerate(weights):
-            weight = weight.contiguous()
-            self.native.pack_int8(
-                DTYPES[weight.dtype],
-                weight.data_ptr(),
-                tiles.data_ptr(),
-                scales.data_ptr(),
-                outputs,
-                inputs,
-                first,
-                len(weights),
-            )
+        scales = torch.zeros(elements // weights[0].shape[1], dtype=torch.float32)
+        _pack(self.native.pack_int8, weights, tiles, scales)
         return Packed(Format.INT8, tiles, scales)
 
 
@@ -264,6 +239,15 @@ class _TiledGate(Gate):
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         self._weight.multiply(rows, out, Epilogue.GATE)
+
+
+def _pack(kernel: Callable[..., int], weights: tuple[Tensor, ...], *targets: Tensor) -> None:
+    """Pack weights of one shape into the targets, with their tiles interleaved."""
+    outputs, inputs = weights[0].shape
+    for first, weight in enumerate(weights):
+        weight = weight.contiguous()
+        addresses = [tensor.data_ptr() for tensor in (weight, *targets)]
+        kernel(DTYPES[weight.dtype], *addresses, outputs, inputs, first, len(weights))
 
 
 def _compressed_bytes(elements: int) -> int:
