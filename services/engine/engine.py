@@ -3,8 +3,8 @@
     with Engine(Path("models/tokenwire-code-6m")) as engine:
         print(engine.generate([100, 101, 102], max_tokens=8, temperature=0).token_ids)
 
-Importing this module loads torch, which reads OpenMP's settings once: a script whose steps are
-short calls `limit_thread_spinning` of `frontend.loop_client` before.
+Importing this module loads torch, which reads OpenMP's settings once. A script with short steps
+should first call `limit_thread_spinning` of `frontend.loop_client`.
 """
 
 import secrets
@@ -15,13 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
-import grpc
 import torch
 from torch import Tensor
 
 from services.common.contract import DEFAULT_MAX_TOKENS
 from services.engine.batch.step_batch import StepBatch
 from services.engine.execution.model_runner import SCORED_ROWS
+from services.engine.frontend.events import refusal
 from services.engine.loop.loaded_loop import LoadedLoop, load_loop
 from services.engine.messages import (
     AddRequest,
@@ -41,7 +41,7 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.settings import EngineSettings
-from tokenwire.errors import ServiceError, invalid
+from tokenwire.errors import invalid
 
 __all__ = ["Engine", "GenerateOptions", "Generation"]
 
@@ -192,9 +192,7 @@ class Engine:
         outputs = self.loaded.steps.step(list).outputs
         for output in outputs:
             if isinstance(output, Refused):
-                raise ServiceError(
-                    grpc.StatusCode[output.code], output.reason, output.message, field=output.field
-                )
+                raise refusal(output)
         return outputs
 
     def cancel(self, handles: Iterable[int]) -> None:

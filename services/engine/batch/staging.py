@@ -115,6 +115,8 @@ class _HostBuffer:
         """Fields of the current step, by the address of their memory"""
         self._copied: torch.cuda.Event | None = None
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self._tables_at = 0
+        """Offset of the block tables, in bytes"""
         self._table: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
         self._filled: list[tuple[list[int], int]] = []
         """By row of the tables, its list of blocks and how many of them are copied"""
@@ -129,10 +131,10 @@ class _HostBuffer:
         columns = table_width(blocks)
         self._tokens = max(self._tokens, tokens)
         self._rows, self._columns = max(self._rows, sequences), max(self._columns, columns)
-        size = _fields_size(self._tokens, self._rows) + 4 * self._rows * self._columns
+        self._tables_at = _fields_size(self._tokens, self._rows)
+        size = self._tables_at + 4 * self._rows * self._columns
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=self._pinned)
-        begin = self._tables_at
-        self._table = self.memory[begin:].view(torch.int32).view(self._rows, -1).numpy()
+        self._table = self.memory[self._tables_at :].view(torch.int32).view(self._rows, -1).numpy()
         self._filled = [([], 0)] * self._rows
         self._fields = None
 
@@ -191,10 +193,6 @@ class _HostBuffer:
             context_lengths=rest[:sequences],
             block_tables=tables[:sequences, :columns],
         )
-
-    @property
-    def _tables_at(self) -> int:
-        return _fields_size(self._tokens, self._rows)
 
 
 _NAMES = tuple(HostFields.__dataclass_fields__)

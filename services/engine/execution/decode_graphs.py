@@ -29,8 +29,9 @@ class _Captured:
 class DecodeGraphs:
     """A graph for each size of decode step, captured at the size's first step.
 
-    A size is a number of rows and a width of the block tables (`buckets`), so there are few. The
-    first step of a size takes several passes, and seconds more where attention compiles a kernel.
+    A size is a number of rows and a width of the block tables; `batch.buckets` keeps their number
+    low. The first step of a size takes several passes, and seconds more where attention compiles a
+    kernel.
     All graphs share one memory pool, as large as the largest graph needs. A graph replays with the
     addresses of its capture, so the memory of batches must be reserved beforehand.
 

@@ -121,16 +121,16 @@ def _sharers(decoder: Decoder, ranks: RankGroup) -> int:
 
 
 def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCache:
-    size, is_on_gpu = decoder.block_size, decoder.device.type == "cuda"
+    is_on_gpu = decoder.device.type == "cuda"
     allocating = time.monotonic()
     # padded rows of decode graphs on a GPU write to one more block
-    cache = decoder.allocate_cache(num_blocks + is_on_gpu, size)
+    cache = decoder.allocate_cache(num_blocks + is_on_gpu)
     if not is_on_gpu:
         touch((*cache.keys, *cache.values))
     _LOG.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB, allocated in %.1f s",
         num_blocks,
-        size,
+        cache.block_size,
         num_blocks * per_block / 2**30,
         time.monotonic() - allocating,
     )

@@ -23,7 +23,7 @@ class _Compilation:
     """Error to raise at the timeout; None = the deadline passed"""
 
     def fail(self, error: ServiceError) -> None:
-        """End the compilation with an error; a first error stands."""
+        """End the compilation with an error; an earlier error takes precedence."""
         self.error = self.error or error
         if not self.timeout.expired():  # an expired timeout is about to raise the error
             self.timeout.reschedule(asyncio.get_running_loop().time())

@@ -34,14 +34,13 @@ _CAPABILITIES = (
 )
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-SetServing: TypeAlias = Callable[[bool], None]
 
 
 class EngineControlServicer(EngineControlServiceServicer):
     """Describes the model and the load, and carries out an operator's commands."""
 
     def __init__(
-        self, frontend: Frontend, settings: EngineSettings, set_serving: SetServing
+        self, frontend: Frontend, settings: EngineSettings, set_serving: Callable[[bool], None]
     ) -> None:
         self._frontend = frontend
         self._settings = settings

@@ -28,8 +28,6 @@ from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceServicer
 __all__ = ["EngineServicer"]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-GenerateContext: TypeAlias = "grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]"
-SessionContext: TypeAlias = "grpc.aio.ServicerContext[SessionRequest, SessionResponse]"
 
 
 class EngineServicer(EngineServiceServicer):
@@ -41,7 +39,7 @@ class EngineServicer(EngineServiceServicer):
         self._stall_seconds = settings.stall_seconds
 
     async def Generate(
-        self, request: GenerateRequest, context: GenerateContext
+        self, request: GenerateRequest, context: Context
     ) -> AsyncIterator[GenerateResponse]:
         call = _Call()
         try:
@@ -67,7 +65,7 @@ class EngineServicer(EngineServiceServicer):
             self._frontend.drop(handle)
 
     async def Session(
-        self, requests: AsyncIterator[SessionRequest], context: SessionContext
+        self, requests: AsyncIterator[SessionRequest], context: Context
     ) -> AsyncIterator[SessionResponse]:
         session = Session(self._frontend)
         reading = asyncio.ensure_future(session.read(requests))
@@ -132,7 +130,7 @@ async def _cut_when_stalled(
     await cut_stalled(context, stall_seconds)
 
 
-def _caller(context: GenerateContext) -> Caller:
+def _caller(context: Context) -> Caller:
     return Caller(
         request_id.get(),
         traceparent.get(),

@@ -2,28 +2,20 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from services.engine.frontend.events import add_scores
 from services.engine.messages import Token
-from tokenwire.pb.engine.v1.engine_pb2 import OutputDelta
+from tokenwire.pb.engine.v1.engine_pb2 import GenerateResponse, OutputDelta, SessionEvent
 
-__all__ = ["Event", "EventQueue"]
+__all__ = ["EventQueue"]
 
 _PACE_SECONDS = 0.008
 """Shortest time between messages that only continue sequences. A reader does not notice it, and it
 merges the tokens of short steps: each message costs CPU time in every service up to the client."""
 
 
-class Event(Protocol):
-    """SessionEvent or GenerateResponse, which name their events alike."""
-
-    @property
-    def delta(self) -> OutputDelta:
-        """The delta; reading it creates an empty one."""
-
-
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=GenerateResponse | SessionEvent)
 
 
 class EventQueue(Generic[E]):
@@ -51,7 +43,6 @@ class EventQueue(Generic[E]):
         """Event loop time since which the client has not taken a message"""
 
     def put(self, event: E) -> None:
-        """Add an event."""
         self._events.append(event)
         self._wake.set()
 
@@ -60,7 +51,7 @@ class EventQueue(Generic[E]):
         delta = self._deltas.get((handle, token.sequence))
         if delta is None:
             event = make()
-            delta = event.delta
+            delta = event.delta  # reading it creates an empty one
             delta.sequence = token.sequence
             delta.position = token.position
             self._deltas[handle, token.sequence] = delta
@@ -106,7 +97,6 @@ class EventQueue(Generic[E]):
 
     @property
     def pending(self) -> bool:
-        """True if events wait."""
         return bool(self._events)
 
     def clear(self) -> None:

@@ -184,7 +184,6 @@ class Frontend:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens per second over the last seconds."""
         return self._token_rate.per_second
 
     # Requests of clients.
@@ -194,8 +193,8 @@ class Frontend:
     ) -> int:
         """Check a request, compile its grammar, and hand it to the loop. Returns its handle.
 
-        Raises ServiceError. A request that the loop refuses gets its error through the sink.
-        Whoever cancels this call counts the request: a task may be cancelled before its first step.
+        Raises ServiceError. A request that the loop refuses gets its error through the sink. The
+        caller counts a cancelled call: a task may be cancelled before its first step.
         """
         arrival = time.monotonic()
         try:
@@ -243,7 +242,7 @@ class Frontend:
         self._loop.send(CancelRequest(handle, tuple(sequences)))
 
     def drop(self, handle: int) -> None:
-        """End a request whose client has left; its sink gets nothing more."""
+        """End a request whose client has left. Its sink gets no further events."""
         if handle in self._live:
             self._loop.send(CancelRequest(handle))
             self._leave(handle)

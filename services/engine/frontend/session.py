@@ -102,7 +102,7 @@ class Session:
         self._response = SessionResponse()
 
     def on_request_end(self, handle: int) -> None:
-        """Forget the client's handle of a request after its terminal event."""
+        """Drop the client's handle of a request after its terminal event."""
         self._handles.pop(handle, None)
 
     def _fail(self, error: Exception) -> None:

@@ -63,14 +63,14 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
     )
-    runner = ModelRunner(decoder, cache, _graph_room(settings, model))
+    runner = ModelRunner(decoder, cache, _graph_capacity(settings, model))
     overlaps = decoder.device.type == "cuda"
     alone = model.ranks.rank.is_alone
     steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
     return LoadedLoop(steps, pool, model, description)
 
 
-def _graph_room(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
+def _graph_capacity(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
     """Return the size of the largest decode step if decode steps run as CUDA graphs.
 
     With several ranks they don't: a graph would leave out what rank 0's host sends to the others.

@@ -49,9 +49,9 @@ class StepLoop:
 
     With overlap, the loop launches a step before it takes the tokens of the previous one. If the
     device can draw all tokens of a step, the step stays in flight: the next step reads its tokens
-    on the device, and the host sees them a step later. A sequence that has ended then still has a
-    row in the next step, whose result is dropped. Its blocks are free at once all the same: a step
-    that reuses them is launched later, and so writes later.
+    on the device, and the host sees them a step later. A sequence that has ended by then still has
+    a row in the next step, whose result is dropped. Its blocks are free at once nevertheless: a
+    step that reuses them is launched later, and so writes later.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class StepLoop:
 
     @property
     def is_idle(self) -> bool:
-        """True without any request."""
         return not self._requests
 
     def step(self, receive: Callable[[], Iterable[Command]]) -> StepOutput:
@@ -116,7 +115,6 @@ class StepLoop:
         return self.take_output()
 
     def apply(self, commands: Iterable[Command]) -> None:
-        """Carry out commands, in order."""
         for command in commands:
             self._requests.carry_out(command)
 

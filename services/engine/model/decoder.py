@@ -107,6 +107,9 @@ class Decoder:
         self.spec = spec
         self.dtype = dtype
         self.device = weights.final_norm.device
+        self.weight_bytes = weights.step_bytes
+        self.block_size = attention.block_size
+        self.rows_at_once = operators.rows_at_once
         self._weights = weights
         self._operators = operators
         self._attention = attention
@@ -118,21 +121,6 @@ class Decoder:
         self._activations = self._step_activations = self._allocate(64)
         self._logits = torch.empty((0, spec.vocab_size), device=self.device)
         self._recording = operators.recording()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Upper bound of the weight bytes that a step reads."""
-        return self._weights.step_bytes
-
-    @property
-    def block_size(self) -> int:
-        """Best number of tokens in a KV block for the attention backend."""
-        return self._attention.block_size
-
-    @property
-    def rows_at_once(self) -> int:
-        """Rows that a product computes at once: with fewer it takes as long."""
-        return self._operators.rows_at_once
 
     @property
     def is_capturable(self) -> bool:

@@ -11,7 +11,6 @@ from services.engine.kernels.library import native
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
-from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.tensors import Checkpoint
@@ -26,7 +25,7 @@ from services.engine.model.shard import Shard
 from services.engine.model.weight_reader import WeightReader
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 
-__all__ = ["CheckpointError", "load_model", "load_spec", "resolve_dtype"]
+__all__ = ["load_model", "load_spec", "resolve_dtype"]
 
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")

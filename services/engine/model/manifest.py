@@ -13,7 +13,6 @@ from services.engine.model.checkpoint.tensors import StoredTensor
 __all__ = [
     "Manifest",
     "StackedExperts",
-    "StoredExperts",
     "StoredFeedForward",
     "StoredLayer",
     "StoredLinear",

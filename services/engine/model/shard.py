@@ -17,7 +17,7 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators.interface import Operators, Projection
 
-__all__ = ["WHOLE", "Shard"]
+__all__ = ["Shard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +113,13 @@ class Shard:
         )
 
 
-WHOLE = Shard()
-
-
 class _CollectiveProjection(Projection):
     """A projection with a collective operation on its output."""
 
     def __init__(self, projection: Projection, operators: Operators) -> None:
         self._projection = projection
         self._operators = operators
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._projection.weight_bytes
+        self.weight_bytes = projection.weight_bytes
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         product = self._operators.temporary(*out.shape)

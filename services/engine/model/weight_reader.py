@@ -35,7 +35,7 @@ from services.engine.model.manifest import (
     StoredNorm,
 )
 from services.engine.model.operators.interface import Gate, NormedProjection, Operators, Projection
-from services.engine.model.shard import WHOLE, Shard
+from services.engine.model.shard import Shard
 
 __all__ = ["WeightReader"]
 
@@ -245,16 +245,16 @@ class WeightReader:
         self, layer: StoredLayer, rotary: RotarySpec | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Read the norms of queries and of keys."""
-        shards = (WHOLE, WHOLE)
+        queries = keys = Shard()
         if self._spec.family.qk_norm is QkNorm.ALL_HEADS:
-            shards = (self._shard, self._shard.of_heads(self._spec.num_kv_heads))
+            queries, keys = self._shard, self._shard.of_heads(self._spec.num_kv_heads)
 
         def read(norm: StoredTensor | None, shard: Shard) -> Tensor | None:
             if norm is None:
                 return None
             return self._norm_weight(shard.rows(self._to_half_split(self._tensor(norm), rotary)))
 
-        return read(layer.query_norm, shards[0]), read(layer.key_norm, shards[1])
+        return read(layer.query_norm, queries), read(layer.key_norm, keys)
 
     def _sinks(self, sinks: StoredTensor) -> Tensor:
         return self._shard.rows(self._tensor(sinks)).to(self._device, torch.float32, copy=True)

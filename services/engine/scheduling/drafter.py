@@ -25,7 +25,7 @@ class Drafter:
 
     @property
     def width(self) -> int:
-        """Tokens to propose per stream, so few that the step takes hardly longer.
+        """Tokens to propose per stream: few enough that the step takes hardly longer.
 
         A step over half of the rows of a tile takes little longer than over one row: 5 % with AMX.
         A single stream may propose more: its draft length adapts to recent acceptance.

@@ -2,7 +2,8 @@
 
 A step is one flat batch. Decoding sequences come first. Chunks of prompts follow, limited so that
 they hardly delay the streams. When blocks or places run out, sequences are preempted and computed
-again later: paused ones, ones of lower priority, or ones whose owner holds most.
+again later: paused sequences, sequences of lower priority, then sequences of the tenant or request
+that holds most.
 """
 
 from bisect import insort

@@ -94,7 +94,6 @@ class Sequence:
 
     @property
     def prompt_index(self) -> int:
-        """Index of the prompt in the request."""
         return self.index // self.request.command.checked.n
 
     @property
@@ -109,7 +108,6 @@ class Sequence:
 
     @property
     def newest(self) -> int:
-        """The last token."""
         return self._ids.newest
 
     @property
@@ -187,7 +185,6 @@ class Sequence:
             self.mask = None
 
     def block_hash(self, index: int) -> bytes:
-        """Return the hash of a full block."""
         return self._ids.block_hash(index)
 
     def reusable_hashes(self) -> list[bytes]:

@@ -19,9 +19,9 @@ _LONGEST, _SHORTEST = 4, 2
 _FIRST_LENGTH, _MAX_LENGTH = 4, 15
 """Draft tokens, at first and at most"""
 _PATIENCE = 4
-"""Rejected drafts in a row without a pause: they are short by then, and cost little"""
+"""Drafts in a row that may be rejected before a pause; they are short by then and cost little"""
 _PAUSE_STEPS = 16
-"""Steps without a draft after more rejections than that"""
+"""Steps without a draft, after more rejections in a row"""
 
 
 class NgramIndex:

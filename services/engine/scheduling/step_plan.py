@@ -61,5 +61,4 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to compute."""
         return not self.decodes and not self.chunks

@@ -43,7 +43,6 @@ class Tenants:
         return len(self._present)
 
     def waiting_of(self, name: bytes) -> int:
-        """Return the number of a tenant's waiting sequences."""
         tenant = self._present.get(name)
         return tenant.waiting if tenant is not None else 0
 

@@ -59,11 +59,9 @@ class TokenIds:
 
     @property
     def newest(self) -> int:
-        """The last id."""
         return int(self._ids[self.length - 1])
 
     def append(self, token: int) -> None:
-        """Append a generated id."""
         if self.length == len(self._ids):
             grown = np.empty(self.length + max(64, self.length // 4), dtype=np.int32)
             grown[: self.length] = self._ids
@@ -72,7 +70,6 @@ class TokenIds:
         self.length += 1
 
     def block_hash(self, index: int) -> bytes:
-        """Return the hash of a full block."""
         prompt, size = self._prompt, self._prompt.block_size
         own = index - prompt.num_blocks
         if own < 0:

@@ -58,12 +58,10 @@ class WaitingQueue:
         return max((priority for _, priority in self._queues), default=None)
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence."""
         insort(self._queues.setdefault(_queue_of(sequence), []), sequence, key=_queue_key)
         self._count += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence."""
         name = _queue_of(sequence)
         queue = self._queues[name]
         del queue[bisect_left(queue, _queue_key(sequence), key=_queue_key)]

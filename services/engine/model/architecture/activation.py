@@ -34,11 +34,6 @@ class Activation:
     limit: float = 0.0
     """Bound of CLAMPED_SWIGLU's factors"""
 
-    @property
-    def is_swiglu(self) -> bool:
-        """True if the CPU kernels implement this activation."""
-        return self == SWIGLU
-
     def apply(self, product: Tensor) -> Tensor:
         """Return [n, width] for a product [n, width], or [n, 2 * width] (gates first) if gated."""
         if not self.gated:
@@ -57,3 +52,4 @@ class Activation:
 
 
 SWIGLU = Activation(Nonlinearity.SILU)
+"""The only activation that the CPU kernels implement"""

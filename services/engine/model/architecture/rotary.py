@@ -138,9 +138,9 @@ class Rotary:
             out.sines.mul_(self._factors)
 
 
-def _frequencies(base: float, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    return 1.0 / (base**exponents)
+def _frequencies(base: float, width: int, divisors: Tensor | float = 1.0) -> Tensor:
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
+    return 1.0 / (divisors * base**exponents)
 
 
 def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
@@ -157,13 +157,13 @@ def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
 
 
 def _yarn(
-    frequencies: Tensor, rope: Config, base: float, head_dim: int, context_length: int
+    frequencies: Tensor, rope: Config, base: float, width: int, context_length: int
 ) -> Tensor:
     """Scale by YaRN's NTK-by-parts interpolation (https://arxiv.org/abs/2309.00071)."""
     original = rope.positive_number("original_max_position_embeddings", context_length)
 
     def dimension(rotations: float) -> float:
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = (
         dimension(rope.positive_number("beta_fast", 32.0)),
@@ -171,10 +171,10 @@ def _yarn(
     )
     if rope.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, width - 1)
     if low == high:
         high += 0.001  # a ramp of zero width would divide by zero
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return frequencies / _yarn_factor(rope, context_length) * ramp + frequencies * (1 - ramp)
 
 
@@ -208,8 +208,7 @@ def _longrope(rope: Config, base: float, width: int, *, is_long: bool) -> Tensor
         raise CheckpointError(
             f"{rope.file}: {key} must have {width // 2} positive numbers, not {len(divisors)}."
         )
-    exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
-    return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * base**exponents)
+    return _frequencies(base, width, torch.tensor(divisors, dtype=torch.float32))
 
 
 def _longrope_attention(rope: Config, context_length: int, original: float) -> float:

@@ -25,7 +25,7 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionStep, KVCache
 from services.engine.model.attention.torch_backend import TorchAttention
 
-__all__ = ["XformersAttention", "decode_bias", "prefill_bias"]
+__all__ = ["XformersAttention"]
 
 _PAGE = 64
 """The Triton split-K kernel needs a page size that is a multiple of this, in tokens"""

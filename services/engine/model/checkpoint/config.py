@@ -85,11 +85,10 @@ class Config:
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        value = self._value(key, None)
-        texts = [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
-        if not isinstance(value, list) or len(texts) != len(value):
+        items = self._value(key, None)
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
             raise self._wrong(key, "a list of strings")
-        return tuple(texts)
+        return tuple(map(str, items))
 
     def numbers(self, key: str) -> tuple[float, ...]:
         value = self._value(key, None)

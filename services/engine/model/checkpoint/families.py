@@ -6,7 +6,7 @@ from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
 
-__all__ = ["FAMILIES", "ExpertTensorNames", "Family", "QkNorm", "TensorNames", "WindowRule"]
+__all__ = ["FAMILIES", "ExpertTensorNames", "Family", "QkNorm", "WindowRule"]
 
 
 class WindowRule(Enum):

@@ -8,9 +8,9 @@ from services.engine.model.checkpoint.config import Config
 __all__ = ["generation_config", "load_generation_defaults"]
 
 
-def load_generation_defaults(path: str | Path) -> GenerationDefaults:
+def load_generation_defaults(directory: Path) -> GenerationDefaults:
     """Read the defaults. Raises CheckpointError if generation_config.json is malformed."""
-    config = generation_config(Path(path))
+    config = generation_config(directory)
 
     def number(key: str) -> float | None:
         return config.number(key) if config.has(key) else None

@@ -6,11 +6,10 @@ import time
 
 __all__ = ["LoadProgress"]
 
+_LOG = logging.getLogger("loop")
 _WIDTH = 30
 _LINES = 4
 """Log lines of a whole load"""
-
-_log = logging.getLogger(__name__)
 
 
 class LoadProgress:
@@ -32,7 +31,7 @@ class LoadProgress:
             self._draw()
         elif (quarter := _LINES * self._loaded // self._total) > self._quarter:
             self._quarter = quarter
-            _log.info("loaded %s", self._amount())
+            _LOG.info("loaded %s", self._amount())
 
     def finish(self) -> None:
         """End the bar's line. Call it after failed loads too."""

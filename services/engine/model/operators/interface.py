@@ -16,11 +16,8 @@ class Projection(ABC):
 
     has_argmax = False
     """True if `argmax` is supported"""
-
-    @property
-    @abstractmethod
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a product reads, in the stored layout."""
+    weight_bytes: int
+    """Bytes of weights that a product reads, in the stored layout"""
 
     @abstractmethod
     def into(self, rows: Tensor, out: Tensor) -> None:
@@ -44,10 +41,8 @@ class Projection(ABC):
 class Gate(ABC):
     """First half of a feed-forward layer: one or two products and the activation."""
 
-    @property
-    @abstractmethod
-    def weight_bytes(self) -> int:
-        """Bytes of weights that its products read, in the stored layout."""
+    weight_bytes: int
+    """Bytes of weights that its products read, in the stored layout"""
 
     @abstractmethod
     def into(self, rows: Tensor, out: Tensor) -> None:
@@ -146,10 +141,7 @@ class NormedProjection(Projection):
         self._norm = norm
         self._epsilon = epsilon
         self._operators = operators
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._projection.weight_bytes
+        self.weight_bytes = projection.weight_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         self.add_to(rows, out.zero_())

@@ -7,30 +7,23 @@ from services.engine.kernels.library import DTYPES, Kernel, Native, RotationCall
 from services.engine.kernels.memory import allocate
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
-from services.engine.model.operators.interface import Gate, Operators, Projection
+from services.engine.model.operators.interface import Gate, Projection
 from services.engine.model.operators.torch_operators import TorchOperators, join, normalize
 
 __all__ = ["NativeOperators"]
 
 
-class NativeOperators(Operators):
+class NativeOperators(TorchOperators):
     """float32 and bfloat16 on any CPU."""
 
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
+        super().__init__(dtype, torch.device("cpu"))
         self._native = native
-        self._dtype = dtype
         self._code = DTYPES[dtype]
         native.use_pool(0)
-        self._torch = TorchOperators(dtype, torch.device("cpu"))
 
     def empty(self, rows: int, width: int) -> Tensor:
         return allocate((rows, width), self._dtype)
-
-    def temporary(self, rows: int, width: int) -> Tensor:
-        return torch.empty((rows, width), dtype=self._dtype)
-
-    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        return self._torch.projection(weight, bias)
 
     def gate(
         self,
@@ -40,13 +33,10 @@ class NativeOperators(Operators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        if not activation.is_swiglu:
-            return self._torch.gate(gate, up, gate_bias, up_bias, activation)
-        product = self._torch.projection(*join(gate, up, gate_bias, up_bias))
+        if activation != SWIGLU:
+            return super().gate(gate, up, gate_bias, up_bias, activation)
+        product = self.projection(*join(gate, up, gate_bias, up_bias))
         return _NativeGate(self._native, product, self._code)
-
-    def arrange(self, rows: Tensor, out: Tensor) -> None:
-        out.copy_(rows)
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         self._norm_rows(rows, weight, epsilon, out)
@@ -54,9 +44,6 @@ class NativeOperators(Operators):
     def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         self._norm_rows(rows, weight, epsilon, rows)
         out += rows
-
-    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
-        return rows.index_select(0, index)
 
     def _norm_rows(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         self._native.rms_norm(
@@ -105,10 +92,7 @@ class _NativeGate(Gate):
         self._native = native
         self._product = product
         self._code = code
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._product.weight_bytes
+        self.weight_bytes = product.weight_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         both = out.new_empty((out.shape[0], 2 * out.shape[1]))

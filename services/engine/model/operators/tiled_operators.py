@@ -1,5 +1,6 @@
 """Operators on the tiled CPU kernels, with weights in bfloat16 or int8."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +110,7 @@ class TiledOperators(NativeOperators):
         if bias is not None:
             padded = torch.zeros(_round_up(outputs, 2 * _TILE_OUTPUTS), dtype=torch.float32)
             padded[:outputs] = bias
-        return _TiledProjection(self.native, _PackedWeight(packed, padded, inputs, outputs))
+        return _TiledProjection(_PackedWeight(self.native, packed, padded, inputs, outputs))
 
     def gate(
         self,
@@ -119,7 +120,7 @@ class TiledOperators(NativeOperators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        if up is None or not activation.is_swiglu:
+        if up is None or activation != SWIGLU:
             product = self.projection(*join(gate, up, gate_bias, up_bias))
             return TorchGate(product, 1 if up is None else 2, activation, self)
         outputs, inputs = gate.shape
@@ -129,17 +130,18 @@ class TiledOperators(NativeOperators):
             both = torch.zeros(2, _round_up(outputs, _TILE_OUTPUTS), dtype=torch.float32)
             both[0, :outputs], both[1, :outputs] = gate_bias, up_bias
             interleaved = both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
-        return _TiledGate(self.native, _PackedWeight(packed, interleaved, inputs, 2 * outputs))
+        weight = _PackedWeight(self.native, packed, interleaved, inputs, 2 * outputs)
+        return _TiledGate(weight)
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Pack weights of one shape with their tiles interleaved."""
         elements = self.packed_elements(weights)
         if not self._compresses:
             packed = self.arena.take(elements, torch.bfloat16)
-            self._pack_into(packed, weights)
+            _pack(self.native.pack, weights, packed)
             return Packed(Format.PACKED, packed)
         packed = allocate((elements,), torch.bfloat16)
-        self._pack_into(packed, weights)
+        _pack(self.native.pack, weights, packed)
         compressed = self._compressed(packed)
         if compressed is None:
             return Packed(Format.PACKED, self.arena.copy(packed))
@@ -156,20 +158,6 @@ class TiledOperators(NativeOperators):
             if needed <= num_bytes:
                 return coded if needed > 0 else None
             num_bytes = needed
-
-    def _pack_into(self, packed: Tensor, weights: tuple[Tensor, ...]) -> None:
-        outputs, inputs = weights[0].shape
-        for first, weight in enumerate(weights):
-            weight = weight.contiguous()
-            self.native.pack(
-                DTYPES[weight.dtype],
-                weight.data_ptr(),
-                packed.data_ptr(),
-                outputs,
-                inputs,
-                first,
-                len(weights),
-            )
 
     def packed_elements(self, weights: tuple[Tensor, ...]) -> int:
         """Return the elements that `pack` fills, padding included."""
@@ -189,32 +177,25 @@ class Int8Operators(TiledOperators):
         return self.packed_projection(super().pack((weight,)), weight.shape, bias)
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
-        outputs, inputs = weights[0].shape
         elements = self.packed_elements(weights)
         tiles = self.arena.take(elements, torch.int8)
-        scales = torch.zeros(elements // inputs, dtype=torch.float32)
-        for first, weight in enumerate(weights):
-            weight = weight.contiguous()
-            self.native.pack_int8(
-                DTYPES[weight.dtype],
-                weight.data_ptr(),
-                tiles.data_ptr(),
-                scales.data_ptr(),
-                outputs,
-                inputs,
-                first,
-                len(weights),
-            )
+        scales = torch.zeros(elements // weights[0].shape[1], dtype=torch.float32)
+        _pack(self.native.pack_int8, weights, tiles, scales)
         return Packed(Format.INT8, tiles, scales)
 
 
 class _PackedWeight:
     """A packed weight and the reused call that multiplies by it."""
 
-    def __init__(self, packed: Packed, bias: Tensor | None, inputs: int, outputs: int) -> None:
-        self._packed = packed  # keeps the memory that `call` points to
-        self._bias = bias
-        self.call = LinearCall(
+    def __init__(
+        self, native: Native, packed: Packed, bias: Tensor | None, inputs: int, outputs: int
+    ) -> None:
+        self._native = native
+        self._held = (packed, bias)  # the memory that the call points to
+        self.num_bytes = packed.tiles.nbytes
+        if packed.scales is not None:
+            self.num_bytes += packed.scales.nbytes
+        self._call = LinearCall(
             packed=packed.tiles.data_ptr(),
             scales=None if packed.scales is None else packed.scales.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
@@ -223,54 +204,50 @@ class _PackedWeight:
             format=packed.format,
         )
 
-    @property
-    def num_bytes(self) -> int:
-        scales = self._packed.scales
-        return self._packed.tiles.nbytes + (0 if scales is None else scales.nbytes)
-
-    def multiply(self, native: Native, rows: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-        call = self.call
+    def multiply(self, rows: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+        call = self._call
         call.rows = rows.data_ptr()
         call.out = out.data_ptr()
         call.num_rows = rows.shape[0]
         call.epilogue = epilogue
-        native.run(Kernel.LINEAR, call)
+        self._native.run(Kernel.LINEAR, call)
 
 
 class _TiledProjection(Projection):
     has_argmax = True
 
-    def __init__(self, native: Native, weight: _PackedWeight) -> None:
-        self._native = native
+    def __init__(self, weight: _PackedWeight) -> None:
         self._weight = weight
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._weight.num_bytes
+        self.weight_bytes = weight.num_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         exact = out.dtype == torch.float32
         epilogue = Epilogue.STORE_FLOAT32 if exact else Epilogue.STORE
-        self._weight.multiply(self._native, rows, out, epilogue)
+        self._weight.multiply(rows, out, epilogue)
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        self._weight.multiply(self._native, rows, out, Epilogue.ADD)
+        self._weight.multiply(rows, out, Epilogue.ADD)
 
     def argmax(self, rows: Tensor, out: Tensor) -> None:
-        self._weight.multiply(self._native, rows, out, Epilogue.ARGMAX)
+        self._weight.multiply(rows, out, Epilogue.ARGMAX)
 
 
 class _TiledGate(Gate):
-    def __init__(self, native: Native, weight: _PackedWeight) -> None:
-        self._native = native
+    def __init__(self, weight: _PackedWeight) -> None:
         self._weight = weight
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._weight.num_bytes
+        self.weight_bytes = weight.num_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
-        self._weight.multiply(self._native, rows, out, Epilogue.GATE)
+        self._weight.multiply(rows, out, Epilogue.GATE)
+
+
+def _pack(kernel: Callable[..., int], weights: tuple[Tensor, ...], *targets: Tensor) -> None:
+    """Pack weights of one shape into the targets, with their tiles interleaved."""
+    outputs, inputs = weights[0].shape
+    for first, weight in enumerate(weights):
+        weight = weight.contiguous()
+        addresses = [tensor.data_ptr() for tensor in (weight, *targets)]
+        kernel(DTYPES[weight.dtype], *addresses, outputs, inputs, first, len(weights))
 
 
 def _compressed_bytes(elements: int) -> int:

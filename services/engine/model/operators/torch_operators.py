@@ -21,10 +21,10 @@ class TorchOperators(Operators):
         self._prepacks = on_cpu and dtype == torch.bfloat16 and _is_onednn_available()
 
     def empty(self, rows: int, width: int) -> Tensor:
-        return torch.empty((rows, width), dtype=self._dtype, device=self._device)
+        return self.temporary(rows, width)
 
     def temporary(self, rows: int, width: int) -> Tensor:
-        return self.empty(rows, width)
+        return torch.empty((rows, width), dtype=self._dtype, device=self._device)
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         own_bias = None if bias is None else self._own(bias)
@@ -85,10 +85,7 @@ class _TorchProjection(Projection):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight.T
         self._bias = bias
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._weight.nbytes
+        self.weight_bytes = weight.nbytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         if out.dtype != rows.dtype:
@@ -110,11 +107,7 @@ class _PrepackedProjection(Projection):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         self._bias = bias
-        self._weight_bytes = weight.nbytes
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._weight_bytes
+        self.weight_bytes = weight.nbytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         out.copy_(self._product(rows))
@@ -139,10 +132,7 @@ class TorchGate(Gate):
         self._layers = layers
         self._activation = activation
         self._operators = operators
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._product.weight_bytes
+        self.weight_bytes = product.weight_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         product = self._operators.temporary(rows.shape[0], self._layers * out.shape[1])
