@@ -1,4 +1,4 @@
-"""TokenizerService: text to ids and back, prompts of chats and infills."""
+"""TokenizerService: text to ids and back, and prompts of chats and infills."""
 
 import asyncio
 import hashlib
@@ -152,10 +152,7 @@ class TokenizerServicer(TokenizerServiceServicer):
             ),
             continue_last_message=request.continue_last_message,
         )
-        if prompt.size > _INLINE_SIZE:
-            await asyncio.to_thread(self._check_chat, prompt)
-        else:
-            self._check_chat(prompt)
+        await _run(partial(self._check_chat, prompt), prompt.size)
         rendered = await self._templates.render(prompt, partial(check_text_size, "messages"))
         return tokenizer_pb2.RenderChatResponse(
             text=rendered.text,

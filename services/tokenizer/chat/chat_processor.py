@@ -32,10 +32,7 @@ class ChatProcessor:
     """Processor of one Chat request."""
 
     def __init__(
-        self,
-        request: completion_pb2.ChatRequest,
-        vocabulary: Vocabulary,
-        templates: ChatTemplates,
+        self, request: completion_pb2.ChatRequest, vocabulary: Vocabulary, templates: ChatTemplates
     ) -> None:
         self._request = request
         self._vocabulary = vocabulary
@@ -63,7 +60,8 @@ class ChatProcessor:
         check_model(request.model, limits.model)
         self._templates.check(self._prompt())
         check_tools(request.tools, request.tool_choice)
-        check_complete(self._completion(limits.context_length), _chat_limits(limits), None)
+        limits = replace(limits, max_logprobs=limits.max_chat_logprobs)
+        check_complete(self._completion(limits.context_length), limits, None)
 
     async def _render(self, limits: ModelLimits) -> RenderedChat:
         context = context_length(self._request.stopping, limits)
@@ -194,10 +192,6 @@ class ChatProcessor:
         if not request.stopping.HasField("max_tokens"):
             completion.stopping.max_tokens = max_tokens
         return completion
-
-
-def _chat_limits(limits: ModelLimits) -> ModelLimits:
-    return replace(limits, max_logprobs=limits.max_chat_logprobs)
 
 
 def _last_answer(request: completion_pb2.ChatRequest) -> str:

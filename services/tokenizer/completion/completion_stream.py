@@ -186,7 +186,7 @@ class CompletionStream(Generic[Response]):
         if choice.outcome is not None:
             return False
         has_output = output.add_tokens(delta)
-        if choice.outcome is not None:  # a stop string, of which the engine knows nothing
+        if choice.outcome is not None:  # by a stop string, which the engine can't see
             self._engine.cancel([delta.sequence])
         return has_output
 

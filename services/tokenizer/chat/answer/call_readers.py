@@ -419,13 +419,8 @@ def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
 def _json(value: Any) -> str:
     """Return JSON. Raises TypeError and ValueError for values that JSON can't express."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # half a surrogate pair must be escaped
-    return text if text.isascii() or _is_text(text) else json.dumps(value, allow_nan=False)
-
-
-def _is_text(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError:  # half a surrogate pair must be escaped
+        return json.dumps(value, allow_nan=False)
+    return text
