@@ -122,9 +122,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         return await _run(decode, size)
 
     async def DecodeStream(
-        self,
-        request_iterator: AsyncIterator[tokenizer_pb2.DecodeStreamRequest],
-        context: Context,
+        self, request_iterator: AsyncIterator[tokenizer_pb2.DecodeStreamRequest], context: Context
     ) -> AsyncIterator[tokenizer_pb2.DecodeStreamResponse]:
         """Decode ids as they arrive."""
         sequences: dict[int, Detokenizer] = {}
@@ -168,9 +166,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         template = self._infill
         if template is None:
             raise ServiceError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "NO_INFILL",
-                f"{self._model} can't infill.",
+                grpc.StatusCode.FAILED_PRECONDITION, "NO_INFILL", f"{self._model} can't infill."
             )
         longer = "prefix" if len(request.prefix) >= len(request.suffix) else "suffix"
         check_text_size(longer, request.prefix, request.suffix)
@@ -188,10 +184,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         if with_texts:
             encoding = self._vocabulary.encode_with_offsets(text, add_special_tokens=special)
             return tokenizer_pb2.Encoding(
-                ids=encoding.ids,
-                tokens=encoding.tokens,
-                starts=encoding.starts,
-                ends=encoding.ends,
+                ids=encoding.ids, tokens=encoding.tokens, starts=encoding.starts, ends=encoding.ends
             )
         return tokenizer_pb2.Encoding(ids=self._vocabulary.encode(text, add_special_tokens=special))
 

@@ -110,10 +110,7 @@ class ChatProcessor:
         if grammar is not None:
             plan = replace(plan, remap_error=grammar.remap_error, ignored=grammar.ignored)
         return replace(
-            plan,
-            table=table,
-            begins_text=not request.continue_last_message,
-            writes_one_large=True,
+            plan, table=table, begins_text=not request.continue_last_message, writes_one_large=True
         )
 
     def write_choice(

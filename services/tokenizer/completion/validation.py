@@ -208,8 +208,7 @@ def _check_stopping(request: completion_pb2.CompleteRequest, limits: ModelLimits
             raise invalid(f"stop[{index}]", "A stop string must have at least one character.")
         if len(string) > MAX_STOP_LENGTH:
             raise invalid(
-                f"stop[{index}]",
-                f"A stop string must have at most {MAX_STOP_LENGTH:,} characters.",
+                f"stop[{index}]", f"A stop string must have at most {MAX_STOP_LENGTH:,} characters."
             )
 
 
