@@ -132,6 +132,8 @@ class CompletionStream(Generic[Response]):
         _LOG.exception("unexpected failure", extra=self._context.log_fields)
         self._leave_engine()
         self._fail(internal_error())
+        # the engine may have completed the request, but the client has not
+        self.error = self.error or internal_error()
 
     # called for the engine
 
