@@ -124,7 +124,7 @@ def _concatenated(languages: Sequence[_Language]) -> _Language:
 
 
 def _followed(one: _Language, other: _Language) -> _Language:
-    """Concatenate: an inner ^ or $ requires that the pieces before or after it match nothing."""
+    """Concatenate two languages. Pieces before an inner ^ and after an inner $ must be empty."""
     found: list[_Language] = []
     for (start, ends), first in one.items():
         for (begins, end), second in other.items():

@@ -208,8 +208,10 @@ class _Writer:
     def _schemas(self, kind: str, value_set: Any) -> Iterator[dict[str, Json]]:
         if value_set in EVERYTHING[kind]:
             yield {"type": kind}
-        elif isinstance(value_set, NumberSet | StringSet):
+        elif isinstance(value_set, NumberSet):
             yield from value_set.schemas()
+        elif isinstance(value_set, StringSet):
+            yield value_set.schema()
         elif isinstance(value_set, ArraySet):
             yield self._array(value_set)
         elif isinstance(value_set, ObjectSet):

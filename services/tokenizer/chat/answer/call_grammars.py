@@ -1,6 +1,6 @@
 """Grammars of messages: calls in the model's own form, with free or constrained content.
 
-They are Lark grammars in llguidance's dialect. Each schema in them is a grammar of its own.
+They are Lark grammars in llguidance's dialect, with a further grammar for each schema.
 """
 
 import json
@@ -186,8 +186,7 @@ def _mistral(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool
 
 
 def _mistral_array(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
-    call = _json_call(grammar, "arguments", tools)
-    return f'"[" {call} "]"' if single else f'"[" {call} (", " {call})* "]"'
+    return _array(_json_call(grammar, "arguments", tools), single)
 
 
 def _pythonic(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
@@ -201,7 +200,10 @@ def _pythonic(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: boo
             members.append((f"{_literal(name + '=')} {value}", required))
         listed = _chosen(grammar, f"list_{index}", members, _literal(", "))
         options.append(f'{_literal(tool.name + "(")} {listed} ")"')
-    call = grammar.rule("call", " | ".join(options))
+    return _array(grammar.rule("call", " | ".join(options)), single)
+
+
+def _array(call: str, single: bool) -> str:
     return f'"[" {call} "]"' if single else f'"[" {call} (", " {call})* "]"'
 
 

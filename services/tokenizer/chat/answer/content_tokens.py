@@ -84,7 +84,7 @@ class ContentTokens:
             self._held.append(_Token(token, start, self._received, data, score, candidates))
 
     def settle(self, length: int, *, is_content: bool) -> None:
-        """Decide whether the next `length` code points are content."""
+        """Record whether the next `length` code points are content."""
         begin, self._settled = self._settled, self._settled + length
         if is_content and length:
             self._content.append((begin, self._settled))
