@@ -164,7 +164,7 @@ class ChatProcessor:
         )
 
     def _completion(self, max_tokens: int) -> completion_pb2.CompleteRequest:
-        """Return the request as a completion without a prompt, with `max_tokens` for a default."""
+        """Return the request as a completion of a placeholder; `max_tokens` is the default."""
         request = self._request
         completion = completion_pb2.CompleteRequest(
             model=request.model,
