@@ -1,4 +1,4 @@
-"""The grammar service: its settings, and its parts from start to stop."""
+"""Settings and lifecycle of the grammar service."""
 
 import os
 from collections.abc import Sequence

@@ -105,7 +105,7 @@ class _Parser:
         """Parse all rules, and check their references; return the bodies by name."""
         rules: dict[str, _Node] = {}
         while (token := self._peek()) is not None:
-            if token.lastgroup != "name" or not self._defines(1):
+            if not self._is_at_rule():
                 raise self._error(token.start(), "A rule must begin with its name and ::=")
             if token.group() in rules:
                 raise self._error(token.start(), f"There are two rules {token.group()}")
@@ -131,7 +131,7 @@ class _Parser:
     def _sequence(self, depth: int) -> _Node:
         items: list[_Node] = []
         while (token := self._peek()) is not None and token.group() not in ("|", ")"):
-            if token.lastgroup == "name" and self._defines(1):
+            if self._is_at_rule():
                 break
             self._next += 1
             items.append(self._repeated(self._item(token, depth)))
@@ -210,13 +210,13 @@ class _Parser:
             yield char, start
             start = found.end()
 
-    def _defines(self, ahead: int) -> bool:
-        token = self._peek(ahead)
-        return token is not None and token.lastgroup == "defines"
+    def _is_at_rule(self) -> bool:
+        """Return whether the next tokens are a name and ::=."""
+        following = self._tokens[self._next : self._next + 2]
+        return [token.lastgroup for token in following] == ["name", "defines"]
 
-    def _peek(self, ahead: int = 0) -> re.Match[str] | None:
-        place = self._next + ahead
-        return self._tokens[place] if place < len(self._tokens) else None
+    def _peek(self) -> re.Match[str] | None:
+        return self._tokens[self._next] if self._next < len(self._tokens) else None
 
     def _error(self, place: int, why: str) -> GrammarError:
         return GrammarError(f"{why} ({_line_and_column(self._text, place)}).")

@@ -57,9 +57,7 @@ class GrammarServicer(GrammarServiceServicer):
         await self._idle.wait()
 
     async def Compile(
-        self,
-        request: grammar_pb2.CompileRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: grammar_pb2.CompileRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> grammar_pb2.CompileResponse:
         if self._draining:
             raise draining_error()
@@ -113,7 +111,7 @@ class GrammarServicer(GrammarServiceServicer):
             kind = specification.kind_of(spec)
         except GrammarError as error:
             raise invalid("grammar", str(error)) from None
-        if (size := specification.size_of(spec)) > self._max_bytes:
+        if (size := spec.ByteSize()) > self._max_bytes:
             COMPILES.labels(kind, "refused").inc()
             raise invalid(
                 f"grammar.{kind}",
@@ -138,7 +136,7 @@ class GrammarServicer(GrammarServiceServicer):
     def _on_compiled(self, grammar_id: str, task: asyncio.Task[CompiledGrammar]) -> None:
         del self._compiling[grammar_id]
         if not task.cancelled():
-            task.exception()  # mark it as retrieved: all callers may have been cancelled
+            task.exception()  # retrieved, or asyncio logs it if all callers were cancelled
         self._update_load()
 
     async def _compile(self, grammar_id: str, spec: GrammarSpec) -> CompiledGrammar:

@@ -38,7 +38,7 @@ from services.grammar.schemas.lowering import lower
 from services.grammar.schemas.string_keywords import lower_strings, restore_patterns
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
-__all__ = ["Kind", "check", "identity", "kind_of", "locate", "positions", "size_of", "translate"]
+__all__ = ["Kind", "check", "identity", "kind_of", "locate", "positions", "translate"]
 
 Kind: TypeAlias = Literal[
     "json_schema", "json_object", "regex", "lark", "llguidance", "choice", "gbnf", "structural_tag"
@@ -60,11 +60,6 @@ def kind_of(spec: GrammarSpec) -> Kind:
     if kind is None:
         raise GrammarError("A grammar must be one of the kinds of GrammarSpec.")
     return kind
-
-
-def size_of(spec: GrammarSpec) -> int:
-    """Return the size of a grammar as sent, in bytes."""
-    return spec.ByteSize()
 
 
 def identity(spec: GrammarSpec) -> str:

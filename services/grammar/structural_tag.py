@@ -43,16 +43,14 @@ def check(tag: StructuralTag) -> None:
             raise GrammarError(f"structures[{index}].begin starts with none of the triggers.")
         place = f"structures[{index}].schema"
         try:
-            schema = validation.parse(_schema(structure))
+            schema = validation.parse(structure.schema or _ANY_JSON)
         except GrammarError as error:
             raise GrammarError(f"{place}: {error}") from None
         validation.check(schema, place, is_whole=False)
 
 
 def parts_of(
-    tag: StructuralTag,
-    name: str,
-    compilable: Callable[[Json, str], Json],
+    tag: StructuralTag, name: str, compilable: Callable[[Json, str], Json]
 ) -> list[dict[str, Any]]:
     """Return a checked tag as grammars of llguidance.
 
@@ -68,8 +66,9 @@ def parts_of(
         trigger = _trigger_of(structure, tag.triggers)
         assert trigger is not None
         part = f"{name}_schema_{index}"
-        schema = compilable(json.loads(_schema(structure)), f"structures[{index}].schema")
-        parts.append({"name": part, "json_schema": schema})
+        schema = json.loads(structure.schema or _ANY_JSON)
+        lowered = compilable(schema, f"structures[{index}].schema")
+        parts.append({"name": part, "json_schema": lowered})
         rest = structure.begin.removeprefix(trigger)
         end = structure.end
         body = f"{rest and lark_literal(rest)} @{part} {end and lark_literal(end)}"
@@ -87,7 +86,3 @@ def parts_of(
 def _trigger_of(structure: TaggedStructure, triggers: Sequence[str]) -> str | None:
     found = [trigger for trigger in triggers if structure.begin.startswith(trigger)]
     return min(found, key=len, default=None)
-
-
-def _schema(structure: TaggedStructure) -> str:
-    return structure.schema or _ANY_JSON

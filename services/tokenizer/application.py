@@ -64,9 +64,7 @@ class TokenizerSettings(StreamSettings):
         choices=("auto", "none", *(family.name for family in INFILL_FAMILIES)),
     )
     suffix_fallback: str = setting(
-        "append",
-        "Treatment of `suffix` on a model that can't infill.",
-        choices=("append", "error"),
+        "append", "Treatment of `suffix` on a model that can't infill.", choices=("append", "error")
     )
     tool_format: str = setting(
         "auto",

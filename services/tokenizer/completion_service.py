@@ -1,4 +1,4 @@
-"""CompletionService: Complete and Chat as calls of their own, and many of both over a Session."""
+"""CompletionService: completions and chats, each as its own call or many over one Session."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -306,7 +306,7 @@ class _ClientSession:
 
 def _wake_writer(send_queue: SendQueue[Stream], reader: asyncio.Task[None]) -> None:
     if not reader.cancelled():
-        reader.exception()  # else asyncio logs it if the call was cut
+        reader.exception()  # retrieved, or asyncio logs it if the call was cut
     send_queue.wake()
 
 
@@ -335,7 +335,7 @@ def _context_of_start(context: completion_pb2.RequestContext, user: str) -> Call
 
 
 def _deadline(seconds: float | None) -> float | None:
-    """Return the loop's time in `seconds`, None for none; NaN stays, and the request is refused."""
+    """Return the loop time after `seconds`; None without a deadline. NaN stays: it is refused."""
     if seconds is None or seconds > _NO_DEADLINE_SECONDS:
         return None
     return asyncio.get_running_loop().time() + seconds

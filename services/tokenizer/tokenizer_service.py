@@ -1,4 +1,4 @@
-"""TokenizerService: text to ids and back, prompts of chats and infills."""
+"""TokenizerService: text to ids and back, and prompts of chats and infills."""
 
 import asyncio
 import hashlib
@@ -122,9 +122,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         return await _run(decode, size)
 
     async def DecodeStream(
-        self,
-        request_iterator: AsyncIterator[tokenizer_pb2.DecodeStreamRequest],
-        context: Context,
+        self, request_iterator: AsyncIterator[tokenizer_pb2.DecodeStreamRequest], context: Context
     ) -> AsyncIterator[tokenizer_pb2.DecodeStreamResponse]:
         """Decode ids as they arrive."""
         sequences: dict[int, Detokenizer] = {}
@@ -152,10 +150,7 @@ class TokenizerServicer(TokenizerServiceServicer):
             ),
             continue_last_message=request.continue_last_message,
         )
-        if prompt.size > _INLINE_SIZE:
-            await asyncio.to_thread(self._check_chat, prompt)
-        else:
-            self._check_chat(prompt)
+        await _run(partial(self._check_chat, prompt), prompt.size)
         rendered = await self._templates.render(prompt, partial(check_text_size, "messages"))
         return tokenizer_pb2.RenderChatResponse(
             text=rendered.text,
@@ -171,9 +166,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         template = self._infill
         if template is None:
             raise ServiceError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "NO_INFILL",
-                f"{self._model} can't infill.",
+                grpc.StatusCode.FAILED_PRECONDITION, "NO_INFILL", f"{self._model} can't infill."
             )
         longer = "prefix" if len(request.prefix) >= len(request.suffix) else "suffix"
         check_text_size(longer, request.prefix, request.suffix)
@@ -191,10 +184,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         if with_texts:
             encoding = self._vocabulary.encode_with_offsets(text, add_special_tokens=special)
             return tokenizer_pb2.Encoding(
-                ids=encoding.ids,
-                tokens=encoding.tokens,
-                starts=encoding.starts,
-                ends=encoding.ends,
+                ids=encoding.ids, tokens=encoding.tokens, starts=encoding.starts, ends=encoding.ends
             )
         return tokenizer_pb2.Encoding(ids=self._vocabulary.encode(text, add_special_tokens=special))
 

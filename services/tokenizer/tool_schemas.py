@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from services.common.annotations import unenforced
+from services.common.annotations import LITERAL_KEYWORDS, NAMED_SCHEMAS, unenforced
 from services.common.contract import FUNCTION_NAME, MAX_TOOLS
 from services.common.json_values import Json
 from services.tokenizer.text.strict_json import parse_strictly
@@ -33,8 +33,6 @@ _MAX_SCHEMA_LENGTH = 1024 * 1024  # characters of all schemas; json.loads blocks
 _MAX_DEPTH = 100  # levels of a schema; the grammar service allows few more
 _NO_ARGUMENTS = '{"properties":{},"additionalProperties":false}'
 _NO_PARAMETERS = '{"type":"object","properties":{}}'
-_LITERAL = frozenset({"const", "default", "enum", "examples"})  # keywords that hold no schemas
-_NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})  # schemas by name
 
 
 def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.ToolChoice) -> None:
@@ -158,14 +156,14 @@ def rebase_references(schema: Any, base: str, depth: int = 0) -> Any:
         return schema
     rebased = {}
     for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
+        if key in NAMED_SCHEMAS and isinstance(value, dict):
             rebased[key] = {
                 name: rebase_references(part, base, depth + 1) for name, part in value.items()
             }
         elif key == "$ref" and (value == "#" or str(value).startswith("#/")):
             rebased[key] = base + value[1:]
         else:
-            inner_base = "#" if key in _LITERAL else base
+            inner_base = "#" if key in LITERAL_KEYWORDS else base
             rebased[key] = rebase_references(value, inner_base, depth + 1)
     return rebased
 

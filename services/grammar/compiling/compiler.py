@@ -99,7 +99,10 @@ class Compiler:
     async def _attempt(self, content: bytes, timeout: float) -> Verdict:
         if self._stopped:
             raise _lost()
-        await self.start()
+        try:
+            await self.start()
+        except StartupError:
+            raise _lost() from None
         if self._stopped:  # during the start
             raise _lost()
         assert self._process is not None

@@ -20,11 +20,11 @@ class CompiledGrammar:
 
     grammar_id: str
     prototype: LLMatcher
-    """Copied for each sequence; never accepts a token itself"""
+    """Copied for each sequence; never accepts a token itself."""
     size: int
-    """Approximate memory, in bytes"""
+    """Approximate memory, in bytes."""
     uniqueness: UniquenessState | None = None
-    """None: the grammar allows no repeated keys or items"""
+    """None: the grammar allows no repeated keys or items."""
 
 
 class GrammarCache:
@@ -41,9 +41,6 @@ class GrammarCache:
         self._bytes = 0
         self._now = now
         self._held: OrderedDict[str, tuple[CompiledGrammar, float]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     def get(self, grammar_id: str) -> CompiledGrammar | None:
         """Return a grammar and count this as a use; None if it is not cached."""

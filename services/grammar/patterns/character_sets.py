@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""First and last code point of each range; ascending, neither overlapping nor adjacent"""
+"""First and last code point of each range; ascending, neither overlapping nor adjacent."""
 
 _LAST = 0x10FFFF
 SPELLABLE: Ranges = ((8, 10), (12, 13), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, _LAST))

@@ -7,7 +7,7 @@ digits until its output is cut.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["FORMATS", "Format"]
+__all__ = ["FORMATS"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,9 @@ class Format:
     """The texts of a format."""
 
     expressions: Sequence[str]
-    """In llguidance's syntax; each one must match the whole text"""
+    """In llguidance's syntax; each one must match the whole text."""
     max_length: int | None = None
-    """In characters; None: unlimited"""
+    """In characters; None: unlimited."""
 
 
 # RFC 3339, 5.6. Most date libraries have no year 0. February 29 exists only in leap years, and leap

@@ -42,25 +42,25 @@ class _Piece:
 
     text: str
     may_be_empty: bool
-    """True if it matches the empty text"""
+    """True if it matches the empty text."""
     is_atom: bool = False
-    """True if a quantifier after it applies to all of it"""
+    """True if a quantifier after it applies to all of it."""
 
 
 _EMPTY = _Piece("", may_be_empty=True)
 _Anchors: TypeAlias = tuple[bool, bool]
-"""True if a match must begin at the start of the text, and end at its end"""
+"""True if a match must begin at the start of the text, and end at its end."""
 _FREE: _Anchors = (False, False)
 _Language: TypeAlias = Mapping[_Anchors, _Piece]
-"""The matches of a tree by their anchors; empty if no SPELLABLE text matches"""
+"""The matches of a tree by their anchors; empty if no SPELLABLE text matches."""
 
 
 def full_match_expressions(pattern: str) -> list[str] | None:
     """Return expressions in llguidance's syntax, `^(?:…)$`, equivalent to a pattern if all match.
 
     There are several only if the pattern begins with lookaheads. They consider SPELLABLE texts
-    alone; None: no such text matches. Raises GrammarError as `parse` does, and for anchors and
-    lookaheads that can't be moved to the ends.
+    only; the result is None if no such text matches. Raises GrammarError as `parse` does, and for
+    anchors and lookaheads that can't be moved to the ends.
     """
     wholes: list[str] = []
     for node in _conjunction(parse(pattern)):
@@ -124,7 +124,7 @@ def _concatenated(languages: Sequence[_Language]) -> _Language:
 
 
 def _followed(one: _Language, other: _Language) -> _Language:
-    """Concatenate: an inner ^ or $ requires that the pieces before or after it match nothing."""
+    """Concatenate two languages. Pieces before an inner ^ and after an inner $ must be empty."""
     found: list[_Language] = []
     for (start, ends), first in one.items():
         for (begins, end), second in other.items():

@@ -38,7 +38,7 @@ class CharacterClass:
 
     ranges: Ranges
     properties: tuple[str, ...] = ()
-    """Unicode properties, \\p{…} and \\P{…}, whose characters are in the set too"""
+    """Unicode properties, \\p{…} and \\P{…}, whose characters are in the set too."""
     is_negated: bool = False
     ignores_case: bool = False
 
@@ -56,7 +56,7 @@ class Lookahead:
 
     body: "Node"
     place: int
-    """Position of its first character in the pattern, from 1"""
+    """Position of its first character in the pattern, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Repetition:
     least: int
     most: int | None
     place: int
-    """Position of the quantifier in the pattern, from 1"""
+    """Position of the quantifier in the pattern, from 1."""
 
 
 Node: TypeAlias = CharacterClass | Anchor | Lookahead | Concatenation | Alternation | Repetition
@@ -263,26 +263,19 @@ class _Parser:
             if not self.rest:
                 self.refuse("a class is not closed", start)
             first = self._member()
-            is_range = self.rest == "-" and self._pattern[self._at + 1 : self._at + 2] not in (
-                "",
-                "]",
-            )
-            if not is_range:
-                if isinstance(first, int):
-                    first = self._one(first)
-                ranges += first.ranges
-                properties += first.properties
-                continue
+            members = [first]
             place = self._at
-            self._at += 1
-            last = self._member()
-            if isinstance(first, int) and isinstance(last, int):
-                if last < first:
-                    self.refuse("the range is out of order", place)
-                ranges.append((first, last))
-                continue
-            ranges.append((_HYPHEN, _HYPHEN))  # beside a set, a hyphen is literal
-            for member in (first, last):
+            if self.rest == "-" and self._pattern[place + 1 : place + 2] not in ("", "]"):
+                self._at += 1
+                last = self._member()
+                if isinstance(first, int) and isinstance(last, int):
+                    if last < first:
+                        self.refuse("the range is out of order", place)
+                    ranges.append((first, last))
+                    continue
+                ranges.append((_HYPHEN, _HYPHEN))  # beside a set, a hyphen is literal
+                members.append(last)
+            for member in members:
                 node = self._one(member) if isinstance(member, int) else member
                 ranges += node.ranges
                 properties += node.properties

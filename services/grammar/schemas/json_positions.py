@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from services.common.json_values import Json
+from services.grammar.schemas.native_subset import IN_PLACE
 from services.grammar.schemas.subschemas import resolve_pointer, subschemas
 from services.grammar.schemas.word_sets import WordSet
 
 __all__ = ["UNIQUE", "JsonPositions", "Position", "allows_repeats"]
 
 UNIQUE = "x-tokenwire-unique"
-"""Stands for uniqueItems in lowered schemas; llguidance ignores it"""
+"""Stands for uniqueItems in lowered schemas; llguidance ignores it."""
 
 Position: TypeAlias = frozenset[int]
-"""Numbers of the subschemas that may apply"""
+"""Numbers of the subschemas that may apply."""
 
 _TRANSPARENT = frozenset({"$defs", "$ref", "allOf", "anyOf", "definitions", "description", "title"})
-_IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
 
 _Schema: TypeAlias = Mapping[str, Any]
 
@@ -139,7 +139,7 @@ def _allows_repeats(schema: _Schema) -> bool:
     if UNIQUE in schema:
         return True
     kinds = schema.get("type")
-    if kinds is None and schema.keys() & _IN_PLACE:
+    if kinds is None and schema.keys() & IN_PLACE:
         return False
     if kinds is not None and "object" not in ([kinds] if isinstance(kinds, str) else kinds):
         return False

@@ -30,7 +30,7 @@ __all__ = [
 
 Set: TypeAlias = frozenset[bool | None] | NumberSet | StringSet | ArraySet | ObjectSet
 NormalForm: TypeAlias = Mapping[str, Sequence[Set]]
-"""A union of sets of values for each kind in KINDS"""
+"""A union of sets of values for each kind in KINDS."""
 
 KINDS = ("null", "boolean", "number", "string", "array", "object")
 EVERYTHING: dict[str, Sequence[Any]] = {
@@ -76,6 +76,8 @@ def negated_assertion_form(schema: Mapping[str, Any], path: str) -> NormalForm:
         if "integer" in named and "number" not in named:
             form["number"] = [NumberSet(integer=False)]
     numbers, strings = numbers_of(schema, path), strings_of(schema, path)
+    if numbers.values is not None:  # the bounds leave one number, or none
+        form["number"].append(NumberSet(not_values=numbers.values))
     if numbers.low is not None:
         form["number"].append(NumberSet(high=numbers.low, high_open=not numbers.low_open))
     if numbers.high is not None:

@@ -54,11 +54,11 @@ class _Definition:
     """The sets of values that satisfy a conjunction."""
 
     sets: list[tuple[str, Any]] = field(default_factory=list)
-    """Pairs of a kind and a set; native keywords can express each set"""
+    """Pairs of a kind and a set; native keywords can express each set."""
     unenforceable: dict[str, str] = field(default_factory=dict)
-    """Kinds with sets that no grammar can enforce, and the keyword to blame"""
+    """Kinds with sets that no grammar can enforce, and the keyword to blame."""
     is_satisfiable: bool = False
-    """True if some finite value satisfies the conjunction"""
+    """True if some finite value satisfies the conjunction."""
 
 
 class _Writer:
@@ -208,8 +208,10 @@ class _Writer:
     def _schemas(self, kind: str, value_set: Any) -> Iterator[dict[str, Json]]:
         if value_set in EVERYTHING[kind]:
             yield {"type": kind}
-        elif isinstance(value_set, NumberSet | StringSet):
+        elif isinstance(value_set, NumberSet):
             yield from value_set.schemas()
+        elif isinstance(value_set, StringSet):
+            yield value_set.schema()
         elif isinstance(value_set, ArraySet):
             yield self._array(value_set)
         elif isinstance(value_set, ObjectSet):

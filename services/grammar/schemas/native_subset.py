@@ -8,19 +8,20 @@ from services.grammar import GrammarError
 from services.grammar.schemas.references import References
 from services.grammar.schemas.subschemas import subschemas
 
-__all__ = ["NON_ASSERTIONS", "non_native"]
+__all__ = ["IN_PLACE", "NON_ASSERTIONS", "non_native"]
 
 _NOT_NATIVE = frozenset({
     "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
     "maxContains", "minContains", "not", "oneOf", "propertyNames", "then",
     "uniqueItems",
 })  # fmt: skip
-_IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
+IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
+"""The keywords that apply schemas or values to the value itself, not to its parts."""
 NON_ASSERTIONS = frozenset({
     "$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated",
     "description", "example", "examples", "id", "readOnly", "title", "writeOnly",
 })  # fmt: skip
-"""The keywords that do not constrain the value"""
+"""The keywords that do not constrain the value."""
 _COUNTS = frozenset({
     "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties",
 })  # fmt: skip
@@ -90,8 +91,8 @@ def _is_native(schema: Mapping[str, Any]) -> bool:
         return False
     if any(isinstance(schema.get(keyword), float) for keyword in _COUNTS):
         return False
-    applied = schema.keys() & _IN_PLACE
-    others = schema.keys() - NON_ASSERTIONS - _IN_PLACE
+    applied = schema.keys() & IN_PLACE
+    others = schema.keys() - NON_ASSERTIONS - IN_PLACE
     if "$ref" in applied and (others or len(applied) > 1):
         return False  # llguidance does not resolve it in a cycle of references
     if applied and others & {"additionalItems", "patternProperties"}:
@@ -106,8 +107,8 @@ def _is_native(schema: Mapping[str, Any]) -> bool:
 
 def _is_combined(schema: Mapping[str, Any]) -> bool:
     """Return whether an in-place keyword stands beside other constraints."""
-    applied = schema.keys() & _IN_PLACE
-    others = schema.keys() - NON_ASSERTIONS - _IN_PLACE
+    applied = schema.keys() & IN_PLACE
+    others = schema.keys() - NON_ASSERTIONS - IN_PLACE
     parts = schema.get("allOf", ())
     return bool(applied and (others or len(applied) > 1 or len(parts) > 1))
 

@@ -154,7 +154,13 @@ class NormalForms:
     # Schemas
 
     def _schema(self, schema: Mapping[str, Json], path: str) -> NormalForm:
-        forms = [assertion_form(schema, self._assertion_sets(schema, path))]
+        sets: dict[str, Set] = {
+            "number": numbers_of(schema, path),
+            "string": strings_of(schema, path),
+            "array": self._arrays(schema, path),
+            "object": self._objects(schema, path),
+        }
+        forms = [assertion_form(schema, sets)]
         for keyword in schema:
             forms += self._keyword(keyword, schema, path)
         return self._intersection(forms, path)
@@ -225,33 +231,22 @@ class NormalForms:
         members = ObjectSet(named, rest=NEVER, required=frozenset(value))
         return form | {"object": [members]}
 
-    def _assertion_sets(self, schema: Mapping[str, Any], path: str) -> dict[str, Set]:
-        return {
-            "number": numbers_of(schema, path),
-            "string": strings_of(schema, path),
-            "array": self._arrays(schema, path),
-            "object": self._objects(schema, path),
-        }
-
     def _arrays(self, schema: Mapping[str, Any], path: str) -> ArraySet:
         prefix, rest = items_of(schema)
-        contained = []
+        contained = frozenset[Contained]()
         if "contains" in schema:
-            fails = self._literals.fails(schema["contains"])
-            contained.append(
-                Contained(
-                    self._literals.holds(schema["contains"]),
-                    (fails,),
-                    fewest=count_of(schema, "minContains", path, 1),
-                    most=limit_of(schema, "maxContains", path),
-                )
-            )
+            fewest = count_of(schema, "minContains", path, 1)
+            most = limit_of(schema, "maxContains", path)
+            if fewest or most is not None:
+                item = self._literals.holds(schema["contains"])
+                fails = self._literals.fails(schema["contains"])
+                contained = frozenset([Contained(item, (fails,), fewest=fewest, most=most)])
         return ArraySet(
             tuple(map(self._literals.holds, prefix)),
             self._literals.holds(rest),
             count_of(schema, "minItems", path),
             limit_of(schema, "maxItems", path),
-            frozenset(c for c in contained if c.fewest or c.most is not None),
+            contained,
             schema.get("uniqueItems") is True,
         )
 
@@ -320,7 +315,11 @@ class NormalForms:
     def _negation(self, schema: Mapping[str, Json], path: str) -> NormalForm:
         if "$ref" in schema and self._ignores_siblings:
             return self._form(self._literals.fails(self._literals.references.target(schema)))
-        forms = [negated_assertion_form(schema, path), self._not_members(schema, path)]
+        members: dict[str, Sequence[Set]] = {
+            "array": list(self._not_items(schema)),
+            "object": list(self._not_properties(schema)),
+        }
+        forms = [negated_assertion_form(schema, path), {**union(), **members}]
         for keyword in schema:
             forms += self._not_keyword(keyword, schema, path)
         return self._intersection([union(*forms)], path)
@@ -331,9 +330,9 @@ class NormalForms:
             case "$ref":
                 return [self._form(fails(self._literals.references.target(schema)))]
             case "const":
-                return [self._not_constant(value, path)]
+                return [self._not_constant(value)]
             case "enum":
-                return [self._intersection([self._not_constant(v, path) for v in value], path)]
+                return [self._intersection([self._not_constant(v) for v in value], path)]
             case "allOf":
                 return [self._form(fails(part)) for part in value]
             case "anyOf":
@@ -368,7 +367,7 @@ class NormalForms:
         failing = self._form(self._literals.fails(needs))
         return [self._intersection([{**union(), "object": [present]}, failing], "$")]
 
-    def _not_constant(self, value: Json, path: str) -> NormalForm:
+    def _not_constant(self, value: Json) -> NormalForm:
         if value is None or isinstance(value, bool):
             others = frozenset([None] if value is None else [False, True]) - {value}
             kind = "null" if value is None else "boolean"
@@ -387,11 +386,6 @@ class NormalForms:
             schema = {"type": "object", "properties": members, "required": list(value),
                       "additionalProperties": False}  # fmt: skip
         return self._form(self._literals.fails(schema))
-
-    def _not_members(self, schema: Mapping[str, Any], path: str) -> NormalForm:
-        arrays = list(self._not_items(schema))
-        objects = list(self._not_properties(schema))
-        return {**union(), "array": arrays, "object": objects}
 
     def _not_items(self, schema: Mapping[str, Any]) -> Iterable[ArraySet]:
         holds, fails = self._literals.holds, self._literals.fails

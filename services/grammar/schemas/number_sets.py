@@ -18,7 +18,7 @@ class NumberSet:
 
     values: frozenset[Fraction] | None = None
     integer: bool | None = None
-    """False: fractions only"""
+    """False: fractions only."""
     low: Fraction | None = None
     low_open: bool = False
     high: Fraction | None = None
@@ -94,7 +94,7 @@ class NumberSet:
     def schemas(self) -> Iterator[dict[str, Json]]:
         """Yield native schemas whose union is the set, or a part of it for fractions."""
         if self.values is not None:
-            yield {"enum": [_json(value) for value in sorted(self.values)]}
+            yield self._schema()
             return
         if self.integer is False:
             yield from self._fractions()
@@ -122,9 +122,9 @@ class NumberSet:
                 yield from part.schemas()
 
     def _schema(self) -> dict[str, Json]:
-        schema: dict[str, Json] = {"type": "integer" if self.integer else "number"}
         if self.values is not None:
             return {"enum": [_json(value) for value in sorted(self.values)]}
+        schema: dict[str, Json] = {"type": "integer" if self.integer else "number"}
         if self.low is not None:
             schema["exclusiveMinimum" if self.low_open else "minimum"] = _json(self.low)
         if self.high is not None:

@@ -15,14 +15,14 @@ _FEW = 4  # names of which all combinations are tried
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """A member that must exist, with neither an excluded name nor a matching one."""
+    """A member that must exist. Its name is none of `but_names`, and matches no `but_patterns`."""
 
     value: Conjunction
     but_names: frozenset[str] = frozenset()
     but_patterns: frozenset[str] = frozenset()
     only_pattern: str | None = None
     key: Conjunction = ALWAYS
-    """The conjunction that its name must satisfy"""
+    """The conjunction that its name must satisfy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class ObjectSet:
     named: tuple[tuple[str, Conjunction], ...] = ()
     """Values by name. They include the constraints of matching patterns."""
     patterns: tuple[tuple[str, Conjunction], ...] = ()
-    """Values of other members by pattern; all matching ones apply"""
+    """Values of other members by pattern; all matching ones apply."""
     rest: Conjunction = ALWAYS
-    """Values of all further members"""
+    """Values of all further members."""
     required: frozenset[str] = frozenset()
     low: int = 0
     high: int | None = None

@@ -14,11 +14,11 @@ from services.grammar.schemas.subschemas import reachable
 __all__ = ["lower_strings", "restore_patterns"]
 
 _Record = Callable[[str, str], None]
-"""Called with each new expression and the pattern or format that it replaces"""
+"""Called with each new expression and the pattern or format that it replaces."""
 
 
 def lower_strings(schema: Json, path: str = "$") -> Json:
-    """Return a schema with the same values, but for strings with characters that aren't SPELLABLE.
+    """Return a schema of the same values, except strings with characters outside SPELLABLE.
 
     The given schema is not changed. Raises GrammarError, with the place, for strings and patterns
     that can't be enforced.
@@ -170,7 +170,7 @@ def _check_spelling(text: str, path: str) -> None:
 def _check_names(schemas: Sequence[tuple[Mapping[str, Json], str]]) -> None:
     """Refuse control characters in names beside patternProperties.
 
-    Expressions never match such names, so the values of these would escape their schema.
+    Expressions never match such names, so values under them would escape their schema.
     """
     if not any("patternProperties" in schema for schema, _ in schemas):
         return

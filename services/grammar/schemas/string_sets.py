@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from llguidance import LLMatcher
@@ -100,7 +100,7 @@ class StringSet:
                                and self.high is None):  # fmt: skip
             return True
         # ignoring the excluded strings makes the set larger, never smaller
-        return _is_satisfiable(json.dumps(replace(self, not_values=frozenset())._schema()))
+        return _is_satisfiable(json.dumps(replace(self, not_values=frozenset()).schema()))
 
     def pattern(self) -> str | None:
         """Return one expression for the whole set, or None if it takes more."""
@@ -124,11 +124,8 @@ class StringSet:
                 return f'"not" over the pattern "{pattern}"'
         return None
 
-    def schemas(self) -> Iterator[dict[str, Json]]:
-        """Yield native schemas whose union is the set."""
-        yield self._schema()
-
-    def _schema(self) -> dict[str, Json]:
+    def schema(self) -> dict[str, Json]:
+        """Return a native schema of the set."""
         schema: dict[str, Json] = {"type": "string"}
         if self.values is not None:
             schema["enum"] = sorted(self.values)

@@ -32,10 +32,7 @@ class ChatProcessor:
     """Processor of one Chat request."""
 
     def __init__(
-        self,
-        request: completion_pb2.ChatRequest,
-        vocabulary: Vocabulary,
-        templates: ChatTemplates,
+        self, request: completion_pb2.ChatRequest, vocabulary: Vocabulary, templates: ChatTemplates
     ) -> None:
         self._request = request
         self._vocabulary = vocabulary
@@ -63,7 +60,8 @@ class ChatProcessor:
         check_model(request.model, limits.model)
         self._templates.check(self._prompt())
         check_tools(request.tools, request.tool_choice)
-        check_complete(self._completion(limits.context_length), _chat_limits(limits), None)
+        limits = replace(limits, max_logprobs=limits.max_chat_logprobs)
+        check_complete(self._completion(limits.context_length), limits, None)
 
     async def _render(self, limits: ModelLimits) -> RenderedChat:
         context = context_length(self._request.stopping, limits)
@@ -112,10 +110,7 @@ class ChatProcessor:
         if grammar is not None:
             plan = replace(plan, remap_error=grammar.remap_error, ignored=grammar.ignored)
         return replace(
-            plan,
-            table=table,
-            begins_text=not request.continue_last_message,
-            writes_one_large=True,
+            plan, table=table, begins_text=not request.continue_last_message, writes_one_large=True
         )
 
     def write_choice(
@@ -169,7 +164,7 @@ class ChatProcessor:
         )
 
     def _completion(self, max_tokens: int) -> completion_pb2.CompleteRequest:
-        """Return the request as a completion without a prompt, with `max_tokens` for a default."""
+        """Return the request as a completion of a placeholder; `max_tokens` is the default."""
         request = self._request
         completion = completion_pb2.CompleteRequest(
             model=request.model,
@@ -194,10 +189,6 @@ class ChatProcessor:
         if not request.stopping.HasField("max_tokens"):
             completion.stopping.max_tokens = max_tokens
         return completion
-
-
-def _chat_limits(limits: ModelLimits) -> ModelLimits:
-    return replace(limits, max_logprobs=limits.max_chat_logprobs)
 
 
 def _last_answer(request: completion_pb2.ChatRequest) -> str:

@@ -64,26 +64,17 @@ class ChoiceOutput:
         )
 
 
+@dataclass(slots=True)
 class _HeldToken:
     """A token whose text is held back in part, or not yet known in full."""
 
-    __slots__ = ("candidate_texts", "name", "score", "start", "text", "token")
-
-    def __init__(
-        self,
-        token: int,
-        start: int,
-        score: Score | None,
-        candidate_texts: Sequence[str],
-        name: str | None,
-    ) -> None:
-        """`name` is the text of a token that the choice's text leaves out, else None."""
-        self.token = token
-        self.text = ""
-        self.start = start
-        self.score = score
-        self.candidate_texts = candidate_texts
-        self.name = name
+    token: int
+    start: int
+    score: Score | None
+    candidate_texts: Sequence[str]
+    name: str | None
+    """Its text, if the choice's text leaves it out."""
+    text: str = ""
 
 
 class Choice:

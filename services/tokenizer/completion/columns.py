@@ -7,7 +7,7 @@ from services.tokenizer.text.detokenizer import Detokenizer
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["Columns", "Score", "read_scores"]
+__all__ = ["Columns", "Score", "read_scores", "write_scores"]
 
 _NAN = float("nan")
 
@@ -53,6 +53,16 @@ def read_scores(tokens: types_pb2.TokenColumns) -> list[Score]:
     ]
 
 
+def write_scores(scores: Sequence[Score], tokens: types_pb2.TokenColumns) -> None:
+    """Append scores to scored columns. All of them have the same number of candidates."""
+    tokens.logprobs.extend([score.logprob for score in scores])
+    tokens.ranks.extend([score.rank for score in scores])
+    for score in scores:
+        tokens.top_width = len(score.top_ids)
+        tokens.top_ids.extend(score.top_ids)
+        tokens.top_logprobs.extend(score.top_logprobs)
+
+
 class Columns:
     """Tokens that are ready to be sent, in columns. Only `ids` is filled where none is scored."""
 
@@ -81,16 +91,10 @@ class Columns:
 
     def write(self, delta: completion_pb2.ChoiceDelta) -> None:
         """Put the columns into a delta."""
-        tokens = delta.tokens
-        tokens.ids.extend(self.ids)
+        delta.tokens.ids.extend(self.ids)
         if not self.scores:
             return
-        tokens.logprobs.extend([score.logprob for score in self.scores])
-        tokens.ranks.extend([score.rank for score in self.scores])
-        tokens.top_width = len(self.scores[0].top_ids)
-        for score in self.scores:
-            tokens.top_ids.extend(score.top_ids)
-            tokens.top_logprobs.extend(score.top_logprobs)
+        write_scores(self.scores, delta.tokens)
         delta.token_texts.extend(self.texts)
         delta.text_offsets.extend(self.offsets)
         delta.top_texts.extend(self._top_texts)

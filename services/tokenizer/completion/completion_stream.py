@@ -35,6 +35,10 @@ def _never_full() -> bool:
     return False
 
 
+def _cancelled() -> ServiceError:
+    return ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "The request was cancelled.")
+
+
 class CompletionStream(Generic[Response]):
     """Listens to the engine, and gathers output until the client takes it."""
 
@@ -112,9 +116,7 @@ class CompletionStream(Generic[Response]):
         if self._engine.is_open:
             self._engine.cancel()
         elif not self._is_ended:
-            self._fail(
-                ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "The request was cancelled.")
-            )
+            self._fail(_cancelled())
 
     def abandon(self) -> None:
         """End the request of a client that has disconnected."""
@@ -132,6 +134,8 @@ class CompletionStream(Generic[Response]):
         _LOG.exception("unexpected failure", extra=self._context.log_fields)
         self._leave_engine()
         self._fail(internal_error())
+        # the engine may have completed the request, but the client has not
+        self.error = self.error or internal_error()
 
     # called for the engine
 
@@ -186,7 +190,7 @@ class CompletionStream(Generic[Response]):
         if choice.outcome is not None:
             return False
         has_output = output.add_tokens(delta)
-        if choice.outcome is not None:  # a stop string, of which the engine knows nothing
+        if choice.outcome is not None:  # by a stop string, which the engine can't see
             self._engine.cancel([delta.sequence])
         return has_output
 
@@ -223,6 +227,8 @@ class CompletionStream(Generic[Response]):
         if not output.choices.running:
             self._complete(output, types_pb2.Usage())
             return
+        if self._is_cancelled:
+            raise _cancelled()
         await self._wait_for_engine(error.message)
         request = output.remaining_request()
         can_resume = engine_pb2.CAPABILITY_RESUME in self._link.limits.capabilities

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from services.tokenizer.completion.columns import Score, read_scores
+from services.tokenizer.completion.columns import Score, read_scores, write_scores
 from services.tokenizer.completion.echo import Echo, make_echo
 from services.tokenizer.completion.plan import CompletionPlan
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -71,13 +71,7 @@ class PromptScores:
         run = completion_pb2.PromptLogprobs(prompt=prompt, position=position)
         columns = run.tokens
         columns.ids.extend(ids)
-        columns.logprobs.extend([score.logprob for score in scores])
-        columns.ranks.extend([score.rank for score in scores])
-        for score in scores:
-            top = score.first(self._plan.prompt_logprobs or 0)
-            columns.top_width = len(top.top_ids)
-            columns.top_ids.extend(top.top_ids)
-            columns.top_logprobs.extend(top.top_logprobs)
+        write_scores([score.first(self._plan.prompt_logprobs or 0) for score in scores], columns)
         run.token_texts.extend(map(self._text, columns.ids))
         run.top_texts.extend(map(self._text, columns.top_ids))
         return run

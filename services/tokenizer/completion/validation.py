@@ -26,13 +26,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = [
-    "check_complete",
-    "check_ids",
-    "check_model",
-    "check_text_size",
-    "require",
-]
+__all__ = ["check_complete", "check_ids", "check_model", "check_text_size", "require"]
 
 _Penalty = Literal["frequency_penalty", "presence_penalty", "repetition_penalty"]
 _Scalar = _Penalty | Literal["temperature", "top_p", "min_p"]
@@ -179,14 +173,15 @@ def _check_truncation(
 def _check_bad_words(words: Sequence[str], limits: ModelLimits) -> None:
     if len(words) > MAX_BAD_WORDS:
         raise invalid("bad_words", f"A request must have at most {MAX_BAD_WORDS} bad words.")
-    for index, word in enumerate(words):
-        if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
-            raise invalid(
-                f"bad_words[{index}]",
-                f"A bad word must have 1 to {MAX_BAD_WORD_LENGTH:,} characters.",
-            )
+    _check_lengths("bad_words", words, MAX_BAD_WORD_LENGTH, "A bad word")
     if words:
         require(limits, engine_pb2.CAPABILITY_TOKEN_LIMITS, "bad_words")
+
+
+def _check_lengths(field: str, strings: Sequence[str], most: int, name: str) -> None:
+    for index, string in enumerate(strings):
+        if not 1 <= len(string) <= most:
+            raise invalid(f"{field}[{index}]", f"{name} must have 1 to {most:,} characters.")
 
 
 def _check_stopping(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
@@ -213,8 +208,7 @@ def _check_stopping(request: completion_pb2.CompleteRequest, limits: ModelLimits
             raise invalid(f"stop[{index}]", "A stop string must have at least one character.")
         if len(string) > MAX_STOP_LENGTH:
             raise invalid(
-                f"stop[{index}]",
-                f"A stop string must have at most {MAX_STOP_LENGTH:,} characters.",
+                f"stop[{index}]", f"A stop string must have at most {MAX_STOP_LENGTH:,} characters."
             )
 
 
@@ -307,12 +301,8 @@ def _check_dry(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> 
         raise invalid(
             "dry_sequence_breakers", f"A request must have at most {MAX_DRY_BREAKERS} breakers."
         )
-    for index, breaker in enumerate(request.dry_sequence_breakers):
-        if not 1 <= len(breaker) <= MAX_DRY_BREAKER_LENGTH:
-            raise invalid(
-                f"dry_sequence_breakers[{index}]",
-                f"A breaker must have 1 to {MAX_DRY_BREAKER_LENGTH} characters.",
-            )
+    breakers = request.dry_sequence_breakers
+    _check_lengths("dry_sequence_breakers", breakers, MAX_DRY_BREAKER_LENGTH, "A breaker")
     if not 0 <= dry.multiplier < float("inf"):
         raise invalid("sampling.dry.multiplier", "multiplier must be at least 0, and finite.")
     if dry.HasField("base") and not 1 <= dry.base < float("inf"):

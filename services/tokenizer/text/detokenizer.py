@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["Detokenizer", "LeadingSpace", "TokenTable", "UnsupportedDecoderError", "token_table"]
+__all__ = ["Detokenizer", "TokenTable", "UnsupportedDecoderError", "token_table"]
 
 _REPLACEMENT = "\ufffd"
 _PER_BYTE = "tokenwire.replace_each_byte"
@@ -58,13 +58,9 @@ class Detokenizer:
     __slots__ = ("_at_start", "_direct", "_inherited", "_pending", "_table", "_texts")
 
     def __init__(
-        self,
-        table: TokenTable,
-        prompt: Sequence[int] = (),
-        *,
-        begins_text: bool = True,
+        self, table: TokenTable, prompt: Sequence[int] = (), *, begins_text: bool = True
     ) -> None:
-        """Continue `prompt`; if that adds no text, the ids begin one, given `begins_text`."""
+        """Continue `prompt`. If it adds no text and `begins_text` is true, the ids begin a text."""
         self._table = table
         self._texts = table.texts
         self._pending = b""

@@ -158,8 +158,8 @@ class Vocabulary:
     def least_tokens(self, text: str, enough: int) -> int:
         """Return a lower bound of the text's number of tokens.
 
-        If the bytes alone do not prove more than `enough` tokens, and the text is long for that
-        number, its beginning is encoded until it has more.
+        If its bytes alone do not prove more than `enough` tokens, a long text is encoded from its
+        beginning until it has more.
         """
         least = -(-len(text.encode()) // self.bytes_per_token)
         if least > enough or len(text) <= enough * _SPARSE + _CHUNK:

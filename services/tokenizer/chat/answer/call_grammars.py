@@ -1,6 +1,6 @@
 """Grammars of messages: calls in the model's own form, with free or constrained content.
 
-They are Lark grammars in llguidance's dialect. Each schema in them is a grammar of its own.
+They are Lark grammars in llguidance's dialect, with a further grammar for each schema.
 """
 
 import json
@@ -75,10 +75,7 @@ class MessageGrammar:
             leads = re.escape(form.leads)
             self._rules.append(f"OTHER: /\\s*[^{leads}\\s](?s:.*)/")
             return self.rule("message", f"{inner} | OTHER |")
-        if form.opens[0] in self._token_ids:
-            begin = self.rule("begin", f"TEXT {self._opening()}")
-        else:  # a lazy rule ends at the first place that it can
-            begin = self.rule("begin[lazy]", f"TEXT {self._opening()}")
+        begin = self._through("begin", form.opens[0])
         return self.rule(
             "message", f"{begin} {inner} | TEXT" if single else f"({begin} {inner})* TEXT"
         )
@@ -97,9 +94,10 @@ class MessageGrammar:
         if kind == "llguidance":
             given = _read_json(grammar.llguidance)
             grammars = given.get("grammars") if isinstance(given, dict) else None
-            if not isinstance(grammars, list) or not all(isinstance(g, dict) for g in grammars[:1]):
+            if not isinstance(grammars, list) or not grammars or not isinstance(grammars[0], dict):
                 raise invalid(
-                    "grammar.llguidance", 'llguidance must be an object with a list "grammars".'
+                    "grammar.llguidance",
+                    'llguidance must be an object with a list "grammars" of one or more objects.',
                 )
             first, *others = grammars
             name = first.get("name") or "content"
@@ -116,9 +114,7 @@ class MessageGrammar:
 
     def reasoned(self, form: ReasoningFormat, state: ReasoningState, message: str) -> str:
         """Return the rule of a message after its reasoning."""
-        closes = self.mark(form.closes)
-        is_lazy = form.closes not in self._token_ids
-        thought = self.rule("thought[lazy]" if is_lazy else "thought", f"TEXT {closes}")
+        thought = self._through("thought", form.closes)
         if state is ReasoningState.POSSIBLE:
             return f"({self.mark(form.opens)} {thought} /\\n{{0,2}}/)? {message}"
         return f"{thought} /\\n{{0,2}}/ {message}"
@@ -145,6 +141,12 @@ class MessageGrammar:
         """Add a rule; return its name, which is `name` without options in brackets."""
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
+
+    def _through(self, name: str, mark: str) -> str:
+        """Add a rule of text that ends with a mark; return its name."""
+        # a mark without a token could also be part of the text: a lazy rule ends at the first one
+        options = "" if mark in self._token_ids else "[lazy]"
+        return self.rule(name + options, f"TEXT {self.mark(mark)}")
 
     def _part(self, name: str, grammar: Mapping[str, Any], place: str) -> str:
         self._parts.append({"name": name, **grammar})
@@ -184,8 +186,7 @@ def _mistral(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool
 
 
 def _mistral_array(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
-    call = _json_call(grammar, "arguments", tools)
-    return f'"[" {call} "]"' if single else f'"[" {call} (", " {call})* "]"'
+    return _array(_json_call(grammar, "arguments", tools), single)
 
 
 def _pythonic(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
@@ -199,7 +200,10 @@ def _pythonic(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: boo
             members.append((f"{_literal(name + '=')} {value}", required))
         listed = _chosen(grammar, f"list_{index}", members, _literal(", "))
         options.append(f'{_literal(tool.name + "(")} {listed} ")"')
-    call = grammar.rule("call", " | ".join(options))
+    return _array(grammar.rule("call", " | ".join(options)), single)
+
+
+def _array(call: str, single: bool) -> str:
     return f'"[" {call} "]"' if single else f'"[" {call} (", " {call})* "]"'
 
 
@@ -228,12 +232,7 @@ _INNER: Mapping[str, Callable[[MessageGrammar, Sequence[IndexedTool], bool], str
 }
 
 
-def _xml_value(
-    grammar: MessageGrammar,
-    name: str,
-    schema: Mapping[str, Any],
-    place: str,
-) -> str:
+def _xml_value(grammar: MessageGrammar, name: str, schema: Mapping[str, Any], place: str) -> str:
     """Return the rule of a value and the end of its parameter: a bare string, or JSON."""
     end = '"\\n</parameter>\\n"'
     kinds = json_types(schema, schema)

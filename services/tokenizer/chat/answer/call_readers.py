@@ -41,6 +41,7 @@ _TYPE_OF = {
     dict: "object",
 }  # fmt: skip
 _CONSTANTS = {"true": True, "false": False, "null": None}
+_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def read_tagged_json_call(reader: TextReader, tools: Parameters) -> Reading:
@@ -216,7 +217,7 @@ def _settle_call(reader: TextReader, call: Mapping[str, Any], tools: Parameters)
 
 
 def _arguments(reader: TextReader) -> Reading:
-    """Settle an object as it arrives. If it breaks off, complete it unless cut; return false."""
+    """Settle an object as it arrives. Return false if it breaks off; it is completed unless cut."""
     scanner = JsonScanner()
     reader.at = 0
     while True:
@@ -354,8 +355,7 @@ def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> str:
     try:
         return _json(json.loads(text))
     except (ValueError, RecursionError):
-        constants = {"True": "true", "False": "false", "None": "null"}
-        return constants.get(text) or _json(text)
+        return _json(_PYTHON_CONSTANTS.get(text, text))
 
 
 def json_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
@@ -419,13 +419,8 @@ def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
 def _json(value: Any) -> str:
     """Return JSON. Raises TypeError and ValueError for values that JSON can't express."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # half a surrogate pair must be escaped
-    return text if text.isascii() or _is_text(text) else json.dumps(value, allow_nan=False)
-
-
-def _is_text(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError:  # half a surrogate pair must be escaped
+        return json.dumps(value, allow_nan=False)
+    return text

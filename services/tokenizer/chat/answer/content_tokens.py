@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from services.tokenizer.completion.columns import Columns, Score
+from services.tokenizer.completion.columns import Columns, Score, write_scores
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["ContentTokens", "TokenBytes"]
@@ -42,10 +42,6 @@ class TokenBytes:
             return piece[: max(0, len(text.encode()) - before)]
         return piece[len(piece) - len(text.encode()) :] if whole.endswith(text) else piece
 
-    def candidates(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes that each of these tokens would add."""
-        return [self._pieces[token] for token in ids]
-
 
 @dataclass(frozen=True, slots=True)
 class _Token:
@@ -65,6 +61,7 @@ class ContentTokens:
 
     def __init__(self, pieces: Sequence[bytes], hidden: Container[int]) -> None:
         """Take the arguments of `TokenBytes`."""
+        self._pieces = pieces
         self._bytes = TokenBytes(pieces, hidden)
         self._held: deque[_Token] = deque()
         self._received = 0
@@ -81,13 +78,13 @@ class ContentTokens:
             added = text[slice(*span)]
             start, self._received = self._received, self._received + len(added)
             data = self._bytes.of(token, added)
-            candidates = self._bytes.candidates(score.top_ids)
+            candidates = [self._pieces[candidate] for candidate in score.top_ids]
             if token in score.top_ids:
                 candidates[list(score.top_ids).index(token)] = data
             self._held.append(_Token(token, start, self._received, data, score, candidates))
 
     def settle(self, length: int, *, is_content: bool) -> None:
-        """Decide whether the next `length` code points are content."""
+        """Record whether the next `length` code points are content."""
         begin, self._settled = self._settled, self._settled + length
         if is_content and length:
             self._content.append((begin, self._settled))
@@ -110,12 +107,7 @@ class ContentTokens:
 
 
 def _write(token: _Token, delta: completion_pb2.ChatDelta) -> None:
-    columns = delta.tokens
-    columns.ids.append(token.token)
-    columns.logprobs.append(token.score.logprob)
-    columns.ranks.append(token.score.rank)
-    columns.top_width = len(token.score.top_ids)
-    columns.top_ids.extend(token.score.top_ids)
-    columns.top_logprobs.extend(token.score.top_logprobs)
+    delta.tokens.ids.append(token.token)
+    write_scores([token.score], delta.tokens)
     delta.token_bytes.append(token.data)
     delta.top_bytes.extend(token.candidates)

@@ -38,16 +38,6 @@ class _Expects(Enum):
 class JsonScanner:
     """Scanner of one object or array, from its first character on."""
 
-    __slots__ = (
-        "_escape",
-        "_expects",
-        "_in_string",
-        "_literal",
-        "_number",
-        "_open",
-        "_string_is_key",
-    )
-
     def __init__(self) -> None:
         self._open: list[str] = []  # closing brackets of what is open
         self._expects = _Expects.VALUE
@@ -100,8 +90,7 @@ class JsonScanner:
             return True
         if self._number:
             follow = _NUMBER[self._number]
-            kind = _number_kind(character)
-            found = follow.get(character) or follow.get(kind)
+            found = follow.get(character) or follow.get(_number_kind(character))
             if found:
                 self._number = found
                 return True

@@ -72,17 +72,14 @@ class TextReader:
         self.at += len(literal)
         return True
 
-    def until(self, *ends: str) -> Reading:
-        """Read up to the first of these strings, which stays unread."""
+    def until(self, end: str) -> Reading:
+        """Read up to this string, which stays unread."""
         start = self.at
-        longest = max(map(len, ends))
-        while True:
-            places = [place for end in ends if (place := self.text.find(end, start)) >= 0]
-            if places:
-                self.at = min(places)
-                return True
+        while (place := self.text.find(end, start)) < 0:
             if self.is_ended:
                 self.ran_out = True
                 return False
-            start = max(self.at, len(self.text) - longest + 1)
+            start = max(self.at, len(self.text) - len(end) + 1)
             yield
+        self.at = place
+        return True

@@ -1,4 +1,4 @@
-"""Arguments of tool calls in a conversation: JSON objects, or text that a model broke off."""
+"""Arguments of tool calls and templates: JSON objects, and repair of text that was cut."""
 
 from services.common.json_values import Json
 from services.tokenizer.chat.answer.json_scanner import JsonScanner

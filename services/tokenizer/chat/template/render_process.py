@@ -26,8 +26,6 @@ from services.tokenizer.chat.template.render_protocol import (
     Templates,
 )
 
-__all__ = ["render", "serve"]
-
 _MAX_ADDED_MEMORY = 1 << 30  # bytes
 _PAGE = resource.getpagesize()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from services.tokenizer.chat.template.render_protocol import RenderJob
 from services.tokenizer.chat.template.renderer import Renderer
@@ -31,26 +32,19 @@ async def probe_template(renderer: Renderer, name: str, source: str) -> Template
     if _WORD not in plain:
         facts = replace(facts, takes_parts=True)
     calls = [*question, *_call_and_answer(f'{{"{_WORD}{_ANSWER}": "{_ANSWER}{_WORD}"}}')]
-    for short in (False, True):
-        for as_text in (False, True):
-            for empty in (None, ""):
-                tried = replace(
-                    facts, empty_content=empty, arguments_are_text=as_text, short_ids=short
-                )
-                try:
-                    text = await _render(renderer, name, calls, tried)
-                except ServiceError:
-                    continue
-                if f"{_ANSWER}{_WORD}" in text and text.count("None") == plain.count("None"):
-                    return await _with_broken_arguments(renderer, name, question, tried)
+    for short, as_text, empty in product((False, True), (False, True), (None, "")):
+        tried = replace(facts, empty_content=empty, arguments_are_text=as_text, short_ids=short)
+        try:
+            text = await _render(renderer, name, calls, tried)
+        except ServiceError:
+            continue
+        if f"{_ANSWER}{_WORD}" in text and text.count("None") == plain.count("None"):
+            return await _with_broken_arguments(renderer, name, question, tried)
     return facts
 
 
 async def _with_broken_arguments(
-    renderer: Renderer,
-    name: str,
-    question: Sequence[completion_pb2.Message],
-    facts: TemplateFacts,
+    renderer: Renderer, name: str, question: Sequence[completion_pb2.Message], facts: TemplateFacts
 ) -> TemplateFacts:
     """Return `facts` with whether the template, which takes objects, also writes broken text."""
     text = f'{{"{_WORD}{_ANSWER}": "{_ANSWER}{_WORD}'
@@ -89,10 +83,7 @@ def _message(role: "completion_pb2.Role.ValueType", text: str) -> completion_pb2
 
 
 async def _render(
-    renderer: Renderer,
-    name: str,
-    messages: Sequence[completion_pb2.Message],
-    facts: TemplateFacts,
+    renderer: Renderer, name: str, messages: Sequence[completion_pb2.Message], facts: TemplateFacts
 ) -> str:
     role = messages[-1].role
     return await renderer.render(

@@ -64,6 +64,8 @@ SCHEMAS: dict[str, Any] = {
     "not short": {"type": "string", "not": {"maxLength": 1}},
     "not led by": {"type": "string", "not": {"pattern": "^foo"}},
     "not a bound": {"type": "integer", "not": {"minimum": 2}},
+    "not one number": {"type": "integer", "not": {"minimum": 2, "maximum": 2}},
+    "not an impossible number": {"not": {"minimum": 3, "maximum": 2}},
     "not an item": {"type": "array", "not": {"items": {"type": "integer"}}},
     "not a member": {"type": "object", "not": {"properties": {"a": {"type": "integer"}}}},
     "not a conditional": {"type": "object", "not": {"if": A, "then": B}},

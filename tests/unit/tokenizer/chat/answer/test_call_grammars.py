@@ -254,6 +254,13 @@ def test_schema_that_a_form_can_not_enforce_is_refused_by_its_field(tmp_path: Pa
     assert caught.value.field == "grammar"
 
 
+@pytest.mark.parametrize("text", ['{"grammars": []}', '{"grammars": [1]}', "[]"])
+def test_llguidance_grammar_without_parts_is_refused(model: _Model, text: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        model.grammar(tools=_tools(), grammar=types.GrammarSpec(llguidance=text))
+    assert caught.value.field.startswith("grammar")
+
+
 def test_bare_strings_may_have_keywords_that_are_never_enforced(tmp_path: Path) -> None:
     """pydantic's SecretStr and bytes have such keywords."""
     model = _Model(tmp_path / "xml", TEMPLATES["qwen3_coder"])
