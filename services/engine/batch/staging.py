@@ -5,6 +5,7 @@ On the CPU the model reads the buffer itself.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,43 +20,37 @@ _ALIGNMENT = 16
 """Bytes; the block tables begin at a multiple of it"""
 
 
-@dataclass(frozen=True, slots=True)
-class HostFields:
-    """A step's integers on the host, for the caller to fill in."""
+T = TypeVar("T")
 
-    token_ids: npt.NDArray[np.int64]
+
+@dataclass(frozen=True, slots=True)
+class StepFields(Generic[T]):
+    """A step's integers."""
+
+    token_ids: T
     """int64 [tokens]"""
-    positions: npt.NDArray[np.int64]
+    positions: T
     """int64 [tokens]"""
-    slots: npt.NDArray[np.int64]
+    slots: T
     """int64 [tokens]"""
-    sources: npt.NDArray[np.int64]
+    sources: T
     """int64 [tokens], index of the token id among those drawn on the device, or -1"""
-    output_rows: npt.NDArray[np.int64]
+    output_rows: T
     """int64 [tokens]; only the first entries, one per output row, are filled in"""
-    query_starts: npt.NDArray[np.int32]
+    query_starts: T
     """int32 [sequences + 1]"""
-    output_starts: npt.NDArray[np.int32]
+    output_starts: T
     """int32 [sequences + 1]"""
-    context_lengths: npt.NDArray[np.int32]
+    context_lengths: T
     """int32 [sequences]"""
-    block_tables: npt.NDArray[np.int32]
+    block_tables: T
     """int32 [sequences, `table_width`], already filled; arbitrary past a sequence's blocks"""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceFields:
-    """The same integers as tensors on the model's device."""
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    sources: Tensor
-    output_rows: Tensor
-    query_starts: Tensor
-    output_starts: Tensor
-    context_lengths: Tensor
-    block_tables: Tensor
+HostFields: TypeAlias = StepFields[npt.NDArray[np.signedinteger[Any]]]
+"""Fields on the host, for the caller to fill in"""
+DeviceFields: TypeAlias = StepFields[Tensor]
+"""The same integers on the model's device"""
 
 
 class Staging:
@@ -153,7 +148,7 @@ class _HostBuffer:
             self._shape = shape
             self._views = {}
             staged = self.views(self.memory)
-            self._fields = HostFields(*(getattr(staged, name).numpy() for name in _NAMES))
+            self._fields = StepFields(*(getattr(staged, name).numpy() for name in _NAMES))
         return self._fields
 
     def copy_to(self, memory: Tensor) -> None:
@@ -182,7 +177,7 @@ class _HostBuffer:
         token_ids, positions, slots, sources, output_rows = longs.view(5, tokens)
         query_starts, output_starts = ints[: 2 * sequences + 2].view(2, sequences + 1)
         rest = ints[2 * sequences + 2 :]
-        return DeviceFields(
+        return StepFields(
             token_ids,
             positions,
             slots,
@@ -195,7 +190,7 @@ class _HostBuffer:
         )
 
 
-_NAMES = tuple(HostFields.__dataclass_fields__)
+_NAMES = tuple(StepFields.__dataclass_fields__)
 
 
 def _fields_size(tokens: int, sequences: int) -> int:

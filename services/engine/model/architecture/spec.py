@@ -236,11 +236,9 @@ def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
 
 def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it attends over a sliding window only."""
-    nowhere = (False,) * num_layers
-    if rule is WindowRule.NONE or not config.has("sliding_window"):
-        return nowhere
-    if not config.flag("use_sliding_window", True):
-        return nowhere
+    has_windows = rule is not WindowRule.NONE and config.has("sliding_window")
+    if not has_windows or not config.flag("use_sliding_window", True):
+        return (False,) * num_layers
     if rule is WindowRule.ALL:
         return (True,) * num_layers
     if config.has("layer_types"):

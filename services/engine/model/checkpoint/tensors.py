@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -67,12 +66,7 @@ class Checkpoint:
             self._stack = self._stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._open.clear()
         self._stack.close()
 
