@@ -1,4 +1,4 @@
-"""EngineService: generation in calls of their own and in Sessions."""
+"""EngineService: a call for one request, and Sessions of many requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

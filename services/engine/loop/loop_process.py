@@ -27,7 +27,8 @@ __all__ = ["run"]
 
 _LOG = logging.getLogger("loop")
 _RECEIVE_SECONDS = 0.005
-"""Time limit of commands before each step: the rest of a flood waits, running streams don't"""
+"""Time to take commands before each step. The rest of a flood waits for the next step, because
+running streams must not wait for the flood"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:

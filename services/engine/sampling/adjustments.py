@@ -50,7 +50,7 @@ def _add_bias(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _penalise_seen(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Divide positive and multiply negative logits."""
+    """Divide positive logits by the repetition penalty, and multiply negative ones by it."""
     entries = [
         (i, penalties.seen, penalties.repetition)
         for i, row in enumerate(rows)

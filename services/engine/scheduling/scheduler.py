@@ -27,7 +27,7 @@ __all__ = ["Scheduler"]
 _MUCH_LONGER = 4
 """A prompt this many times as long as the mean of the others leaves them half of each step"""
 _NEWCOMERS = 4
-"""First waiting sequences for which others may be preempted"""
+"""Waiting sequences, the first in order, for which others may be preempted"""
 _SECONDS_PER_CHOICE = 0.25
 """Queueing delay of each choice after the one before it: requests of few choices pass the later
 choices of large requests"""
@@ -131,7 +131,7 @@ class Scheduler:
         return self._drafter.report()
 
     def settle(self, sequence: Sequence) -> None:
-        """Cache the block of a token that was in flight and is now appended, if that is full."""
+        """Cache the block of a token that was in flight and is now appended, once it is full."""
         sequence.in_flight -= 1
         if sequence.state is SequenceState.RUNNING:
             self._cache_blocks(sequence, (sequence.length - 1) // self.limits.block_size)
