@@ -142,16 +142,17 @@ class MortalEngine:
     def __init__(self, model: Path) -> None:
         [port] = free_ports(1)
         self.target = f"127.0.0.1:{port}"
+        self._model = model
         self._command = [
             *(sys.executable, "-m", "services.engine", "--port", str(port), "--dtype", "float32"),
-            *("--model", str(model), "--kv-memory", "64MiB"),
+            *("--kv-memory", "64MiB", "--model"),
         ]
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self) -> None:
-        """Start the process without waiting until it is ready."""
+    async def start(self, model: Path | None = None) -> None:
+        """Start the process, with this model or its usual one, and don't wait until it is ready."""
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, stderr=asyncio.subprocess.DEVNULL
+            *self._command, str(model or self._model), stderr=asyncio.subprocess.DEVNULL
         )
 
     @property

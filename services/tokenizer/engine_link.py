@@ -130,6 +130,7 @@ class EngineLink:
 
     async def _watch(self, serves: "asyncio.Future[None]") -> None:
         is_loss_logged = False
+        logged_error = ""
         while True:
             try:
                 request = health_pb2.HealthCheckRequest(service=_SERVICE)
@@ -140,12 +141,14 @@ class EngineLink:
                     self._on_serving(serving)
                     if serving and not serves.done():
                         serves.set_result(None)
-                    is_loss_logged = False
+                    is_loss_logged, logged_error = False, ""
             except StartupError as error:
                 if not serves.done():
                     serves.set_exception(error)
                     return
-                _LOG.error("%s", error)
+                if str(error) != logged_error:
+                    _LOG.error("%s", error)
+                    logged_error = str(error)
             except grpc.aio.AioRpcError as error:
                 if not is_loss_logged:
                     _LOG.warning(
@@ -211,8 +214,13 @@ class EngineLink:
         return False
 
     async def _serves(self, seconds: float) -> bool:
-        serves = await reports_serving(self._channel, _SERVICE, seconds, wait_for_ready=True)
-        return serves and self._limits is not None
+        if not await reports_serving(self._channel, _SERVICE, seconds, wait_for_ready=True):
+            return False
+        try:
+            await self._read_model()
+        except (StartupError, grpc.aio.AioRpcError):  # `_watch` logs it
+            return False
+        return True
 
     async def _loads(self) -> bool:
         try:
