@@ -19,6 +19,7 @@ LOG_DIR ?=
 PYTHON ?= python3
 AGAINST ?= main
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BENCH_ARGS ?=
 BENCH_CACHE ?= $(HOME)/.cache/tokenwire-bench
 PEERS ?= installed
@@ -42,8 +43,9 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 	  $(if $(CORS_ORIGINS),--cors-origins "$(CORS_ORIGINS)") \
 	  $(if $(ALLOWED_HOSTS),--allowed-hosts "$(ALLOWED_HOSTS)")
 
-test: .venv/.dev ## Run the tests (without those of containers)
-	$(BIN)/pytest -q tests $(PYTEST_ARGS)
+# Each worker takes whole files. One thread of OpenMP: the tests' models are too small for more.
+test: .venv/.dev ## Run the tests (without those of containers): WORKERS, PYTEST_ARGS
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist loadfile tests $(PYTEST_ARGS)
 
 coverage: .venv/.dev ## Run the tests slowly, and print the share of lines that they reach
 	$(BIN)/pytest -q tests --cov --cov-report=term $(PYTEST_ARGS)
