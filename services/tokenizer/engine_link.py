@@ -60,6 +60,7 @@ class EngineLink:
         self._control = EngineControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._limits: ModelLimits | None = None
+        self._is_verified = False
         self._watching: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[bool] | None = None
         self._waiting = 0
@@ -82,6 +83,11 @@ class EngineLink:
     def is_known(self) -> bool:
         """True if the engine has answered once."""
         return self._limits is not None
+
+    @property
+    def is_verified(self) -> bool:
+        """True if the engine serves this checkpoint, and was not lost since it said so."""
+        return self._is_verified
 
     @property
     def context_length(self) -> int:
@@ -157,6 +163,7 @@ class EngineLink:
                         error.details(),
                     )
                     is_loss_logged = True
+            self._is_verified = False  # whichever engine comes back must say what it serves
             self._on_serving(False)
             await asyncio.sleep(_RETRY_SECONDS)
 
@@ -169,6 +176,7 @@ class EngineLink:
                 f"has {model.vocabulary_size:,} ids, this one's {expected:,}."
             )
         self._limits = self._make_limits(model)
+        self._is_verified = True
 
     def _make_limits(self, model: engine_pb2.GetModelResponse) -> ModelLimits:
         identity = "\n".join(

@@ -7,12 +7,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
+import pytest
 
 from tests.services.shim import running_shim
 from tests.stack import MortalEngine, free_ports, mortal_engine, running_service
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
 from tokenwire.client import Client
+from tokenwire.errors import ServiceError
 
 # With this seed, no draw lies within 1e-4 of the boundary between two tokens. A resumed stream
 # computes its context anew, in steps of other sizes, and other rounding could flip a closer draw.
@@ -53,7 +56,7 @@ async def test_stream_survives_repeated_losses_of_the_engine(
         assert text == calm.text
 
 
-async def test_stream_waits_while_the_engine_serves_another_checkpoint(
+async def test_requests_wait_while_the_engine_serves_another_checkpoint(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     """Ids of another vocabulary would continue the text with nonsense."""
@@ -70,10 +73,18 @@ async def test_stream_waits_while_the_engine_serves_another_checkpoint(
             await engine.start(other)
             while "serves another checkpoint" not in log.read_text():  # noqa: ASYNC110 (a file)
                 await asyncio.sleep(0.05)
+            late = asyncio.ensure_future(client.complete("import", max_tokens=TOKENS, **ASKED))
+            with pytest.raises(ServiceError) as refused:  # this engine would refuse its ids
+                await client.complete("import", timeout_seconds=1.0)
+            assert refused.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            with pytest.raises(ServiceError) as refused:  # an invalid request does not wait
+                await client.complete("import", max_tokens=-1)
+            assert refused.value.field == "stopping.max_tokens"
             await engine.kill()
             await engine.start()
             text += "".join([delta.text async for delta in stream])
         assert text == calm.text
+        assert (await late).text == calm.text
     assert log.read_text().count("serves another checkpoint") == 1
 
 

@@ -91,7 +91,7 @@ class CompletionStream(Generic[Response]):
                 raise draining_error()
             if self._context.deadline is not None and math.isnan(self._context.deadline):
                 raise invalid("context.timeout_seconds", "The timeout must be a number.")
-            if self._link.is_known:
+            if self._link.is_verified:
                 self._prepare()
             else:
                 self._run_as_task(self._prepare_later())
@@ -211,7 +211,9 @@ class CompletionStream(Generic[Response]):
             self._run_as_task(self._submit_later(plan))
 
     async def _prepare_later(self) -> None:
-        await self._wait_for_engine("It has not been reached yet.")
+        if self._link.is_known:  # refuse an invalid request without waiting
+            self.processor.check(self._link.limits)
+        await self._wait_for_engine("It is not connected.")
         self._prepare()
 
     async def _submit_later(self, plan: Coroutine[None, None, CompletionPlan]) -> None:

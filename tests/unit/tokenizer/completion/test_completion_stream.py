@@ -44,7 +44,7 @@ def _started(
 ) -> CompletionStream[completion.CompleteResponse]:
     prompt = completion.Prompt(token_ids=types.TokenIds(ids=[3]))
     request = completion.CompleteRequest(prompts=[prompt])
-    link: Any = SimpleNamespace(session=_EngineSession(), is_known=True, limits=_LIMITS)
+    link: Any = SimpleNamespace(session=_EngineSession(), is_verified=True, limits=_LIMITS)
     stream = CompletionStream(
         make(request, vocabulary, None),
         CallContext("", "", "", 0, None),
