@@ -50,7 +50,7 @@ class Listener(Protocol[EventIn]):
 
 
 class Session(Generic[Command, Event]):
-    """Many requests over one stream. The first request opens it, and the first after a loss again.
+    """Many requests over one stream. A request opens the stream where there is none.
 
     When the stream is lost or can't be opened, the listener of every open request gets UNAVAILABLE
     (SESSION_LOST); the owner of the Session decides whether to submit them again. A request too

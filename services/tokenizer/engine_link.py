@@ -41,9 +41,9 @@ class LinkSettings:
     wait_seconds: float
     """Seconds that requests wait for an engine that stops or was lost; its loading is excluded."""
     lost_seconds: float = LOST_SECONDS
-    """Seconds of silence after which the engine is lost."""
+    """Seconds of silence after which the engine is lost"""
     max_waiting: int = 1024
-    """New requests that may wait for the engine."""
+    """New requests that may wait for the engine"""
 
 
 class EngineLink:
@@ -64,7 +64,7 @@ class EngineLink:
         self._watching: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[bool] | None = None
         self._waiting = 0
-        """New requests that wait for the engine."""
+        """New requests that wait for the engine"""
         self.session = engine_session(self._channel)
 
     @property

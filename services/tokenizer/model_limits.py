@@ -23,4 +23,4 @@ class ModelLimits:
     max_sequences: int
     max_stop_strings: int
     appends_suffix: bool
-    """True if a suffix is appended, rather than refused, if the model can't infill."""
+    """True if a suffix is appended, rather than refused, if the model can't infill"""

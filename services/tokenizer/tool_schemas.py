@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 IndexedTool: TypeAlias = tuple[int, completion_pb2.Tool]
-"""A tool and its index in the request."""
+"""A tool and its index in the request"""
 
 _NAME = re.compile(FUNCTION_NAME)
 _MAX_SCHEMA_LENGTH = 1024 * 1024  # characters of all schemas; json.loads blocks the event loop

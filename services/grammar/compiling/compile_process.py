@@ -35,9 +35,9 @@ __all__ = ["HEADER", "READY", "TIMED_OUT", "Verdict"]
 
 HEADER = struct.Struct("<QdI")
 TIMED_OUT = signal.SIGPROF
-"""The signal that ends a job at its limit of CPU time."""
+"""The signal that ends a job at its limit of CPU time"""
 READY = 0
-"""The job of the first verdict, which reports that the process takes jobs."""
+"""The job of the first verdict, which reports that the process takes jobs"""
 _STDIN, _STDOUT = 0, 1
 _MEMORY = 1 << 30  # bytes that a compilation may allocate
 _STACK = 4 << 20  # bytes; half of the serving threads' stack, so a survivor never overflows that
@@ -55,11 +55,11 @@ class Verdict:
     error: str = ""
     """The reason of a refusal; empty: the grammar compiles."""
     size: int = 0
-    """Approximate memory of the compiled grammar, in bytes."""
+    """Approximate memory of the compiled grammar, in bytes"""
     killed: int = 0
     """The signal that ended the fork; 0: none."""
     seconds: float = 0.0
-    """CPU seconds."""
+    """CPU seconds"""
 
 
 def serve(directory: Path) -> None:

@@ -15,7 +15,7 @@ __all__ = ["CompileSlots"]
 class _Waiter:
     turn: asyncio.Future[None]
     arrival: float
-    """`CompileSlots._spent` when the waiter arrived."""
+    """`CompileSlots._spent` when the waiter arrived"""
 
 
 class CompileSlots:

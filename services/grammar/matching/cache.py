@@ -22,9 +22,9 @@ class CompiledGrammar:
     prototype: LLMatcher
     """Copied for each sequence; never accepts a token itself."""
     size: int
-    """Approximate memory, in bytes."""
+    """Approximate memory, in bytes"""
     uniqueness: UniquenessState | None = None
-    """None: the grammar allows no repeated keys or items."""
+    """None: the grammar allows no repeated keys or items"""
 
 
 class GrammarCache:

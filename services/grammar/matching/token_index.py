@@ -25,11 +25,11 @@ class TokenIndex:
         self._texts = [text for text, _ in self._sorted]
         self._by_string: dict[bytes, int] = {}
         self.ending_items = 0
-        """Tokens, as bits, that may end an item of an earlier token, or contain an item."""
+        """Tokens, as bits, that may end an item of an earlier token, or contain an item"""
         self.containing_items = 0
-        """Tokens, as bits, that may contain a whole item."""
+        """Tokens, as bits, that may contain a whole item"""
         self.repeating_keys = 0
-        """Tokens, as bits, that contain a string twice."""
+        """Tokens, as bits, that contain a string twice"""
         for token, text in enumerate(self.spellings):
             strings = _STRING.findall(text)
             for content in set(strings):

@@ -46,16 +46,16 @@ class _Container:
     is_unique: bool = False
     count: int = 0
     start: int = 0
-    """Offset of the current item in the state's text, if the array is unique."""
+    """Offset of the current item in the state's text, if the array is unique"""
     used: frozenset[str] = frozenset()
-    """The keys, or the canonical forms of the items, so far."""
+    """The keys, or the canonical forms of the items, so far"""
     words: frozenset[bytes] = frozenset()
-    """The items as written."""
+    """The items as written"""
     exhausted: frozenset[bytes] = frozenset()
-    """Prefixes of items or of quoted keys that only used ones complete."""
+    """Prefixes of items or of quoted keys that only used ones complete"""
     key: bytes = b""
     within_unique: bool = False
-    """True if the container or one around it is a unique array."""
+    """True if the container or one around it is a unique array"""
 
 
 class UniquenessState:

@@ -20,9 +20,9 @@ class Vocabulary:
     size: int
     """Number of ids; the model's logits may be wider."""
     end_ids: tuple[int, ...]
-    """Ids that end a sequence for llguidance."""
+    """Ids that end a sequence for llguidance"""
     fingerprint: str
-    """SHA-256 of tokenizer.json, in hex."""
+    """SHA-256 of tokenizer.json, in hex"""
 
 
 def load(directory: Path) -> Vocabulary:

@@ -42,14 +42,14 @@ class _Piece:
 
     text: str
     may_be_empty: bool
-    """True if it matches the empty text."""
+    """True if it matches the empty text"""
     is_atom: bool = False
-    """True if a quantifier after it applies to all of it."""
+    """True if a quantifier after it applies to all of it"""
 
 
 _EMPTY = _Piece("", may_be_empty=True)
 _Anchors: TypeAlias = tuple[bool, bool]
-"""True if a match must begin at the start of the text, and end at its end."""
+"""True if a match must begin at the start of the text, and end at its end"""
 _FREE: _Anchors = (False, False)
 _Language: TypeAlias = Mapping[_Anchors, _Piece]
 """The matches of a tree by their anchors; empty if no SPELLABLE text matches."""

@@ -38,7 +38,7 @@ class CharacterClass:
 
     ranges: Ranges
     properties: tuple[str, ...] = ()
-    """Unicode properties, \\p{…} and \\P{…}, whose characters are in the set too."""
+    """Unicode properties, \\p{…} and \\P{…}, whose characters are in the set too"""
     is_negated: bool = False
     ignores_case: bool = False
 
@@ -56,7 +56,7 @@ class Lookahead:
 
     body: "Node"
     place: int
-    """Position of its first character in the pattern, from 1."""
+    """Position of its first character in the pattern, from 1"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Repetition:
     least: int
     most: int | None
     place: int
-    """Position of the quantifier in the pattern, from 1."""
+    """Position of the quantifier in the pattern, from 1"""
 
 
 Node: TypeAlias = CharacterClass | Anchor | Lookahead | Concatenation | Alternation | Repetition

@@ -18,11 +18,11 @@ class Contained:
 
     item: Conjunction
     fails: tuple[Conjunction, ...]
-    """The alternatives in which an item does not satisfy it."""
+    """The alternatives in which an item does not satisfy it"""
     start: int = 0
     fewest: int = 1
     most: int | None = None
-    """None: unbounded."""
+    """None: unbounded"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ArraySet:
     contained: frozenset[Contained] = frozenset()
     unique: bool = False
     repeats: bool = False
-    """Some items must be equal: the negation of `unique`."""
+    """Some items must be equal: the negation of `unique`"""
 
     def intersection(self, other: "ArraySet") -> "ArraySet | None":
         """Return the arrays in both sets, or None if they are known to be disjoint."""

@@ -10,7 +10,7 @@ from services.grammar.schemas.references import References
 __all__ = ["ALWAYS", "NEVER", "Conjunction", "Literals", "both"]
 
 Conjunction: TypeAlias = frozenset[int]
-"""Literals, all of which must hold: 2n for schema n, 2n + 1 for its negation."""
+"""Literals, all of which must hold: 2n for schema n, 2n + 1 for its negation"""
 
 ALWAYS: Conjunction = frozenset()
 NEVER: Conjunction = frozenset([0])  # schema 0 is false

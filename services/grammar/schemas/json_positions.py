@@ -16,7 +16,7 @@ UNIQUE = "x-tokenwire-unique"
 """Stands for uniqueItems in lowered schemas; llguidance ignores it."""
 
 Position: TypeAlias = frozenset[int]
-"""Numbers of the subschemas that may apply."""
+"""Numbers of the subschemas that may apply"""
 
 _TRANSPARENT = frozenset({"$defs", "$ref", "allOf", "anyOf", "definitions", "description", "title"})
 

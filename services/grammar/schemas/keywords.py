@@ -30,7 +30,7 @@ __all__ = [
 
 Set: TypeAlias = frozenset[bool | None] | NumberSet | StringSet | ArraySet | ObjectSet
 NormalForm: TypeAlias = Mapping[str, Sequence[Set]]
-"""A union of sets of values for each kind in KINDS."""
+"""A union of sets of values for each kind in KINDS"""
 
 KINDS = ("null", "boolean", "number", "string", "array", "object")
 EVERYTHING: dict[str, Sequence[Any]] = {

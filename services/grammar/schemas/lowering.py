@@ -56,9 +56,9 @@ class _Definition:
     sets: list[tuple[str, Any]] = field(default_factory=list)
     """Pairs of a kind and a set; native keywords can express each set."""
     unenforceable: dict[str, str] = field(default_factory=dict)
-    """Kinds with sets that no grammar can enforce, and the keyword to blame."""
+    """Kinds with sets that no grammar can enforce, and the keyword to blame"""
     is_satisfiable: bool = False
-    """True if some finite value satisfies the conjunction."""
+    """True if some finite value satisfies the conjunction"""
 
 
 class _Writer:

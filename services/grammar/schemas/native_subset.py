@@ -16,12 +16,12 @@ _NOT_NATIVE = frozenset({
     "uniqueItems",
 })  # fmt: skip
 IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
-"""The keywords that apply schemas or values to the value itself, not to its parts."""
+"""The keywords that apply schemas or values to the value itself, not to its parts"""
 NON_ASSERTIONS = frozenset({
     "$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated",
     "description", "example", "examples", "id", "readOnly", "title", "writeOnly",
 })  # fmt: skip
-"""The keywords that do not constrain the value."""
+"""The keywords that do not constrain the value"""
 _COUNTS = frozenset({
     "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties",
 })  # fmt: skip

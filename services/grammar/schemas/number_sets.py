@@ -18,7 +18,7 @@ class NumberSet:
 
     values: frozenset[Fraction] | None = None
     integer: bool | None = None
-    """False: fractions only."""
+    """False: fractions only"""
     low: Fraction | None = None
     low_open: bool = False
     high: Fraction | None = None

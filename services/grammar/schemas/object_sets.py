@@ -22,7 +22,7 @@ class Witness:
     but_patterns: frozenset[str] = frozenset()
     only_pattern: str | None = None
     key: Conjunction = ALWAYS
-    """The conjunction that its name must satisfy."""
+    """The conjunction that its name must satisfy"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ObjectSet:
     patterns: tuple[tuple[str, Conjunction], ...] = ()
     """Values of other members by pattern; all matching ones apply."""
     rest: Conjunction = ALWAYS
-    """Values of all further members."""
+    """Values of all further members"""
     required: frozenset[str] = frozenset()
     low: int = 0
     high: int | None = None

@@ -14,7 +14,7 @@ from services.grammar.schemas.subschemas import reachable
 __all__ = ["lower_strings", "restore_patterns"]
 
 _Record = Callable[[str, str], None]
-"""Called with each new expression and the pattern or format that it replaces."""
+"""Called with each new expression and the pattern or format that it replaces"""
 
 
 def lower_strings(schema: Json, path: str = "$") -> Json:

@@ -27,9 +27,9 @@ _LATER: Mapping[str, frozenset[str]] = {
     "http://json-schema.org/draft-07/schema": frozenset({"prefixItems"}),
     "https://json-schema.org/draft/2019-09/schema": frozenset({"prefixItems"}),
 }
-"""By draft: the supported keywords that only later drafts define."""
+"""By draft: the supported keywords that only later drafts define"""
 _OPTIONS = "x-guidance"
-"""The keyword of llguidance's options, one of which silences unsupported keywords."""
+"""The keyword of llguidance's options, one of which silences unsupported keywords"""
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 # JSON strings and numbers; the rest of a JSON text contains neither quotes nor digits
 _SCALAR = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9][-+.0-9eE]*')

@@ -21,7 +21,7 @@ class AnswerFormat:
     calls: ToolFormat
     reasoning: ReasoningFormat | None
     token_ids: Mapping[str, int]
-    """Ids of the marks of both that are control tokens, which no text can spell."""
+    """Ids of the marks of both that are control tokens, which no text can spell"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class AnswerGrammar:
 
     spec: types_pb2.GrammarSpec
     places: Mapping[str, str]
-    """Fields of the request, by places in the grammar."""
+    """Fields of the request, by places in the grammar"""
     field: str
-    """The field for errors whose place is unknown."""
+    """The field for errors whose place is unknown"""
     ignored: Sequence[str]
-    """Paths of schema keywords that are not enforced."""
+    """Paths of schema keywords that are not enforced"""
 
     def remap_error(self, error: ServiceError) -> None:
         """Make an error of the grammar service name the request's field."""

@@ -53,10 +53,10 @@ class ChatPrompt:
     template: str
     arguments_json: str
     add_generation_prompt: bool | None
-    """None: true unless the last message is continued."""
+    """None: true unless the last message is continued"""
     continue_last_message: bool
     reasoning_effort: str = ""
-    """Empty for the template's default."""
+    """Empty for the template's default"""
 
     @property
     def size(self) -> int:
@@ -112,10 +112,10 @@ class ChatTemplates:
         token_ids = {mark: vocabulary.ids[mark] for mark in marks if _is_control(mark, vocabulary)}
         self.answers = AnswerFormat(calls, reasoning, token_ids)
         self.table = vocabulary.table_with(marks)
-        """Texts of generated tokens, with the marks of calls and reasoning."""
+        """Texts of generated tokens, with the marks of calls and reasoning"""
         self._probing: asyncio.Future[None] | None = None
         self.turn_end_ids: frozenset[int] = frozenset()
-        """Ids that end a message of the assistant."""
+        """Ids that end a message of the assistant"""
 
     @property
     def is_available(self) -> bool:

@@ -44,11 +44,11 @@ class ChoiceOutput:
     index: int
     echo: Echo | None
     position: int
-    """Tokens of the choice before those of `columns`."""
+    """Tokens of the choice before those of `columns`"""
     text: str
     columns: Columns
     suffix: str
-    """Text to append behind the last token."""
+    """Text to append behind the last token"""
     outcome: Outcome | None
 
     @property
@@ -73,7 +73,7 @@ class _HeldToken:
     score: Score | None
     candidate_texts: Sequence[str]
     name: str | None
-    """Its text, if the choice's text leaves it out."""
+    """Its text, if the choice's text leaves it out"""
     text: str = ""
 
 
@@ -90,9 +90,9 @@ class Choice:
         self.index = index
         self.outcome: Outcome | None = None
         self.received: list[int] = []
-        """Ids so far, through the one that completed a stop string."""
+        """Ids so far, through the one that completed a stop string"""
         self.sent = 0
-        """Number of tokens that were taken."""
+        """Number of tokens that were taken"""
         self._plan = plan
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(plan.stops) if plan.stops is not None else None

@@ -24,10 +24,10 @@ class ChoiceSet:
                 choice = Choice(len(self._choices), plan.choice, detokenizer, echo_length)
                 self._choices.append(choice)
         self._ready: dict[int, Choice] = {}
-        """Choices with output by index, unless they are delivered whole."""
+        """Choices with output by index, unless they are delivered whole"""
         self._whole_taken = 0
         self._winners: list[Choice] = []
-        """Choices that best_of selected, in the order of the answer."""
+        """Choices that best_of selected, in the order of the answer"""
 
     def __getitem__(self, sequence: int) -> Choice:
         return self._choices[sequence]

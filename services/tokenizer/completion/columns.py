@@ -72,7 +72,7 @@ class Columns:
         self.ids: list[int] = []
         self.texts: list[str] = []
         self.offsets: list[int] = []
-        """Code points from the start of the text to each token."""
+        """Code points from the start of the text to each token"""
         self.scores: list[Score] = []
         self._top_texts: list[str] = []
 

@@ -27,12 +27,12 @@ class CompletionOutput:
         self.choices = ChoiceSet(plan)
         self.is_admission_written = False
         self.is_written = False
-        """True if the last event was written."""
+        """True if the last event was written"""
         self._prompt_scores = PromptScores(plan)
         self._admission: engine_pb2.Accepted | None = None
         self._usage: types_pb2.Usage | None = None
         self._mirostat_mu: dict[int, float] = {}
-        """State of Mirostat by sequence, which ids do not restore."""
+        """State of Mirostat by sequence, which ids do not restore"""
         self._began = began
         self._last_token_at: dict[int, float] = {}
 

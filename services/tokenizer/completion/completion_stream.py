@@ -28,7 +28,7 @@ _LOG = logging.getLogger("completion")
 _LOGGED_LABEL = 128  # characters of a user's label
 _LOSS_REASONS = frozenset({"SESSION_LOST", "ENGINE_LOST"})
 _RETRY_REASONS = _LOSS_REASONS | {"DRAINING", "LOADING"}
-"""Reasons of the engine for which a completion waits until it serves again."""
+"""Reasons of the engine for which a completion waits until it serves again"""
 
 
 def _never_full() -> bool:
@@ -55,7 +55,7 @@ class CompletionStream(Generic[Response]):
     ) -> None:
         """`credit` and `is_windowed` are those of `EngineRequest`; `on_end` is called once."""
         self.error: ServiceError | None = None
-        """The failure, which the client gets after the last `write`."""
+        """The failure, which the client gets after the last `write`"""
         self.processor: RequestProcessor[Response] = processor
         self._context = context
         self._link = link
@@ -68,7 +68,7 @@ class CompletionStream(Generic[Response]):
         self._began = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._output: CompletionOutput | None = None
-        """None until the request is planned."""
+        """None until the request is planned"""
         self._is_cancelled = False
         self._is_ended = False
 

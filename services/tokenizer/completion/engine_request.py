@@ -32,7 +32,7 @@ class CallContext:
     deadline: float | None
     """Time of the event loop, in seconds; None without a deadline."""
     user: str = ""
-    """The user's label from the request, which may be a name."""
+    """The user's label from the request, which may be a name"""
 
     @property
     def log_fields(self) -> dict[str, str]:

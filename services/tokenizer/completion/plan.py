@@ -40,16 +40,16 @@ class ChoicePlan:
     stops: StopAutomaton | None
     include_stop: bool
     end_ids: Collection[int]
-    """Ids that end a choice and add no text."""
+    """Ids that end a choice and add no text"""
     min_tokens: int
     scored: bool
-    """True if the client gets logprobs."""
+    """True if the client gets logprobs"""
     ranked: bool
-    """True if best_of needs logprobs."""
+    """True if best_of needs logprobs"""
     suffix: str
-    """Text to append when the choice ends."""
+    """Text to append when the choice ends"""
     skip_special_tokens: bool = True
-    """True if special tokens add no text."""
+    """True if special tokens add no text"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +59,26 @@ class CompletionPlan:
     engine_request: engine_pb2.GenerateRequest
     prompts: Sequence[EncodedPrompt]
     n: int
-    """Choices per prompt that the client gets, of `engine_request.n` that are generated."""
+    """Choices per prompt that the client gets, of `engine_request.n` that are generated"""
     choice: ChoicePlan
     remap_error: Callable[[ServiceError], None] | None
     """Makes a grammar's error name the request's field; None if the grammar is the request's."""
     ignored: Sequence[str]
-    """Paths of schema keywords that are not enforced."""
+    """Paths of schema keywords that are not enforced"""
     echo: bool
     whole: bool
-    """True if each choice is delivered at its end."""
+    """True if each choice is delivered at its end"""
     limits: ModelLimits
     table: TokenTable
-    """Texts of generated tokens."""
+    """Texts of generated tokens"""
     prompt_logprobs: int | None
     """Candidates per prompt token in events of their own; None without such events."""
     full_table: TokenTable
-    """Texts of all tokens, special ones included."""
+    """Texts of all tokens, special ones included"""
     begins_text: bool
-    """True if each output begins a text, instead of continuing its prompt's."""
+    """True if each output begins a text, instead of continuing its prompt's"""
     writes_one_large: bool = False
-    """True if `write` ends after a large output, because parsing it takes long."""
+    """True if `write` ends after a large output, because parsing it takes long"""
 
     @property
     def prompt_tokens(self) -> int:

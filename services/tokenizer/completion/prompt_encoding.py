@@ -30,9 +30,9 @@ class EncodedPrompt:
     texts: Sequence[str]
     """Text that each id adds to the echo; empty without echo."""
     ended_texts: Sequence[str]
-    """The same if nothing is generated: the id that begins an unfinished character adds U+FFFD."""
+    """The same if nothing is generated: the id that begins an unfinished character adds U+FFFD"""
     table: TokenTable
-    """Texts of the echoed ids."""
+    """Texts of the echoed ids"""
     is_infill: bool
 
 

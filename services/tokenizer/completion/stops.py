@@ -29,7 +29,7 @@ class StopAutomaton:
     children: Sequence[dict[str, int]]
     fail: Sequence[int]
     held: Sequence[int]
-    """Code points at the end of the text that are a proper prefix of a stop string."""
+    """Code points at the end of the text that are a proper prefix of a stop string"""
     matched: Sequence[str]
     """The longest stop string that ends in this state; "" for none."""
 

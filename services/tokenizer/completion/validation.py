@@ -35,7 +35,7 @@ _PENALTIES: Mapping[_Penalty, float] = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Neutral value of each penalty."""
+"""Neutral value of each penalty"""
 
 
 def check_model(model: str, served: str) -> None:

@@ -47,9 +47,9 @@ class TokenTable:
     """Texts of the pieces; None for a piece that does not consist of whole characters."""
     leading_space: LeadingSpace
     errors: str
-    """Error handler of the codecs registry for bytes that are not UTF-8."""
+    """Error handler of the codecs registry for bytes that are not UTF-8"""
     hidden: Mapping[int, str]
-    """Texts of the special tokens that the decoded stream leaves out."""
+    """Texts of the special tokens that the decoded stream leaves out"""
 
 
 class Detokenizer:

@@ -52,7 +52,7 @@ class TextEncoding:
     starts: Sequence[int]
     ends: Sequence[int]
     is_added: Sequence[bool]
-    """True if the tokenizer added the token, such as a BOS."""
+    """True if the tokenizer added the token, such as a BOS"""
 
 
 class Vocabulary:
@@ -83,7 +83,7 @@ class Vocabulary:
         }
         roles = self._special_ids(config, read_json(directory / "special_tokens_map.json"))
         self.special_names = {role: self._names[token] for role, token in roles.items()}
-        """Texts of special tokens by role, such as "bos_token", as chat templates use them."""
+        """Texts of special tokens by role, such as "bos_token", as chat templates use them"""
         self.bos_id = roles.get("bos_token")
         self.eos_id = roles.get("eos_token")
         self.pad_id = roles.get("pad_token")
@@ -94,7 +94,7 @@ class Vocabulary:
 
         self.chat_templates: Mapping[str, str] = read_chat_templates(directory, config)
         self.control_tokens = self._control_tokens(added.values(), answer_marks)
-        """Texts of tokens that steer the model, instead of spelling text."""
+        """Texts of tokens that steer the model, instead of spelling text"""
         self._plain = _without_control_tokens(definition, self.control_tokens)
         self._adds_space = self.encode_plain("a") != self._after_marker("a")
         normalizer = self._tokenizer.normalizer
@@ -112,7 +112,7 @@ class Vocabulary:
         self._search = _PieceSearch(self.table.pieces[: self.model_vocabulary_size or None])
 
         self.tokenizer_class = str(config.get("tokenizer_class") or _FAST_CLASS)
-        """Name of the tokenizer's class in transformers."""
+        """Name of the tokenizer's class in transformers"""
         self.fingerprint = _hash(self._tokenizer.to_str())
         self.configuration_hash = _hash(json.dumps(model_config, sort_keys=True))
 

@@ -55,7 +55,7 @@ class MessageGrammar:
         self._rules = ["TEXT: /(?s:.*)/"]
         self._parts: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
-        """Fields of the request, by the places of the grammar built from them."""
+        """Fields of the request, by the places of the grammar built from them"""
 
     def forced_calls(self, tools: Sequence[IndexedTool], *, single: bool) -> str:
         """Return the rule of one call or, unless `single`, more."""

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Parameters: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Schemas of the tools' arguments by name."""
+"""Schemas of the tools' arguments by name"""
 CallReader: TypeAlias = Callable[[TextReader, Parameters], Reading]
 
 _DECODER = json.JSONDecoder()

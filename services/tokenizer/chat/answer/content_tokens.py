@@ -67,7 +67,7 @@ class ContentTokens:
         self._received = 0
         self._settled = 0
         self._content: deque[tuple[int, int]] = deque()
-        """Spans of content that held tokens may overlap."""
+        """Spans of content that held tokens may overlap"""
 
     def extend(self, text: str, columns: Columns) -> None:
         """Add scored tokens, which add `text`."""

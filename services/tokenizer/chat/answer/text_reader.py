@@ -8,7 +8,7 @@ from services.tokenizer.chat.answer.message_parser import Segment, SegmentKind
 __all__ = ["Reading", "TextReader"]
 
 Reading: TypeAlias = Generator[None, None, bool]
-"""A read that yields whenever it needs more text, and returns whether it found its object."""
+"""A read that yields whenever it needs more text, and returns whether it found its object"""
 
 
 class TextReader:
@@ -17,15 +17,15 @@ class TextReader:
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
-        """Place up to which the text was read."""
+        """Place up to which the text was read"""
         self.is_ended = False
-        """True if the text is complete."""
+        """True if the text is complete"""
         self.is_cut = False
-        """True if max_tokens or a cancellation ended the text, so that calls stay open."""
+        """True if max_tokens or a cancellation ended the text, so that calls stay open"""
         self.is_interrupted = False
-        """True if the text was cut, or a stop string ended it: not the model."""
+        """True if the text was cut, or a stop string ended it: not the model"""
         self.ran_out = False
-        """True if a read needed more text than there is."""
+        """True if a read needed more text than there is"""
         self._segments: list[Segment] = []
 
     def settle(self, kind: SegmentKind, upto: int, text: str | None = None) -> None:

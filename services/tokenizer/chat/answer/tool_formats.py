@@ -30,18 +30,18 @@ class ToolFormat:
 
     name: str
     opens: Sequence[str]
-    """Marks that begin calls anywhere in a message."""
+    """Marks that begin calls anywhere in a message"""
     leads: str
-    """Characters that begin calls without a mark at the start of a message."""
+    """Characters that begin calls without a mark at the start of a message"""
     signs: Sequence[str]
-    """Strings that a chat template of this family contains, all of them."""
+    """Strings that a chat template of this family contains, all of them"""
     marks: Sequence[str]
-    """Control tokens in calls, which the decoded text keeps."""
+    """Control tokens in calls, which the decoded text keeps"""
     read: CallReader
     repeats: bool = False
-    """True if each of several calls has its own mark."""
+    """True if each of several calls has its own mark"""
     between: str = ""
-    """Text between such calls."""
+    """Text between such calls"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ class Templates(msgspec.Struct, frozen=True):
     """The first frame: templates and limits."""
 
     sources: dict[str, str]
-    """Jinja sources by name."""
+    """Jinja sources by name"""
     variables: dict[str, str]
     """Variables of all templates, such as "bos_token"."""
     max_length: int
-    """Characters of a rendered conversation."""
+    """Characters of a rendered conversation"""
     seconds: float
-    """CPU time per conversation: wall time would depend on the load of the machine."""
+    """CPU time per conversation: wall time would depend on the load of the machine"""
 
 
 class RenderJob(msgspec.Struct, frozen=True):
@@ -31,11 +31,11 @@ class RenderJob(msgspec.Struct, frozen=True):
 
     template: str
     messages: Any
-    """A list of messages, as JSON."""
+    """A list of messages, as JSON"""
     tools: Any = None
     """A list of tools as OpenAI's API writes them, as JSON; None for none."""
     variables: dict[str, Any] = {}
-    """Variables of the request."""
+    """Variables of the request"""
     add_generation_prompt: bool = True
     continue_last_message: bool = False
 

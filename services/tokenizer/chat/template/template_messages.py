@@ -27,17 +27,17 @@ class TemplateFacts:
     """Expectations that differ between templates."""
 
     knows_developer: bool = False
-    """True if there is a role for developers, who are "system" otherwise."""
+    """True if there is a role for developers, who are "system" otherwise"""
     takes_parts: bool = False
-    """True if a content is a list of parts instead of a string."""
+    """True if a content is a list of parts instead of a string"""
     empty_content: str | None = None
     """Content of a message that only calls tools; that of other empty messages is ""."""
     arguments_are_text: bool = False
-    """True if arguments of calls are JSON text instead of objects."""
+    """True if arguments of calls are JSON text instead of objects"""
     keeps_broken_arguments: bool = False
-    """True if arguments that are no object are written as their text."""
+    """True if arguments that are no object are written as their text"""
     short_ids: bool = False
-    """True if the id of a call must have nine letters and digits."""
+    """True if the id of a call must have nine letters and digits"""
 
 
 def check_messages(
