@@ -37,16 +37,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates (Jinja) by name. As in transformers, files override `config`."""
+    """Return the chat templates (Jinja) by name. As in transformers, files override `config`.
+
+    Processors of vision-language models saved theirs as chat_template.json, an object.
+    """
     templates: dict[str, str] = {}
-    configured = config.get("chat_template")
+    processor = read_json(directory / "chat_template.json")
+    configured = processor.get("chat_template") or config.get("chat_template")
     if isinstance(configured, str):
         templates[DEFAULT_TEMPLATE] = configured
     elif isinstance(configured, list):
-        templates |= {str(entry["name"]): str(entry["template"]) for entry in configured}
+        templates |= dict(_named_template(directory, entry) for entry in configured)
     further = sorted((directory / "additional_chat_templates").glob("*.jinja"))
     for path in (directory / "chat_template.jinja", *further):
         if (text := read_text(path)) is not None:
             name = DEFAULT_TEMPLATE if path.stem == "chat_template" else path.stem
             templates[name] = text
     return {name: text for name, text in templates.items() if text}
+
+
+def _named_template(directory: Path, entry: object) -> tuple[str, str]:
+    match entry:
+        case {"name": str(name), "template": str(template)}:
+            return name, template
+    raise StartupError(f"{directory}: each entry of chat_template must have a name and a template.")
