@@ -99,10 +99,11 @@ def load_model(
     operators = _choose_operators(spec, dtype, device, weights)
     with Checkpoint(directory) as checkpoint:
         names = whole.family.names
-        roots = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
-        manifest = Manifest.of(whole, next(roots, names.roots[0]))
-        ignored = (*names.ignored, "lm_head.weight") if spec.tied_embeddings else names.ignored
-        total = checkpoint.require(manifest.tensors(), ignored)
+        held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
+        root = next(held, next(iter(names.roots)))
+        manifest = Manifest.of(whole, root)
+        head = (f"{names.roots[root]}.weight",) if spec.tied_embeddings else ()
+        total = checkpoint.require(manifest.tensors(), (*names.ignored, *head))
         bar = LoadProgress(total, shown=progress)
         try:
             reader = WeightReader(checkpoint, whole, dtype, device, operators, bar, shard)

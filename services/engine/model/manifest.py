@@ -88,7 +88,7 @@ class Manifest:
 
     @staticmethod
     def of(spec: ModelSpec, root: str) -> "Manifest":
-        """List the tensors of `spec`; all names but the output projection's begin with `root`."""
+        """List the tensors of `spec`, whose names begin with `root`, one of its family's roots."""
         names = spec.family.names
         positions = None
         if names.positions is not None:
@@ -103,7 +103,9 @@ class Manifest:
                 for index in range(spec.num_layers)
             ),
             final_norm=_norm(spec, f"{root}{names.final_norm}"),
-            head=None if spec.tied_embeddings else StoredTensor("lm_head.weight", table),
+            head=None
+            if spec.tied_embeddings
+            else StoredTensor(f"{names.roots[root]}.weight", table),
         )
 
     def tensors(self) -> Iterator[StoredTensor]:

@@ -16,21 +16,34 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
+    Idefics3Config,
     LlamaConfig,
+    LlavaConfig,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLTextConfig,
     Qwen2Config,
+    Qwen2VLConfig,
+    Qwen2VLTextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLTextConfig,
     SmolLM3Config,
+    SmolVLMConfig,
     Starcoder2Config,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.model.decoder import Decoder
@@ -75,6 +88,22 @@ _LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
     "partial_rotary_factor": 0.75,
 }
+_MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
+_VISION: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 8,
+    "num_heads": 1,
+    "out_hidden_size": 64,
+}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_SHAPE),
@@ -111,20 +140,44 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "gemma3, with images": Gemma3Config(  # type: ignore[call-arg]
         text_config=Gemma3TextConfig(**_WIDE | {"tie_word_embeddings": True}, sliding_window=9),
-        vision_config={
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "image_size": 28,
-            "patch_size": 14,
-        },
+        vision_config=_VISION,
         mm_tokens_per_image=1,
         image_token_index=90,
         boi_token_index=91,
         eoi_token_index=92,
         eos_token_id=[1, 7],
         architectures=["Gemma3ForConditionalGeneration"],
+    ),
+    "llava, llama": LlavaConfig(text_config=LlamaConfig(**_SHAPE), vision_config=_VISION),
+    "llava, mistral": LlavaConfig(
+        text_config=MistralConfig(**_SHAPE, sliding_window=11), vision_config=_VISION
+    ),
+    "llava, qwen2": LlavaConfig(text_config=Qwen2Config(**_SHAPE), vision_config=_VISION),
+    "mistral3": Mistral3Config(
+        text_config=MistralConfig(**_SHAPE, sliding_window=None),
+        vision_config=_VISION,
+        tie_word_embeddings=False,
+    ),
+    "idefics3": Idefics3Config(text_config=LlamaConfig(**_SHAPE), vision_config=_VISION),
+    "smolvlm, tied": SmolVLMConfig(
+        text_config=LlamaConfig(**_SHAPE | {"tie_word_embeddings": True}),
+        vision_config=_VISION,
+        tie_word_embeddings=True,
+    ),
+    "qwen2 vl": Qwen2VLConfig(
+        text_config=Qwen2VLTextConfig(**_SHAPE, rope_parameters=_MROPE),
+        vision_config={"depth": 1, "embed_dim": 8, "hidden_size": 64, "num_heads": 1},
+    ),
+    "qwen2.5 vl, tied": Qwen2_5_VLConfig(
+        text_config=Qwen2_5_VLTextConfig(**_SHAPE, rope_parameters=_MROPE),
+        vision_config=_QWEN_VISION,
+        tie_word_embeddings=True,
+    ),
+    "qwen3 vl": Qwen3VLConfig(
+        text_config=Qwen3VLTextConfig(
+            **_WIDE, rope_parameters=_MROPE | {"mrope_section": [8, 4, 4]}
+        ),
+        vision_config=_QWEN_VISION | {"deepstack_visual_indexes": [0]},
     ),
     "phi3": Phi3Config(**_SHAPE, sliding_window=30),
     "phi3, long": Phi3Config(
@@ -198,7 +251,8 @@ def make_checkpoint(
 ) -> PreTrainedModel:
     """Save a model with random weights, norms and biases; return it as the reference."""
     torch.manual_seed(3)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
     is_offset = isinstance(config, Gemma2Config | Gemma3TextConfig | Gemma3Config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -67,6 +67,8 @@ def _read(
         # Dynamic scaling applies beyond max_position_embeddings, which no sequence exceeds.
         case "default" | "dynamic":
             pass
+        case "mrope":  # its three positions are equal for text
+            pass
         case "linear":
             frequencies = frequencies / rope.positive_number("factor")
         case "llama3":
@@ -81,7 +83,7 @@ def _read(
         case _:
             raise CheckpointError(
                 f"{config.file}: rope_type {kind} is not supported. Supported: "
-                "default, linear, dynamic, llama3, yarn, longrope."
+                "default, linear, dynamic, llama3, yarn, longrope, mrope."
             )
     return RotarySpec(tuple(frequencies.tolist()), factor)
 

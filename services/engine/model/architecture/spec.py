@@ -9,6 +9,7 @@ from services.engine.model.architecture.activation import Activation, Nonlineari
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.families import FAMILIES, Family, WindowRule
+from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 
 __all__ = ["ExpertsSpec", "ModelSpec"]
 
@@ -162,10 +163,12 @@ def _family(config: Config) -> Family:
     for name in architectures:
         if name in FAMILIES:
             return FAMILIES[name]
+        if name in VISION_LANGUAGE:
+            return VISION_LANGUAGE[name].family(config)
     named = ", ".join(architectures) or "none"
     raise CheckpointError(
         f"{config.file}: the architecture {named} is not supported. Supported: "
-        f"{', '.join(FAMILIES)}."
+        f"{', '.join((*FAMILIES, *VISION_LANGUAGE))}."
     )
 
 

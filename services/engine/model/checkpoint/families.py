@@ -1,12 +1,14 @@
 """Supported architectures and their differences from the Llama decoder."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
 
 __all__ = ["FAMILIES", "ExpertTensorNames", "Family", "QkNorm", "WindowRule"]
+
+_HEAD = "lm_head"
 
 
 class WindowRule(Enum):
@@ -47,8 +49,8 @@ class TensorNames:
     Names of a layer's tensors are relative to the layer.
     """
 
-    roots: tuple[str, ...] = ("model.", "")
-    """Alternative prefixes of all names but the output projection's"""
+    roots: Mapping[str, str] = field(default_factory=lambda: {"model.": _HEAD, "": _HEAD})
+    """Alternative prefixes of names, and with each the whole name of the output projection"""
     embedding: str = "embed_tokens"
     positions: str | None = None
     """Learned position embedding, instead of RoPE"""
@@ -124,31 +126,6 @@ _GEMMA = TensorNames(
     feed_forward_post_norm="post_feedforward_layernorm",
 )
 _QWEN: JsonObject = {"use_sliding_window": False, "max_window_layers": 28}
-_GEMMA3 = Family(
-    "Gemma3ForCausalLM",
-    names=_GEMMA,
-    keys={"hidden_act": "hidden_activation"},
-    defaults={
-        "hidden_activation": "gelu_pytorch_tanh",
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        "vocab_size": 262208,
-    },
-    reads_attention_bias=True,
-    qk_norm=QkNorm.HEAD,
-    norm_offset=True,
-    windows=WindowRule.PATTERN,
-    local_rotary=True,
-    scaled_embedding=True,
-    reads_soft_caps=True,
-)
 
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
@@ -183,16 +160,30 @@ FAMILIES: Mapping[str, Family] = {
             scaled_embedding=True,
             reads_soft_caps=True,
         ),
-        _GEMMA3,
-        replace(
-            _GEMMA3,
-            architecture="Gemma3ForConditionalGeneration",
-            names=replace(
-                _GEMMA,
-                roots=("language_model.model.", "model.language_model."),
-                ignored=("*vision_tower.*", "*multi_modal_projector.*"),
-            ),
-            section="text_config",
+        Family(
+            "Gemma3ForCausalLM",
+            names=_GEMMA,
+            keys={"hidden_act": "hidden_activation"},
+            defaults={
+                "hidden_activation": "gelu_pytorch_tanh",
+                "head_dim": 256,
+                "max_position_embeddings": 131072,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 6,
+                "rope_theta": 1e6,
+                "tie_word_embeddings": True,
+                "vocab_size": 262208,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.HEAD,
+            norm_offset=True,
+            windows=WindowRule.PATTERN,
+            local_rotary=True,
+            scaled_embedding=True,
+            reads_soft_caps=True,
         ),
         Family(
             "Phi3ForCausalLM",
@@ -254,7 +245,7 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "GPT2LMHeadModel",
             names=TensorNames(
-                roots=("transformer.", ""),
+                roots={"transformer.": _HEAD, "": _HEAD},
                 embedding="wte",
                 positions="wpe",
                 layers="h",

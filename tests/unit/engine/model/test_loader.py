@@ -20,6 +20,7 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.generation import load_generation_defaults
+from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 from services.engine.model.loader import load_model, load_spec, resolve_dtype
 from tests.unit.engine.checkpoints import (
     CONFIGS,
@@ -236,7 +237,8 @@ def test_any_config_value_is_understood_or_refused(
 
 def test_documentation_names_every_family() -> None:
     text = (Path(__file__).parents[4] / "docs" / "models.md").read_text(encoding="utf-8")
-    assert [name for name in FAMILIES if f"`{name}`" not in text] == []
+    names = (*FAMILIES, *VISION_LANGUAGE)
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_loading_runs_no_code_and_opens_no_connection(

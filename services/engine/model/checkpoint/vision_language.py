@@ -1,0 +1,133 @@
+"""Vision-language architectures: a decoder of FAMILIES beside a vision tower, which is not read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from services.engine.model.checkpoint.config import CheckpointError, Config, JsonObject
+from services.engine.model.checkpoint.families import FAMILIES, Family
+
+__all__ = ["VISION_LANGUAGE", "VisionLanguage"]
+
+_SECTION = "text_config"
+
+_DECODERS: Mapping[str, tuple[str, JsonObject]] = {
+    "llama": (
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+        },
+    ),
+    "mistral": (
+        "MistralForCausalLM",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+        },
+    ),
+}
+"""Decoders by the model_type of text_config, with transformers' defaults for what it leaves out"""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLanguage:
+    """One vision-language architecture."""
+
+    architecture: str
+    decoder: str | None
+    """Architecture of the decoder; None: text_config names it"""
+    roots: Mapping[str, str]
+    """As TensorNames.roots"""
+    vision: tuple[str, ...]
+    """Patterns of the tensors that belong to the vision tower and its projector"""
+
+    def family(self, config: Config) -> Family:
+        """Return the family of the decoder that `config` describes. Raises CheckpointError."""
+        decoder, defaults = self._decoder(config)
+        names = replace(
+            decoder.names, roots=self.roots, ignored=(*decoder.names.ignored, *self.vision)
+        )
+        return replace(
+            decoder,
+            architecture=self.architecture,
+            names=names,
+            section=_SECTION,
+            defaults={**defaults, **decoder.defaults},
+        )
+
+    def _decoder(self, config: Config) -> tuple[Family, JsonObject]:
+        if self.decoder is not None:
+            return FAMILIES[self.decoder], {}
+        kind = config.section(_SECTION).text("model_type", "llama")
+        if kind not in _DECODERS:
+            raise CheckpointError(
+                f"{config.file}: {_SECTION}'s model_type {kind} is not supported. Supported: "
+                f"{', '.join(_DECODERS)}."
+            )
+        architecture, defaults = _DECODERS[kind]
+        return FAMILIES[architecture], defaults
+
+
+_LLAVA = VisionLanguage(
+    "LlavaForConditionalGeneration",
+    decoder=None,
+    roots={"language_model.model.": "language_model.lm_head", "model.language_model.": "lm_head"},
+    vision=("*vision_tower.*", "*multi_modal_projector.*"),
+)
+_IDEFICS3 = VisionLanguage(
+    "Idefics3ForConditionalGeneration",
+    decoder=None,
+    roots={"model.text_model.": "lm_head"},
+    vision=("model.vision_model.*", "model.connector.*"),
+)
+_QWEN2_VL = VisionLanguage(
+    "Qwen2VLForConditionalGeneration",
+    decoder="Qwen2ForCausalLM",
+    roots={"model.": "lm_head", "model.language_model.": "lm_head"},
+    vision=("visual.*", "model.visual.*"),
+)
+
+VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
+    model.architecture: model
+    for model in (
+        replace(
+            _LLAVA,
+            architecture="Gemma3ForConditionalGeneration",
+            decoder="Gemma3ForCausalLM",
+        ),
+        _LLAVA,
+        replace(_LLAVA, architecture="Mistral3ForConditionalGeneration"),
+        _IDEFICS3,
+        replace(_IDEFICS3, architecture="SmolVLMForConditionalGeneration"),
+        _QWEN2_VL,
+        replace(_QWEN2_VL, architecture="Qwen2_5_VLForConditionalGeneration"),
+        replace(
+            _QWEN2_VL,
+            architecture="Qwen3VLForConditionalGeneration",
+            decoder="Qwen3ForCausalLM",
+        ),
+    )
+}
+"""Vision-language architectures by name, as in config.json"""

@@ -1,0 +1,108 @@
+"""Vision-language checkpoints: their decoders are read, however the file names the tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlavaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+
+from services.common.json_values import Json
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.loader import load_model
+from tests.unit.engine.checkpoints import (
+    CONFIGS,
+    Driver,
+    make_checkpoint,
+    random_tokens,
+    reference_logits,
+)
+
+LLAVA = ("language_model.model.", "language_model.lm_head.")
+TRANSFORMERS_5 = ("model.language_model.", "lm_head.")
+LAYOUTS = [
+    ("llava, llama", LLAVA),
+    ("llava, llama", TRANSFORMERS_5),
+    ("mistral3", LLAVA),
+    ("mistral3", TRANSFORMERS_5),
+    ("qwen2 vl", ("model.", "lm_head.")),
+    ("qwen2 vl", TRANSFORMERS_5),
+    ("qwen3 vl", TRANSFORMERS_5),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+def test_every_published_layout_is_read(
+    family: str, layout: tuple[str, str], tmp_path: Path
+) -> None:
+    """Releases of transformers named the decoder's tensors differently."""
+    model = make_checkpoint(tmp_path, CONFIGS[family])
+    file = tmp_path / "model.safetensors"
+    renamed = {_rename(name, layout): tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file)
+    assert any(name.startswith(layout[0] + "layers.") for name in renamed)
+    tokens = random_tokens(20, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, 20)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
+def test_settings_of_the_decoder_are_read_beside_those_of_images(tmp_path: Path) -> None:
+    """Qwen2-VL's published config.json has no text_config, and a RoPE of type mrope."""
+    model = make_checkpoint(tmp_path, CONFIGS["qwen2 vl"])
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    section = config.pop("text_config")
+    rope = section.pop("rope_parameters")
+    old = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**section, **config, "rope_theta": rope["rope_theta"], "rope_scaling": old}
+    file.write_text(json.dumps(flat))
+    tokens = random_tokens(20, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, 20)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("decoder", [LlamaConfig, MistralConfig, Qwen2Config])
+def test_absent_settings_of_the_decoder_are_those_of_transformers(
+    decoder: type[PreTrainedConfig],
+) -> None:
+    """LLaVA-1.5's text_config names little more than its model_type."""
+    values: dict[str, Json] = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": {"model_type": decoder.model_type},
+    }
+    ours = ModelSpec.from_config(values)
+    theirs: Any = LlavaConfig(text_config={"model_type": decoder.model_type}).text_config
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.hidden_size == theirs.hidden_size
+    assert ours.intermediate_size == theirs.intermediate_size
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.context_length == theirs.max_position_embeddings
+    assert ours.norm_epsilon == theirs.rms_norm_eps
+    assert set(ours.windows) == {getattr(theirs, "sliding_window", None) or 0}
+
+
+def test_unknown_decoder_is_refused_by_name() -> None:
+    values: dict[str, Json] = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": {"model_type": "mamba"},
+    }
+    with pytest.raises(CheckpointError, match="text_config's model_type mamba is not supported"):
+        ModelSpec.from_config(values)
+
+
+def _rename(name: str, layout: tuple[str, str]) -> str:
+    if "vis" in name or "projector" in name:
+        return name
+    if "lm_head." in name:
+        return layout[1] + name.split("lm_head.")[1]
+    decoder = name.replace("language_model.", "").replace("model.", "")
+    return layout[0] + decoder
