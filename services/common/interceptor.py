@@ -6,7 +6,6 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -14,7 +13,8 @@ from google.protobuf.message import DecodeError
 
 from services.common.errors import abort, internal_error
 from services.common.logging import failure, request_id, traceparent
-from tokenwire.errors import ServiceError, invalid
+from services.common.priority import PRIORITY_KEY, parse_priority
+from tokenwire.errors import ServiceError
 
 __all__ = [
     "RpcInterceptor",
@@ -51,14 +51,7 @@ def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str
 
 def metadata_priority(context: grpc.aio.ServicerContext[Any, Any]) -> int:
     """Return x-priority, 0 if it is absent. Raises INVALID_ARGUMENT if it is not an int32."""
-    text = metadata_value(context, "x-priority") or "0"
-    with suppress(ValueError):
-        if -(2**31) <= (priority := int(text)) < 2**31:
-            return priority
-    raise invalid(
-        "x-priority",
-        f"x-priority must be an integer from -2147483648 to 2147483647, got {text!r}.",
-    )
+    return parse_priority(metadata_value(context, PRIORITY_KEY) or "0")
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):

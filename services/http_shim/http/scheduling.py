@@ -4,21 +4,18 @@ x-priority lets a caller overtake the others. x-tenant lets it find out, by `cac
 another tenant asked. The operator therefore decides whether these headers count.
 """
 
-import re
-
 import grpc
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.common.priority import PRIORITY_KEY, PRIORITY_LIMIT, parse_priority
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.failures import error_response
-from tokenwire.errors import ServiceError, invalid
+from tokenwire.errors import ServiceError
 
 __all__ = ["SchedulingMiddleware", "priority_of"]
 
-_PRIORITY, _TENANT = "x-priority", "x-tenant"
-_INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
-_PRIORITY_LIMIT = 2**31
+_TENANT = "x-tenant"
 
 
 def priority_of(exchange: Exchange, asked: int | None) -> int:
@@ -38,7 +35,7 @@ def priority_of(exchange: Exchange, asked: int | None) -> int:
             "the priority of its requests.",
             field="priority",
         )
-    return max(exchange.priority - asked, -_PRIORITY_LIMIT)
+    return max(exchange.priority - asked, -PRIORITY_LIMIT)
 
 
 class SchedulingMiddleware:
@@ -59,7 +56,7 @@ class SchedulingMiddleware:
                 await error_response(scope, error)(scope, receive, send)
                 return
         else:
-            exchange.ignored_headers = [name for name in (_PRIORITY, _TENANT) if name in headers]
+            exchange.ignored_headers = [name for name in (PRIORITY_KEY, _TENANT) if name in headers]
         await self._app(scope, receive, send)
 
 
@@ -72,12 +69,5 @@ def _follow_key(exchange: Exchange) -> None:
 def _follow_headers(exchange: Exchange, headers: Headers) -> None:
     """Apply x-priority and x-tenant. Raises INVALID_ARGUMENT for an invalid priority."""
     exchange.tenant = headers.get(_TENANT) or exchange.tenant
-    text = headers.get(_PRIORITY)
-    if text is None:
-        return
-    if not _INTEGER.fullmatch(text) or not -_PRIORITY_LIMIT <= int(text) < _PRIORITY_LIMIT:
-        raise invalid(
-            _PRIORITY,
-            f"{_PRIORITY} must be an integer from -2147483648 to 2147483647, got {text!r}.",
-        )
-    exchange.priority = int(text)
+    if (text := headers.get(PRIORITY_KEY)) is not None:
+        exchange.priority = parse_priority(text)
