@@ -201,15 +201,16 @@ class Backend:
 
     async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         """Return the answer of an idempotent call, which is repeated if the service was lost."""
-        for _ in range(_MAX_LOSSES):
+        losses = 0
+        while True:
             try:
                 return await call()
             except grpc.aio.AioRpcError as failure:
                 error = ServiceError.from_rpc_error(failure)
-                if error.code is not grpc.StatusCode.UNAVAILABLE:
-                    raise error from None
+            if error.code is not grpc.StatusCode.UNAVAILABLE or losses == _MAX_LOSSES:
+                raise error
+            losses += 1
             await self.wait_until_serving(error)
-        raise error
 
     async def _probe_health(self, seconds: float) -> bool:
         loop = asyncio.get_running_loop()

@@ -115,8 +115,10 @@ class Catalog:
         return any(await asyncio.gather(*[each.backend.is_ready() for each in connections]))
 
     async def close(self) -> None:
-        for task in (*self._retiring, *self._context_checks):
+        tasks = (*self._retiring, *self._context_checks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for connection in self._connections.values():
             await connection.backend.close()
 

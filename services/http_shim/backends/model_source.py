@@ -37,9 +37,11 @@ class Connection:
                 self._idle.set()
 
     async def retire(self) -> None:
-        """Close the backend when no request uses it. No new request may come."""
-        await self._idle.wait()
-        await self.backend.close()
+        """Close the backend when no request uses it, or when cancelled. No new one may come."""
+        try:
+            await self._idle.wait()
+        finally:
+            await self.backend.close()
 
 
 @dataclass(frozen=True, slots=True)
