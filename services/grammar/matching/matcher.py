@@ -1,5 +1,6 @@
 """The state of one sequence in its grammar."""
 
+import time
 from collections.abc import Sequence
 
 from llguidance import LLMatcher
@@ -10,6 +11,7 @@ from services.grammar.matching.uniqueness import UniquenessState
 __all__ = ["Matcher", "RefusedTokenError"]
 
 _MAX_FORCED = 64  # ids at once; a grammar can force an endless sequence
+_MAX_COMPUTED = 16_384  # forced ids; the library computes all that follow, for each one anew
 _ALLOWANCE, _ALLOWANCE_PER_MASK = 0.25, 0.005  # CPU seconds
 
 
@@ -115,12 +117,18 @@ class Matcher:
         """Accept ids as long as only one is allowed; return them.
 
         They are taken one by one, so that they don't depend on the state in which the call comes.
+        Where very long text is forced, this takes few of them: the masks force the others.
         """
         forced: list[int] = []
-        while len(forced) < _MAX_FORCED and not self.terminated:
+        computed = 0
+        while len(forced) < _MAX_FORCED and computed < _MAX_COMPUTED and not self.terminated:
+            began = time.thread_time()
             following = self.inner.compute_ff_tokens()
+            if (seconds := time.thread_time() - began) > _ALLOWANCE_PER_MASK:
+                self.charge(seconds)
             if not following:
                 break
+            computed += len(following)
             token = following[0]
             if token >= vocabulary_size or token in self.end_ids:
                 break

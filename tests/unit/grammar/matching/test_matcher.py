@@ -119,6 +119,15 @@ def test_forced_tokens_are_the_only_ids_of_their_masks(seed: int, data: st.DataO
     assert stepping.terminated == jumping.terminated
 
 
+def test_very_long_forced_text_is_computed_once_a_step_and_holds_up_no_other_matcher() -> None:
+    prototype = compile_prototype(BYTES, translate(GrammarSpec(regex="a{100000}")))
+    stepping = Matcher(prototype.deep_copy(), (END,))
+    for _ in range(3):
+        assert stepping.fork().take_forced(WIDTH) == [ord("a")]
+        assert mask_of(stepping) == 1 << ord("a")
+        stepping.accept([ord("a")], WIDTH)
+
+
 def test_a_matcher_may_be_slow_sometimes_but_not_on_average() -> None:
     matcher = fresh()
     matcher.charge(0.2)
