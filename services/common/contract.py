@@ -30,6 +30,13 @@ MAX_BAD_IDS = 16_384
 MAX_CHAT_LOGPROBS = 20
 """Candidates of each token of a chat"""
 
+MAX_IMAGES = 16
+"""Images of a request"""
+MAX_IMAGE_BYTES = 20 * 1024 * 1024
+"""Bytes of an encoded image"""
+MAX_IMAGE_PIXELS = 1 << 25
+"""Width x height of an image"""
+
 MAX_MESSAGES = 4_096
 """Messages of a chat"""
 MAX_MESSAGE_PARTS = 1_024
