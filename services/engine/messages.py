@@ -6,8 +6,8 @@ step out. The processes share nothing else.
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ __all__ = [
     "MirostatSettings",
     "ModelDescription",
     "Output",
+    "PlacedImage",
     "Refused",
     "RequestDone",
     "RequestOutput",
@@ -149,6 +150,21 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An encoded image, and the ids of its prompt that it stands for."""
+
+    digest: bytes
+    """Hash of the encoded file: equal images share cached prefixes"""
+    places: Sequence[int]
+    """Indices of its ids in the prompt, rising"""
+    embeddings: bytearray
+    """[layers, len(places), hidden size] in the model's dtype. The first layer replaces the
+    embeddings of the ids; the others are added to what the first decoder layers return"""
+    grid: tuple[int, int] | None = None
+    """Rows and columns in which the ids lie, for multimodal RoPE; None = they lie in a line"""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedRequest:
     """A valid GenerateRequest with every default applied: prompts x n sequences."""
 
@@ -163,6 +179,8 @@ class CheckedRequest:
     resume: Sequence[Resume]
     constrained: bool
     """Sequence i draws through the masks of matcher (handle, i)"""
+    images: Mapping[int, Sequence[PlacedImage]] = field(default_factory=dict)
+    """By prompt index, its images in order"""
 
     @property
     def num_sequences(self) -> int:

@@ -4,7 +4,18 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-__all__ = ["OutputRows", "StepBatch"]
+__all__ = ["ImageRows", "OutputRows", "StepBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Rows of a step's tokens that stand for parts of an image."""
+
+    indices: Tensor
+    """int64 [rows], indices among the step's tokens"""
+    embeddings: Tensor
+    """[layers, rows, hidden_size]: the first layer replaces the tokens' embeddings, the others are
+    added to the hidden states behind the first decoder layers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +58,24 @@ class StepBatch:
     """`context_lengths`, on the host"""
     output_rows: OutputRows | None = None
     """Rows whose hidden states are returned; None = all"""
+    images: tuple[ImageRows, ...] = ()
+    rotary_positions: Tensor | None = None
+    """int64 [3, tokens], time, row and column of each token in multimodal RoPE; None = `positions`
+    are all three"""
+    visible_ends: Tensor | None = None
+    """int32 [tokens], index after the last key that each token sees, where the tokens of an image
+    see each other; None = each token sees those up to itself"""
 
     @property
     def narrowed(self) -> "StepBatch":
         """This batch with the output rows as its only queries. Keys and values stay complete."""
         if self.output_rows is None:
             return self
+        ends = self.visible_ends
         return replace(
             self,
             query_starts=self.output_rows.starts,
             query_lengths_host=self.output_rows.lengths_host,
             output_rows=None,
+            visible_ends=None if ends is None else ends[self.output_rows.indices],
         )

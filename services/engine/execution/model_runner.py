@@ -12,6 +12,7 @@ from services.engine.batch.staging import HostFields, Staging
 from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.execution.decode_graphs import DecodeGraphs
+from services.engine.execution.step_images import NO_IMAGES, StepImages
 from services.engine.model.attention import KVCache
 from services.engine.model.decoder import Decoder
 from services.engine.scheduling.sequence import Sequence
@@ -61,6 +62,7 @@ class ModelRunner:
         self._staging = Staging(decoder.device)
         self._spare = [cache.num_blocks - 1]
         self._graphs: DecodeGraphs | None = None
+        self._images = StepImages(decoder.spec, decoder.dtype, decoder.device)
         self.device = decoder.device
         if graph_capacity is not None:
             rows = row_bucket(graph_capacity.sequences)
@@ -75,7 +77,7 @@ class ModelRunner:
         Rows are in the order of the plan: one per decode, `num_outputs` per chunk. drawn: the
         newest tokens of the sequences that have one in flight.
         """
-        if self._graphs is None or plan.chunks:
+        if self._graphs is None or plan.chunks or self._images.concern(plan):
             return self._decoder.forward(self._batch(plan, drawn), self._cache)
         padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
         return self._graphs.run(self._batch(plan, drawn, padding))
@@ -124,6 +126,7 @@ class ModelRunner:
             ]
         if is_partial := outputs != counts:
             _fill_output_rows(fields, outputs)
+        images = self._images.of(plan, fields) if self._images.concern(plan) else NO_IMAGES
         staged = self._staging.send()
         if drawn is not None:
             _insert(staged.token_ids[: len(decodes)], staged.sources[: len(decodes)], drawn.ids)
@@ -142,6 +145,9 @@ class ModelRunner:
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
             output_rows=output_rows,
+            images=images.rows,
+            rotary_positions=images.rotary_positions,
+            visible_ends=images.visible_ends,
         )
 
     def _fill_slots(self, fields: HostFields, counts: list[int]) -> None:

@@ -39,6 +39,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
             block_size=cache.block_size,
             rows_at_once=decoder.rows_at_once,
             speculate=settings.speculate == "ngram",
+            keeps_images_whole=spec.family.images_see_ahead,
             max_logit_rows=max_logit_rows(settings.max_running),
         ),
         pool,

@@ -27,6 +27,7 @@ from services.engine.messages import (
     SetMasks,
     Token,
 )
+from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence, SequenceState
 from services.engine.scheduling.token_ids import Prompt
@@ -123,7 +124,15 @@ class RequestTable:
         checked, size = command.checked, self._scheduler.limits.block_size
         request = Request(command)
         resumed = {resume.sequence: resume for resume in checked.resume}
-        prompts = [Prompt(ids, command.cache_salt, size) for ids in checked.prompts]
+        prompts = [
+            Prompt(
+                ids,
+                command.cache_salt,
+                size,
+                PromptImages(checked.images[index], len(ids)) if index in checked.images else None,
+            )
+            for index, ids in enumerate(checked.prompts)
+        ]
         for index in range(checked.num_sequences):
             prompt = index // checked.n
             request.sequences.append(

@@ -161,13 +161,14 @@ class Decoder:
         """
         buffers = self._buffers(len(batch.token_ids))
         self._embed(batch, buffers.hidden)
+        positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
         for rotary, rotation in zip(self._rotaries, buffers.rotations, strict=True):
-            rotary.compute(batch.positions, rotation)
+            rotary.compute(positions, rotation)
         outputs = batch.output_rows
         kept = buffers if outputs is None else self._activations.first(len(outputs.indices))
         layers = partial(self._run_layers, batch, cache, buffers, kept)
-        if self._recording is None:
-            layers()
+        if self._recording is None or any(len(image.embeddings) > 1 for image in batch.images):
+            layers()  # a recording lacks what images add between the layers
         else:
             self._recording.run(batch, cache, layers)
         return kept.hidden
@@ -241,11 +242,16 @@ class Decoder:
             layer.output.add_to(buffers.attended, buffers.hidden)
             self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
             layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner)
+            for image in batch.images:
+                if index + 1 < len(image.embeddings):
+                    buffers.hidden.index_add_(0, image.indices, image.embeddings[index + 1])
 
     def _embed(self, batch: StepBatch, hidden: Tensor) -> None:
         torch.index_select(self._weights.embedding, 0, batch.token_ids, out=hidden)
         if self.spec.embedding_scale != 1:
             hidden *= self.spec.embedding_scale
+        for image in batch.images:
+            hidden[image.indices] = image.embeddings[0]
         if self._weights.positions is not None:
             hidden += self._weights.positions[batch.positions]
 

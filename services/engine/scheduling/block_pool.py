@@ -1,6 +1,7 @@
 """Pool of KV blocks: allocation, reference counts, prefix lookup.
 
-A full block is identified by a hash of its parent's hash and its own ids. Equal prefixes, the n
+A full block is identified by a hash of its parent's hash, its own ids and their images. Equal
+prefixes, the n
 choices of a prompt and a preempted sequence all find their blocks by it. A block without a holder
 keeps its contents until it is allocated again, the oldest first.
 """
@@ -19,12 +20,13 @@ class OutOfBlocksError(Exception):
     """Fewer blocks are free than were requested."""
 
 
-def hash_block(parent: bytes, ids: npt.NDArray[np.int32]) -> bytes:
+def hash_block(parent: bytes, ids: npt.NDArray[np.int32], images: bytes = b"") -> bytes:
     """Return the hash of a full block: 16 bytes over its parent's hash and its own ids.
 
-    The parent of a sequence's first block is its cache salt.
+    The parent of a sequence's first block is its cache salt. images: the digests of the images that
+    some of the ids stand for.
     """
-    return hashlib.blake2b(ids.tobytes(), key=parent[:64], digest_size=16).digest()
+    return hashlib.blake2b(ids.tobytes() + images, key=parent[:64], digest_size=16).digest()
 
 
 class BlockPool:

@@ -16,6 +16,7 @@ from services.engine.scheduling.block_pool import BlockPool
 from services.engine.scheduling.drafter import Drafter
 from services.engine.scheduling.preemption import Preemption
 from services.engine.scheduling.prompt_budget import Allowance, Backlog, PromptBudget
+from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.sequence import Sequence, SequenceState
 from services.engine.scheduling.step_cost import StepCost
 from services.engine.scheduling.step_plan import Chunk, SchedulerLimits, StepPlan
@@ -211,6 +212,8 @@ class Scheduler:
                     candidates.skip_waiting()
                     continue
             count = _share(sequence.uncomputed, left, allowance.slack, backlog)
+            if sequence.images is not None and self.limits.keeps_images_whole:
+                count = _whole_images(sequence.images, sequence.num_computed, count)
             left -= count
             yield self._prefill(sequence, count)
             pending.update(self._uncomputed_hashes(sequence))
@@ -353,6 +356,18 @@ def _share(wanted: int, left: int, slack: int, backlog: Backlog) -> int:
     if others and wanted > _MUCH_LONGER * (backlog.tokens - wanted) / others:
         left -= min(left // 2, max(backlog.tokens - wanted, 0))
     return wanted if wanted <= left + slack else left
+
+
+def _whole_images(images: PromptImages, start: int, count: int) -> int:
+    """Return a number of tokens from `start` on that ends within no image: fewer, if that is any.
+
+    More tokens than a step's limit may come of it, by less than an image.
+    """
+    span = images.span_around(start + count)
+    if span is None or span[0] == start + count:
+        return count
+    first, end = span
+    return first - start if first > start else end - start
 
 
 def _charge_tenants(decodes: Items[Sequence], drafts: Items[Chunk], prefills: Items[Chunk]) -> None:

@@ -59,6 +59,8 @@ class Sequence:
         """Index among the request's sequences, n per prompt"""
         self.prompt_length = len(prompt.ids)
         self.max_tokens = max_tokens
+        self.images = prompt.images
+        """Images of the prompt; None = text alone"""
         self._ids = TokenIds(prompt, resume.generated if resume is not None else ())
 
         self.state = SequenceState.WAITING

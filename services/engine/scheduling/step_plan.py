@@ -23,6 +23,8 @@ class SchedulerLimits:
     """Rows of a full tile: a product of fewer takes as long, so steps are filled to a multiple"""
     speculate: bool = False
     """True if draft tokens are proposed"""
+    keeps_images_whole: bool = False
+    """True if a step computes all tokens of an image, because they see each other"""
     max_logit_rows: int = 256
     """Rows of logits that a step has memory for"""
 

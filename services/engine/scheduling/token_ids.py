@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.engine.scheduling.block_pool import hash_block
+from services.engine.scheduling.prompt_images import PromptImages
 
 __all__ = ["Prompt", "TokenIds"]
 
@@ -13,10 +14,18 @@ __all__ = ["Prompt", "TokenIds"]
 class Prompt:
     """Ids and block hashes of a prompt, shared by all its choices."""
 
-    def __init__(self, ids: Items[int], cache_salt: bytes, block_size: int) -> None:
+    def __init__(
+        self,
+        ids: Items[int],
+        cache_salt: bytes,
+        block_size: int,
+        images: PromptImages | None = None,
+    ) -> None:
         self.ids = np.array(ids, dtype=np.int32)
         """int32 [length]; not writeable"""
         self.ids.flags.writeable = False
+        self.images = images
+        """None = a prompt without images"""
         self.cache_salt = cache_salt
         self.block_size = block_size
         self.num_blocks = len(ids) // block_size
@@ -28,8 +37,13 @@ class Prompt:
         size = self.block_size
         for start in range(len(self._hashes) * size, count * size, size):
             parent = self._hashes[-1] if self._hashes else self.cache_salt
-            self._hashes.append(hash_block(parent, self.ids[start : start + size]))
+            ids = self.ids[start : start + size]
+            self._hashes.append(hash_block(parent, ids, self.digests(start)))
         return self._hashes[:count]
+
+    def digests(self, start: int) -> bytes:
+        """Return the digests of the images in the block that begins at index `start`."""
+        return b"" if self.images is None else self.images.digests(start, start + self.block_size)
 
     def block_hash(self, index: int) -> bytes:
         """Return the hash of one block that the prompt fills."""
@@ -77,7 +91,8 @@ class TokenIds:
         while len(self._hashes) <= own:
             last = prompt.num_blocks + len(self._hashes)
             parent = self.block_hash(last - 1) if last else prompt.cache_salt
-            self._hashes.append(hash_block(parent, self._ids[last * size : (last + 1) * size]))
+            ids = self._ids[last * size : (last + 1) * size]
+            self._hashes.append(hash_block(parent, ids, prompt.digests(last * size)))
         return self._hashes[own]
 
     def block_hashes(self, tokens: int) -> list[bytes]:

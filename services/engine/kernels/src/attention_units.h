@@ -63,11 +63,12 @@ inline Plan plan(const tw_attention &a, int64_t leading, int64_t part_size) {
       for (int64_t block = divide_up(rows, kMostRows) - 1; block >= 0; block--) {
         int64_t row = block * kMostRows, count = smaller(kMostRows, rows - row);
         int64_t lowest = context - length + row / a.group;
-        int64_t highest = context - length + (row + count - 1) / a.group;
+        int64_t newest = (row + count - 1) / a.group;
+        int64_t end = a.ends ? a.ends[a.query_starts[s] + newest] : context - length + newest + 1;
         int64_t seen = a.window ? larger(lowest + 1 - a.window, 0) / kTileInner * kTileInner : 0;
         for (int64_t part = 0; part < parts; part++) {
           int64_t first = larger(part * kPart, seen);
-          int64_t last = parts > 1 ? smaller((part + 1) * kPart, context) : highest + 1;
+          int64_t last = parts > 1 ? smaller((part + 1) * kPart, context) : end;
           float *state = parts > 1 ? partial : nullptr;
           *unit++ = {s, h, row, count, first, last, state, part ? 0 : parts};
           if (state) partial += part_size;

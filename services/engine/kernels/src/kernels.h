@@ -76,6 +76,9 @@ struct tw_attention {
   const int32_t *context_lengths;  // [sequences]
   const int32_t *block_tables;   // [sequences, table_stride]
   const float *sinks;  // [num_kv_heads * group] extra logits of the softmax without values, or null
+  // [query_starts[sequences]] index after the last key that a query sees, rising within a sequence;
+  // null: each query sees the keys up to its own. Tiled kernels only.
+  const int32_t *ends;
   int64_t row_stride;
   int64_t table_stride;
   int64_t tokens;
@@ -219,6 +222,8 @@ struct tw_pass {
   const int32_t *block_tables;
   const int64_t *kept;         // null: all rows are kept
   const int32_t *kept_starts;  // query_starts after TW_KEEP
+  const int32_t *ends;         // as in tw_attention
+  const int32_t *kept_ends;    // ends after TW_KEEP
   int64_t table_stride;
   int64_t tokens;
   int64_t sequences;

@@ -15,6 +15,7 @@ double now() {
 struct Rows {
   int64_t count;
   const int32_t *query_starts;
+  const int32_t *ends;
 };
 
 // Runs a copy of a recorded operation with this pass's arguments.
@@ -32,6 +33,7 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
     case TW_ATTENTION:
       operation.attention.slots = pass.slots;
       operation.attention.query_starts = rows.query_starts;
+      operation.attention.ends = rows.ends;
       operation.attention.context_lengths = pass.context_lengths;
       operation.attention.block_tables = pass.block_tables;
       operation.attention.table_stride = pass.table_stride;
@@ -41,7 +43,7 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
     case TW_KEEP:
       operation.keep.kept = pass.kept;
       operation.keep.num_kept = pass.num_kept;
-      if (pass.kept) rows = {pass.num_kept, pass.kept_starts};
+      if (pass.kept) rows = {pass.num_kept, pass.kept_starts, pass.kept_ends};
       return tw_keep_rows(&operation.keep);
   }
 }
@@ -58,7 +60,7 @@ void tw_keep_rows(const tw_keep *keep) {
 }
 
 void tw_replay(const tw_operation *operations, int64_t count, const tw_pass *pass) {
-  Rows rows{pass->tokens, pass->query_starts};
+  Rows rows{pass->tokens, pass->query_starts, pass->ends};
   for (int64_t i = 0; i < count; i++) {
     double began = pass->seconds ? now() : 0;
     run(operations[i], *pass, rows);

@@ -212,9 +212,14 @@ class Attention {
     return span;
   }
 
-  // Returns the position of the latest key that row r sees.
+  // Returns the position of row r's own key.
   int64_t position(const Unit &unit, int64_t r, const Scratch &s) const {
     return a_.context_lengths[unit.sequence] - a_.query_starts[unit.sequence + 1] + s.tokens[r];
+  }
+
+  // Returns the index after the last key that row r sees.
+  int64_t end_of(const Unit &unit, int64_t r, const Scratch &s) const {
+    return a_.ends ? a_.ends[s.tokens[r]] : position(unit, r, s) + 1;
   }
 
   // Copies the unit's queries into rows and resets the sums.
@@ -268,15 +273,15 @@ class Attention {
   // raise it.
   void weigh(const Unit &unit, const Scored &scored, Prefetch &prefetch, Scratch &s) const {
     int64_t width = scored.width(), end = scored.first + width;
-    int64_t lowest = position(unit, 0, s), highest = position(unit, unit.num_rows - 1, s);
-    bool all = end <= smaller(lowest + 1, unit.last_key) &&
+    int64_t highest = position(unit, unit.num_rows - 1, s);
+    bool all = end <= smaller(end_of(unit, 0, s), unit.last_key) &&
                (!a_.window || scored.first >= highest + 1 - a_.window);
     if (all && weigh_all(unit.num_rows, scored, prefetch, s)) return;
     for (int64_t r = 0; r < unit.num_rows; r++) {
       prefetch.advance();
-      int64_t after = position(unit, r, s) + 1;
-      int64_t first = a_.window ? larger(after - a_.window - scored.first, 0) : 0;
-      int64_t last = smaller(after, unit.last_key) - scored.first;
+      int64_t oldest = position(unit, r, s) + 1 - a_.window;
+      int64_t first = a_.window ? larger(oldest - scored.first, 0) : 0;
+      int64_t last = smaller(end_of(unit, r, s), unit.last_key) - scored.first;
       Visible visible{static_cast<int>(first), static_cast<int>(last)};
       if (s.base[r] == kLowest) raise_base(r, visible, scored, s);
       if (weigh_visible(r, visible, false, scored, s)) continue;

@@ -1,13 +1,14 @@
 """Rotary position embeddings (RoPE, https://arxiv.org/abs/2104.09864) and their scalings."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.families import MultimodalAxes
 
 __all__ = ["Rotary", "RotarySpec", "Rotation"]
 
@@ -20,6 +21,9 @@ class RotarySpec:
     """Radians per position, one per pair of dimensions; the remaining pairs do not rotate"""
     attention_factor: float
     """Factor on cosines and sines; other than 1 for YaRN and LongRoPE only"""
+    axes: tuple[int, ...] = ()
+    """For each pair, the position that turns it in multimodal RoPE
+    (https://arxiv.org/abs/2409.12191): 0 time, 1 row, 2 column; empty: the one position"""
 
     @property
     def width(self) -> int:
@@ -27,7 +31,12 @@ class RotarySpec:
         return 2 * len(self.frequencies)
 
     @staticmethod
-    def from_config(config: Config, head_dim: int, context_length: int) -> "RotarySpec":
+    def from_config(
+        config: Config,
+        head_dim: int,
+        context_length: int,
+        axes: MultimodalAxes = MultimodalAxes.NONE,
+    ) -> "RotarySpec":
         """Read rope_parameters (transformers 5), or the older rope_theta and rope_scaling."""
         rope = config.section(
             "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
@@ -35,7 +44,8 @@ class RotarySpec:
         if rope.has("full_attention"):
             rope = rope.section("full_attention")
         base = rope.positive_number("rope_theta", config.positive_number("rope_theta", 10000.0))
-        return _read(config, rope, base, head_dim, context_length)
+        spec = _read(config, rope, base, head_dim, context_length)
+        return replace(spec, axes=_axes(rope, axes, len(spec.frequencies)))
 
     @staticmethod
     def local_from_config(config: Config, head_dim: int, context_length: int) -> "RotarySpec":
@@ -109,6 +119,7 @@ class Rotary:
     """
 
     def __init__(self, spec: RotarySpec, head_dim: int, device: torch.device) -> None:
+        self._axes = torch.tensor(spec.axes, dtype=torch.int64, device=device)
         self._frequencies = torch.zeros(head_dim // 2, device=device)
         self._frequencies[: len(spec.frequencies)] = torch.tensor(spec.frequencies)
         self._factors: Tensor | None = None
@@ -123,9 +134,17 @@ class Rotary:
         return Rotation(torch.empty(size, device=device), torch.empty(size, device=device))
 
     def compute(self, positions: Tensor, out: Rotation) -> None:
-        """Write the rotation of `positions` (int64 [tokens]) to `out`."""
+        """Write the rotation of `positions` to `out`.
+
+        positions: int64 [tokens], or [3, tokens] with a time, a row and a column each.
+        """
         angles = out.sines
-        if angles.device.type == "cpu":
+        if positions.dim() == 2:
+            turns = positions.index_select(0, self._axes).T.to(torch.float32)
+            torch.mul(turns, self._frequencies, out=angles)
+            torch.cos(angles, out=out.cosines)
+            angles.sin_()
+        elif angles.device.type == "cpu":
             # numpy, because torch would wake OpenMP threads for a few hundred numbers.
             host = angles.numpy()
             np.multiply.outer(positions.numpy(), self._frequencies.numpy(), out=host, dtype="f4")
@@ -138,6 +157,25 @@ class Rotary:
         if self._factors is not None:
             out.cosines.mul_(self._factors)
             out.sines.mul_(self._factors)
+
+
+def _axes(rope: Config, layout: MultimodalAxes, pairs: int) -> tuple[int, ...]:
+    """Return the axis of each pair, from the numbers of pairs of each axis."""
+    if layout is MultimodalAxes.NONE:
+        return ()
+    sections = rope.ids("mrope_section") or layout.value
+    if len(sections) != 3 or sum(sections) != pairs or min(sections) < 0:
+        raise CheckpointError(
+            f"{rope.file}: mrope_section must be three numbers with the sum {pairs}, "
+            f"not {list(sections)}."
+        )
+    if layout is MultimodalAxes.IN_SECTIONS:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = [0] * pairs
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], pairs), 3):
+            axes[pair] = axis
+    return tuple(axes)
 
 
 def _frequencies(base: float, width: int, divisors: Tensor | float = 1.0) -> Tensor:

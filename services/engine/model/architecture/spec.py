@@ -78,6 +78,11 @@ class ModelSpec:
         return self.family.architecture
 
     @property
+    def has_grid_positions(self) -> bool:
+        """True if the tokens of an image have a row and a column."""
+        return any(rotary is not None and rotary.axes for rotary in self.rotaries)
+
+    @property
     def has_plain_attention(self) -> bool:
         """True if attention is a plain softmax, without soft caps and sinks."""
         return not self.attention_cap and self.family.names.sinks is None
@@ -271,7 +276,7 @@ def _rotaries(
     num_layers = len(local)
     if family.names.positions is not None:
         return (None,) * num_layers
-    everywhere = RotarySpec.from_config(config, head_dim, context_length)
+    everywhere = RotarySpec.from_config(config, head_dim, context_length, family.multimodal_axes)
     if family.local_rotary:
         near = RotarySpec.local_from_config(config, head_dim, context_length)
         return tuple(near if is_local else everywhere for is_local in local)

@@ -80,6 +80,7 @@ def _call(
         batch.context_lengths.data_ptr(),
         batch.block_tables.data_ptr(),
         None if sinks is None else sinks[layer].data_ptr(),
+        None if batch.visible_ends is None else batch.visible_ends.data_ptr(),
         queries.stride(0),
         batch.block_tables.stride(0),
         step.keys.shape[0],

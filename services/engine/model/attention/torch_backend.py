@@ -91,12 +91,16 @@ class TorchAttention(AttentionBackend):
             keys = _gather(cache.keys[layer], table)[:, :, :context]
             values = _gather(cache.values[layer], table)[:, :, :context]
             attend = self._sdpa if spec.has_plain_attention else self._attend_in_pieces
-            attended = attend(layer, chunk, keys, values)
+            ends = batch.visible_ends
+            own = None if ends is None else ends[start : start + length]
+            attended = attend(layer, chunk, keys, values, own)
             out[start : start + length] = attended[0].transpose(0, 1)
             start += length
 
-    def _sdpa(self, layer: int, chunk: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        mask = self._mask(layer, chunk.shape[2], keys.shape[2])
+    def _sdpa(
+        self, layer: int, chunk: Tensor, keys: Tensor, values: Tensor, ends: Tensor | None
+    ) -> Tensor:
+        mask = self._mask(layer, chunk.shape[2], keys.shape[2], ends)
         return scaled_dot_product_attention(
             chunk,
             keys,
@@ -107,15 +111,21 @@ class TorchAttention(AttentionBackend):
             enable_gqa=self._spec.num_heads != self._spec.num_kv_heads,
         )
 
-    def _attend_in_pieces(self, layer: int, chunk: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend_in_pieces(
+        self, layer: int, chunk: Tensor, keys: Tensor, values: Tensor, ends: Tensor | None
+    ) -> Tensor:
         """Attend in float32, some rows at a time to bound the memory of the scores."""
         spec, (length, context) = self._spec, (chunk.shape[2], keys.shape[2])
         pieces = []
         for first in range(0, length, _PIECE):
             piece = chunk[:, :, first : first + _PIECE]
             rows = piece.shape[2]
-            end = context - length + first + rows  # later keys are masked
-            mask = self._visible(layer, rows, end).repeat(spec.num_heads // spec.num_kv_heads, 1)
+            own = None if ends is None else ends[first : first + rows]
+            last = context - length + first + rows
+            end = last if own is None else max(last, int(own[-1]))  # later keys are masked
+            mask = self._visible(layer, rows, end, last, own).repeat(
+                spec.num_heads // spec.num_kv_heads, 1
+            )
             grouped = piece.reshape(1, spec.num_kv_heads, -1, spec.head_dim)
             seen = (keys[:, :, :end], values[:, :, :end])
             attended = self._attend_in_float32(layer, grouped, *seen, mask)
@@ -143,19 +153,24 @@ class TorchAttention(AttentionBackend):
         weights = torch.cat((scores, column), dim=3).softmax(dim=3)[..., :-1]
         return (weights @ values.float()).to(queries.dtype)
 
-    def _mask(self, layer: int, length: int, context: int) -> Tensor | None:
+    def _mask(self, layer: int, length: int, context: int, ends: Tensor | None) -> Tensor | None:
         """Return bool [length, context], or None if torch's own causal mask suffices."""
         window = self._spec.windows[layer]
-        if length == context and (not window or context <= window):
+        if ends is None and length == context and (not window or context <= window):
             return None
-        return self._visible(layer, length, context)
+        return self._visible(layer, length, context, context, ends)
 
-    def _visible(self, layer: int, length: int, context: int) -> Tensor:
-        """Return which of `context` keys the last `length` tokens see: bool [length, context]."""
+    def _visible(
+        self, layer: int, length: int, context: int, last: int, ends: Tensor | None
+    ) -> Tensor:
+        """Return which of `context` keys the `length` tokens before index `last` see.
+
+        ends: as StepBatch.visible_ends, of these tokens. Returns bool [length, context].
+        """
         window = self._spec.windows[layer]
-        rows = torch.arange(context - length, context, device=self._device)[:, None]
+        rows = torch.arange(last - length, last, device=self._device)[:, None]
         columns = torch.arange(context, device=self._device)
-        visible = columns <= rows
+        visible = columns <= rows if ends is None else columns < ends[:, None]
         if window:
             visible &= columns > rows - window
         return visible

@@ -77,7 +77,7 @@ class XformersAttention(TorchAttention):
         _tokens(cache.values[layer]).index_copy_(0, batch.slots, step.values)
         if batch.num_decodes:
             self._decode(layer, step)
-        if self._is_supported and len(batch.query_lengths_host) > batch.num_decodes:
+        if self._prefills(batch) and len(batch.query_lengths_host) > batch.num_decodes:
             self._prefill_at_once(layer, step)
 
     def _decode(self, layer: int, step: AttentionStep) -> None:
@@ -101,8 +101,12 @@ class XformersAttention(TorchAttention):
         step.out[:count] = attended.reshape(rows, -1)[:count]
 
     def _prefill(self, layer: int, step: AttentionStep) -> None:
-        if not self._is_supported:
+        if not self._prefills(step.batch):
             super()._prefill(layer, step)
+
+    def _prefills(self, batch: StepBatch) -> bool:
+        """Return whether xformers computes the prompt chunks: torch does where images see ahead."""
+        return self._is_supported and batch.visible_ends is None
 
     def _prefill_at_once(self, layer: int, step: AttentionStep) -> None:
         cache, spec, first = step.cache, self._spec, step.batch.num_decodes

@@ -76,6 +76,19 @@ class TensorNames:
     """Patterns of tensors that some files hold and the model does not need"""
 
 
+class MultimodalAxes(Enum):
+    """How the pairs of a head are divided among time, row and column in multimodal RoPE.
+
+    A value is transformers' default of mrope_section, the pairs of each axis.
+    """
+
+    NONE = ()
+    IN_SECTIONS = (16, 24, 24)
+    """All pairs of time, then all of the row, then all of the column"""
+    INTERLEAVED = (24, 20, 20)
+    """In turn, until row and column have theirs; the rest are of time"""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One architecture. Every default is Llama's."""
@@ -116,6 +129,9 @@ class Family:
     """no_rope_layers has a 0 for each layer without RoPE"""
     reads_soft_caps: bool = False
     """attn_logit_softcapping and final_logit_softcapping soft-cap attention scores and logits"""
+    multimodal_axes: MultimodalAxes = MultimodalAxes.NONE
+    images_see_ahead: bool = False
+    """The tokens of an image see each other, not only the tokens before them"""
     clamped_swiglu: bool = False
     """The activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
 

@@ -1,10 +1,10 @@
-"""Vision-language architectures: a decoder of FAMILIES beside a vision tower, which is not read."""
+"""Vision-language architectures: a decoder of FAMILIES beside a vision tower."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from services.engine.model.checkpoint.config import CheckpointError, Config, JsonObject
-from services.engine.model.checkpoint.families import FAMILIES, Family
+from services.engine.model.checkpoint.families import FAMILIES, Family, MultimodalAxes
 
 __all__ = ["VISION_LANGUAGE", "VisionLanguage"]
 
@@ -62,6 +62,8 @@ class VisionLanguage:
     """As TensorNames.roots"""
     vision: tuple[str, ...]
     """Patterns of the tensors that belong to the vision tower and its projector"""
+    axes: MultimodalAxes = MultimodalAxes.NONE
+    images_see_ahead: bool = False
 
     def family(self, config: Config) -> Family:
         """Return the family of the decoder that `config` describes. Raises CheckpointError."""
@@ -75,6 +77,8 @@ class VisionLanguage:
             names=names,
             section=_SECTION,
             defaults={**defaults, **decoder.defaults},
+            multimodal_axes=self.axes,
+            images_see_ahead=self.images_see_ahead,
         )
 
     def _decoder(self, config: Config) -> tuple[Family, JsonObject]:
@@ -107,6 +111,7 @@ _QWEN2_VL = VisionLanguage(
     decoder="Qwen2ForCausalLM",
     roots={"model.": "lm_head", "model.language_model.": "lm_head"},
     vision=("visual.*", "model.visual.*"),
+    axes=MultimodalAxes.IN_SECTIONS,
 )
 
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
@@ -116,6 +121,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             _LLAVA,
             architecture="Gemma3ForConditionalGeneration",
             decoder="Gemma3ForCausalLM",
+            images_see_ahead=True,
         ),
         _LLAVA,
         replace(_LLAVA, architecture="Mistral3ForConditionalGeneration"),
@@ -127,6 +133,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             _QWEN2_VL,
             architecture="Qwen3VLForConditionalGeneration",
             decoder="Qwen3ForCausalLM",
+            axes=MultimodalAxes.INTERLEAVED,
         ),
     )
 }

@@ -53,7 +53,8 @@ class Recording:
 
         seconds: one entry for each `Kernel`, to which its run time is added.
         """
-        kept = batch.output_rows
+        kept, ends = batch.output_rows, batch.visible_ends
+        kept_ends = None if ends is None else batch.narrowed.visible_ends
         call = PassCall(
             batch.slots.data_ptr(),
             batch.query_starts.data_ptr(),
@@ -61,6 +62,8 @@ class Recording:
             batch.block_tables.data_ptr(),
             None if kept is None else kept.indices.data_ptr(),
             None if kept is None else kept.starts.data_ptr(),
+            None if ends is None else ends.data_ptr(),
+            None if kept_ends is None else kept_ends.data_ptr(),
             batch.block_tables.stride(0),
             len(batch.slots),
             len(batch.context_lengths),

@@ -1,0 +1,112 @@
+"""Images in a step's batch: their rows, and the positions and views of its tokens."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.engine.batch.staging import HostFields
+from services.engine.batch.step_batch import ImageRows
+from services.engine.batch.transfer import to_device
+from services.engine.messages import PlacedImage
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.scheduling.prompt_images import PromptImages
+from services.engine.scheduling.step_plan import StepPlan
+
+__all__ = ["NO_IMAGES", "ImageFields", "StepImages"]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFields:
+    """Fields of a StepBatch that images fill in."""
+
+    rows: tuple[ImageRows, ...] = ()
+    rotary_positions: Tensor | None = None
+    visible_ends: Tensor | None = None
+
+
+NO_IMAGES = ImageFields()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The tokens of a sequence with images in a step."""
+
+    images: PromptImages
+    start: int
+    """Index of the first one in the sequence"""
+    end: int
+    row: int
+    """Row of the first one in the step"""
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.end - self.start)
+
+
+class StepImages:
+    """Images of one step after another, for one model."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._hidden_size = spec.hidden_size
+        self._has_grid = spec.has_grid_positions
+        self._sees_ahead = spec.family.images_see_ahead
+        self._dtype = dtype
+        self._device = device
+
+    def concern(self, plan: StepPlan) -> bool:
+        """Return whether a sequence of the step has images."""
+        return any(sequence.images is not None for sequence in plan.decodes) or any(
+            chunk.sequence.images is not None for chunk in plan.chunks
+        )
+
+    def of(self, plan: StepPlan, fields: HostFields) -> ImageFields:
+        """Return what images add to a step whose other fields are filled in."""
+        parts = list(_parts(plan, fields))
+        return ImageFields(
+            rows=tuple(each for part in parts for each in self._rows(part)),
+            rotary_positions=self._rotary_positions(parts, fields) if self._has_grid else None,
+            visible_ends=self._visible_ends(parts, fields) if self._sees_ahead else None,
+        )
+
+    def _rows(self, part: _Part) -> Iterator[ImageRows]:
+        for run in part.images.runs(part.start, part.end):
+            embeddings = self._embeddings(run.image)
+            last = run.first + len(run.indices)
+            yield ImageRows(
+                to_device(torch.from_numpy(run.indices - part.start + part.row), self._device),
+                to_device(embeddings[:, run.first : last], self._device),
+            )
+
+    def _embeddings(self, image: PlacedImage) -> Tensor:
+        flat = torch.frombuffer(image.embeddings, dtype=self._dtype)
+        return flat.view(-1, len(image.places), self._hidden_size)
+
+    def _rotary_positions(self, parts: list[_Part], fields: HostFields) -> Tensor:
+        positions = np.tile(fields.positions, (3, 1))
+        for part in parts:
+            positions[:, part.rows] = part.images.rotary_positions(part.start, part.end)
+        return to_device(torch.from_numpy(positions), self._device)
+
+    def _visible_ends(self, parts: list[_Part], fields: HostFields) -> Tensor | None:
+        """Return the ends, or None if no image is among the tokens."""
+        ends = None
+        for part in parts:
+            for run in part.images.runs(part.start, part.end):
+                if ends is None:
+                    ends = (fields.positions + 1).astype(np.int32)
+                ends[run.indices - part.start + part.row] = run.image.places[-1] + 1
+        return None if ends is None else to_device(torch.from_numpy(ends), self._device)
+
+
+def _parts(plan: StepPlan, fields: HostFields) -> Iterator[_Part]:
+    for row, sequence in enumerate(plan.decodes):
+        if sequence.images is not None:
+            index = int(fields.positions[row])
+            yield _Part(sequence.images, index, index + 1, row)
+    first = len(fields.query_starts) - 1 - len(plan.chunks)
+    for row, chunk in zip(fields.query_starts[first:].tolist(), plan.chunks, strict=False):
+        if chunk.sequence.images is not None:
+            yield _Part(chunk.sequence.images, chunk.start, chunk.end, row)
