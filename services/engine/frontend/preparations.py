@@ -1,21 +1,22 @@
-"""Requests that wait for their grammar, before the loop gets them."""
+"""Requests that wait for their grammar and images, before the loop gets them."""
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
-from services.engine.frontend.matchers import Matchers
 from tokenwire.errors import ServiceError
-from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
-__all__ = ["Compilations", "deadline_exceeded", "queue_full"]
+__all__ = ["Preparations", "deadline_exceeded", "queue_full"]
+
+Prepared = TypeVar("Prepared")
 
 
 @dataclass(slots=True, eq=False)
-class _Compilation:
-    """The compilation of one request's grammar."""
+class _Preparation:
+    """The wait of one request."""
 
     request_id: str
     timeout: asyncio.Timeout
@@ -23,53 +24,52 @@ class _Compilation:
     """Error to raise at the timeout; None = the deadline passed"""
 
     def fail(self, error: ServiceError) -> None:
-        """End the compilation with an error; an earlier error takes precedence."""
+        """End the wait with an error; an earlier error takes precedence."""
         self.error = self.error or error
         if not self.timeout.expired():  # an expired timeout is about to raise the error
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
 
-class Compilations:
-    """Compilations of all requests."""
+class Preparations:
+    """The waits of all requests."""
 
     def __init__(self, limit: int, on_change: Callable[[], None]) -> None:
-        """Allow `limit` compilations at once, and call `on_change` after each."""
+        """Allow `limit` waits at once, and call `on_change` after each."""
         self._limit = limit
         self._on_change = on_change
-        self._running: set[_Compilation] = set()
+        self._running: set[_Preparation] = set()
 
     def __len__(self) -> int:
         return len(self._running)
 
-    async def compile(
+    async def run(
         self,
-        matchers: Matchers,
-        grammar: GrammarSpec,
+        prepare: Callable[[], Awaitable[Prepared]],
         request_id: str,
         timeout_seconds: float | None,
-    ) -> str:
-        """Return the grammar's id. Raises ServiceError."""
+    ) -> Prepared:
+        """Return what `prepare` returns. Raises ServiceError."""
         if len(self) >= self._limit:
-            raise queue_full(f"{len(self)} requests already wait for their grammars; try again.")
-        compilation = _Compilation(request_id, asyncio.timeout(timeout_seconds))
-        self._running.add(compilation)
+            raise queue_full(f"{len(self)} requests already wait for grammars or images; try again.")
+        preparation = _Preparation(request_id, asyncio.timeout(timeout_seconds))
+        self._running.add(preparation)
         try:
-            async with compilation.timeout:
-                return await matchers.compile(grammar)
+            async with preparation.timeout:
+                return await prepare()
         except TimeoutError:
-            raise (compilation.error or deadline_exceeded()) from None
+            raise (preparation.error or deadline_exceeded()) from None
         finally:
-            self._running.discard(compilation)
+            self._running.discard(preparation)
             self._on_change()
 
     def fail(self, error: ServiceError, request_ids: Collection[str] | None = None) -> int:
-        """End the compilations of these requests, None = all. Returns their number."""
-        compilations = [
+        """End the waits of these requests, None = all. Returns their number."""
+        preparations = [
             each for each in self._running if request_ids is None or each.request_id in request_ids
         ]
-        for compilation in compilations:
-            compilation.fail(error)
-        return len(compilations)
+        for preparation in preparations:
+            preparation.fail(error)
+        return len(preparations)
 
 
 def queue_full(message: str) -> ServiceError:

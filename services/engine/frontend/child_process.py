@@ -1,0 +1,109 @@
+"""A process of the engine that computes: pickled messages to it and from it."""
+
+import asyncio
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, cast
+
+from services.common.settings import StartupError
+from services.engine.framing import Unpacker, pack
+from tokenwire.serving.exit_status import exit_status
+
+__all__ = ["ChildProcess", "limit_thread_spinning"]
+
+
+class ChildProcess(asyncio.Protocol):
+    """Starts a process, sends it messages, and hands its messages to a callback."""
+
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        on_message: Callable[[Any], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        """name: the process's own; title: how messages to operators begin, such as "The loop process".
+
+        on_message: called with each message but the first, which `start` returns.
+        on_death: called with a sentence when the process dies after its first message.
+        """
+        self._name = name
+        self._title = title
+        self._on_message = on_message
+        self._on_death = on_death
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._unpacker = Unpacker()
+        self._first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        """The first message; None if the process dies without one"""
+        self._is_stopping = False
+
+    async def start(self, run: Callable[..., None], *arguments: object) -> Any:
+        """Call `run(*arguments, link)` in the process. Returns its first message.
+
+        Raises StartupError if it dies before.
+        """
+        ours, theirs = socket.socketpair()
+        # spawn: a fork of this process would share its event loop and threads
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(
+            target=run, args=(*arguments, theirs), name=self._name, daemon=True
+        )
+        limit_thread_spinning()
+        self._process.start()
+        theirs.close()
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
+        first = await self._first
+        if first is None:
+            raise StartupError(f"{self._title} died while it loaded the model ({self._exit_code()}).")
+        return first
+
+    def send(self, message: object) -> None:
+        """Queue a message for the process."""
+        if self._transport is not None:
+            self._transport.write(pack(message))
+
+    async def stop(self) -> None:
+        """End the process, with all that it still does."""
+        self._is_stopping = True
+        if self._transport is not None:
+            self._transport.close()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.join, 5)
+            if self._process.is_alive():
+                self._process.kill()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._unpacker.feed(data):
+            if self._first.done():
+                self._on_message(message)
+            else:
+                self._first.set_result(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._first.done():
+            self._first.set_result(None)
+        elif not self._is_stopping:
+            self._on_death(f"{self._title} died ({self._exit_code()}).")
+
+    def _exit_code(self) -> str:
+        if self._process is None:
+            return "never started"
+        self._process.join(1)
+        return exit_status(self._process.exitcode)
+
+
+def limit_thread_spinning() -> None:
+    """Let OpenMP threads spin only briefly, in this process and its children.
+
+    Without spinning, each operator pays for a wake-up; without a limit, the threads take the cores
+    from the other services.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
