@@ -4,7 +4,7 @@
         print(engine.generate([100, 101, 102], max_tokens=8, temperature=0).token_ids)
 
 Importing this module loads torch, which reads OpenMP's settings once. A script with short steps
-should first call `limit_thread_spinning` of `frontend.loop_client`.
+should first call `limit_thread_spinning` of `frontend.child_process`.
 """
 
 import secrets

@@ -57,7 +57,9 @@ class ChildProcess(asyncio.Protocol):
         await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
         first = await self._first
         if first is None:
-            raise StartupError(f"{self._title} died while it loaded the model ({self._exit_code()}).")
+            raise StartupError(
+                f"{self._title} died while it loaded the model ({self._exit_code()})."
+            )
         return first
 
     def send(self, message: object) -> None:
