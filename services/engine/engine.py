@@ -31,6 +31,7 @@ from services.engine.messages import (
     FlushCache,
     ModelDescription,
     Output,
+    PlacedImage,
     Refused,
     RequestDone,
     SamplingSettings,
@@ -64,6 +65,8 @@ class GenerateOptions(TypedDict, total=False):
     """Candidates that the score of a generated token lists; None = no scores"""
     prompt_logprobs: int | None
     """Candidates that the score of a prompt token lists; None = no scores"""
+    images: Sequence[PlacedImage]
+    """Images of the prompt, in order"""
 
 
 @dataclass(slots=True)
@@ -169,6 +172,7 @@ class Engine:
             prompt_logprobs=options.get("prompt_logprobs"),
             resume=(),
             constrained=False,
+            images={0: images} if (images := options.get("images")) else {},
         )
         request = AddRequest(
             handle=self._handles,

@@ -36,9 +36,7 @@ def place_images(
         places = list(islice(left[each.prompt], encoded.num_tokens))
         missing[each.prompt] += encoded.num_tokens - len(places)
         if consecutive and places and places[-1] - places[0] >= len(places):
-            message = (
-                "The image tokens of an image must follow each other without others between them."
-            )
+            message = "The tokens of an image must have no others between them."
             raise invalid(f"prompts[{each.prompt}].ids", message)
         placed.setdefault(each.prompt, []).append(
             PlacedImage(image.digest, places, encoded.embeddings, encoded.grid)
