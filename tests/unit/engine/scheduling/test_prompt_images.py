@@ -1,4 +1,4 @@
-"""Images of prompts: positions as transformers computes them, and prefixes that images tell apart."""
+"""Images of prompts: positions as in transformers, and prefixes that images tell apart."""
 
 from typing import Any
 

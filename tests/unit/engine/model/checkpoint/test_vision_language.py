@@ -113,7 +113,7 @@ def test_unknown_decoder_is_refused_by_name() -> None:
 def test_images_that_the_decoder_cannot_take_are_refused_at_start(
     family: str, section: str | None, key: str, value: Json
 ) -> None:
-    """Gemma 3's images must lie in one window; Qwen3-VL adds features behind all but the last layer."""
+    """Gemma 3's images must lie in one window. Qwen3-VL adds no features behind the last layer."""
     config: Any = CONFIGS[family].to_dict() | {"architectures": [_ARCHITECTURES[family]]}
     ModelSpec.from_config(config)
     (config if section is None else config[section])[key] = value
