@@ -65,7 +65,7 @@ class ImageEncoder:
         """Load the encoder of a checkpoint; `dtype` is the decoder's. Raises CheckpointError."""
         config = Checkpoint.config(directory)
         try:
-            processor = AutoImageProcessor.from_pretrained(
+            processor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
                 directory, backend="pil", local_files_only=True
             )
         except (OSError, ValueError, ImportError) as error:

@@ -43,7 +43,8 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Pre
     model.load_state_dict(weights, strict=False, assign=True)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
-    return model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def _read(checkpoint: Checkpoint, wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -66,7 +66,7 @@ _QWEN_TOWER: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
-_UNTIED = {"tie_word_embeddings": False}
+_UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ def _qwen_processor(patch: int = 14) -> Qwen2VLImageProcessorPil:
     return Qwen2VLImageProcessorPil(size=limits, patch_size=patch)
 
 
-_PIXTRAL = PixtralVisionConfig(**_TOWER, head_dim=16, image_size=56, patch_size=7)
-_PIXTRAL_SIZE = {"size": {"longest_edge": 56}}
+_PIXTRAL = PixtralVisionConfig(**_TOWER, image_size=56, patch_size=7)
+_PIXTRAL_SIZE: dict[str, Any] = {"size": {"longest_edge": 56}}
 
 VISION_MODELS: dict[str, VisionModel] = {
     "llava": VisionModel(
@@ -128,12 +128,11 @@ VISION_MODELS: dict[str, VisionModel] = {
         PixtralImageProcessorPil(patch_size={"height": 14, "width": 14}, **_PIXTRAL_SIZE),
     ),
     "gemma3": VisionModel(
-        Gemma3Config(  # type: ignore[call-arg]
+        Gemma3Config(
             text_config=Gemma3TextConfig(
-                **WIDE | {"tie_word_embeddings": True},
+                **WIDE | {"tie_word_embeddings": True, "sliding_window_pattern": 2},
                 query_pre_attn_scalar=24,
                 sliding_window=9,
-                sliding_window_pattern=2,
             ),
             vision_config=SiglipVisionConfig(
                 **_TOWER, image_size=28, patch_size=7, vision_use_head=False
