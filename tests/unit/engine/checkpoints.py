@@ -255,6 +255,8 @@ def make_checkpoint(
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5).sub_(1 if is_offset else 0)
+            elif not parameter.any():  # Gemma 3's projector
+                parameter.normal_(0, 0.2)
     model.eval().save_pretrained(directory, max_shard_size=shard)  # type: ignore[no-untyped-call]
     return model
 

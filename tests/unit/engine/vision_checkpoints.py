@@ -208,7 +208,7 @@ def features(model: PreTrainedModel, processor: Any, image: Image.Image) -> Tens
     return torch.stack([torch.cat(tuple(layer)).flatten(0, -2) for layer in layers])
 
 
-def inputs(processor: Any, images: list[Image.Image]) -> dict[str, Tensor]:
+def inputs(processor: Any, images: Any) -> dict[str, Tensor]:
     """Return what the model reads of the processor's output."""
     output = processor(images=images, return_tensors="pt")
     names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
