@@ -43,15 +43,17 @@ THREE = [png(70, 30, 2), png(30, 90, 3), png(40, 40, 1)]
 class Models:
     """A checkpoint as transformers runs it, and as our engine does."""
 
-    def __init__(self, name: str, directory: Path, **settings: Any) -> None:
+    def __init__(self, name: str, directory: Path, max_step_tokens: int = 4_096) -> None:
         self.processor = VISION_MODELS[name].processor
         self.theirs: PreTrainedModel = make_vision_checkpoint(directory, name)
         self._encoder = ImageEncoder.load(directory, torch.float32, torch.device("cpu"))
         self.engine = Engine(
             directory,
             EngineSettings(
-                **{"dtype": "float32", "device": "cpu", "kv_memory": "4MiB", "max_logprobs": 128}
-                | settings
+                dtype="float32",
+                device="cpu",
+                kv_memory="4MiB",
+                max_step_tokens=max_step_tokens,
             ),
         )
 
