@@ -113,9 +113,7 @@ def _pixtral(kind: Kind, tokenizer: Any, text: str, images: _Images) -> list[int
     return _replaced(processor, inputs, tokenizer, text, images)
 
 
-def _replaced(
-    processor: Any, inputs: Any, tokenizer: Any, text: str, images: _Images
-) -> list[int]:
+def _replaced(processor: Any, inputs: Any, tokenizer: Any, text: str, images: _Images) -> list[int]:
     replacements = [processor.replace_image_token(inputs, index) for index in range(len(images))]
     texts, _ = processor.get_text_with_replacements([text], replacements)
     ids: list[int] = tokenizer(texts[0])["input_ids"]
