@@ -40,7 +40,7 @@ _IMAGE_PROCESSORS: Mapping[str, Any] = {
 
 def reference_ids(kind: Kind, checkpoint: Seeing, text: str, images: _Images) -> list[int]:
     """Return the ids of a text with images by the processor of this kind."""
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_file=str(checkpoint.directory / "tokenizer.json"), bos_token="<s>"
     )
     if kind.model.get("vision_config", {}).get("model_type") == "pixtral":
@@ -52,9 +52,10 @@ def reference_ids(kind: Kind, checkpoint: Seeing, text: str, images: _Images) ->
 def _llava(kind: Kind, tokenizer: Any, text: str, images: _Images) -> Any:
     name = kind.images.get("image_processor_type", "")
     image_processor = _IMAGE_PROCESSORS.get(name, LlavaImageProcessorPil)(**kind.images)
-    return LlavaProcessor(image_processor, tokenizer, **kind.processor)(
-        images=list(images), text=text
-    )["input_ids"][0]
+    processor: Any = LlavaProcessor
+    return processor(image_processor, tokenizer, **kind.processor)(images=list(images), text=text)[
+        "input_ids"
+    ][0]
 
 
 def _gemma3(kind: Kind, tokenizer: Any, text: str, images: _Images) -> Any:
@@ -82,7 +83,7 @@ def _smolvlm(kind: Kind, tokenizer: Any, text: str, images: _Images) -> list[int
     processor.fake_image_token = "<fake_token_around_image>"
     processor.global_image_token = "<global-img>"
     processor.image_seq_len = kind.processor["image_seq_len"]
-    image_processor = SmolVLMImageProcessorPil(**kind.images)
+    image_processor: Any = SmolVLMImageProcessorPil(**kind.images)
     inputs = image_processor([list(images)], return_row_col_info=True)
     return _replaced(processor, inputs, tokenizer, text, images)
 
@@ -107,7 +108,7 @@ def _pixtral(kind: Kind, tokenizer: Any, text: str, images: _Images) -> list[int
     processor.image_end_token = "[IMG_END]"
     processor.patch_size = kind.processor["patch_size"]
     processor.spatial_merge_size = kind.processor.get("spatial_merge_size", 1)
-    image_processor = image_processing_pil_pixtral.PixtralImageProcessorPil(**kind.images)
+    image_processor: Any = image_processing_pil_pixtral.PixtralImageProcessorPil(**kind.images)
     edge = processor.patch_size * processor.spatial_merge_size
     inputs = image_processor(list(images), patch_size=edge)
     return _replaced(processor, inputs, tokenizer, text, images)
