@@ -18,11 +18,16 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    CLIPVisionConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks import CACHE
 
@@ -34,6 +39,8 @@ HEAD = 64
 CORPUS_CHARACTERS = 40_000_000
 
 UNKNOWN, BEGIN, END, PAD = "<unk>", "<s>", "</s>", "<pad>"
+IMAGE = "<image>"
+SPARE_ROWS = 64
 SPECIAL_TOKENS = [UNKNOWN, BEGIN, END, "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", PAD]
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -48,25 +55,29 @@ class Shape:
     """A Llama with tied embeddings, head dimension 64 and a context of 4,096 tokens."""
 
     vocabulary: int
+    """Rows of the embedding"""
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     feed_forward: int
+    has_vision: bool = False
+    """Beside it, LLaVA-1.5's vision tower: CLIP ViT-L/14 at 336 pixels, 576 tokens an image"""
 
 
 SHAPES = {
     "bench-350m": Shape(32000, hidden=1024, layers=24, heads=16, kv_heads=4, feed_forward=2816),
+    "bench-llava": Shape(
+        32064, hidden=1024, layers=24, heads=16, kv_heads=4, feed_forward=2816, has_vision=True
+    ),
     "bench-15m": Shape(8192, hidden=384, layers=6, heads=6, kv_heads=2, feed_forward=1024),
 }
 
 
 def make(shape: Shape, out: Path) -> None:
     """Write a Hugging Face model directory. The larger tokenizer takes about a minute."""
-    tokenizer = train_tokenizer(shape.vocabulary)
-    tokenizer.save_pretrained(out)
-
-    torch.manual_seed(SEED)
+    # LLaVA-1.5 too has rows for the image token and for more than there are
+    tokenizer = train_tokenizer(shape.vocabulary - (SPARE_ROWS if shape.has_vision else 0))
     special = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -85,7 +96,9 @@ def make(shape: Shape, out: Path) -> None:
         tie_word_embeddings=True,
         **special,
     )
-    model = LlamaForCausalLM(config)
+    torch.manual_seed(SEED)
+    model = _with_vision(config, tokenizer, out) if shape.has_vision else LlamaForCausalLM(config)
+    tokenizer.save_pretrained(out)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
@@ -98,6 +111,33 @@ def make(shape: Shape, out: Path) -> None:
     )
     model.save_pretrained(out)
     print(f"{out}: {sum(weight.numel() for weight in model.parameters()):,} parameters")
+
+
+def _with_vision(
+    config: LlamaConfig, tokenizer: PreTrainedTokenizerFast, out: Path
+) -> PreTrainedModel:
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+    vision = CLIPVisionConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        projection_dim=768,
+        image_size=336,
+        patch_size=14,
+    )
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
+    )
+    processor.save_pretrained(out)
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=vision,
+            text_config=config,
+            image_token_index=len(tokenizer) - 1,
+            tie_word_embeddings=True,
+        )
+    )
 
 
 def train_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

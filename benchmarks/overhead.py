@@ -30,7 +30,7 @@ from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.scenarios import SCENARIOS, ClosedLoop, Scenario, Workload
 from benchmarks.tables import markdown
-from services.engine.frontend.loop_client import limit_thread_spinning
+from services.engine.frontend.child_process import limit_thread_spinning
 from tokenwire.client import Client, CompletionStream, EngineClient, GenerationStream
 
 PATHS = ("in process", "gRPC, tokens", "gRPC, text", "HTTP")

@@ -25,7 +25,7 @@ from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.scenarios import SCENARIOS, ClosedLoop
 from benchmarks.tables import markdown
-from services.engine.frontend.loop_client import limit_thread_spinning
+from services.engine.frontend.child_process import limit_thread_spinning
 
 SOURCES = ("scenarios", "prompts", "results", "tables")
 """Modules of this folder that are the editing prompts' sources"""

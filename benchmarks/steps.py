@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.roofline import Bandwidth, ByteFloor, RooflineError, measure_bandwidth
 from benchmarks.tables import markdown
-from services.engine.frontend.loop_client import limit_thread_spinning
+from services.engine.frontend.child_process import limit_thread_spinning
 
 if TYPE_CHECKING:
     from benchmarks.engine import MeasuredEngine

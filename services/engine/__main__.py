@@ -5,7 +5,7 @@ import sys
 from services.common.server import main
 from services.common.settings import StartupError, parse
 from services.engine.application import EngineApplication
-from services.engine.frontend.loop_client import limit_thread_spinning
+from services.engine.frontend.child_process import limit_thread_spinning
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
 

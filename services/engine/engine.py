@@ -4,7 +4,7 @@
         print(engine.generate([100, 101, 102], max_tokens=8, temperature=0).token_ids)
 
 Importing this module loads torch, which reads OpenMP's settings once. A script with short steps
-should first call `limit_thread_spinning` of `frontend.loop_client`.
+should first call `limit_thread_spinning` of `frontend.child_process`.
 """
 
 import secrets
@@ -31,6 +31,7 @@ from services.engine.messages import (
     FlushCache,
     ModelDescription,
     Output,
+    PlacedImage,
     Refused,
     RequestDone,
     SamplingSettings,
@@ -64,6 +65,8 @@ class GenerateOptions(TypedDict, total=False):
     """Candidates that the score of a generated token lists; None = no scores"""
     prompt_logprobs: int | None
     """Candidates that the score of a prompt token lists; None = no scores"""
+    images: Sequence[PlacedImage]
+    """Images of the prompt, in order"""
 
 
 @dataclass(slots=True)
@@ -169,6 +172,7 @@ class Engine:
             prompt_logprobs=options.get("prompt_logprobs"),
             resume=(),
             constrained=False,
+            images={0: images} if (images := options.get("images")) else {},
         )
         request = AddRequest(
             handle=self._handles,

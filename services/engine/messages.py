@@ -464,6 +464,8 @@ class ModelDescription:
     total_blocks: int
     kv_bytes: int
     weight_bytes: int
+    images_are_consecutive: bool = False
+    """True if the tokens of an image must have no others between them"""
 
 
 @dataclass(frozen=True, slots=True)

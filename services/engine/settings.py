@@ -58,6 +58,14 @@ class EngineSettings(StreamSettings):
         "Draft tokens from repetitions in the sequence; the output stays the same.",
         choices=("off", "ngram"),
     )
+    vision: str = setting(
+        "auto",
+        "Images in prompts; auto = if the checkpoint has a vision tower.",
+        choices=("auto", "off"),
+    )
+    image_memory: str = setting(
+        "512MiB", "Memory of encoded images that requests may use again; 0 = none."
+    )
     silence_seconds: float = setting(
         60.0,
         "Seconds of one step after which the service reports itself as not serving.",
@@ -68,6 +76,7 @@ class EngineSettings(StreamSettings):
     def __post_init__(self) -> None:
         if self.kv_memory != "auto":
             parse_bytes(self.kv_memory)
+        parse_bytes(self.image_memory)
 
 
 def parse_bytes(text: str) -> int:

@@ -220,7 +220,8 @@ async def test_abort_after_the_deadline_timer_reports_aborted(embedded_model: Pa
         on_masks=lambda masks: None,
         on_failed=lambda handle, error: None,
     )
-    compilation = frontend._compilations.compile(matchers, GrammarSpec(regex="a"), "late", 0.0)
+    spec = GrammarSpec(regex="a")
+    compilation = frontend._preparations.run(lambda: matchers.compile(spec), "late", 0.0)
     compiling = asyncio.ensure_future(compilation)
     await asyncio.sleep(0)  # the compilation starts, and its timer is due
     await asyncio.sleep(0)  # the timer fires

@@ -14,6 +14,8 @@ from services.common.contract import (
     DRY_BASE,
     MAX_BAD_IDS,
     MAX_BAD_SPELLINGS,
+    MAX_IMAGE_BYTES,
+    MAX_IMAGES,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
 )
@@ -55,6 +57,8 @@ class Admission:
     """Upper bound of prompts x n"""
     has_grammars: bool
     """True if a grammar service is configured"""
+    takes_images: bool = False
+    """True if an image encoder runs"""
 
     def check(self, request: GenerateRequest) -> CheckedRequest:
         """Return the request with its defaults. Raises ServiceError that names the bad field."""
@@ -69,6 +73,7 @@ class Admission:
         if not 1 <= n <= self.max_sequences:
             raise invalid("n", f"n must be between 1 and {self.max_sequences}, got {n}.")
         stopping = self._stopping(request.stopping)
+        self._check_images(request)
         return CheckedRequest(
             prompts=self._prompts(request.prompts, n, stopping),
             n=n,
@@ -102,6 +107,28 @@ class Admission:
                 )
             self._check_ids(prompt.ids, f"prompts[{i}].ids")
         return [tuple(prompt.ids) for prompt in prompts]
+
+    def _check_images(self, request: GenerateRequest) -> None:
+        if not request.images:
+            return
+        if not self.takes_images:
+            message = f"{self.model_id} takes no images: leave out images."
+            raise invalid("images", message)
+        if len(request.images) > MAX_IMAGES:
+            message = f"A request may have at most {MAX_IMAGES} images, got {len(request.images)}."
+            raise invalid("images", message)
+        for i, image in enumerate(request.images):
+            if image.prompt >= len(request.prompts):
+                message = (
+                    f"There is no prompt {image.prompt}: the request has {len(request.prompts)}."
+                )
+                raise invalid(f"images[{i}].prompt", message)
+            if not 0 < len(image.data) <= MAX_IMAGE_BYTES:
+                message = (
+                    f"An image must have between 1 and {MAX_IMAGE_BYTES:,} bytes, "
+                    f"got {len(image.data):,}."
+                )
+                raise invalid(f"images[{i}].data", message)
 
     def _check_ids(self, ids: Sequence[int], field: str) -> None:
         if ids and max(ids) >= self.model.vocabulary_size:

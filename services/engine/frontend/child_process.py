@@ -24,7 +24,7 @@ class ChildProcess(asyncio.Protocol):
         on_message: Callable[[Any], None],
         on_death: Callable[[str], None],
     ) -> None:
-        """name: the process's own; title: how messages to operators begin, such as "The loop process".
+        """name: the process's own; title: its name in messages, such as "The loop process".
 
         on_message: called with each message but the first, which `start` returns.
         on_death: called with a sentence when the process dies after its first message.
@@ -57,7 +57,9 @@ class ChildProcess(asyncio.Protocol):
         await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
         first = await self._first
         if first is None:
-            raise StartupError(f"{self._title} died while it loaded the model ({self._exit_code()}).")
+            raise StartupError(
+                f"{self._title} died while it loaded the model ({self._exit_code()})."
+            )
         return first
 
     def send(self, message: object) -> None:

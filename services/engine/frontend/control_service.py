@@ -51,6 +51,8 @@ class EngineControlServicer(EngineControlServiceServicer):
     ) -> engine_pb2.GetModelResponse:
         model, settings = self._frontend.model, self._settings
         grammar = (Capability.CAPABILITY_GRAMMAR,) if settings.grammar else ()
+        takes_images = self._frontend.admission.takes_images
+        images = (Capability.CAPABILITY_IMAGES,) if takes_images else ()
         return engine_pb2.GetModelResponse(
             model=self._frontend.model_id,
             architecture=model.architecture,
@@ -61,7 +63,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             eos_token_ids=model.eos_token_ids,
             bos_token_id=model.bos_token_id,
             recommended_sampling=SamplingParams(**asdict(model.recommended)),
-            capabilities=(*_CAPABILITIES, *grammar),
+            capabilities=(*_CAPABILITIES, *grammar, *images),
             max_logprobs=settings.max_logprobs,
             max_sequences_per_request=self._frontend.admission.max_sequences,
             max_running_sequences=settings.max_running,

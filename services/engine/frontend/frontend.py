@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -20,9 +20,11 @@ from services.common.errors import draining_error, internal_error
 from services.common.logging import request_fields
 from services.engine.frontend import events, request_accounting
 from services.engine.frontend.admission import Admission
-from services.engine.frontend.compilations import Compilations, deadline_exceeded, queue_full
+from services.engine.frontend.image_client import ImageClient
+from services.engine.frontend.image_placement import place_images
 from services.engine.frontend.loop_client import LoopClient
 from services.engine.frontend.matchers import Matchers
+from services.engine.frontend.preparations import Preparations, deadline_exceeded, queue_full
 from services.engine.frontend.sink import Sink
 from services.engine.messages import (
     AddRequest,
@@ -87,8 +89,9 @@ class Frontend:
         self._on_failure = on_failure
         self._admission: Admission | None = None
         self._loop = LoopClient(settings, self._on_output, self._on_death)
+        self._images: ImageClient | None = None
         self._matchers: Matchers | None = None
-        self._compilations = Compilations(settings.max_waiting, self.notify)
+        self._preparations = Preparations(settings.max_waiting, self.notify)
         self._live: dict[int, _LiveRequest] = {}
         self._handles = itertools.count(1)
         self._flushes: deque[asyncio.Future[int]] = deque()
@@ -106,6 +109,8 @@ class Frontend:
     async def start(self) -> None:
         """Load the model. Raises StartupError."""
         settings = self._settings
+        # before the loop, which gives the KV cache what memory is left
+        self._images = await ImageClient.start_for(settings)
         model = await self._loop.start()
         self._admission = Admission(
             self.model_id,
@@ -114,6 +119,7 @@ class Frontend:
             # the loop could never admit a request of more sequences: refuse it for good
             min(MAX_SEQUENCES, self._max_requests),
             bool(settings.grammar),
+            self._images is not None,
         )
         self.load = LoadSnapshot(free_blocks=model.total_blocks, total_blocks=model.total_blocks)
         if settings.grammar:
@@ -131,11 +137,13 @@ class Frontend:
         """Abort all requests and end the loop process."""
         self.drain()
         # before the channel is closed: closing cancels compilations without an error
-        self._compilations.fail(draining_error())
-        while self._compilations:
+        self._preparations.fail(draining_error())
+        while self._preparations:
             await self.changed_since(self.version)
         if self._matchers is not None:
             await self._matchers.aclose()
+        if self._images is not None:
+            await self._images.stop()
         await self._loop.stop()
 
     def drain(self) -> None:
@@ -174,8 +182,8 @@ class Frontend:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run, wait, or compile their grammar."""
-        return len(self._live) + len(self._compilations)
+        """Requests that run, wait, or prepare their grammar and images."""
+        return len(self._live) + len(self._preparations)
 
     @property
     def silent_seconds(self) -> float:
@@ -191,7 +199,9 @@ class Frontend:
     async def submit(
         self, request: GenerateRequest, caller: Caller, credit: int | None, sink: Sink[Any]
     ) -> int:
-        """Check a request, compile its grammar, and hand it to the loop. Returns its handle.
+        """Check a request, prepare its grammar and images, and hand it to the loop.
+
+        Returns its handle.
 
         Raises ServiceError. A request that the loop refuses gets its error through the sink. The
         caller counts a cancelled call: a task may be cancelled before its first step.
@@ -200,11 +210,12 @@ class Frontend:
         try:
             self._require_room()
             checked = self.admission.check(request)
-            matchers = self._matchers if checked.constrained else None
             grammar_id = ""
-            if matchers is not None:
-                grammar_id = await self._compilations.compile(
-                    matchers, request.grammar, caller.request_id, caller.timeout_seconds
+            if checked.constrained or request.images:
+                grammar_id, checked = await self._preparations.run(
+                    lambda: self._prepare(request, checked),
+                    caller.request_id,
+                    caller.timeout_seconds,
                 )
         except ServiceError as error:
             request_accounting.count_error(error.reason)
@@ -213,9 +224,11 @@ class Frontend:
         self._enter(
             handle, _LiveRequest(caller, checked, sink, request_accounting.TokenLatency(arrival))
         )
-        if matchers is not None:
+        if self._matchers is not None and checked.constrained:
             generated = {resume.sequence: resume.generated for resume in checked.resume}
-            matchers.open(handle, checked.num_sequences, grammar_id, request.grammar, generated)
+            self._matchers.open(
+                handle, checked.num_sequences, grammar_id, request.grammar, generated
+            )
         if caller.timeout_seconds is not None:
             self._set_deadline(handle, arrival + caller.timeout_seconds)
         self._loop.send(
@@ -265,7 +278,7 @@ class Frontend:
         ]
         for handle in handles:
             self._fail(handle, error, "aborted")
-        return len(handles) + self._compilations.fail(error, request_ids)
+        return len(handles) + self._preparations.fail(error, request_ids)
 
     async def flush_cache(self) -> int:
         """Evict all cached blocks that no sequence holds. Returns their number."""
@@ -273,6 +286,38 @@ class Frontend:
         self._flushes.append(flushed)
         self._loop.send(FlushCache())
         return await flushed
+
+    async def _prepare(
+        self, request: GenerateRequest, checked: CheckedRequest
+    ) -> tuple[str, CheckedRequest]:
+        """Return the grammar's id, empty without one, and the request with its images placed."""
+        compiling = asyncio.ensure_future(self._compile(request, checked))
+        encoding = asyncio.ensure_future(self._with_images(request, checked))
+        try:
+            return await asyncio.gather(compiling, encoding)
+        finally:
+            compiling.cancel()
+            encoding.cancel()
+
+    async def _compile(self, request: GenerateRequest, checked: CheckedRequest) -> str:
+        if self._matchers is None or not checked.constrained:
+            return ""
+        return await self._matchers.compile(request.grammar)
+
+    async def _with_images(
+        self, request: GenerateRequest, checked: CheckedRequest
+    ) -> CheckedRequest:
+        if self._images is None or not request.images:
+            return checked
+        images = await self._images.encode([image.data for image in request.images])
+        placed = place_images(
+            checked.prompts,
+            request.images,
+            images,
+            self._images.image_token_id,
+            consecutive=self.model.images_are_consecutive,
+        )
+        return replace(checked, images=placed)
 
     def _require_room(self) -> None:
         if self.draining:
@@ -345,7 +390,7 @@ class Frontend:
         error = ServiceError(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", why, retry_seconds=1)
         for handle in list(self._live):
             self._fail(handle, error, "failed")
-        self._compilations.fail(error)
+        self._preparations.fail(error)
 
     # Live requests.
 

@@ -8,6 +8,8 @@ __all__ = [
     "CACHED_TOKENS",
     "FIRST_TOKEN_SECONDS",
     "GENERATED_TOKENS",
+    "IMAGES",
+    "IMAGE_CACHE_BYTES",
     "INTER_TOKEN_SECONDS",
     "KV_USED_RATIO",
     "PREEMPTIONS",
@@ -18,6 +20,7 @@ __all__ = [
     "RUNNING",
     "STEPS",
     "WAITING",
+    "WAITING_IMAGES",
 ]
 
 REQUESTS = Counter("tokenwire_engine_requests", "Requests that ended, by outcome.", ["outcome"])
@@ -47,3 +50,10 @@ QUEUED_TOKENS = Gauge("tokenwire_engine_queued_tokens", "Tokens that wait and ar
 KV_USED_RATIO = Gauge("tokenwire_engine_kv_used_ratio", "Share of KV blocks that sequences hold.")
 PREEMPTIONS = Gauge("tokenwire_engine_preemptions", "Sequences preempted since the start.")
 STEPS = Gauge("tokenwire_engine_steps", "Steps since the start.")
+IMAGES = Counter(
+    "tokenwire_engine_images", "Images of prompts: encoded, cached or unreadable.", ["outcome"]
+)
+WAITING_IMAGES = Gauge("tokenwire_engine_waiting_images", "Images that wait for the encoder.")
+IMAGE_CACHE_BYTES = Gauge(
+    "tokenwire_engine_image_cache_bytes", "Bytes of encoded images that requests may use again."
+)

@@ -50,7 +50,9 @@ class Preparations:
     ) -> Prepared:
         """Return what `prepare` returns. Raises ServiceError."""
         if len(self) >= self._limit:
-            raise queue_full(f"{len(self)} requests already wait for grammars or images; try again.")
+            raise queue_full(
+                f"{len(self)} requests already wait for grammars or images; try again."
+            )
         preparation = _Preparation(request_id, asyncio.timeout(timeout_seconds))
         self._running.add(preparation)
         try:

@@ -63,6 +63,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         total_blocks=model.num_blocks,
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
+        images_are_consecutive=spec.has_grid_positions or spec.family.images_see_ahead,
     )
     runner = ModelRunner(decoder, cache, _graph_capacity(settings, model))
     overlaps = decoder.device.type == "cuda"

@@ -38,7 +38,7 @@ LAYERS = {
     "services.tokenizer": ["chat", "chat.template", "chat.answer", "completion", "text"],
     "services.engine": [
         "frontend",
-        "loop",
+        "loop vision",
         "execution",
         "model scheduling",
         "model.operators",

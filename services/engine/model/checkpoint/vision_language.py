@@ -67,6 +67,7 @@ class VisionLanguage:
 
     def family(self, config: Config) -> Family:
         """Return the family of the decoder that `config` describes. Raises CheckpointError."""
+        self._check_images(config)
         decoder, defaults = self._decoder(config)
         names = replace(
             decoder.names, roots=self.roots, ignored=(*decoder.names.ignored, *self.vision)
@@ -80,6 +81,20 @@ class VisionLanguage:
             multimodal_axes=self.axes,
             images_see_ahead=self.images_see_ahead,
         )
+
+    def _check_images(self, config: Config) -> None:
+        """Raise CheckpointError for images that the decoder can't take as it should."""
+        text, tokens = config.section(_SECTION), config.positive("mm_tokens_per_image", 256)
+        if self.images_see_ahead and tokens > text.positive("sliding_window", 4096):
+            raise CheckpointError(
+                f"{config.file}: mm_tokens_per_image must be at most {_SECTION}'s sliding_window."
+            )
+        deepstack = config.section("vision_config").ids("deepstack_visual_indexes")
+        if deepstack and len(deepstack) >= text.positive("num_hidden_layers", 32):
+            raise CheckpointError(
+                f"{config.file}: vision_config's deepstack_visual_indexes has {len(deepstack)} "
+                f"layers; the decoder must have more."
+            )
 
     def _decoder(self, config: Config) -> tuple[Family, JsonObject]:
         if self.decoder is not None:

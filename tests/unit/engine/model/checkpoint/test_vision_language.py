@@ -21,6 +21,10 @@ from tests.unit.engine.checkpoints import (
     reference_logits,
 )
 
+_ARCHITECTURES = {
+    "gemma3, with images": "Gemma3ForConditionalGeneration",
+    "qwen3 vl": "Qwen3VLForConditionalGeneration",
+}
 LLAVA = ("language_model.model.", "language_model.lm_head.")
 TRANSFORMERS_5 = ("model.language_model.", "lm_head.")
 LAYOUTS = [
@@ -97,6 +101,24 @@ def test_unknown_decoder_is_refused_by_name() -> None:
     }
     with pytest.raises(CheckpointError, match="text_config's model_type mamba is not supported"):
         ModelSpec.from_config(values)
+
+
+@pytest.mark.parametrize(
+    ("family", "section", "key", "value"),
+    [
+        ("gemma3, with images", None, "mm_tokens_per_image", 10),
+        ("qwen3 vl", "vision_config", "deepstack_visual_indexes", [0, 1, 2]),
+    ],
+)
+def test_images_that_the_decoder_cannot_take_are_refused_at_start(
+    family: str, section: str | None, key: str, value: Json
+) -> None:
+    """Gemma 3's images must lie in one window. Qwen3-VL adds no features behind the last layer."""
+    config: Any = CONFIGS[family].to_dict() | {"architectures": [_ARCHITECTURES[family]]}
+    ModelSpec.from_config(config)
+    (config if section is None else config[section])[key] = value
+    with pytest.raises(CheckpointError, match=key):
+        ModelSpec.from_config(config)
 
 
 def _rename(name: str, layout: tuple[str, str]) -> str:

@@ -1,0 +1,255 @@
+"""Client of the image encoder: batches, a cache by content, and restarts."""
+
+import asyncio
+import hashlib
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import grpc
+
+from services.common.settings import StartupError
+from services.engine.frontend import metrics
+from services.engine.frontend.child_process import ChildProcess
+from services.engine.frontend.preparations import queue_full
+from services.engine.ranks.rank import Rank
+from services.engine.settings import EngineSettings, parse_bytes
+from services.engine.vision.messages import (
+    EncodedImage,
+    EncodeImages,
+    EncoderFailed,
+    EncoderReady,
+    ImagesEncoded,
+    UnreadableImage,
+)
+from services.engine.vision.support import has_vision
+from tokenwire.errors import ServiceError
+
+__all__ = ["ClientImage", "ImageClient"]
+
+_LOG = logging.getLogger("engine")
+_BATCH = 8
+"""Images that the encoder gets at once"""
+_MAX_WAITING = 256
+"""Images that wait for the encoder"""
+_MAX_WAITING_BYTES = 256 << 20
+_RESTART_SECONDS = 1.0
+"""Pause before a lost encoder starts again"""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientImage:
+    """An image of a client, encoded."""
+
+    digest: bytes
+    """Hash of the file, 16 bytes"""
+    encoded: EncodedImage | UnreadableImage
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """An image that waits for the encoder, for one request or several."""
+
+    file: bytes
+    result: asyncio.Future[EncodedImage | UnreadableImage] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    requests: int = 0
+    """Requests that want it; an image that nobody wants is not encoded"""
+
+
+class ImageClient:
+    """Starts the encoder's process and encodes images through it."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._process: ChildProcess | None = None
+        self._restart: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self._cache = _EncodedImages(parse_bytes(settings.image_memory))
+        self._waiting: OrderedDict[bytes, _Waiting] = OrderedDict()
+        """By digest, in order of arrival"""
+        self._batch: dict[bytes, _Waiting] = {}
+        """Images that the encoder works on"""
+        self.image_token_id = -1
+
+    @classmethod
+    async def start_for(cls, settings: EngineSettings) -> "ImageClient | None":
+        """Return a started client, or None if the engine takes no images. Raises StartupError."""
+        if settings.vision == "off" or not has_vision(settings.model):
+            return None
+        reason = ""
+        if not Rank.from_environment().is_alone:
+            reason = "several ranks take text only"
+        elif not all(map(find_spec, ("PIL", "transformers"))):
+            reason = "install tokenwire[vision] to read them"
+        if reason:
+            _LOG.warning("images are refused: %s", reason)
+            return None
+        client = cls(settings)
+        await client.start()
+        return client
+
+    async def start(self) -> None:
+        """Start the process and wait until its weights are loaded. Raises StartupError."""
+        process = ChildProcess(
+            "tokenwire-engine-images", "The image encoder", self._on_encoded, self._on_death
+        )
+        first: Any = await process.start(_run, self._settings)
+        if isinstance(first, EncoderFailed):
+            await process.stop()
+            raise StartupError(first.message)
+        ready: EncoderReady = first
+        self.image_token_id = ready.image_token_id
+        self._process = process
+        self._send()
+
+    async def stop(self) -> None:
+        """End the process; images that wait fail."""
+        self._is_stopping = True
+        if self._restart is not None:
+            self._restart.cancel()
+        self._fail_all("The engine stops.")
+        if self._process is not None:
+            await self._process.stop()
+
+    async def encode(self, files: Sequence[bytes]) -> list[ClientImage]:
+        """Return the images in order; equal ones are encoded once. Raises ServiceError."""
+        digests = await asyncio.to_thread(lambda: [_digest(file) for file in files])
+        wanted: dict[bytes, _Waiting] = {}
+        results: dict[bytes, EncodedImage | UnreadableImage] = {}
+        try:
+            for digest, file in zip(digests, files, strict=True):
+                if digest in wanted or digest in results:
+                    continue
+                if (encoded := self._cache.get(digest)) is not None:
+                    results[digest] = encoded
+                else:
+                    wanted[digest] = self._wait_for(digest, file)
+            metrics.IMAGES.labels("cached").inc(len(results))
+            self._send()
+            for digest, waiting in wanted.items():
+                # shielded: other requests may wait for the same image
+                results[digest] = await asyncio.shield(waiting.result)
+        finally:
+            for digest, waiting in wanted.items():
+                self._leave(digest, waiting)
+        return [ClientImage(digest, results[digest]) for digest in digests]
+
+    def _wait_for(self, digest: bytes, file: bytes) -> _Waiting:
+        waiting = self._batch.get(digest) or self._waiting.get(digest)
+        if waiting is None:
+            if self._process is None:
+                raise _encoder_lost("The image encoder starts again; try again.")
+            self._require_room(len(file))
+            waiting = self._waiting[digest] = _Waiting(file)
+            metrics.WAITING_IMAGES.set(len(self._waiting))
+        waiting.requests += 1
+        return waiting
+
+    def _require_room(self, size: int) -> None:
+        waiting = sum(len(each.file) for each in self._waiting.values())
+        if len(self._waiting) >= _MAX_WAITING or waiting + size > _MAX_WAITING_BYTES:
+            raise queue_full(f"{len(self._waiting)} images wait for the encoder; try again.")
+
+    def _leave(self, digest: bytes, waiting: _Waiting) -> None:
+        waiting.requests -= 1
+        if not waiting.requests and self._waiting.get(digest) is waiting:
+            del self._waiting[digest]
+            waiting.result.cancel()
+            metrics.WAITING_IMAGES.set(len(self._waiting))
+
+    def _send(self) -> None:
+        """Give the encoder its next batch, unless it works on one."""
+        if self._process is None or self._batch or not self._waiting:
+            return
+        for _ in range(min(_BATCH, len(self._waiting))):
+            digest, waiting = self._waiting.popitem(last=False)
+            self._batch[digest] = waiting
+        metrics.WAITING_IMAGES.set(len(self._waiting))
+        self._process.send(EncodeImages([waiting.file for waiting in self._batch.values()]))
+
+    def _on_encoded(self, answer: ImagesEncoded) -> None:
+        batch, self._batch = self._batch, {}
+        for (digest, waiting), encoded in zip(batch.items(), answer.images, strict=True):
+            if isinstance(encoded, EncodedImage):
+                self._cache.put(digest, encoded)
+            metrics.IMAGES.labels(
+                "encoded" if isinstance(encoded, EncodedImage) else "unreadable"
+            ).inc()
+            if not waiting.result.done():
+                waiting.result.set_result(encoded)
+        metrics.IMAGE_CACHE_BYTES.set(self._cache.size)
+        self._send()
+
+    def _on_death(self, why: str) -> None:
+        if (
+            self._process is None or self._is_stopping
+        ):  # `start` has told why, or it is meant to end
+            return
+        self._process = None
+        _LOG.error("%s It starts again; text requests go on.", why)
+        self._fail_all(why)
+        self._restart = asyncio.ensure_future(self._start_again())
+
+    async def _start_again(self) -> None:
+        while self._process is None:
+            await asyncio.sleep(_RESTART_SECONDS)
+            try:
+                await self.start()
+            except StartupError as error:
+                _LOG.error("the image encoder does not start: %s", error)
+
+    def _fail_all(self, why: str) -> None:
+        failed = [*self._batch.values(), *self._waiting.values()]
+        self._batch = {}
+        self._waiting.clear()
+        for waiting in failed:
+            if not waiting.result.done():
+                waiting.result.set_exception(_encoder_lost(why))
+                waiting.result.exception()  # a request that waits for several images reads only one
+        metrics.WAITING_IMAGES.set(0)
+
+
+class _EncodedImages:
+    """Encoded images by digest, the least recently used of which are evicted."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: bytes of embeddings."""
+        self._limit = limit
+        self._images: OrderedDict[bytes, EncodedImage] = OrderedDict()
+        self.size = 0
+
+    def get(self, digest: bytes) -> EncodedImage | None:
+        if digest in self._images:
+            self._images.move_to_end(digest)
+        return self._images.get(digest)
+
+    def put(self, digest: bytes, image: EncodedImage) -> None:
+        if len(image.embeddings) > self._limit:
+            return
+        self._images[digest] = image
+        self.size += len(image.embeddings)
+        while self.size > self._limit:
+            _, oldest = self._images.popitem(last=False)
+            self.size -= len(oldest.embeddings)
+
+
+def _encoder_lost(message: str) -> ServiceError:
+    code = grpc.StatusCode.UNAVAILABLE
+    return ServiceError(code, "IMAGE_ENCODER_LOST", message, retry_seconds=1)
+
+
+def _digest(file: bytes) -> bytes:
+    return hashlib.blake2b(file, digest_size=16).digest()
+
+
+def _run(settings: EngineSettings, link: socket.socket) -> None:
+    # imported in the encoder's process only: the gRPC process must stay free of torch
+    from services.engine.vision.encoder_process import run
+
+    run(settings, link)
