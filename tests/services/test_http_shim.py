@@ -225,7 +225,8 @@ async def test_constrained_output_is_json(http: httpx.AsyncClient) -> None:
             {"response_format": {"type": "json_object", "schema": {"type": 5}}},
             400, "response_format", "invalid_grammar",
         ),
-        ({"images": ["data:,"]}, 400, "images", None),
+        ({"images": ["data:,"]}, 400, "images[0]", "invalid_field"),
+        ({"images": ["https://example.com/a.png"]}, 400, "images[0]", "invalid_field"),
         ({"best_of": 2, "n": 3}, 400, "best_of", "invalid_field"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
