@@ -46,7 +46,7 @@ class TextPart(Struct, tag_field="type", tag="text"):
 
 
 class ImageUrl(Struct):
-    """The URL of an image; `detail` has no effect."""
+    """The data URL of an image, or an http(s) URL if the server fetches it. No effect: `detail`."""
 
     url: str
     detail: str | None = None
