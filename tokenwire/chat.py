@@ -45,12 +45,16 @@ class Message:
     """Id of the call that a tool message answers"""
     name: str = ""
     reasoning: str = ""
+    images: Sequence[bytes] = field(default=(), repr=False)
+    """Encoded images (PNG, JPEG, WebP or GIF), which stand before the text"""
 
     def write(self) -> completion_pb2.Message:
-        content = self.content
+        parts = [completion_pb2.ContentPart(image=image) for image in self.images]
+        if self.content is not None:
+            parts.append(completion_pb2.ContentPart(text=self.content))
         return completion_pb2.Message(
             role=completion_pb2.Role.Value(f"ROLE_{self.role.upper()}"),
-            parts=[] if content is None else [completion_pb2.ContentPart(text=content)],
+            parts=parts,
             name=self.name,
             tool_calls=[
                 completion_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)

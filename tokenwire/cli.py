@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from tokenwire.errors import ServiceError
+from tokenwire.errors import ServiceError, invalid
 
 __all__ = ["main"]
 
@@ -73,9 +73,13 @@ async def _serve(options: argparse.Namespace) -> int:
 
 async def _complete(options: argparse.Namespace) -> int:
     from tokenwire.client import Client
+    from tokenwire.requests import with_image_marks
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     request = _request_options(options, "suffix")
+    if images := _read_images(options):
+        request["images"] = images
+        prompt = with_image_marks(prompt, len(images))
     async with Client(options.target) as client:
         if not options.stream:
             completion = await client.complete(prompt, **request)
@@ -92,7 +96,7 @@ async def _chat(options: argparse.Namespace) -> int:
     from tokenwire.client import Client, Message
 
     text = sys.stdin.read() if options.message == "-" else options.message
-    messages = [Message("user", text)]
+    messages = [Message("user", text, images=_read_images(options))]
     if options.system is not None:
         messages.insert(0, Message("system", options.system))
     request = _request_options(options)
@@ -113,6 +117,17 @@ def _request_options(options: argparse.Namespace, *names: str) -> Any:
     shared = ("max_tokens", "temperature", "top_p", "seed", "n", "stop", "ignore_eos", "model")
     given = {name: getattr(options, name) for name in (*shared, *names)}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _read_images(options: argparse.Namespace) -> list[bytes]:
+    """Return the contents of the image files. Raises ServiceError."""
+    images = []
+    for path in options.image or ():
+        try:
+            images.append(path.read_bytes())
+        except OSError as error:
+            raise invalid("images", f"{path} can't be read: {error.strerror}.") from None
+    return images
 
 
 def _print_choices(texts: Sequence[str]) -> None:
@@ -205,12 +220,20 @@ def _parser() -> argparse.ArgumentParser:
     complete = add("complete", _complete, "Complete a prompt.")
     complete.add_argument("prompt", help="The prompt; - reads standard input.")
     complete.add_argument("--suffix", help="Text after the gap to fill (infill).")
-    _add_generation(complete, "Most tokens to generate; the server's default is 16.")
+    _add_generation(
+        complete,
+        "Most tokens to generate; the server's default is 16.",
+        "Image for an <image> of the prompt; repeatable. A prompt without any gets them in front.",
+    )
 
     chat = add("chat", _chat, "Answer a message.")
     chat.add_argument("message", help="The message; - reads standard input.")
     chat.add_argument("--system", help="System message.")
-    _add_generation(chat, "Most tokens to generate; by default as many as fit.")
+    _add_generation(
+        chat,
+        "Most tokens to generate; by default as many as fit.",
+        "Image before the message; repeatable.",
+    )
 
     tokenize = add("tokenize", _tokenize, "Print the token ids of a text, one per line.")
     tokenize.add_argument("text", help="The text; - reads standard input.")
@@ -226,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_generation(command: argparse.ArgumentParser, max_tokens: str) -> None:
+def _add_generation(command: argparse.ArgumentParser, max_tokens: str, images: str) -> None:
     one = command.add_mutually_exclusive_group()
     one.add_argument("--stream", action="store_true", help="Print text as it is generated.")
     one.add_argument("--n", type=int, help="Number of choices.")
@@ -240,6 +263,13 @@ def _add_generation(command: argparse.ArgumentParser, max_tokens: str) -> None:
         action="store_true",
         default=None,
         help="Continue past the end of sequence, up to --max-tokens.",
+    )
+    command.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help=images,
     )
     command.add_argument("--model", help="Model id; required if several models are served.")
 

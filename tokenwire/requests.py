@@ -21,10 +21,12 @@ __all__ = [
     "chat_start",
     "complete_start",
     "generate_start",
+    "with_image_marks",
 ]
 
 Prompt = str | Sequence[int]
 Built = TypeVar("Built")
+_IMAGE_MARK = "<image>"
 
 
 class _RequestOptions(TypedDict, total=False):
@@ -83,6 +85,8 @@ class CompleteOptions(_TextOptions, total=False):
     best_of: int
     echo: bool
     truncate_prompt: bool
+    images: Sequence[bytes]
+    """Encoded images (PNG, JPEG, WebP or GIF), one for each "<image>" of the prompts, in order"""
 
 
 class ChatOptions(_TextOptions, total=False):
@@ -118,6 +122,11 @@ def complete_start(
         **options,
     )
     return completion_pb2.StartComplete(request=request, context=context)
+
+
+def with_image_marks(prompt: str, images: int) -> str:
+    """Return the prompt with a mark for each image in front, unless it has marks itself."""
+    return prompt if _IMAGE_MARK in prompt else _IMAGE_MARK * images + prompt
 
 
 def chat_start(

@@ -25,6 +25,7 @@ from services.http_shim.http.failures import FailureMiddleware, exception_handle
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.host_header import HostMiddleware
 from services.http_shim.http.scheduling import SchedulingMiddleware
+from services.http_shim.images.image_fetcher import ImageFetcher
 from services.http_shim.settings import HttpShimSettings
 
 __all__ = ["create_app"]
@@ -40,13 +41,14 @@ def create_app(
     keyring: Keyring | None,
 ) -> Starlette:
     """Return the application that serves `models`; without a keyring, no request needs a key."""
-    bodies = BodyReader(settings.max_body_bytes, settings.max_unfinished_body_bytes)
+    bodies = BodyReader(settings.max_body_bytes, settings.max_held_bytes)
+    fetcher = ImageFetcher(settings.image_sources) if settings.fetch_images else None
     stall = settings.stall_seconds
-    completions = GenerationEndpoint(COMPLETIONS, models, gate, bodies, stall)
-    chat = GenerationEndpoint(CHAT, models, gate, bodies, stall)
+    completions = GenerationEndpoint(COMPLETIONS, models, gate, bodies, fetcher, stall)
+    chat = GenerationEndpoint(CHAT, models, gate, bodies, fetcher, stall)
     multi_completion = MultiCompletion(models, gate, bodies)
     model_cards = Models(models)
-    tokenization = Tokenization(models, bodies)
+    tokenization = Tokenization(models, bodies, fetcher)
     probes = Probes(models, gate)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),

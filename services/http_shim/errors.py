@@ -57,8 +57,9 @@ class ClientGoneError(Exception):
 class BodyTooLargeError(Exception):
     """The request body exceeds the limit, in bytes."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"The body is larger than {limit} bytes.")
+    def __init__(self, limit: int, *, has_images: bool = False) -> None:
+        what = "The body without its images" if has_images else "The body"
+        super().__init__(f"{what} is larger than {limit} bytes.")
 
 
 class ErrorDetails(Struct):

@@ -4,6 +4,7 @@ import dataclasses
 
 from services.common.settings import INSTANT, LAST_PORT, StartupError, setting
 from services.http_shim.http.cors import origins_of
+from services.http_shim.images.remote_urls import AllowedSources
 from tokenwire.channel import LOST_SECONDS
 from tokenwire.serving.addresses import is_loopback, why_closed
 
@@ -54,12 +55,23 @@ class HttpShimSettings:
     metrics_port: int = setting(
         0, "Port of /metrics; 0 = the HTTP port, -1 = none.", least=-1, most=LAST_PORT
     )
-    max_body_bytes: int = setting(8 * 1024 * 1024, "Largest request body, in bytes.", least=1)
-    max_unfinished_body_bytes: int = setting(
-        64 * 1024 * 1024,
-        "Most bytes of all request bodies that are not yet decoded, without the first 64 KiB of "
-        "each; more are refused with 503.",
+    max_body_bytes: int = setting(
+        8 * 1024 * 1024, "Largest request body without its images, in bytes.", least=1
+    )
+    max_held_bytes: int = setting(
+        256 * 1024 * 1024,
+        "Most bytes of all request bodies until they are decoded, and then of their images until "
+        "the model accepts the request; the first 64 KiB of each are not counted. More are refused "
+        "with 503.",
         least=1,
+    )
+    fetch_images: bool = setting(
+        False, "Fetch images that requests give as http(s) URLs, from hosts with public addresses."
+    )
+    fetch_images_from: str = setting(
+        "",
+        "Hosts that images are fetched from, separated by commas: host, host:port or *.host; empty "
+        "= any, at the ports 80 and 443.",
     )
     stall_seconds: float = setting(
         30.0,
@@ -78,6 +90,11 @@ class HttpShimSettings:
             return not self.keys and is_loopback(self.host)
         return self.trust_scheduling_headers == "always"
 
+    @property
+    def image_sources(self) -> AllowedSources:
+        """The hosts that images may be fetched from. Raises ValueError for an invalid list."""
+        return AllowedSources(self.fetch_images_from.replace(",", " ").split())
+
 
 def check(settings: HttpShimSettings) -> None:
     """Raise StartupError for settings that can't be served."""
@@ -86,10 +103,13 @@ def check(settings: HttpShimSettings) -> None:
         raise StartupError(closed)
     try:
         origins_of(settings.cors_origins)
+        _ = settings.image_sources
     except ValueError as error:
         raise StartupError(str(error)) from None
-    if settings.max_unfinished_body_bytes < settings.max_body_bytes:
+    if settings.fetch_images_from and not settings.fetch_images:
+        raise StartupError("--fetch-images-from needs --fetch-images.")
+    if settings.max_held_bytes < settings.max_body_bytes:
         raise StartupError(
-            "--max-unfinished-body-bytes must be at least --max-body-bytes, "
-            f"{settings.max_body_bytes}, got {settings.max_unfinished_body_bytes}."
+            "--max-held-bytes must be at least --max-body-bytes, "
+            f"{settings.max_body_bytes}, got {settings.max_held_bytes}."
         )

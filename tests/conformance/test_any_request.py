@@ -60,6 +60,10 @@ TAGS = st.sampled_from([
     for structures in ([{"begin": "<a>", "schema": {"type": "null"}, "end": ";"}], [])
 ])  # fmt: skip
 
+URLS = st.sampled_from(
+    ["data:image/png;base64,AA==", "data:,", "", "http://127.0.0.1/a.png", "https://[::1", "😀"]
+)
+
 
 def rarely(values: Values) -> Values:
     """Return a strategy that is null in 3 of 4 cases: a request has at most one constraint."""
@@ -132,7 +136,7 @@ FIELDS: dict[str, Values] = {
     "tool_choice": st.sampled_from(
         ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}]
     ),
-    "images": st.lists(st.just("data:image/png;base64,AA=="), max_size=1),
+    "images": st.lists(URLS, max_size=1),
     "stream": BOOLEAN,
     "stream_options": st.fixed_dictionaries(
         {}, optional={"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN}
@@ -153,7 +157,8 @@ FIELDS: dict[str, Values] = {
 PARTS = st.lists(
     st.one_of(
         st.builds(lambda text: {"type": "text", "text": text}, TEXT),
-        st.just({"type": "image_url", "image_url": {"url": "data:,"}}),
+        st.builds(lambda url: {"type": "image_url", "image_url": {"url": url}}, URLS),
+        st.builds(lambda url: {"type": "image_url", "image_url": url}, URLS),
     ),
     max_size=2,
 )

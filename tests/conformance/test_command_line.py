@@ -1,12 +1,19 @@
 """Tests of the command `tokenwire` with a running stack."""
 
+import base64
 import json
 import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 from tests.stack import Stack
+
+# one white pixel
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
+)
 
 
 def tokenwire(stack: Stack, *arguments: str) -> str:
@@ -65,6 +72,24 @@ def test_refusal_is_one_line_on_stderr_and_exit_code_1(stack: Stack) -> None:
     assert result.stdout == ""
     assert "temperature" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_image_for_a_text_only_model_is_one_line_on_stderr(stack: Stack, tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(base64.b64decode(PIXEL))
+    for command in ("complete", "chat"):
+        asked = [sys.executable, "-m", "tokenwire", command, "x", "--image", str(path)]
+        result = subprocess.run(
+            [*asked, "--target", stack.tokenizer],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert result.returncode == 1
+        assert result.stdout == ""
+        assert "text-only" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
 
 
 def test_tokenize_and_models_agree_with_http(stack: Stack) -> None:

@@ -13,6 +13,10 @@ import pytest
 from tests.services.shim import assert_documented
 from tests.stack import Stack, is_busy, left_early, watch_load
 
+PIXEL = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
+)
 PROMPT = "def add(a, b):\n    return a +"
 
 
@@ -225,7 +229,8 @@ async def test_constrained_output_is_json(http: httpx.AsyncClient) -> None:
             {"response_format": {"type": "json_object", "schema": {"type": 5}}},
             400, "response_format", "invalid_grammar",
         ),
-        ({"images": ["data:,"]}, 400, "images", None),
+        ({"images": ["data:,"]}, 400, "images[0]", "invalid_field"),
+        ({"images": ["https://example.com/a.png"]}, 400, "images[0]", "invalid_field"),
         ({"best_of": 2, "n": 3}, 400, "best_of", "invalid_field"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
@@ -263,6 +268,29 @@ async def test_invalid_completion_is_refused_with_status_and_param(
         assert error["code"] == code
     assert response.headers["x-request-id"]
     assert "x-tokens-used" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "<image>", "images": [PIXEL]}, "images"),
+        ("/v1/chat/completions", {"image_url": {"url": PIXEL}},
+         "messages[0].content[0].image_url.url"),
+        ("/v1/chat/completions", {"image_url": PIXEL}, "messages[0].content[0].image_url"),
+        ("/tokenize", {"image_url": PIXEL}, "messages[0].content[0].image_url"),
+        ("/apply-template", {"image_url": {"url": PIXEL}}, "messages[0].content[0].image_url.url"),
+    ],
+)  # fmt: skip
+async def test_text_only_model_refuses_images_by_the_clients_name(
+    http: httpx.AsyncClient, path: str, fields: dict[str, object], param: str
+) -> None:
+    if "image_url" in fields:
+        fields = {"messages": [{"role": "user", "content": [{"type": "image_url", **fields}]}]}
+    response = await http.post(path, json=fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert "text-only" in error["message"]
+    assert error["param"].removesuffix("[0]") == param
 
 
 async def test_openai_sdk_raises_typed_errors(sdk: openai.AsyncOpenAI) -> None:

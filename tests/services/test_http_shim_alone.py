@@ -89,6 +89,44 @@ def test_body_over_the_limit_is_413(http: httpx.Client) -> None:
         error_of(response)
 
 
+def test_images_do_not_count_towards_the_limit_of_a_body(http: httpx.Client) -> None:
+    image = f"data:image/png;base64,{'A' * 200_000}"
+    prompt = {"prompt": "<image>", "images": [image]}
+    assert http.post("/v1/completions", json=prompt).status_code == 503  # no backend
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}}]}
+    for path in ("/v1/chat/completions", "/tokenize", "/apply-template"):
+        assert http.post(path, json={"messages": [message]}).status_code == 503
+    response = http.post("/v1/completions", json=prompt | {"user": "x" * _LIMIT})
+    assert response.status_code == 413
+    assert "without its images" in str(error_of(response)["message"])
+    assert http.post("/detokenize", json={"tokens": [1], "x": image}).status_code == 413
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("https://example.com/a.png", "--fetch-images"),
+        ("aW1hZ2U=", "must be a data URL"),
+        ("data:image/png;base64,?", "not valid base64"),
+    ],
+)
+def test_image_that_is_no_data_url_is_400_with_its_path(
+    http: httpx.Client, path: str, url: str, said: str
+) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    param = "images[0]"
+    body: dict[str, object] = {"prompt": "<image>", "images": [url]}
+    if path != "/v1/completions":
+        param = "messages[0].content[0].image_url.url"
+        body = {"messages": [{"role": "user", "content": [part]}]}
+    response = http.post(path, json=body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert said in str(error["message"])
+
+
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
 def test_body_of_another_type_is_refused(http: httpx.Client, content_type: str | None) -> None:
     """Browsers let any web page post text to localhost, but not JSON."""
@@ -169,12 +207,52 @@ def test_metrics_are_in_prometheus_text_format(http: httpx.Client) -> None:
         ["--host", "192.0.2.1", "--open"],
         ["--max-body-bytes", "0"],
         ["--stall-seconds", "0"],
+        ["--max-held-bytes", "1000"],
+        ["--fetch-images-from", "example.com"],
+        ["--fetch-images", "--fetch-images-from", "https://example.com"],
     ],
 )
 def test_invalid_flag_ends_the_start_without_traceback(flags: list[str]) -> None:
     ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
+
+
+def test_fetching_does_not_reach_this_machine_and_logs_show_no_images() -> None:
+    """Logs are kept longer than the pictures that users send."""
+    picture = "U2VjcmV0IHBpY3R1cmU"
+    started = subprocess.Popen(
+        command(
+            "--port", "0", "--tokenizer", "127.0.0.1:1", "--tokenizer-wait", "0",
+            "--fetch-images", "--log-level", "debug",
+        ),
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert started.stderr is not None
+    lines = []
+    for line in started.stderr:
+        lines.append(line)
+        if "port" in (entry := json.loads(line)):
+            break
+    port = entry["port"]
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        for url, status in (
+            (f"data:image/png;base64,{picture}", 503),
+            (f"data:image/png;base64,{picture}!", 400),
+            (f"data:{picture}", 400),
+            (f"http://localhost:80/{picture}", 400),
+            (f"http://127.0.0.1:{port}/{picture}", 400),
+        ):
+            body = {"prompt": "<image>", "images": [url], "echo": True}
+            response = client.post("/v1/completions", json=body)
+            assert response.status_code == status, response.text
+            assert picture not in response.text
+    started.terminate()
+    lines += started.stderr.readlines()
+    assert started.wait() == 0
+    assert any("images[0]" in line for line in lines)
+    assert not any(picture in line for line in lines)
 
 
 @pytest.mark.parametrize(

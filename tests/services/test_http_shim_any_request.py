@@ -255,7 +255,7 @@ COMPLETION: Limits = [
     ({"prompt": ["a", "b"]}, {"prompt": ["a", 7]}),
     ({"prompt": [7, 8]}, {"prompt": [7, 2**32]}),
     ({"max_tokens": 0, "echo": True}, {"max_tokens": -1, "echo": True}),
-    ({"images": []}, {"images": ["data:,"]}),
+    ({"images": []}, {"images": ["data:image/png;base64,AAEC"] * 17}),
 ]
 CHAT: Limits = [
     ({"max_tokens": 1}, {"max_tokens": 0}),

@@ -353,7 +353,7 @@ def of(role: str, **fields: object) -> dict[str, object]:
                 ]
             },
             400,
-            "messages[0].content[0].image_url",
+            "messages[0].content[0].image_url.url",
         ),
         (
             {"messages": [of("user", content=[{"type": "input_audio"}])]},

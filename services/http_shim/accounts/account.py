@@ -28,6 +28,7 @@ __all__ = [
 GenerationRequest: TypeAlias = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
 _USUAL_ANSWER = 1_024  # tokens that a chat's choice without max_tokens is expected to have
 _BYTES_PER_TOKEN = 4
+_USUAL_IMAGE = 1_024  # tokens that an image is expected to have
 _MINUTE = 60.0
 _ROUNDING = 1e-6
 
@@ -136,18 +137,20 @@ class Account:
 def estimated_tokens(request: GenerationRequest) -> int:
     """Return the most tokens that a request uses: exact for ids, else a token per 4 bytes of text.
 
-    A chat without max_tokens counts as 1,024 tokens of output for each choice.
+    An image counts as 1,024 tokens, and a chat without max_tokens as 1,024 of output for each
+    choice. The images' places in the request must be empty.
     """
     choices = request.n if request.HasField("n") else 1
     output = _output(request)
     if isinstance(request, completion_pb2.ChatRequest):
         size = sum(part.ByteSize() for part in (*request.messages, *request.tools))
-        return math.ceil(size / _BYTES_PER_TOKEN) + choices * (
-            _USUAL_ANSWER if output is None else output
-        )
+        parts = (part for message in request.messages for part in message.parts)
+        images = sum(part.HasField("image") for part in parts)
+        input_tokens = math.ceil(size / _BYTES_PER_TOKEN) + images * _USUAL_IMAGE
+        return input_tokens + choices * (_USUAL_ANSWER if output is None else output)
     assert output is not None
     text_bytes = len(request.suffix.encode()) * len(request.prompts)
-    ids = 0
+    ids = len(request.images) * _USUAL_IMAGE
     for prompt in request.prompts:
         if prompt.HasField("token_ids"):
             ids += len(prompt.token_ids.ids)

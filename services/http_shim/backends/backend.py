@@ -9,6 +9,7 @@ import grpc
 
 from services.common.logging import request_id, traceparent
 from services.http_shim.accounts.account import GenerationRequest
+from services.http_shim.images.request_images import RequestImages
 from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -46,19 +47,31 @@ class Submission:
     """A submitted completion or chat: grants credit and cancels.
 
     A submission listens to its request until admission. The client has received nothing until
-    then, so a request that loses the service is submitted again when the service is back.
+    then, so a request that loses the service is submitted again when the service is back. Its
+    images are in memory until then.
     """
 
-    __slots__ = ("_backend", "_cancelled", "_command", "_handle", "_listener", "_losses", "_retry")
+    __slots__ = (
+        "_backend",
+        "_cancelled",
+        "_command",
+        "_handle",
+        "_listener",
+        "_losses",
+        "_on_admitted",
+        "_retry",
+    )
 
     def __init__(
         self,
         backend: "Backend",
         command: completion_pb2.SessionCommand,
         listener: Listener[completion_pb2.SessionEvent],
+        on_admitted: Callable[[], None],
     ) -> None:
         self._backend = backend
-        self._command = command
+        self._command: completion_pb2.SessionCommand | None = command
+        self._on_admitted = on_admitted
         self._listener = listener
         self._losses = 0
         self._cancelled = False
@@ -67,6 +80,8 @@ class Submission:
 
     def on_event(self, event: completion_pb2.SessionEvent) -> None:
         """Hand the admission, and all later events directly, to the listener."""
+        self._command = None
+        self._on_admitted()
         self._backend.session.hand_over(self._handle, self._listener)
         self._listener.on_event(event)
 
@@ -96,6 +111,7 @@ class Submission:
 
     def _submit(self) -> int:
         session = self._backend.session
+        assert self._command is not None  # the request is not admitted
         self._command.handle = handle = session.open(self)
         session.send(self._command)
         return handle
@@ -129,12 +145,16 @@ class Backend:
         tenant: str,
         priority: int,
         credit: int | None = None,
+        images: RequestImages | None = None,
+        on_admitted: Callable[[], None] = lambda: None,
     ) -> Submission:
         """Start a completion or a chat, whose events go to `listener`.
 
         tenant: tenant whose prefix cache the request uses.
         priority: scheduling priority, higher first.
         credit: tokens per choice that may be sent before more are granted; None = unlimited.
+        images: images of the request, which move into the command.
+        on_admitted: called when the request is admitted, and its images are no longer in memory.
         """
         context = completion_pb2.RequestContext(
             request_id=request_id.get(),
@@ -142,13 +162,20 @@ class Backend:
             tenant=tenant,
             priority=priority,
         )
+        command = completion_pb2.SessionCommand()
+        start: completion_pb2.StartChat | completion_pb2.StartComplete
         if isinstance(request, completion_pb2.ChatRequest):
-            chat = completion_pb2.StartChat(request=request, context=context, credit=credit)
-            command = completion_pb2.SessionCommand(start_chat=chat)
+            start = command.start_chat
+            start.request.CopyFrom(request)
         else:
-            start = completion_pb2.StartComplete(request=request, context=context, credit=credit)
-            command = completion_pb2.SessionCommand(start_complete=start)
-        return Submission(self, command, listener)
+            start = command.start_complete
+            start.request.CopyFrom(request)
+        start.context.CopyFrom(context)
+        if credit is not None:
+            start.credit = credit
+        if images is not None:
+            images.move_into(start.request)
+        return Submission(self, command, listener, on_admitted)
 
     async def wait_until_serving(self, error: ServiceError) -> None:
         """Wait until the service serves again.

@@ -133,7 +133,11 @@ FIELDS: Mapping[str, Field] = {
     "structural_tag": ("Free text in which triggers start constrained parts.", _NOT_EMPTY),
     "tools": ("Functions that the model may call.", {"maxItems": contract.MAX_TOOLS}),
     "tool_choice": ("Function to call; `required` = any, `none` = no call.", {}),
-    "images": ("Not supported: the models read only text.", {"maxItems": 0}),
+    "images": (
+        "Data URLs of the images for each `<image>` of the prompts, in order: "
+        "data:image/png;base64,… (or jpeg, webp, gif). http(s) URLs if the server fetches them.",
+        {"maxItems": contract.MAX_IMAGES},
+    ),
     "stream": ("Answer with server-sent events; the last one is `data: [DONE]`.", _FLAG),
     "stream_options": ("Events of the stream that have the usage.", {}),
     "user": ("A label for the logs.", {}),

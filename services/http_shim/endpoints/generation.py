@@ -18,11 +18,13 @@ from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.endpoints.stream_sender import CREDIT, send_stream
 from services.http_shim.errors import ClientGoneError, client_field_names
+from services.http_shim.formats.chat_messages import take_message_images
 from services.http_shim.formats.chat_requests import chat_param_of, to_chat_request
 from services.http_shim.formats.chat_responses import ChatFormatter
 from services.http_shim.formats.completion_requests import (
     param_of,
     schema_param,
+    take_images,
     to_complete_request,
 )
 from services.http_shim.formats.completion_responses import CompletionFormatter
@@ -44,6 +46,8 @@ from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
+from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
+from services.http_shim.images.request_images import RequestImages
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -58,6 +62,8 @@ class GenerationApi(Generic[Body, Delta]):
     """The formats that one endpoint reads and writes."""
 
     decoder: msgspec.json.Decoder[Body]
+    take_images: Callable[[Body], RequestImages]
+    """Removes the images from a body; raises INVALID_ARGUMENT for invalid ones"""
     to_request: Callable[[Body], GenerationRequest]
     """Converts a body; raises INVALID_ARGUMENT for what the proto can't express"""
     param_of: Callable[[str, Body], str]
@@ -66,10 +72,18 @@ class GenerationApi(Generic[Body, Delta]):
 
 
 COMPLETIONS: GenerationApi[CompletionBody, completion_pb2.ChoiceDelta] = GenerationApi(
-    msgspec.json.Decoder(CompletionBody), to_complete_request, param_of, CompletionFormatter.of
+    msgspec.json.Decoder(CompletionBody),
+    take_images,
+    to_complete_request,
+    param_of,
+    CompletionFormatter.of,
 )
 CHAT: GenerationApi[ChatBody, completion_pb2.ChatDelta] = GenerationApi(
-    msgspec.json.Decoder(ChatBody), to_chat_request, chat_param_of, ChatFormatter.of
+    msgspec.json.Decoder(ChatBody),
+    lambda body: take_message_images(body.messages),
+    to_chat_request,
+    chat_param_of,
+    ChatFormatter.of,
 )
 
 
@@ -82,52 +96,71 @@ class GenerationEndpoint(Generic[Body, Delta]):
         models: ModelSource,
         gate: Gate,
         bodies: BodyReader,
+        fetcher: ImageFetcher | None,
         stall_seconds: float,
     ) -> None:
         self._api: GenerationApi[Body, Delta] = api
         self._models = models
         self._gate = gate
         self._bodies = bodies
+        self._fetcher = fetcher
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        body, exchange.ignored, request = await self._bodies.read(scope, receive, self._parse)
-        model = await assign_model(exchange, self._models, body.model, request)
-        collector: OutputCollector[Delta] = OutputCollector()
-        with (
-            self._gate.entered(collector),
-            reserved_tokens(exchange, request),
-            model.connection.used() as backend,
-            client_field_names(lambda path: self._api.param_of(path, body)),
-        ):
-            submission = backend.submit(
-                request,
-                collector,
-                tenant=exchange.tenant,
-                priority=priority_of(exchange, body.priority),
-                credit=CREDIT if body.stream else None,
-            )
-            answer = _Answer(body, exchange, model, collector, self._api.formatter_of(body))
-            watch = asyncio.ensure_future(watch_for_disconnect(receive, collector))
-            try:
-                if body.stream:
-                    await answer.stream(scope, send, submission, self._stall_seconds)
-                else:
-                    response = await answer.whole()
-                    await response(scope, receive, send)
-            finally:
-                watch.cancel()
-                if collector.is_open():
-                    submission.cancel()
-                if body.stream:
-                    answer.count_unsent_tokens()
+        with self._bodies.held() as held:
+            asked = await self._bodies.read_with_images(scope, receive, self._parse, held)
+            body, request, exchange.ignored = asked.body, asked.request, asked.ignored
+            model = await assign_model(exchange, self._models, body.model, request)
+            collector: OutputCollector[Delta] = OutputCollector()
+            with (
+                self._gate.entered(collector),
+                reserved_tokens(exchange, request),
+                model.connection.used() as backend,
+                client_field_names(lambda path: self._api.param_of(path, body)),
+            ):
+                await fetch_remote(self._fetcher, asked.images, held.resize)
+                submission = backend.submit(
+                    request,
+                    collector,
+                    tenant=exchange.tenant,
+                    priority=priority_of(exchange, body.priority),
+                    credit=CREDIT if body.stream else None,
+                    images=asked.images,
+                    on_admitted=held.release,
+                )
+                answer = _Answer(body, exchange, model, collector, self._api.formatter_of(body))
+                watch = asyncio.ensure_future(watch_for_disconnect(receive, collector))
+                try:
+                    if body.stream:
+                        await answer.stream(scope, send, submission, self._stall_seconds)
+                    else:
+                        response = await answer.whole()
+                        await response(scope, receive, send)
+                finally:
+                    watch.cancel()
+                    if collector.is_open():
+                        submission.cancel()
+                    if body.stream:
+                        answer.count_unsent_tokens()
         if collector.gone:
             raise ClientGoneError
 
-    def _parse(self, encoded: bytes) -> tuple[Body, list[str], GenerationRequest]:
+    def _parse(self, encoded: bytes) -> "_Asked[Body]":
         body, ignored = parse(self._api.decoder, encoded)
-        return body, ignored, self._api.to_request(body)
+        images = self._api.take_images(body)
+        return _Asked(body, ignored, self._api.to_request(body), images)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked(Generic[Body]):
+    """A parsed request. Its images are apart, in order of their empty places in it."""
+
+    body: Body
+    ignored: list[str]
+    """Paths of fields that are ignored"""
+    request: GenerationRequest
+    images: RequestImages
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 import asyncio
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -12,6 +14,7 @@ from starlette.responses import Response
 from services.http_shim.backends.backend import Backend
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.errors import client_field_names
+from services.http_shim.formats.chat_messages import take_message_images
 from services.http_shim.formats.chat_requests import rendered_param_of, to_render_request
 from services.http_shim.formats.request_bodies import (
     Body,
@@ -21,14 +24,17 @@ from services.http_shim.formats.request_bodies import (
     parse,
 )
 from services.http_shim.http.access import authorized_model
-from services.http_shim.http.body import BodyReader, json_response
+from services.http_shim.http.body import BodyReader, HeldBytes, json_response
 from services.http_shim.http.exchange import exchange_of
+from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
+from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import invalid
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["AppliedTemplate", "Detokenized", "Tokenization", "Tokenized", "TokenizerInfo"]
 
+Rendered = TypeVar("Rendered", bound=TemplateBody)
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _TEMPLATE = msgspec.json.Decoder(TemplateBody)
@@ -88,19 +94,26 @@ class TokenizerInfo(Struct):
 class Tokenization:
     """The tokenizer endpoints."""
 
-    def __init__(self, models: ModelSource, bodies: BodyReader) -> None:
+    def __init__(
+        self, models: ModelSource, bodies: BodyReader, fetcher: ImageFetcher | None
+    ) -> None:
         self._models = models
         self._bodies = bodies
+        self._fetcher = fetcher
 
     async def tokenize(self, request: Request) -> Response:
         """Encode a text as a completion's prompt, or the prompt of messages."""
-        body = await self._read(request, _TOKENIZE)
-        served = await authorized_model(exchange_of(request.scope), self._models, body.model)
-        with served.connection.used() as backend:
-            read = _encode if body.messages is None else _render
-            (ids, texts), tokenizer = await asyncio.gather(
-                read(backend, served.backend_name, body), backend.tokenizer(served.backend_name)
-            )
+        with self._bodies.held() as held:
+            asked = await self._read_with_images(request, _TOKENIZE, held)
+            body = asked.body
+            served = await authorized_model(exchange_of(request.scope), self._models, body.model)
+            await fetch_remote(self._fetcher, asked.images, held.resize)
+            with served.connection.used() as backend:
+                read = _encode if body.messages is None else _render
+                (ids, texts), tokenizer = await asyncio.gather(
+                    read(backend, served.backend_name, asked),
+                    backend.tokenizer(served.backend_name),
+                )
         return json_response(
             Tokenized(
                 count=len(ids),
@@ -127,11 +140,13 @@ class Tokenization:
 
     async def apply_template(self, request: Request) -> Response:
         """Render messages to the text of their prompt."""
-        body = await self._read(request, _TEMPLATE)
-        asked = to_render_request(body)
-        served = await authorized_model(exchange_of(request.scope), self._models, body.model)
-        with served.connection.used() as backend:
-            answer = await _rendered(backend, served.backend_name, asked)
+        with self._bodies.held() as held:
+            asked = await self._read_with_images(request, _TEMPLATE, held)
+            exchange, name = exchange_of(request.scope), asked.body.model
+            served = await authorized_model(exchange, self._models, name)
+            await fetch_remote(self._fetcher, asked.images, held.resize)
+            with served.connection.used() as backend:
+                answer = await _rendered(backend, served.backend_name, asked)
         return json_response(AppliedTemplate(answer.text))
 
     async def info(self, request: Request) -> Response:
@@ -148,38 +163,71 @@ class Tokenization:
         body, exchange_of(request.scope).ignored = await read
         return body
 
+    async def _read_with_images(
+        self, request: Request, decoder: msgspec.json.Decoder[Rendered], held: HeldBytes
+    ) -> "_Asked[Rendered]":
+        """Return the body apart from its images, and note its ignored fields for the header."""
+        parse_body = partial(_parse_with_images, decoder)
+        asked = await self._bodies.read_with_images(
+            request.scope, request.receive, parse_body, held
+        )
+        exchange_of(request.scope).ignored = asked.ignored
+        return asked
 
-async def _encode(backend: Backend, model: str, body: TokenizeBody) -> tuple[list[int], list[str]]:
+
+@dataclass(frozen=True, slots=True)
+class _Asked(Generic[Rendered]):
+    """A parsed request to render messages. Its images are apart."""
+
+    body: Rendered
+    ignored: list[str]
+    """Paths of fields that are ignored"""
+    images: RequestImages
+
+
+def _parse_with_images(decoder: msgspec.json.Decoder[Rendered], encoded: bytes) -> _Asked[Rendered]:
+    body, ignored = parse(decoder, encoded)
+    return _Asked(body, ignored, take_message_images(body.messages))
+
+
+async def _encode(
+    backend: Backend, model: str, asked: _Asked[TokenizeBody]
+) -> tuple[list[int], list[str]]:
+    body = asked.body
     if body.prompt is None:
         raise invalid("prompt", "prompt or messages is required: a string, or a list of messages.")
     for name in _MESSAGE_FIELDS:
         if getattr(body, name) is not None:
             raise invalid(name, f"{name} needs messages.")
-    asked = tokenizer_pb2.EncodeRequest(
+    request = tokenizer_pb2.EncodeRequest(
         model=model,
         texts=[body.prompt],
         add_special_tokens=body.add_special_tokens,
         with_texts=bool(body.return_token_strs),
     )
     with _field_is("prompt"):
-        [encoding] = (await backend.encode(asked)).encodings
+        [encoding] = (await backend.encode(request)).encodings
     return list(encoding.ids), list(encoding.tokens)
 
 
-async def _render(backend: Backend, model: str, body: TokenizeBody) -> tuple[list[int], list[str]]:
-    if body.prompt is not None:
+async def _render(
+    backend: Backend, model: str, asked: _Asked[TokenizeBody]
+) -> tuple[list[int], list[str]]:
+    if asked.body.prompt is not None:
         raise invalid("prompt", "prompt and messages exclude each other; give one of them.")
-    asked = to_render_request(body, with_texts=bool(body.return_token_strs))
-    answer = await _rendered(backend, model, asked)
+    with_texts = bool(asked.body.return_token_strs)
+    answer = await _rendered(backend, model, asked, with_texts=with_texts)
     return list(answer.ids), list(answer.tokens)
 
 
 async def _rendered(
-    backend: Backend, model: str, asked: tokenizer_pb2.RenderChatRequest
+    backend: Backend, model: str, asked: _Asked[Rendered], *, with_texts: bool = False
 ) -> tokenizer_pb2.RenderChatResponse:
-    asked.model = model
-    with client_field_names(rendered_param_of):
-        return await backend.render(asked)
+    request = to_render_request(asked.body, with_texts=with_texts)
+    request.model = model
+    asked.images.move_into(request)
+    with client_field_names(lambda path: rendered_param_of(path, asked.body)):
+        return await backend.render(request)
 
 
 def _field_is(param: str) -> AbstractContextManager[None]:

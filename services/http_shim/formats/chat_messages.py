@@ -9,10 +9,18 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["CalledFunction", "Message", "MessageCall", "message_param", "messages_of"]
+__all__ = [
+    "CalledFunction",
+    "Message",
+    "MessageCall",
+    "message_param",
+    "messages_of",
+    "take_message_images",
+]
 
 _ROLES = {
     "system": completion_pb2.ROLE_SYSTEM,
@@ -28,6 +36,7 @@ _CLIENT_NAMES = (
     (re.compile(r"\.reasoning$"), ".reasoning_content"),
     (re.compile(r"\.parts\b"), ".content"),
 )
+_IMAGE = re.compile(r"messages\[(?P<message>\d+)\]\.parts\[(?P<part>\d+)\]\.image")
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
@@ -37,16 +46,16 @@ class TextPart(Struct, tag_field="type", tag="text"):
 
 
 class ImageUrl(Struct):
-    """The URL of an image; `detail` has no effect."""
+    """The data URL of an image, or an http(s) URL if the server fetches it. No effect: `detail`."""
 
     url: str
     detail: str | None = None
 
 
 class ImagePart(Struct, tag_field="type", tag="image_url"):
-    """A content part with an image."""
+    """A content part with an image; its URL may stand without the object around it."""
 
-    image_url: ImageUrl
+    image_url: ImageUrl | str
 
 
 class CalledFunction(Struct):
@@ -76,17 +85,53 @@ class Message(Struct):
 
 
 def messages_of(messages: Sequence[Message] | None) -> list[completion_pb2.Message]:
-    """Convert the messages. Raises INVALID_ARGUMENT for what the proto can't express."""
+    """Convert the messages, with an empty place for each image.
+
+    Raises INVALID_ARGUMENT for what the proto can't express.
+    """
     if messages is None:
         raise invalid("messages", "messages is required: a list of messages.")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def message_param(path: str) -> str:
+def take_message_images(messages: Sequence[Message] | None) -> RequestImages:
+    """Return the images of the messages, and leave an empty URL in place of each.
+
+    Raises INVALID_ARGUMENT with the client's name of a field.
+    """
+    images = RequestImages()
+    for i, message in enumerate(messages or ()):
+        if isinstance(message.content, list):
+            for j, part in enumerate(message.content):
+                if isinstance(part, ImagePart):
+                    param = _image_param(part, f"messages[{i}].content[{j}]")
+                    images.add(_take_url(part), param)
+    return images
+
+
+def message_param(path: str, messages: Sequence[Message]) -> str:
     """Return the client's name of a field: "messages[0].parts" becomes "messages[0].content"."""
+    if place := _IMAGE.fullmatch(path):
+        i, j = int(place["message"]), int(place["part"])
+        part = (messages[i].content or ())[j]
+        return _image_param(part, f"messages[{i}].content[{j}]")
     for pattern, name in _CLIENT_NAMES:
         path = pattern.sub(name, path)
     return path
+
+
+def _take_url(part: ImagePart) -> str:
+    if isinstance(part.image_url, str):
+        url, part.image_url = part.image_url, ""
+    else:
+        url, part.image_url.url = part.image_url.url, ""
+    return url
+
+
+def _image_param(part: TextPart | ImagePart | str, param: str) -> str:
+    """Return the client's name of an image, in the form of `image_url` that the client chose."""
+    is_object = isinstance(part, ImagePart) and isinstance(part.image_url, ImageUrl)
+    return f"{param}.image_url.url" if is_object else f"{param}.image_url"
 
 
 def _message(message: Message, param: str) -> completion_pb2.Message:
@@ -112,7 +157,7 @@ def _parts(
     return [
         completion_pb2.ContentPart(text=part.text)
         if isinstance(part, TextPart)
-        else completion_pb2.ContentPart(image_url=part.image_url.url)
+        else completion_pb2.ContentPart(image=b"")
         for part in content
     ]
 

@@ -27,14 +27,14 @@ def chat_param_of(path: str, body: ChatBody) -> str:
     if path == "logprobs" and body.top_logprobs is not None:
         return "top_logprobs"
     if path.startswith("messages[") or path in _PARAMS:
-        return rendered_param_of(path)
+        return rendered_param_of(path, body)
     return param_of(path, body)
 
 
-def rendered_param_of(path: str) -> str:
+def rendered_param_of(path: str, body: ChatBody | TemplateBody) -> str:
     """Return the client's name of a field that makes the prompt; other paths stay."""
     if path.startswith("messages["):
-        return message_param(path)
+        return message_param(path, body.messages or ())
     return tool_param(path) if path.startswith("tools[") else _PARAMS.get(path, path)
 
 

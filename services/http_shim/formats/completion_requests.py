@@ -21,6 +21,7 @@ from services.http_shim.formats.request_bodies import (
     FunctionTool,
     GenerationBody,
 )
+from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -29,6 +30,7 @@ __all__ = [
     "param_of",
     "schema_param",
     "shared_fields",
+    "take_images",
     "to_complete_request",
     "tool_param",
     "tools_of",
@@ -56,6 +58,7 @@ _PARAMS = {
     "sampling.mirostat.learning_rate": "mirostat_lr",
 }
 _BIAS_FIELD = re.compile(r"sampling\.logit_bias\[(?P<token>\d+)\]")
+_IMAGE_FIELD = re.compile(r"images\[\d+\]")
 _TOOL_FIELD = re.compile(r"(?P<tool>tools\[\d+\])\.(?P<field>\w+)")
 
 
@@ -65,6 +68,8 @@ def param_of(path: str, body: GenerationBody) -> str:
         return tool_param(path)
     if bias := _BIAS_FIELD.fullmatch(path):
         return f"logit_bias.{bias['token']}"
+    if image := _IMAGE_FIELD.match(path):
+        return image.group()
     path = re.sub(r"\[[^\]]*\]", "", path)
     if path in _PARAMS:
         return _PARAMS[path]
@@ -103,8 +108,23 @@ def schema_param(path: str, body: GenerationBody) -> str:
     return f"{schema_location(body)}.{place}"
 
 
+def take_images(body: CompletionBody) -> RequestImages:
+    """Return the images of a body, and leave an empty string in place of each.
+
+    Raises INVALID_ARGUMENT with the client's name of a field.
+    """
+    images, urls = RequestImages(), body.images or []
+    for index, url in enumerate(urls):
+        images.add(url, f"images[{index}]")
+        urls[index] = ""
+    return images
+
+
 def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
-    """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
+    """Convert a body to the request, with an empty place for each image.
+
+    Raises INVALID_ARGUMENT with the client's name of a field.
+    """
     n = 1 if body.n is None else body.n
     if body.stream and body.best_of is not None and body.best_of > n:
         raise invalid(
@@ -119,7 +139,7 @@ def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
         echo=bool(body.echo),
         logprobs=body.logprobs,
         truncate_prompt=bool(body.truncate_sequence),
-        images=body.images,
+        images=[b""] * len(body.images or ()),
     )
 
 

@@ -281,7 +281,7 @@ _INDEX = re.compile(r"\[\d+\]")
 _MAX_UNKNOWN = 1_000  # unknown fields that are collected
 _PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
-_DEEP = frozenset({"messages", "structured_outputs", "tools"})
+_DEEP = frozenset({"images", "messages", "structured_outputs", "tools"})
 """Fields within which `param` is a path"""
 
 
@@ -289,7 +289,8 @@ def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> tuple[Body, list[
     """Parse a body; return it and the paths of its unknown fields.
 
     Of paths that differ only in indices, the first is returned. Raises INVALID_ARGUMENT with the
-    field at fault: a top-level field, or a path within messages, tools or structured_outputs.
+    field at fault: a top-level field, or a path within images, messages, tools or
+    structured_outputs.
     """
     try:
         body.decode()  # msgspec does not check the UTF-8 of skipped and raw values

@@ -1,9 +1,10 @@
 """JSON bodies of requests and responses."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 import grpc
 import msgspec
@@ -12,29 +13,81 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from services.common.contract import MAX_IMAGES_BYTES
 from services.http_shim.errors import BodyTooLargeError, ClientGoneError
 from services.http_shim.http.json_limits import check_json_limits
+from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import ServiceError
 
-__all__ = ["BodyReader", "json_response"]
+__all__ = ["BodyReader", "HeldBytes", "json_response"]
 
 _SMALL = 64 * 1024  # bytes; a connection may buffer as many anyway, so they are not counted
+_URL_BYTES = MAX_IMAGES_BYTES // 3 * 4  # of the images of a request, in base64
 Parsed = TypeVar("Parsed")
+
+
+class WithImages(Protocol):
+    """A parsed body whose images are apart from it."""
+
+    @property
+    def images(self) -> RequestImages:
+        """The images."""
+
+
+ParsedImages = TypeVar("ParsedImages", bound=WithImages)
+
+
+class HeldBytes:
+    """Bytes of one request in memory, counted with those of all requests.
+
+    The first 64 KiB of each request do not count.
+    """
+
+    __slots__ = ("_counted", "_reader")
+
+    def __init__(self, reader: "BodyReader") -> None:
+        self._reader = reader
+        self._counted = 0
+
+    def resize(self, size: int) -> None:
+        """Set the number of bytes. Raises UNAVAILABLE if all requests together hold too many."""
+        counted = max(0, size - _SMALL)
+        self._reader.count(counted - self._counted)
+        self._counted = counted
+
+    def release(self) -> None:
+        """Hold no bytes any more."""
+        self.resize(0)
 
 
 class BodyReader:
     """Reads the bodies of all connections, and bounds their memory and their event loop time."""
 
-    def __init__(self, max_bytes: int, max_unfinished_bytes: int) -> None:
-        """Limit a body, and all bodies that are not yet decoded.
+    def __init__(self, max_bytes: int, max_held_bytes: int) -> None:
+        """Limit a body without its images, and the bytes that all requests hold.
 
-        The first 64 KiB of each body do not count towards `max_unfinished_bytes`.
+        A request holds its body until it is decoded, then its images until they are sent.
         """
         self._max_bytes = max_bytes
-        self._max_unfinished = max_unfinished_bytes
-        self._unfinished = 0
+        self._max_held = max_held_bytes
+        self._held = 0
         # one thread: more of them would take the interpreter from the event loop more often
         self._thread = ThreadPoolExecutor(1, "bodies")
+
+    @contextmanager
+    def held(self) -> Iterator[HeldBytes]:
+        """Return the count of one request, which ends with the context at the latest."""
+        held = HeldBytes(self)
+        try:
+            yield held
+        finally:
+            held.release()
+
+    def count(self, more: int) -> None:
+        """Count bytes that a request holds, or no longer holds. Raises UNAVAILABLE."""
+        if more > 0 and self._held + more > self._max_held:
+            raise _too_many()
+        self._held += more
 
     async def read(
         self, scope: Scope, receive: Receive, parse: Callable[[bytes], Parsed]
@@ -42,36 +95,63 @@ class BodyReader:
         """Read a body and parse it; bodies over 64 KiB are parsed in a thread.
 
         Raises ServiceError for a body of another content type, with too many elements, or over
-        the limit of unfinished bodies. Raises BodyTooLargeError and ClientGoneError.
+        the limit of held bytes. Raises BodyTooLargeError and ClientGoneError.
         """
-        _require_json(scope, self._max_bytes)
+        with self.held() as held:
+            return await self._read(scope, receive, parse, held, self._max_bytes)
+
+    async def read_with_images(
+        self,
+        scope: Scope,
+        receive: Receive,
+        parse: Callable[[bytes], ParsedImages],
+        held: HeldBytes,
+    ) -> ParsedImages:
+        """Read and parse a body that may have images; `held` then counts these.
+
+        The limit of a body does not count the URLs of its images. Raises as `read` does.
+        """
+
+        def parse_within_limit(body: bytes) -> ParsedImages:
+            parsed = parse(body)
+            if len(body) - parsed.images.url_length > self._max_bytes:
+                raise BodyTooLargeError(self._max_bytes, has_images=True)
+            return parsed
+
+        limit = min(self._max_bytes + _URL_BYTES, self._max_held)
+        parsed = await self._read(scope, receive, parse_within_limit, held, limit)
+        held.resize(parsed.images.size)
+        return parsed
+
+    async def _read(
+        self,
+        scope: Scope,
+        receive: Receive,
+        parse: Callable[[bytes], Parsed],
+        held: HeldBytes,
+        limit: int,
+    ) -> Parsed:
+        _require_json(scope, limit)
         body = bytearray()
-        counted = 0
-        try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
-                if len(body) > self._max_bytes:
-                    raise BodyTooLargeError(self._max_bytes)
-                more = max(0, len(body) - _SMALL) - counted
-                if self._unfinished + more > self._max_unfinished:
-                    raise _too_many()
-                self._unfinished += more
-                counted += more
-                if not message.get("more_body", False):
-                    break
-            if len(body) <= _SMALL:
-                return parse(bytes(body))
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, _parse_large, body, parse)
-        finally:
-            self._unfinished -= counted
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise BodyTooLargeError(limit)
+            held.resize(len(body))
+            if not message.get("more_body", False):
+                break
+        if len(body) <= _SMALL:
+            return parse(bytes(body))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, _parse_large, body, parse)
 
 
 def _parse_large(body: bytearray, parse: Callable[[bytes], Parsed]) -> Parsed:
     text = bytes(body)
+    body.clear()  # a large body must not stay in memory twice
     check_json_limits(text)
     return parse(text)
 

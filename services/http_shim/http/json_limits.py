@@ -18,11 +18,13 @@ _BRACKET = re.compile(rb"[\[\]{}]")
 def check_json_limits(text: bytes) -> None:
     """Raise INVALID_ARGUMENT for a body with more elements than any request needs.
 
-    A check takes about 20 ms for 8 MiB. Text that is not JSON may pass: a decoder stops at the
-    error, and the counts hold up to there.
+    A check takes about 20 ms for 8 MiB, less without backslashes, as in images. Text that is not
+    JSON may pass: a decoder stops at the error, and the counts hold up to there.
     """
     # without escaped quotes, every quote begins or ends a string
-    bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    bare = text
+    if b"\\" in text:
+        bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     _require(bare.count(b'"') // 2, _MAX_STRINGS, "strings")
     outside = b"".join(bare.split(b'"')[::2])
     _require(outside.count(b"[") + outside.count(b"{"), _MAX_CONTAINERS, "lists and objects")

@@ -27,7 +27,14 @@ PACKAGES = {
 }
 """The other packages that each package may import"""
 LAYERS = {
-    "services.http_shim": ["documentation", "endpoints", "http", "backends", "accounts formats"],
+    "services.http_shim": [
+        "documentation",
+        "endpoints",
+        "http",
+        "backends",
+        "accounts formats",
+        "images",
+    ],
     "services.tokenizer": ["chat", "chat.template", "chat.answer", "completion", "text"],
     "services.engine": [
         "frontend",

@@ -45,6 +45,8 @@ def test_health_of_a_missing_server_exits_with_1() -> None:
         (("complete", b"caf\xe9"), "utf-8"),
         (("chat", "x", "--system", b"caf\xe9"), "utf-8"),
         (("tokenize", b"caf\xe9"), "utf-8"),
+        (("complete", "x", "--image", "/no/such.png"), "/no/such.png can't be read: No such file"),
+        (("chat", "x", "--image", "/"), "/ can't be read: Is a directory"),
         (("health", "http://127.0.0.1:99999"), "99999"),
         (("health", "http://[::1"), "http://[::1"),
     ],

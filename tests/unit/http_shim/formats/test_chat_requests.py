@@ -9,18 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.http_shim.errors import http_status
+from services.http_shim.formats.chat_messages import take_message_images
 from services.http_shim.formats.chat_requests import (
     chat_param_of,
     rendered_param_of,
     to_chat_request,
     to_render_request,
 )
-from services.http_shim.formats.request_bodies import ChatBody, TokenizeBody, parse
+from services.http_shim.formats.request_bodies import ChatBody, TemplateBody, TokenizeBody, parse
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
+PIXELS = "data:image/png;base64,AAEC"
 HELLO = {"role": "user", "content": "Hello"}
 DECODER = msgspec.json.Decoder(ChatBody)
 TOOL = {
@@ -72,10 +74,10 @@ def message(
                 "role": "user",
                 "content": [
                     {"type": "text", "text": "a"},
-                    {"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}},
+                    {"type": "image_url", "image_url": {"url": PIXELS, "detail": "low"}},
                 ],
             },
-            message("USER", text("a"), completion_pb2.ContentPart(image_url="data:,")),
+            message("USER", text("a"), completion_pb2.ContentPart(image=b"")),
         ),
         (
             {
@@ -124,8 +126,12 @@ def test_messages_are_converted(given_: dict[str, object], wanted: completion_pb
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}],
             "messages[0].content[0].image_url",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "messages[0].content[0].image_url.url",
         ),
         ([HELLO, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0].id"),
         (
@@ -290,7 +296,8 @@ def test_unsupported_and_contradictory_fields_are_refused(
         ("messages", "messages"),
         ("messages[1].role", "messages[1].role"),
         ("messages[1].parts", "messages[1].content"),
-        ("messages[0].parts[2].image_url", "messages[0].content[2].image_url"),
+        ("messages[1].parts[1].image", "messages[1].content[1].image_url.url"),
+        ("messages[1].parts[2].image", "messages[1].content[2].image_url"),
         ("messages[0].tool_call_id", "messages[0].tool_call_id"),
         ("messages[0].reasoning", "messages[0].reasoning_content"),
         ("messages[0].tool_calls", "messages[0].tool_calls"),
@@ -311,8 +318,43 @@ def test_unsupported_and_contradictory_fields_are_refused(
     ],
 )
 def test_error_fields_have_the_clients_names(path: str, param: str) -> None:
-    assert chat_param_of(path, body_of()) == param
-    assert rendered_param_of(path) == param
+    text_part = {"type": "text", "text": "a"}
+    parts = [text_part, image({"url": PIXELS}), image(PIXELS)]
+    body = body_of(messages=[HELLO, {"role": "user", "content": parts}])
+    assert chat_param_of(path, body) == param
+    assert rendered_param_of(path, body) == param
+
+
+def image(url: object) -> dict[str, object]:
+    return {"type": "image_url", "image_url": url}
+
+
+def test_images_stay_apart_from_the_messages_until_they_are_sent() -> None:
+    """A request lives as long as its answer, which would then hold all images in memory."""
+    text_part = {"type": "text", "text": "a"}
+    parts = [image({"url": PIXELS}), text_part, image("data:image/gif;base64,/w==")]
+    body = body_of(messages=[HELLO, {"role": "user", "content": parts}])
+    images = take_message_images(body.messages)
+    assert b"AAEC" not in msgspec.json.encode(body)
+    for request in (to_chat_request(body), to_render_request(TemplateBody(messages=body.messages))):
+        assert [part.image for part in request.messages[1].parts] == [b"", b"", b""]
+    images.move_into(request)
+    assert [part.image for part in request.messages[1].parts] == [b"\0\1\2", b"", b"\xff"]
+    assert request.messages[1].parts[1].text == "a"
+
+
+@pytest.mark.parametrize(
+    ("url", "param"),
+    [
+        ({"url": "AAEC"}, "messages[1].content[1].image_url.url"),
+        ("AAEC", "messages[1].content[1].image_url"),
+    ],
+)
+def test_error_of_an_image_names_the_place_of_its_url(url: object, param: str) -> None:
+    messages = [HELLO, {"role": "user", "content": [image(PIXELS), image(url)]}]
+    with pytest.raises(ServiceError) as caught:
+        take_message_images(body_of(messages=messages).messages)
+    assert caught.value.field == param
 
 
 def test_error_field_is_the_alias_that_the_client_sent() -> None:

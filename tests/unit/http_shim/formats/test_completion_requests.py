@@ -5,7 +5,11 @@ import json
 import msgspec
 import pytest
 
-from services.http_shim.formats.completion_requests import param_of, to_complete_request
+from services.http_shim.formats.completion_requests import (
+    param_of,
+    take_images,
+    to_complete_request,
+)
 from services.http_shim.formats.request_bodies import CompletionBody
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -56,6 +60,24 @@ def test_invalid_prompts_are_refused(prompt: object) -> None:
     with pytest.raises(ServiceError) as caught:
         translated(prompt=prompt)
     assert caught.value.field == "prompt"
+
+
+def test_images_stay_apart_from_the_request_until_it_is_sent() -> None:
+    """A request lives as long as its answer, which would then hold all images in memory."""
+    body = body_of(images=["data:image/png;base64,AAEC", "data:image/webp;base64,/w=="])
+    images = take_images(body)
+    assert body.images == ["", ""]
+    request = to_complete_request(body)
+    assert list(request.images) == [b"", b""]
+    images.move_into(request)
+    assert list(request.images) == [b"\0\1\2", b"\xff"]
+    assert len(images) == 0
+
+
+def test_error_of_an_image_names_its_index() -> None:
+    with pytest.raises(ServiceError) as caught:
+        take_images(body_of(images=["data:image/png;base64,AAEC", "AAEC"]))
+    assert caught.value.field == "images[1]"
 
 
 _SCHEMA = {"type": "object", "properties": {"b": {"maximum": 1.10}, "a": {}}}
@@ -133,7 +155,7 @@ _SCHEMA = {"type": "object", "properties": {"b": {"maximum": 1.10}, "a": {}}}
             {"tool_choice": {"type": "function", "function": {"name": "f"}}},
             {"tool_choice": {"name": "f"}},
         ),
-        ({"images": ["data:,"], "user": "u"}, {"images": ["data:,"], "user": "u"}),
+        ({"images": [], "user": "u"}, {"user": "u"}),
     ],
 )
 def test_fields_are_converted(
@@ -218,7 +240,9 @@ def test_stream_requests_deltas() -> None:
         ("context_overflow", "context_length_exceeded_behavior"),
         ("truncate_prompt", "truncate_sequence"),
         ("tools[0].parameters_json", "tools[0].function.parameters"),
-        ("images[2]", "images"),
+        ("images", "images"),
+        ("images[2]", "images[2]"),
+        ("images[2].data", "images[2]"),
         ("grammar.json_schema", "grammar"),
     ],
 )

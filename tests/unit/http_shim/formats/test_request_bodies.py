@@ -111,6 +111,12 @@ def test_type_error_names_the_field(field: str, value: object) -> None:
     assert caught.value.field == field
 
 
+def test_type_error_of_an_image_names_its_index() -> None:
+    with pytest.raises(ServiceError) as caught:
+        read(b'{"prompt": "x", "images": ["data:", 5]}')
+    assert caught.value.field == "images[1]"
+
+
 @pytest.mark.parametrize("literal", ["4", "4.0", "4e0", "40e-1"])
 def test_whole_number_is_an_integer_however_it_is_written(literal: str) -> None:
     """JSON Schema counts 4.0 as an integer, and so does the OpenAPI document."""
