@@ -28,7 +28,7 @@ PACKAGES = {
 """The other packages that each package may import"""
 LAYERS = {
     "services.http_shim": ["documentation", "endpoints", "http", "backends", "accounts formats"],
-    "services.tokenizer": ["chat", "chat.template", "chat.answer", "completion", "text"],
+    "services.tokenizer": ["chat", "chat.template", "chat.answer", "completion", "images", "text"],
     "services.engine": [
         "frontend",
         "loop",
