@@ -38,6 +38,8 @@ MAX_IMAGES_BYTES = 48 * 1024 * 1024
 """Bytes of all images of a request; with its text they must fit into a message"""
 MAX_IMAGE_PIXELS = 1 << 25
 """Width x height of an image"""
+MAX_IMAGE_RATIO = 200
+"""Length of an image's longer side, in multiples of the shorter one"""
 
 MAX_MESSAGES = 4_096
 """Messages of a chat"""

@@ -5,7 +5,7 @@ import warnings
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from services.common.contract import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from services.common.contract import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGE_RATIO
 
 __all__ = ["FORMATS", "ImageError", "decode", "size_of"]
 
@@ -42,11 +42,12 @@ def decode(data: bytes) -> Image.Image:
     """
     with _opened(data) as image:
         try:
-            if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would clip to 8
-                return image.point(lambda value: value / 256).convert("L").convert("RGB")
             turn = _TURNS.get(_orientation(image))
-            upright = image.convert("RGB")
-            return upright if turn is None else upright.transpose(turn)
+            if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would clip to 8
+                picture = image.point(lambda value: value / 256).convert("L").convert("RGB")
+            else:
+                picture = image.convert("RGB")
+            return picture if turn is None else picture.transpose(turn)
         except Exception as error:  # Pillow's decoders raise whatever they stumble on
             raise ImageError(f"The image is truncated or damaged: {error}.") from None
 
@@ -54,7 +55,9 @@ def decode(data: bytes) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """Return EXIF's orientation of the picture; 1 = upright."""
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        # the base class reads the header alone; that of PNG decodes all pixels for EXIF data
+        # behind them
+        orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged EXIF data, without which the image can be read
         return 1
     return orientation if isinstance(orientation, int) else 1
@@ -71,13 +74,29 @@ def _opened(data: bytes) -> Image.Image:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise ImageError("The image is not a PNG, JPEG, WebP or GIF file.") from None
+    except Image.DecompressionBombError:
+        raise ImageError(
+            f"The image has too many pixels; images may have at most {MAX_IMAGE_PIXELS:,} in all."
+        ) from None
     except Exception as error:
         raise ImageError(f"The image can't be read: {error}.") from None
-    width, height = image.size
-    if width * height > MAX_IMAGE_PIXELS:
+    try:
+        _check_size(*image.size)
+    except ImageError:
         image.close()
+        raise
+    return image
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_IMAGE_PIXELS:
         raise ImageError(
             f"The image has {width} x {height} pixels; images may have at most "
             f"{MAX_IMAGE_PIXELS:,} in all."
         )
-    return image
+    # processors scale the shorter side to a fixed length, and the other would fill the memory
+    if max(width, height) > MAX_IMAGE_RATIO * min(width, height):
+        raise ImageError(
+            f"The image has {width} x {height} pixels; one side may be at most {MAX_IMAGE_RATIO} "
+            "times the other."
+        )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
 
-from services.common.contract import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from services.common.contract import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGE_RATIO
 from services.common.images import FORMATS, ImageError, decode, size_of
 
 PICTURE = Image.effect_mandelbrot((31, 17), (-2, -1, 1, 1), 50).convert("RGB")
@@ -51,6 +51,31 @@ def test_photos_are_turned_upright(orientation: int) -> None:
     assert size_of(file) == expected.size
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
+def test_photos_of_every_format_are_turned(kind: str) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    file = file_of(PICTURE, kind, exif=exif)
+    assert size_of(file) == decode(file).size == (PICTURE.height, PICTURE.width)
+
+
+def test_sixteen_bits_of_grey_are_turned() -> None:
+    """The size alone decides about the image's tokens, so the pixels must agree with it."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 8
+    levels = np.arange(6, dtype=np.uint16).reshape(2, 3) << 8
+    file = file_of(Image.fromarray(levels), "PNG", exif=exif)
+    assert np.array_equal(np.asarray(decode(file))[..., 0], np.rot90(levels >> 8))
+    assert size_of(file) == (2, 3)
+
+
+def test_size_is_read_from_the_header_alone() -> None:
+    """The tokenizer service reads it in the midst of other requests."""
+    noise = np.random.default_rng(1).integers(0, 256, (200, 100, 3), dtype=np.uint8)
+    file = file_of(Image.fromarray(noise), "PNG")
+    assert size_of(file[:64]) == (100, 200)
+
+
 @pytest.mark.parametrize("value", [0, 9, 60_000])
 def test_unknown_orientation_changes_nothing(value: int) -> None:
     exif = Image.Exif()
@@ -60,9 +85,9 @@ def test_unknown_orientation_changes_nothing(value: int) -> None:
 
 def test_sixteen_bits_of_grey_keep_their_order() -> None:
     """An X-ray must not turn white."""
-    levels = np.arange(0, 65_536, 256, dtype=np.uint16)[None]
+    levels = np.arange(0, 65_536, 256, dtype=np.uint16).reshape(16, 16)
     image = decode(file_of(Image.fromarray(levels), "PNG"))
-    grey = [image.getpixel((x, 0)) for x in range(image.width)]
+    grey = [image.getpixel((x, y)) for y in range(16) for x in range(16)]
     assert all(before <= after for before, after in pairwise(grey))  # type: ignore[operator]
     assert (grey[0], grey[-1]) == ((0, 0, 0), (255, 255, 255))
 
@@ -107,6 +132,25 @@ def test_too_many_pixels_are_refused_from_the_header() -> None:
             read(resized(side, side))
 
 
+def test_far_too_many_pixels_are_refused_with_the_limit() -> None:
+    """Pillow refuses such an image itself, and speaks of an attack."""
+    with pytest.raises(ImageError, match=f"at most {MAX_IMAGE_PIXELS:,}"):
+        size_of(resized(100_000, 100_000))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_too_narrow_image_is_refused(transposed: bool) -> None:
+    """Scaled until its short side has 336 pixels, such an image would fill the memory."""
+    for width, is_read in [(MAX_IMAGE_RATIO, True), (MAX_IMAGE_RATIO + 1, False)]:
+        image = Image.new("RGB", (1, width) if transposed else (width, 1))
+        file = file_of(image, "PNG")
+        if is_read:
+            assert size_of(file) == decode(file).size == image.size
+        else:
+            with pytest.raises(ImageError, match="at most 200 times the other"):
+                size_of(file)
+
+
 def test_too_many_bytes_are_refused() -> None:
     with pytest.raises(ImageError, match=f"at most {MAX_IMAGE_BYTES:,}"):
         size_of(file_of(PICTURE, "PNG") + b"\0" * MAX_IMAGE_BYTES)
@@ -117,9 +161,10 @@ def test_damaged_files_give_an_image_or_an_error(kind: str, place: float, piece:
     file = bytearray(file_of(PICTURE, kind))
     start = int(place * len(file))
     file[start : start + len(piece)] = piece
-    for read in (size_of, decode):
-        with suppress(ImageError):
-            read(bytes(file))
+    with suppress(ImageError):
+        size = size_of(bytes(file))
+        assert min(size) > 0
+        assert decode(bytes(file)).size == size
 
 
 def resized(width: int, height: int) -> bytes:
