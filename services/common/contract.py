@@ -35,7 +35,7 @@ MAX_IMAGES = 16
 MAX_IMAGE_BYTES = 20 * 1024 * 1024
 """Bytes of an encoded image"""
 MAX_IMAGES_BYTES = 48 * 1024 * 1024
-"""Bytes of the encoded images of a request together; its gRPC message has room for 8 MiB of text"""
+"""Bytes of all images of a request; with its text they must fit into a message"""
 MAX_IMAGE_PIXELS = 1 << 25
 """Width x height of an image"""
 

@@ -3,7 +3,7 @@
 import io
 import warnings
 
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from services.common.contract import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 
@@ -11,6 +11,17 @@ __all__ = ["FORMATS", "ImageError", "decode", "size_of"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats that are read, as Pillow names them"""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What makes an image upright, by EXIF's orientation"""
+_ON_ITS_SIDE = (5, 6, 7, 8)
 
 
 class ImageError(Exception):
@@ -20,19 +31,33 @@ class ImageError(Exception):
 def size_of(data: bytes) -> tuple[int, int]:
     """Return width and height in pixels, from the header alone. Raises ImageError."""
     with _opened(data) as image:
-        return image.size
+        turned = _orientation(image) in _ON_ITS_SIDE
+        return (image.height, image.width) if turned else image.size
 
 
 def decode(data: bytes) -> Image.Image:
-    """Return the first frame in RGB; transparent parts keep their colour. Raises ImageError.
+    """Return the first frame in RGB, upright as its EXIF data say. Raises ImageError.
 
-    Takes up to a second for the largest images.
+    Transparent parts keep their colour. Takes up to a second for the largest images.
     """
     with _opened(data) as image:
         try:
-            return image.convert("RGB")
+            if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would clip to 8
+                return image.point(lambda value: value / 256).convert("L").convert("RGB")
+            turn = _TURNS.get(_orientation(image))
+            upright = image.convert("RGB")
+            return upright if turn is None else upright.transpose(turn)
         except Exception as error:  # Pillow's decoders raise whatever they stumble on
             raise ImageError(f"The image is truncated or damaged: {error}.") from None
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return EXIF's orientation of the picture; 1 = upright."""
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged EXIF data, without which the image can be read
+        return 1
+    return orientation if isinstance(orientation, int) else 1
 
 
 def _opened(data: bytes) -> Image.Image:

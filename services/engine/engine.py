@@ -97,6 +97,8 @@ class Engine:
         settings = replace(settings or EngineSettings(), model=Path(model))
         self._loaded: LoadedLoop | None = load_loop(settings)
         self._handles = 0
+        self._undelivered: list[Output] = []
+        """Outputs of a step in which a request was refused"""
 
     def __enter__(self) -> Self:
         return self
@@ -186,10 +188,15 @@ class Engine:
         return self._handles
 
     def step(self) -> Sequence[Output]:
-        """Run one step; return its outputs. Raises ServiceError when a request is refused."""
-        outputs = self.loaded.steps.step(list).outputs
-        for output in outputs:
+        """Run one step; return its outputs.
+
+        Raises ServiceError when a request is refused; the next call returns the other outputs.
+        """
+        outputs = [*self._undelivered, *self.loaded.steps.step(list).outputs]
+        self._undelivered = []
+        for index, output in enumerate(outputs):
             if isinstance(output, Refused):
+                self._undelivered = outputs[:index] + outputs[index + 1 :]
                 raise refusal(output)
         return outputs
 

@@ -24,6 +24,9 @@ from services.tokenizer.chat.chat_templates import ChatTemplates
 from services.tokenizer.completion.completion_registry import CompletionRegistry
 from services.tokenizer.completion_service import CompletionServicer, ProcessorFactory
 from services.tokenizer.engine_link import EngineLink, LinkSettings
+from services.tokenizer.images.families import image_tokens, read_image_family
+from services.tokenizer.images.image_reader import ImageReader
+from services.tokenizer.images.processor_settings import read_processor_settings
 from services.tokenizer.text.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tokenizer_service import TokenizerServicer
@@ -88,7 +91,9 @@ class TokenizerApplication(Application):
             raise StartupError("--model must name the directory of a checkpoint.")
         directory = require_directory(settings.model, "The model directory")
         model = settings.model_id or directory.resolve().name
-        vocabulary = Vocabulary(directory, answer_marks())
+        processor = read_processor_settings(directory)
+        vocabulary = Vocabulary(directory, answer_marks() | image_tokens(processor))
+        family = read_image_family(processor, vocabulary)
         infill = _infill_template(settings.infill, vocabulary)
         link_settings = LinkSettings(
             target=settings.engine,
@@ -102,22 +107,24 @@ class TokenizerApplication(Application):
         )
         self._link = EngineLink(link_settings, vocabulary, self.set_serving)
         self._registry = CompletionRegistry(self._link)
+        self._images = ImageReader(family, vocabulary, model)
         self._templates = ChatTemplates(
             vocabulary,
             model,
+            family,
             tool_format=settings.tool_format,
             reasoning_format=settings.reasoning_format,
         )
         self._completion_servicer = CompletionServicer(
             self._registry,
-            ProcessorFactory(vocabulary, infill, self._templates),
+            ProcessorFactory(vocabulary, infill, self._templates, self._images),
             self._link,
             model,
             int((directory / "tokenizer.json").stat().st_mtime),
             settings,
         )
         self._tokenizer_servicer = TokenizerServicer(
-            vocabulary, infill, self._templates, self._link, model
+            vocabulary, infill, self._templates, self._images, self._link, model
         )
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
@@ -139,7 +146,8 @@ class TokenizerApplication(Application):
         await self._registry.drain()
 
     async def stop(self) -> None:
-        """End the Session to the engine, and the render process."""
+        """End the Session to the engine, the render process, and the threads for images."""
+        self._images.close()
         await self._link.close()
         await self._templates.stop()
 

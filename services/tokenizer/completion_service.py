@@ -28,6 +28,7 @@ from services.tokenizer.completion.completion_registry import CompletionRegistry
 from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
 from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.send_queue import SendQueue
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -53,12 +54,13 @@ class ProcessorFactory:
     vocabulary: Vocabulary
     infill: InfillTemplate | None
     templates: ChatTemplates
+    images: ImageReader
 
     def complete(self, request: completion_pb2.CompleteRequest) -> CompleteProcessor:
-        return CompleteProcessor(request, self.vocabulary, self.infill)
+        return CompleteProcessor(request, self.vocabulary, self.infill, self.images)
 
     def chat(self, request: completion_pb2.ChatRequest) -> ChatProcessor:
-        return ChatProcessor(request, self.vocabulary, self.templates)
+        return ChatProcessor(request, self.vocabulary, self.templates, self.images)
 
 
 class CompletionServicer(CompletionServiceServicer):

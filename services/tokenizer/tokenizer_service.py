@@ -12,6 +12,8 @@ from services.common.contract import MAX_DECODED_IDS
 from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates
 from services.tokenizer.completion.validation import check_ids, check_model, check_text_size
 from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.images.image_reader import ImageReader
+from services.tokenizer.images.request_images import take_message_images
 from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate, assemble_infill
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -41,12 +43,14 @@ class TokenizerServicer(TokenizerServiceServicer):
         vocabulary: Vocabulary,
         infill: InfillTemplate | None,
         templates: ChatTemplates,
+        images: ImageReader,
         link: EngineLink,
         model: str,
     ) -> None:
         self._vocabulary = vocabulary
         self._infill = infill
         self._templates = templates
+        self._images = images
         self._link = link
         self._model = model
 
@@ -140,6 +144,9 @@ class TokenizerServicer(TokenizerServiceServicer):
     ) -> tokenizer_pb2.RenderChatResponse:
         """Render messages and tools by the chat template."""
         check_model(request.model, self._model)
+        images = await _run(partial(take_message_images, request.messages), request.ByteSize())
+        if images:
+            self._images.require(images[0].field)
         prompt = ChatPrompt(
             messages=request.messages,
             tools=request.tools,
@@ -151,7 +158,9 @@ class TokenizerServicer(TokenizerServiceServicer):
             continue_last_message=request.continue_last_message,
         )
         await _run(partial(self._check_chat, prompt), prompt.size)
-        rendered = await self._templates.render(prompt, partial(check_text_size, "messages"))
+        check_text = partial(check_text_size, "messages")
+        expander = await self._images.read(images)
+        rendered = await self._templates.render(prompt, check_text, expander)
         return tokenizer_pb2.RenderChatResponse(
             text=rendered.text,
             ids=rendered.ids,

@@ -101,7 +101,7 @@ NONSENSE: dict[str, Values] = {
     "context_overflow": ENUM,
     "delivery": ENUM,
     "tools": st.lists(optional(name=LETTERS, parameters_json=LETTERS), max_size=2),
-    "images": st.lists(st.binary(max_size=4), max_size=1),
+    "images": st.lists(st.binary(max_size=8), max_size=1),
     "dry_sequence_breakers": WORDS,
     "no_dry_sequence_breakers": BOOLEAN,
     "truncate_prompt_tokens": st.sampled_from([0, -2, 2_048, 2**31 - 1]),

@@ -126,7 +126,7 @@ def test_prompt_of_token_ids_is_answered_like_its_text(client: OpenAI, stack: St
 def test_echoed_logprobs_cover_prompt_and_output(client: OpenAI, stack: Stack) -> None:
     ids = httpx.post(f"{stack.url}/tokenize", json={"prompt": PROMPT}, timeout=60).json()["tokens"]
     answer = client.completions.create(
-        model="default", prompt=[ids], max_tokens=1, echo=True, logprobs=1
+        model="default", prompt=[ids], max_tokens=1, temperature=0, echo=True, logprobs=1
     )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None

@@ -1,7 +1,7 @@
 """Processor of a Chat request: a completion of the prompt that its conversation makes."""
 
 import asyncio
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
@@ -13,8 +13,15 @@ from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates, Re
 from services.tokenizer.completion.choice import ChoiceOutput
 from services.tokenizer.completion.complete_processor import is_large
 from services.tokenizer.completion.plan import CompletionPlan, context_length, plan_completion
-from services.tokenizer.completion.prompt_encoding import kept_tokens, prompt_too_long
+from services.tokenizer.completion.prompt_encoding import (
+    check_cut,
+    kept_tokens,
+    prompt_too_long,
+)
 from services.tokenizer.completion.validation import check_complete, check_model, require
+from services.tokenizer.images.image_expander import ImageExpander
+from services.tokenizer.images.image_reader import ImageReader
+from services.tokenizer.images.request_images import RequestImage, take_message_images
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tool_schemas import arguments_schemas, check_tools
@@ -32,11 +39,18 @@ class ChatProcessor:
     """Processor of one Chat request."""
 
     def __init__(
-        self, request: completion_pb2.ChatRequest, vocabulary: Vocabulary, templates: ChatTemplates
+        self,
+        request: completion_pb2.ChatRequest,
+        vocabulary: Vocabulary,
+        templates: ChatTemplates,
+        reader: ImageReader,
     ) -> None:
         self._request = request
+        self._images: Sequence[RequestImage] | None = None
+        """Images of `_request`, whose own are empty after `_check`; None before"""
         self._vocabulary = vocabulary
         self._templates = templates
+        self._reader = reader
         self._messages: list[ChatMessage] = []
         """Answers by index of the choice; empty until `plan`."""
 
@@ -48,34 +62,51 @@ class ChatProcessor:
         """Return the plan.
 
         Raises INVALID_ARGUMENT for a conversation that the template refuses, OUT_OF_RANGE for one
-        that is too long, and the errors of `check` if the request is large.
+        that is too long, the errors of `ImageReader.read`, and those of `check` if the request is
+        large.
         """
-        if not is_large(self._request):
-            return self._plan(limits, await self._render(limits))
-        await asyncio.to_thread(self._check, limits)
-        return await asyncio.to_thread(self._plan, limits, await self._render(limits))
+        if is_large(self._request):
+            await asyncio.to_thread(self._check, limits)
+        images = await self._reader.read(self._images or ())
+        rendered = await self._render(limits, images)
+        if images is None and not is_large(self._request):
+            return self._plan(limits, rendered)
+        return await asyncio.to_thread(self._plan, limits, rendered, images)
 
     def _check(self, limits: ModelLimits) -> None:
+        check_model(self._request.model, limits.model)
+        if self._images is None:
+            self._take_images(limits)
         request = self._request
-        check_model(request.model, limits.model)
         self._templates.check(self._prompt())
         check_tools(request.tools, request.tool_choice)
         limits = replace(limits, max_logprobs=limits.max_chat_logprobs)
         check_complete(self._completion(limits.context_length), limits, None)
 
-    async def _render(self, limits: ModelLimits) -> RenderedChat:
+    def _take_images(self, limits: ModelLimits) -> None:
+        images = take_message_images(self._request.messages)
+        if images:
+            self._reader.require(images[0].field, limits)
+            small = completion_pb2.ChatRequest()  # the given one keeps its memory
+            small.CopyFrom(self._request)
+            self._request = small
+        self._images = images
+
+    async def _render(self, limits: ModelLimits, images: ImageExpander | None) -> RenderedChat:
         context = context_length(self._request.stopping, limits)
         if self._kept_tokens(context) is not None:
-            return await self._templates.render(self._prompt())
+            return await self._templates.render(self._prompt(), images=images)
 
         def check_length(text: str) -> None:
             least = self._vocabulary.least_tokens(text, context - 1)
             if least >= context:  # a chat always needs room for output
                 raise prompt_too_long("messages", f"at least {least:,}", context, max_tokens=1)
 
-        return await self._templates.render(self._prompt(), check_length)
+        return await self._templates.render(self._prompt(), check_length, images)
 
-    def _plan(self, limits: ModelLimits, rendered: RenderedChat) -> CompletionPlan:
+    def _plan(
+        self, limits: ModelLimits, rendered: RenderedChat, images: ImageExpander | None = None
+    ) -> CompletionPlan:
         request, templates = self._request, self._templates
         if not rendered.ids:
             raise invalid("messages", "The chat template renders these messages to nothing.")
@@ -83,6 +114,7 @@ class ChatProcessor:
         context = context_length(stopping, limits)
         keep = self._kept_tokens(context)
         ids = rendered.ids if keep is None else rendered.ids[-keep:]
+        check_cut(len(rendered.ids) - len(ids), rendered.ids, rendered.images)
         completion = self._completion(max(1, context - len(ids)))
         completion.prompts[0].token_ids.ids[:] = ids
         if not stopping.ignore_eos:
@@ -100,6 +132,8 @@ class ChatProcessor:
             if error.field.startswith("prompts"):
                 error.field = "messages"
             raise
+        if images is not None and rendered.images is not None:
+            plan.engine_request.images.extend(images.messages([rendered.images]))
         table = templates.table if plan.choice.skip_special_tokens else plan.full_table
         hidden = table.hidden if plan.choice.scored else None
         tools = arguments_schemas(() if self._hides_tools else request.tools)
@@ -195,10 +229,15 @@ def _last_answer(request: completion_pb2.ChatRequest) -> str:
     """Return the content of the last message if it is the assistant's, else ""."""
     last = request.messages[-1]
     is_answer = last.role == completion_pb2.ROLE_ASSISTANT
-    return "\n".join(part.text for part in last.parts) if is_answer else ""
+    return "\n".join(_texts(last)) if is_answer else ""
 
 
 def _text_before(request: completion_pb2.ChatRequest) -> str:
     """Return the last text part of the second-last message, trimmed as templates do, or ""."""
-    parts = [part.text for message in request.messages[-2:-1] for part in message.parts]
-    return parts[-1].strip() if parts else ""
+    texts = [text for message in request.messages[-2:-1] for text in _texts(message)]
+    return texts[-1].strip() if texts else ""
+
+
+def _texts(message: completion_pb2.Message) -> list[str]:
+    """Return the text parts of a message."""
+    return [part.text for part in message.parts if part.HasField("text")]

@@ -17,7 +17,7 @@ from services.tokenizer.chat.answer.response_parser import ResponseParser
 from services.tokenizer.chat.answer.tool_formats import detect_reasoning_format, detect_tool_format
 from services.tokenizer.chat.answer_grammar import AnswerFormat
 from services.tokenizer.chat.template.arguments import read_arguments
-from services.tokenizer.chat.template.marker import MarkedText, Marker
+from services.tokenizer.chat.template.marker import MarkedText, Marker, unused_character
 from services.tokenizer.chat.template.render_protocol import RenderJob
 from services.tokenizer.chat.template.renderer import Renderer
 from services.tokenizer.chat.template.template_messages import (
@@ -26,6 +26,8 @@ from services.tokenizer.chat.template.template_messages import (
     template_messages,
 )
 from services.tokenizer.chat.template.template_probe import find_turn_end, probe_template
+from services.tokenizer.images.image_expander import ImageExpander, ImagePrompt
+from services.tokenizer.images.image_family import ImageFamily
 from services.tokenizer.text.checkpoint_files import DEFAULT_TEMPLATE
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tool_schemas import template_tools
@@ -85,7 +87,10 @@ class RenderedChat:
     """A rendered and encoded prompt."""
 
     text: str
+    """With a mark for each image"""
     ids: Sequence[int]
+    images: ImagePrompt | None
+    """The prompt with its images; None if it has none"""
 
 
 class ChatTemplates:
@@ -95,6 +100,7 @@ class ChatTemplates:
         self,
         vocabulary: Vocabulary,
         model: str,
+        images: ImageFamily | None = None,
         *,
         tool_format: str = "auto",
         reasoning_format: str = "auto",
@@ -102,6 +108,8 @@ class ChatTemplates:
         """`tool_format` and `reasoning_format` are names of `tool_formats`, or "auto"."""
         self._vocabulary = vocabulary
         self._model = model
+        self._image_mark = images.mark if images is not None else ""
+        self._image_text = images.generic if images is not None else ""
         self._marker = Marker(vocabulary.control_tokens)
         self._renderer = Renderer(vocabulary.chat_templates, vocabulary.special_names)
         self._facts: dict[str, TemplateFacts] = {}
@@ -152,7 +160,7 @@ class ChatTemplates:
             raise invalid(
                 "messages", f"A conversation with its tools must have at most {_MAX_SIZE:,} bytes."
             )
-        check_messages(prompt.messages, self._model, continues_last=prompt.continue_last_message)
+        check_messages(prompt.messages, continues_last=prompt.continue_last_message)
         if prompt.add_generation_prompt and prompt.continue_last_message:
             raise invalid(
                 "add_generation_prompt",
@@ -172,16 +180,20 @@ class ChatTemplates:
                 raise invalid(_ARGUMENTS, f"Template arguments can't set {key!r}.")
 
     async def render(
-        self, prompt: ChatPrompt, check_text: Callable[[str], None] | None = None
+        self,
+        prompt: ChatPrompt,
+        check_text: Callable[[str], None] | None = None,
+        images: ImageExpander | None = None,
     ) -> RenderedChat:
         """Return the text and ids of a valid prompt.
 
-        check_text: called with the text before it is encoded. Raises as it and `Renderer.render`.
+        check_text: called with the text before it is encoded. images: those of the messages, None
+        without any. Raises as `check_text`, `Renderer.render` and `ImageExpander.place_in_chat`.
         """
         assert self._probing is not None, "start was not called"
         await asyncio.shield(self._probing)
         is_large = prompt.size > _INLINE_SIZE
-        inputs, marked = (
+        inputs, marked, image = (
             await asyncio.to_thread(self._inputs, prompt) if is_large else self._inputs(prompt)
         )
         messages, tools, variables = inputs
@@ -197,13 +209,22 @@ class ChatTemplates:
             )
         )
 
+        if image:
+            text = text.replace(image, self._image_text)
+
         def encode() -> RenderedChat:
             plain = marked.plain(text)
             if check_text is not None:
                 check_text(plain)
-            return RenderedChat(plain, self._vocabulary.encode_parts(marked.parts(text)))
+            parts = marked.parts(text)
+            if images is None:
+                return RenderedChat(plain, self._vocabulary.encode_parts(parts), None)
+            parts, placed = images.place_in_chat(parts)
+            ids, _ = placed.lengthen(self._vocabulary.encode_parts(parts))
+            return RenderedChat(plain, ids, placed)
 
-        return await asyncio.to_thread(encode) if len(text) > _INLINE_SIZE else encode()
+        is_long = images is not None or len(text) > _INLINE_SIZE
+        return await asyncio.to_thread(encode) if is_long else encode()
 
     def reasoning_state(self, prompt: str, *, behind: str | None = None) -> ReasoningState:
         """Return the state at the end of a prompt; a continued message is `behind` this text."""
@@ -237,7 +258,7 @@ class ChatTemplates:
     async def _probe(self) -> None:
         for name, source in self._vocabulary.chat_templates.items():
             try:
-                facts = await probe_template(self._renderer, name, source)
+                facts = await probe_template(self._renderer, name, source, self._image_mark)
             except ServiceError as error:
                 _LOG.warning("the chat template %s refuses messages: %s", name, error.message)
                 facts = TemplateFacts()
@@ -246,17 +267,29 @@ class ChatTemplates:
             special = self._vocabulary.special_tokens.items()
             self.turn_end_ids |= {token for token, text in special if text and end.startswith(text)}
 
-    def _inputs(self, prompt: ChatPrompt) -> tuple[list[Any], MarkedText]:
-        """Return messages, tools and variables of the template, with control tokens marked."""
+    def _inputs(self, prompt: ChatPrompt) -> tuple[list[Any], MarkedText, str]:
+        """Return messages, tools and variables of the template, with control tokens marked.
+
+        The character at the end stands for images in texts; "" if no text contains it.
+        """
         facts = self._facts[prompt.template or DEFAULT_TEMPLATE]
+        image = ""
+        if not facts.takes_image_parts and _has_images(prompt.messages):
+            # no control token, which the marker would take for the user's
+            parts = (part for message in prompt.messages for part in message.parts)
+            image = unused_character(part.text for part in parts)
         inputs: list[Json] = [
-            template_messages(prompt.messages, facts),
+            template_messages(prompt.messages, facts, image),
             template_tools(prompt.tools),
             prompt.variables(),
         ]
         marked, reader = self._marker.mark(inputs)
         assert isinstance(marked, list)
-        return marked, reader
+        return marked, reader, image
+
+
+def _has_images(messages: Sequence[completion_pb2.Message]) -> bool:
+    return any(part.HasField("image") for message in messages for part in message.parts)
 
 
 def _is_control(mark: str, vocabulary: Vocabulary) -> bool:

@@ -1,16 +1,19 @@
 """Request processors: validation, plan and responses of one request, by rpc."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol, TypeVar
 
 from services.tokenizer.completion.choice import ChoiceOutput
 from services.tokenizer.completion.plan import CompletionPlan, plan_completion
 from services.tokenizer.completion.validation import check_complete
+from services.tokenizer.images.image_expander import ImageExpander
+from services.tokenizer.images.image_reader import ImageReader
+from services.tokenizer.images.request_images import RequestImage, take_images
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
+from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["CompleteProcessor", "RequestProcessor", "Response", "is_large"]
@@ -46,21 +49,32 @@ def is_large(request: completion_pb2.CompleteRequest | completion_pb2.ChatReques
     return words or request.ByteSize() > _LARGE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
 class CompleteProcessor:
     """Processor of a Complete request."""
 
-    request: completion_pb2.CompleteRequest
-    vocabulary: Vocabulary
-    infill: InfillTemplate | None
+    def __init__(
+        self,
+        request: completion_pb2.CompleteRequest,
+        vocabulary: Vocabulary,
+        infill: InfillTemplate | None,
+        reader: ImageReader,
+    ) -> None:
+        self._request = request
+        """Without images after `_check`, so that all other work is on its text"""
+        self._images: Sequence[RequestImage] = ()
+        self._vocabulary = vocabulary
+        self._infill = infill
+        self._reader = reader
 
     def check(self, limits: ModelLimits) -> None:
-        if not is_large(self.request):
-            check_complete(self.request, limits, self.infill)
+        if not is_large(self._request):
+            self._check(limits)
 
     def plan(self, limits: ModelLimits) -> CompletionPlan | Coroutine[None, None, CompletionPlan]:
-        """Return the plan. Raises as `plan_completion`, and as `check_complete` if large."""
-        request = self.request
+        """Return the plan. Raises as `plan_completion` and `ImageReader.read`, and as `check`."""
+        request = self._request
+        if self._images or request.images:
+            return self._plan_with_images(limits)
         if is_large(request):
             return asyncio.to_thread(self._check_and_plan, limits)
         length = len(request.suffix) + sum(len(prompt.text) for prompt in request.prompts)
@@ -97,9 +111,24 @@ class CompleteProcessor:
     def response_in(self, event: completion_pb2.SessionEvent) -> completion_pb2.CompleteResponse:
         return event.complete
 
+    def _check(self, limits: ModelLimits) -> None:
+        request = self._request
+        check_complete(request, limits, self._infill)
+        if request.images:
+            self._reader.require("images", limits)
+            if request.HasField("suffix"):
+                message = "images can't be combined with suffix: leave out one of them."
+                raise invalid("images", message)
+            self._request, self._images = take_images(request)
+
     def _check_and_plan(self, limits: ModelLimits) -> CompletionPlan:
-        check_complete(self.request, limits, self.infill)
+        self._check(limits)
         return self._plan(limits)
 
-    def _plan(self, limits: ModelLimits) -> CompletionPlan:
-        return plan_completion(self.request, self.vocabulary, self.infill, limits)
+    async def _plan_with_images(self, limits: ModelLimits) -> CompletionPlan:
+        if is_large(self._request):
+            await asyncio.to_thread(self._check, limits)
+        return await asyncio.to_thread(self._plan, limits, await self._reader.read(self._images))
+
+    def _plan(self, limits: ModelLimits, images: ImageExpander | None = None) -> CompletionPlan:
+        return plan_completion(self._request, self._vocabulary, self._infill, limits, images)

@@ -13,6 +13,7 @@ from services.tokenizer.completion.prompt_encoding import (
     kept_tokens,
 )
 from services.tokenizer.completion.stops import StopAutomaton, compile_stops
+from services.tokenizer.images.image_expander import ImageExpander
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.detokenizer import TokenTable
 from services.tokenizer.text.infill import InfillTemplate
@@ -91,14 +92,19 @@ def plan_completion(
     vocabulary: Vocabulary,
     infill: InfillTemplate | None,
     limits: ModelLimits,
+    images: ImageExpander | None = None,
 ) -> CompletionPlan:
-    """Encode the prompts of a valid request, and resolve its defaults.
+    """Encode the prompts of a valid request with its images, and resolve its defaults.
 
-    Takes long for long texts. Raises as `encode_prompt`, and INVALID_ARGUMENT for bad words.
+    Takes long for long texts. Raises as `encode_prompt` and `ImageExpander.place`, and
+    INVALID_ARGUMENT for bad words.
     """
     policy = _prompt_policy(request, infill, limits)
+    placed = images.place(request.prompts) if images is not None else ()
     prompts = [
-        encode_prompt(vocabulary, prompt, f"prompts[{index}]", policy)
+        encode_prompt(
+            vocabulary, prompt, f"prompts[{index}]", policy, placed[index] if placed else None
+        )
         for index, prompt in enumerate(request.prompts)
     ]
     engine_request = engine_pb2.GenerateRequest(
@@ -112,6 +118,7 @@ def plan_completion(
             stop_token_ids=sorted(_stop_ids(request, infill)),
             context_length=policy.context_length,
         ),
+        images=images.messages(placed) if images is not None else (),
     )
     _request_logprobs(request, engine_request)
     calls = tool_call_grammar(request.tools, request.tool_choice)

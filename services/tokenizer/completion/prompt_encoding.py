@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import grpc
 
+from services.tokenizer.images.image_expander import ImagePrompt
 from services.tokenizer.text.detokenizer import TokenTable
 from services.tokenizer.text.infill import InfillTemplate, assemble_infill
 from services.tokenizer.text.vocabulary import TextEncoding, Vocabulary
@@ -15,6 +16,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 __all__ = [
     "EncodedPrompt",
     "PromptPolicy",
+    "check_cut",
     "encode_prompt",
     "kept_tokens",
     "prompt_too_long",
@@ -92,18 +94,28 @@ def kept_tokens(asked: int, context_length: int, max_tokens: int) -> int:
 
 
 def encode_prompt(
-    vocabulary: Vocabulary, prompt: completion_pb2.Prompt, field: str, policy: PromptPolicy
+    vocabulary: Vocabulary,
+    prompt: completion_pb2.Prompt,
+    field: str,
+    policy: PromptPolicy,
+    images: ImagePrompt | None = None,
 ) -> EncodedPrompt:
     """Encode the prompt at the path `field` of the request.
 
-    Raises INVALID_ARGUMENT for a prompt without ids, OUT_OF_RANGE for one that is too long.
+    images: the same prompt with its images; None if the request has none. Raises INVALID_ARGUMENT
+    for a prompt without ids, OUT_OF_RANGE for one that is too long.
     """
     is_text = prompt.WhichOneof("prompt") == "text"
     field += ".text" if is_text else ".token_ids.ids"
     if policy.infill is not None and policy.suffix is not None:
         encoded = _encode_infill(vocabulary, prompt, field, policy.infill, policy.suffix, policy)
     elif is_text:
-        encoded = _encode_text(vocabulary, prompt.text, field, policy)
+        text = prompt.text if images is None else images.text
+        encoded = _encode_text(vocabulary, text, field, policy, images)
+    elif images is not None:
+        cut = _check_length(len(images.ids), field, policy)
+        check_cut(cut, images.ids, images)
+        encoded = _of_ids(vocabulary, images.ids[cut:], policy)
     else:
         given = prompt.token_ids.ids
         ids = list(given[_check_length(len(given), field, policy) :])
@@ -116,6 +128,12 @@ def encode_prompt(
             f"context length of {policy.context_length:,}.",
         )
     return encoded
+
+
+def check_cut(cut: int, ids: Sequence[int], images: ImagePrompt | None) -> None:
+    """Raise OUT_OF_RANGE if the first `cut` ids of a prompt hold an image, or a part of it."""
+    if images is not None and cut > images.first_image(ids):
+        raise _cuts_image(images.field, len(ids) - cut)
 
 
 def split_by_tokens(text: str, encoding: TextEncoding) -> list[str]:
@@ -151,10 +169,17 @@ def _of_ids(vocabulary: Vocabulary, ids: Sequence[int], policy: PromptPolicy) ->
 
 
 def _encode_text(
-    vocabulary: Vocabulary, text: str, field: str, policy: PromptPolicy
+    vocabulary: Vocabulary,
+    text: str,
+    field: str,
+    policy: PromptPolicy,
+    images: ImagePrompt | None,
 ) -> EncodedPrompt:
-    if _surely_exceeds(vocabulary.least_tokens(text, policy.most), field, policy):
+    added = images.added if images is not None else 0
+    if _surely_exceeds(vocabulary.least_tokens(text, policy.most) + added, field, policy):
         text = vocabulary.end(text, policy.most + 1)  # one token too many, so that it is cut below
+        if images is not None and text.count(images.placeholder) < len(images.runs):
+            raise _cuts_image(images.field, policy.cut_to)
     texts: list[str] = []
     if policy.echo:
         encoding = vocabulary.encode_with_offsets(text)
@@ -166,8 +191,11 @@ def _encode_text(
             message = "The prompt has no tokens, and the model has no BOS token to use instead."
             raise invalid(field, message)
         ids, texts = [vocabulary.bos_id], [text] if policy.echo else []
+    if images is not None:
+        ids, texts = images.lengthen(ids, texts)
     head = 1 if vocabulary.adds_bos else 0
     if cut := _check_length(len(ids), field, policy):
+        check_cut(head + cut, ids, images)
         ids, texts = ids[:head] + ids[head + cut :], texts[:head] + texts[head + cut :]
     return EncodedPrompt(ids, texts, texts, vocabulary.table, is_infill=False)
 
@@ -221,6 +249,14 @@ def _check_length(length: int, field: str, policy: PromptPolicy) -> int:
 
 def _with_room(context_length: int, max_tokens: int) -> int:
     return context_length - (max_tokens if max_tokens < context_length else context_length // 2)
+
+
+def _cuts_image(field: str, length: int) -> ServiceError:
+    return _too_long(
+        field,
+        f"A cut of the prompt to {length:,} tokens would cut an image: shorten the text, or leave "
+        "out images.",
+    )
 
 
 def _too_long(field: str, message: str) -> ServiceError:

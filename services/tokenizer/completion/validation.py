@@ -83,8 +83,6 @@ def check_complete(
     if request.delivery not in completion_pb2.Delivery.values():
         raise invalid("delivery", "delivery must be one of the known values.")
     _check_tools(request, limits)
-    if request.images:
-        raise invalid("images", f"{limits.model} is a text-only model: leave out images.")
 
 
 def _check_prompts(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:

@@ -24,13 +24,13 @@ async def test_invalid_chat_is_refused_with_the_field_to_blame(services: Service
             {},
         ),
         (
-            "messages[0].parts[1].image_url",
+            "messages[0].parts[1].image",
             [
                 completion.Message(
                     role=completion.ROLE_USER,
                     parts=[
                         completion.ContentPart(text="a"),
-                        completion.ContentPart(image_url="data:image/png;base64,"),
+                        completion.ContentPart(image=b"GIF89a"),
                     ],
                 )
             ],

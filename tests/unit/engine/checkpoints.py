@@ -50,7 +50,7 @@ from services.engine.model.decoder import Decoder
 
 VOCABULARY = 97
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -64,7 +64,7 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_WIDE = _SHAPE | {"head_dim": 32}  # head dimension of the tiled kernels
+WIDE = SHAPE | {"head_dim": 32}  # head dimension of the tiled kernels
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -106,30 +106,30 @@ _QWEN_VISION: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**_SHAPE),
-    "llama, tied": LlamaConfig(**_SHAPE | {"tie_word_embeddings": True}),
-    "llama, biases": LlamaConfig(**_SHAPE, attention_bias=True, mlp_bias=True),
-    "llama, multi-head attention": LlamaConfig(**_SHAPE | {"num_key_value_heads": 4}),
-    "llama, wide heads": LlamaConfig(**_SHAPE, head_dim=32),
-    "llama, llama3 rope": LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3),
-    "llama, linear rope": LlamaConfig(**_SHAPE, rope_parameters=_LINEAR),
-    "llama, dynamic rope": LlamaConfig(**_SHAPE, rope_parameters=_DYNAMIC),
-    "llama, yarn rope": LlamaConfig(**_SHAPE, rope_parameters=_YARN),
-    "mistral": MistralConfig(**_SHAPE, sliding_window=None),
-    "mistral, window": MistralConfig(**_SHAPE, sliding_window=11),
-    "qwen2, tied": Qwen2Config(**_SHAPE | {"tie_word_embeddings": True}),
+    "llama": LlamaConfig(**SHAPE),
+    "llama, tied": LlamaConfig(**SHAPE | {"tie_word_embeddings": True}),
+    "llama, biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "llama, multi-head attention": LlamaConfig(**SHAPE | {"num_key_value_heads": 4}),
+    "llama, wide heads": LlamaConfig(**SHAPE, head_dim=32),
+    "llama, llama3 rope": LlamaConfig(**SHAPE, rope_parameters=_LLAMA3),
+    "llama, linear rope": LlamaConfig(**SHAPE, rope_parameters=_LINEAR),
+    "llama, dynamic rope": LlamaConfig(**SHAPE, rope_parameters=_DYNAMIC),
+    "llama, yarn rope": LlamaConfig(**SHAPE, rope_parameters=_YARN),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+    "mistral, window": MistralConfig(**SHAPE, sliding_window=11),
+    "qwen2, tied": Qwen2Config(**SHAPE | {"tie_word_embeddings": True}),
     "qwen2, some windows": Qwen2Config(
-        **_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1
+        **SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
-    "gemma2": Gemma2Config(**_WIDE, query_pre_attn_scalar=24, sliding_window=9),
+    "gemma2": Gemma2Config(**WIDE, query_pre_attn_scalar=24, sliding_window=9),
     "gemma2, no caps": Gemma2Config(
-        **_WIDE,
+        **WIDE,
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
         layer_types=["full_attention", "full_attention", "sliding_attention"],
     ),
     "gemma3": Gemma3TextConfig(
-        **_WIDE | {"tie_word_embeddings": True, "sliding_window_pattern": 2},
+        **WIDE | {"tie_word_embeddings": True, "sliding_window_pattern": 2},
         query_pre_attn_scalar=24,
         sliding_window=9,
         final_logit_softcapping=20.0,
@@ -139,7 +139,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         },
     ),
     "gemma3, with images": Gemma3Config(  # type: ignore[call-arg]
-        text_config=Gemma3TextConfig(**_WIDE | {"tie_word_embeddings": True}, sliding_window=9),
+        text_config=Gemma3TextConfig(**WIDE | {"tie_word_embeddings": True}, sliding_window=9),
         vision_config=_VISION,
         mm_tokens_per_image=1,
         image_token_index=90,
@@ -148,63 +148,62 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         eos_token_id=[1, 7],
         architectures=["Gemma3ForConditionalGeneration"],
     ),
-    "llava, llama": LlavaConfig(text_config=LlamaConfig(**_SHAPE), vision_config=_VISION),
+    "llava, llama": LlavaConfig(text_config=LlamaConfig(**SHAPE), vision_config=_VISION),
     "llava, mistral": LlavaConfig(
-        text_config=MistralConfig(**_SHAPE, sliding_window=11), vision_config=_VISION
+        text_config=MistralConfig(**SHAPE, sliding_window=11), vision_config=_VISION
     ),
-    "llava, qwen2": LlavaConfig(text_config=Qwen2Config(**_SHAPE), vision_config=_VISION),
+    "llava, qwen2": LlavaConfig(text_config=Qwen2Config(**SHAPE), vision_config=_VISION),
     "mistral3": Mistral3Config(
-        text_config=MistralConfig(**_SHAPE, sliding_window=None),
+        text_config=MistralConfig(**SHAPE, sliding_window=None),
         vision_config=_VISION,
         tie_word_embeddings=False,
     ),
-    "idefics3": Idefics3Config(text_config=LlamaConfig(**_SHAPE), vision_config=_VISION),
+    "idefics3": Idefics3Config(text_config=LlamaConfig(**SHAPE), vision_config=_VISION),
     "smolvlm, tied": SmolVLMConfig(
-        text_config=LlamaConfig(**_SHAPE | {"tie_word_embeddings": True}),
+        text_config=LlamaConfig(**SHAPE | {"tie_word_embeddings": True}),
         vision_config=_VISION,
         tie_word_embeddings=True,
     ),
     "qwen2 vl": Qwen2VLConfig(
-        text_config=Qwen2VLTextConfig(**_SHAPE, rope_parameters=_MROPE),
+        text_config=Qwen2VLTextConfig(**SHAPE, rope_parameters=_MROPE),
         vision_config={"depth": 1, "embed_dim": 8, "hidden_size": 64, "num_heads": 1},
     ),
     "qwen2.5 vl, tied": Qwen2_5_VLConfig(
-        text_config=Qwen2_5_VLTextConfig(**_SHAPE, rope_parameters=_MROPE),
+        text_config=Qwen2_5_VLTextConfig(**SHAPE, rope_parameters=_MROPE),
         vision_config=_QWEN_VISION,
         tie_word_embeddings=True,
     ),
     "qwen3 vl": Qwen3VLConfig(
         text_config=Qwen3VLTextConfig(
-            **_WIDE, rope_parameters=_MROPE | {"mrope_section": [8, 4, 4]}
+            **WIDE, rope_parameters=_MROPE | {"mrope_section": [8, 4, 4]}
         ),
         vision_config=_QWEN_VISION | {"deepstack_visual_indexes": [0]},
     ),
-    "phi3": Phi3Config(**_SHAPE, sliding_window=30),
+    "phi3": Phi3Config(**SHAPE, sliding_window=30),
     "phi3, long": Phi3Config(
-        **_SHAPE, original_max_position_embeddings=32, rope_parameters=_LONGROPE
+        **SHAPE, original_max_position_embeddings=32, rope_parameters=_LONGROPE
     ),
     "phi3, short": Phi3Config(
-        **_SHAPE, original_max_position_embeddings=256, rope_parameters=_LONGROPE
+        **SHAPE, original_max_position_embeddings=256, rope_parameters=_LONGROPE
     ),
-    "olmo2": Olmo2Config(**_SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "olmo2": Olmo2Config(**SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}),
     "granite": GraniteConfig(
-        **_SHAPE,
+        **SHAPE,
         attention_bias=True,
         embedding_multiplier=3.0,
         residual_multiplier=0.3,
         attention_multiplier=0.2,
         logits_scaling=5.0,
     ),
-    "smollm3": SmolLM3Config(**_SHAPE, no_rope_layer_interval=2),
+    "smollm3": SmolLM3Config(**SHAPE, no_rope_layer_interval=2),
     "smollm3, windows": SmolLM3Config(
-        **_SHAPE, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=9
+        **SHAPE, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=9
     ),
     "starcoder2": Starcoder2Config(
-        **_SHAPE
-        | {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        **SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},
         sliding_window=30,
     ),
-    "starcoder2, no biases": Starcoder2Config(**_SHAPE, use_bias=False),
+    "starcoder2, no biases": Starcoder2Config(**SHAPE, use_bias=False),
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=64,
@@ -215,18 +214,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         bos_token_id=1,
         eos_token_id=2,
     ),
-    "mixtral": MixtralConfig(
-        **_WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=30
-    ),
+    "mixtral": MixtralConfig(**WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=30),
     "qwen3 moe": Qwen3MoeConfig(
-        **_WIDE,
+        **WIDE,
         num_experts=6,
         num_experts_per_tok=3,
         moe_intermediate_size=32,
         mlp_only_layers=[1],
     ),
     "qwen3 moe, normalized": Qwen3MoeConfig(
-        **_WIDE,
+        **WIDE,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
@@ -234,15 +231,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         decoder_sparse_step=2,
     ),
     "gpt-oss": GptOssConfig(
-        **_WIDE,
+        **WIDE,
         num_local_experts=5,
         num_experts_per_tok=2,
         sliding_window=9,
         rope_parameters=_YARN | {"truncate": False},
         swiglu_limit=0.8,
     ),
-    "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
-    "qwen3, tied": Qwen3Config(**_SHAPE | {"tie_word_embeddings": True}, head_dim=32),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=32),
+    "qwen3, tied": Qwen3Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=32),
 }
 
 
@@ -258,6 +255,8 @@ def make_checkpoint(
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5).sub_(1 if is_offset else 0)
+            elif not parameter.any():  # Gemma 3's projector
+                parameter.normal_(0, 0.2)
     model.eval().save_pretrained(directory, max_shard_size=shard)  # type: ignore[no-untyped-call]
     return model
 

@@ -1,6 +1,7 @@
 """The engine in the process of a script."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,12 @@ SETTINGS = EngineSettings(dtype="float32", device="cpu", kv_memory="1MiB")
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Iterator[Engine]:
     with Engine(checkpoint, SETTINGS) as engine:
         yield engine
 
@@ -91,3 +96,22 @@ def test_closed_engine_says_so(tmp_path: Path) -> None:
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.generate(PROMPT)
+
+
+def test_refused_request_takes_no_outputs_from_others(checkpoint: Path) -> None:
+    """A script that catches the error still gets every token of its other requests."""
+    settings = replace(SETTINGS, max_running=1, max_waiting=1)
+    with Engine(checkpoint, settings) as crowded:
+        for _ in range(3):
+            crowded.submit(PROMPT, temperature=0, ignore_eos=True)
+        count, errors, is_done = 0, [], False
+        while not is_done:
+            try:
+                outputs = crowded.step()
+            except ServiceError as error:
+                errors.append(error.reason)
+                continue
+            count += sum(isinstance(output, Token) for output in outputs)
+            is_done = any(isinstance(output, RequestDone) for output in outputs)
+    assert errors == ["QUEUE_FULL"] * 2
+    assert count == 16

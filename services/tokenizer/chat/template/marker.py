@@ -7,11 +7,11 @@ rendered unchanged.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from services.common.json_values import Json
 
-__all__ = ["MarkedText", "Marker"]
+__all__ = ["MarkedText", "Marker", "unused_character"]
 
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD  # private use plane
 
@@ -55,8 +55,7 @@ class Marker:
         """Return the value with marks around control tokens, and the reader of its rendering."""
         if not any(map(self._needs_mark, _strings(value))):
             return value, MarkedText("", self._tokens)
-        used = frozenset().union(*_strings(value))
-        free = (chr(mark) for mark in range(_FIRST_MARK, _LAST_MARK) if chr(mark) not in used)
+        free = _unused_characters(_strings(value))
         begin, end = next(free), next(free)
 
         def mark(text: str) -> str:
@@ -72,6 +71,16 @@ class Marker:
         """Return whether the text ends with the beginning of a control token."""
         sizes = range(1, min(self._longest, len(text)) + 1)
         return any(text[-size:] in self._beginnings for size in sizes)
+
+
+def unused_character(texts: Iterable[str]) -> str:
+    """Return a private-use character that no text contains."""
+    return next(_unused_characters(texts))
+
+
+def _unused_characters(texts: Iterable[str]) -> Iterator[str]:
+    used = frozenset().union(*texts)
+    return (chr(mark) for mark in range(_FIRST_MARK, _LAST_MARK) if chr(mark) not in used)
 
 
 def _strings(value: Json) -> Iterator[str]:

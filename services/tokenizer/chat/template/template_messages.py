@@ -30,6 +30,8 @@ class TemplateFacts:
     """True if there is a role for developers, who are "system" otherwise"""
     takes_parts: bool = False
     """True if a content is a list of parts instead of a string"""
+    takes_image_parts: bool = False
+    """True if parts that are images become marks; otherwise texts must contain the marks"""
     empty_content: str | None = None
     """Content of a message that only calls tools; that of other empty messages is ""."""
     arguments_are_text: bool = False
@@ -40,16 +42,14 @@ class TemplateFacts:
     """True if the id of a call must have nine letters and digits"""
 
 
-def check_messages(
-    messages: Sequence[completion_pb2.Message], model: str, *, continues_last: bool
-) -> None:
+def check_messages(messages: Sequence[completion_pb2.Message], *, continues_last: bool) -> None:
     """Raise INVALID_ARGUMENT for the first wrong field."""
     if not messages:
         raise invalid("messages", "A conversation must have at least one message.")
     if len(messages) > MAX_MESSAGES:
         raise invalid("messages", f"A conversation must have at most {MAX_MESSAGES:,} messages.")
     for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]", model)
+        _check_message(message, f"messages[{index}]")
     last = messages[-1]
     if continues_last and (
         last.role != completion_pb2.ROLE_ASSISTANT or last.tool_calls or not last.parts
@@ -61,19 +61,22 @@ def check_messages(
 
 
 def template_messages(
-    messages: Sequence[completion_pb2.Message], facts: TemplateFacts
+    messages: Sequence[completion_pb2.Message], facts: TemplateFacts, image_text: str = ""
 ) -> list[Json]:
-    """Return valid messages in the form of transformers' templates."""
+    """Return valid messages in the form of transformers' templates.
+
+    image_text: stands for an image in the text of a template that takes no image parts.
+    """
     callers: dict[str, str] = {}  # names of tools by the ids of their calls
     written: list[Json] = []
     for message in messages:
         for call in message.tool_calls:
             callers[call.id] = call.name
-        written.append(_written(message, facts, callers))
+        written.append(_written(message, facts, callers, image_text))
     return written
 
 
-def _check_message(message: completion_pb2.Message, field: str, model: str) -> None:
+def _check_message(message: completion_pb2.Message, field: str) -> None:
     role = _ROLES.get(message.role)
     if role is None:
         raise invalid(f"{field}.role", f"A role must be one of {', '.join(_ROLES.values())}.")
@@ -82,14 +85,8 @@ def _check_message(message: completion_pb2.Message, field: str, model: str) -> N
     if len(message.parts) > MAX_MESSAGE_PARTS:
         raise invalid(f"{field}.parts", f"A message must have at most {MAX_MESSAGE_PARTS:,} parts.")
     for index, part in enumerate(message.parts):
-        kind = part.WhichOneof("part")
-        if kind is None:
+        if part.WhichOneof("part") is None:
             raise invalid(f"{field}.parts[{index}]", "A part must hold text or an image.")
-        if kind == "image_url":
-            raise invalid(
-                f"{field}.parts[{index}].image_url",
-                f"{model} is a text-only model: leave out images.",
-            )
     if message.tool_calls and role != "assistant":
         raise invalid(f"{field}.tool_calls", "Only the assistant can call tools.")
     if len(message.tool_calls) > MAX_TOOL_CALLS:
@@ -114,12 +111,15 @@ def _check_message(message: completion_pb2.Message, field: str, model: str) -> N
 
 
 def _written(
-    message: completion_pb2.Message, facts: TemplateFacts, callers: Mapping[str, str]
+    message: completion_pb2.Message,
+    facts: TemplateFacts,
+    callers: Mapping[str, str],
+    image_text: str,
 ) -> Json:
     role = _ROLES[message.role]
     if role == "developer" and not facts.knows_developer:
         role = "system"
-    written: dict[str, Json] = {"role": role, "content": _content(message, facts)}
+    written: dict[str, Json] = {"role": role, "content": _content(message, facts, image_text)}
     if message.name:
         written["name"] = message.name
     if message.reasoning:
@@ -140,12 +140,22 @@ def _written(
     return written
 
 
-def _content(message: completion_pb2.Message, facts: TemplateFacts) -> Json:
+def _content(message: completion_pb2.Message, facts: TemplateFacts, image_text: str) -> Json:
     if not message.parts and message.tool_calls:
         return facts.empty_content
-    if facts.takes_parts:
-        return [{"type": "text", "text": part.text} for part in message.parts]
-    return "\n".join(part.text for part in message.parts)
+    has_images = any(part.HasField("image") for part in message.parts)
+    if facts.takes_parts or (has_images and facts.takes_image_parts):
+        return [
+            {"type": "image"}
+            if part.HasField("image") and facts.takes_image_parts
+            else {"type": "text", "text": _part_text(part, image_text)}
+            for part in message.parts
+        ]
+    return "\n".join(_part_text(part, image_text) for part in message.parts)
+
+
+def _part_text(part: completion_pb2.ContentPart, image_text: str) -> str:
+    return image_text if part.HasField("image") else part.text
 
 
 def _arguments(call: completion_pb2.ToolCall, facts: TemplateFacts) -> Json:

@@ -24,13 +24,20 @@ _TOOL = {
 }
 
 
-async def probe_template(renderer: Renderer, name: str, source: str) -> TemplateFacts:
-    """Return what the template expects. Raises INVALID_ARGUMENT if it refuses a user's message."""
+async def probe_template(
+    renderer: Renderer, name: str, source: str, image_mark: str = ""
+) -> TemplateFacts:
+    """Return what the template expects. Raises INVALID_ARGUMENT if it refuses a user's message.
+
+    image_mark: the text that the model's processor replaces by an image; "" for text-only models.
+    """
     facts = TemplateFacts(knows_developer="developer" in source)
     question = [_message(completion_pb2.ROLE_USER, _WORD)]
     plain = await _render(renderer, name, question, facts)
     if _WORD not in plain:
         facts = replace(facts, takes_parts=True)
+    if image_mark:
+        facts = await _with_image_parts(renderer, name, facts, image_mark)
     calls = [*question, *_call_and_answer(f'{{"{_WORD}{_ANSWER}": "{_ANSWER}{_WORD}"}}')]
     for short, as_text, empty in product((False, True), (False, True), (None, "")):
         tried = replace(facts, empty_content=empty, arguments_are_text=as_text, short_ids=short)
@@ -41,6 +48,20 @@ async def probe_template(renderer: Renderer, name: str, source: str) -> Template
         if f"{_ANSWER}{_WORD}" in text and text.count("None") == plain.count("None"):
             return await _with_broken_arguments(renderer, name, question, tried)
     return facts
+
+
+async def _with_image_parts(
+    renderer: Renderer, name: str, facts: TemplateFacts, mark: str
+) -> TemplateFacts:
+    """Return `facts` with whether the template writes a mark for an image among the parts."""
+    parts = [completion_pb2.ContentPart(image=b""), completion_pb2.ContentPart(text=_WORD)]
+    message = completion_pb2.Message(role=completion_pb2.ROLE_USER, parts=parts)
+    tried = replace(facts, takes_image_parts=True)
+    try:
+        written = await _render(renderer, name, [message], tried)
+    except ServiceError:
+        return facts
+    return tried if _WORD in written and written.count(mark) == 1 else facts
 
 
 async def _with_broken_arguments(

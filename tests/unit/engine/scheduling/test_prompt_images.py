@@ -20,7 +20,8 @@ IMAGE, BLOCK = 90, 8
 @pytest.fixture(scope="module")
 def qwen() -> Any:
     with torch.device("meta"):
-        return Qwen2VLModel(CONFIGS["qwen2 vl"])  # type: ignore[no-untyped-call]
+        config: Any = CONFIGS["qwen2 vl"]
+        return Qwen2VLModel(config)
 
 
 @given(

@@ -3,6 +3,7 @@
 from services.tokenizer.completion.complete_processor import CompleteProcessor
 from services.tokenizer.completion.completion_output import CompletionOutput
 from services.tokenizer.completion.plan import plan_completion
+from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
@@ -25,7 +26,8 @@ def test_scores_repeated_after_a_resubmission_echo_a_prompt_once(
         logprobs=0,
         stopping=types.StoppingParams(max_tokens=0),
     )
-    processor = CompleteProcessor(request, byte_level_vocabulary, None)
+    reader = ImageReader(None, byte_level_vocabulary, "m")
+    processor = CompleteProcessor(request, byte_level_vocabulary, None, reader)
     limits = ModelLimits("m", "fp_0", 64, 99, frozenset(), frozenset(), 5, 20, 128, 16, True)
     output = CompletionOutput(plan_completion(request, byte_level_vocabulary, None, limits), 0.0)
     responses: list[completion.CompleteResponse] = []

@@ -12,6 +12,7 @@ from services.tokenizer.completion.choice import ChoiceOutput
 from services.tokenizer.completion.complete_processor import CompleteProcessor
 from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
+from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.send_queue import SendQueue
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -46,7 +47,7 @@ def _started(
     request = completion.CompleteRequest(prompts=[prompt])
     link: Any = SimpleNamespace(session=_EngineSession(), is_verified=True, limits=_LIMITS)
     stream = CompletionStream(
-        make(request, vocabulary, None),
+        make(request, vocabulary, None, ImageReader(None, vocabulary, "m")),
         CallContext("", "", "", 0, None),
         link,
         SendQueue[CompletionStream[Any]](StreamSettings()),

@@ -71,7 +71,6 @@ _INVALID: list[tuple[str, Mapping[str, object]]] = [
     ("stop", {"stop": ["a"] * 17}),
     ("stop[1]", {"stop": ["a", ""]}),
     ("stop[0]", {"stop": ["a" * 1_001]}),
-    ("images", {"images": ["data:,"]}),
     ("tool_choice", {"tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_REQUIRED)}),
     ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(name="g")}),
     ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(mode=9)}),  # type: ignore[arg-type]

@@ -94,6 +94,8 @@ class Case:
         self.num_blocks = sum(counts)
         self.reader: int | None = None
         """Sequence whose first block another one fills in the tested step"""
+        self.images = [range(0)] * len(self.spans)
+        """Positions of each sequence's image, whose tokens see each other"""
         self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         for index, blocks in enumerate(torch.split(order, counts)):
             self.tables[index, : len(blocks)] = blocks
@@ -105,6 +107,12 @@ class Case:
         self.values[reader][:BLOCK] = self.values[filler][-BLOCK:]
         self.tables[reader, 0] = self.tables[filler, 512 // BLOCK - 1]
         self.reader = reader
+
+    def put_images(self) -> None:
+        """Let some of each chunk's tokens stand for an image."""
+        for i, (length, context) in enumerate(self.spans):
+            first = context - length
+            self.images[i] = range(first + length // 5, first + length - length // 7)
 
     def run(
         self, backend: AttentionBackend, *, stale: float = 0.0, kept: list[int] | None = None
@@ -138,6 +146,11 @@ class Case:
         tables = self.tables[[index for index, _, _ in spans]].contiguous()
         owners = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(lengths))
         slots = tables[owners, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        ends = [
+            self.images[i].stop if position in self.images[i] else position + 1
+            for i, start, end in spans
+            for position in range(start, end)
+        ]
         batch = StepBatch(
             token_ids=positions,
             positions=positions,
@@ -148,6 +161,7 @@ class Case:
             num_decodes=num_decodes,
             query_lengths_host=tuple(lengths),
             context_lengths_host=tuple(end for _, _, end in spans),
+            visible_ends=torch.tensor(ends, dtype=torch.int32) if any(self.images) else None,
         )
         keys = torch.cat([self.keys[i][start:end] for i, start, end in spans])
         values = torch.cat([self.values[i][start:end] for i, start, end in spans])
@@ -178,15 +192,16 @@ class Case:
         """Return attention by its definition, in float64."""
         spec, window = self.spec, self.spec.windows[0]
         rows = []
-        for (length, context), q, k, v in zip(
-            self.spans, self.queries, self.keys, self.values, strict=True
+        for (length, context), image, q, k, v in zip(
+            self.spans, self.images, self.queries, self.keys, self.values, strict=True
         ):
             group = spec.num_heads // spec.num_kv_heads
             keys = k.double().repeat_interleave(group, dim=1)
             values = v.double().repeat_interleave(group, dim=1)
             scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * spec.attention_scale
             at = torch.arange(context - length, context)[:, None]
-            seen = torch.arange(context) <= at
+            ends = [image.stop if p in image else p + 1 for p in range(context - length, context)]
+            seen = torch.arange(context) < torch.tensor(ends)[:, None]
             if window:
                 seen &= torch.arange(context) > at - window
             if cap := spec.attention_cap:
@@ -236,6 +251,28 @@ def test_decodes_and_chunks_equal_the_definition(
     case = Case(make_spec(base, *shape), dtype)
     attended = case.run(make_backend(kind, case.spec, dtype))
     torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("narrowed", [False, True])
+@every_kind
+def test_tokens_of_an_image_see_each_other(
+    base: ModelSpec,
+    kind: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    shape: tuple[int, int, int, int],
+    narrowed: bool,
+) -> None:
+    """Gemma 3's images; text before and behind them sees what it always sees."""
+    case = Case(make_spec(base, *shape), dtype)
+    case.put_images()
+    lengths = [length for length, _ in case.spans]
+    kept = [1 + length // 2 if narrowed else length for length in lengths]
+    backend = make_backend(kind, case.spec, dtype)
+    attended = case.run(backend, stale=torch.nan, kept=kept if narrowed else None)
+    expected = case.expected()[keep_last(lengths, kept).indices]
+    torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -58,19 +58,19 @@ def test_error_names_the_first_wrong_field_of_a_conversation(
     field: str, messages: Sequence[completion.Message]
 ) -> None:
     with pytest.raises(ServiceError) as caught:
-        check_messages(messages, "m", continues_last=False)
+        check_messages(messages, continues_last=False)
     assert caught.value.field == field
 
 
 def test_answer_without_content_is_accepted_in_the_next_turn() -> None:
     """Clients send back an answer that was cut before its call's name, or that is all reasoning."""
     messages = [_USER, _assistant(), _assistant(reasoning="hm"), _USER]
-    check_messages(messages, "m", continues_last=False)
+    check_messages(messages, continues_last=False)
     _, empty, reasoned, _ = template_messages(messages, TemplateFacts())
     assert empty == {"role": "assistant", "content": ""}
     assert reasoned == {"role": "assistant", "content": "", "reasoning_content": "hm"}
     with pytest.raises(ServiceError):
-        check_messages([_USER, _assistant()], "m", continues_last=True)
+        check_messages([_USER, _assistant()], continues_last=True)
 
 
 def test_messages_have_the_form_that_the_template_expects() -> None:
@@ -125,7 +125,7 @@ def test_broken_arguments_have_the_form_that_the_template_expects(
     """One call that max_tokens cut would end its conversation."""
     call = completion.ToolCall(id="c", name="f", arguments_json=text)
     messages = [_assistant(tool_calls=[call])]
-    check_messages(messages, "m", continues_last=False)
+    check_messages(messages, continues_last=False)
 
     def written(facts: TemplateFacts) -> Json:
         [message] = template_messages(messages, facts)

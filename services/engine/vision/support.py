@@ -1,0 +1,50 @@
+"""Vision towers of checkpoints: whether there is one, and the id of the image token."""
+
+import json
+import struct
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
+
+__all__ = ["has_vision", "image_token_id"]
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_MOST_HEADER_BYTES = 100_000_000
+"""The limit of safetensors itself"""
+
+
+def has_vision(directory: Path) -> bool:
+    """Return whether the checkpoint holds a vision tower and the settings of its images.
+
+    False also for a checkpoint that can't be read: the loop says why.
+    """
+    try:
+        config = Config.read(directory / "config.json")
+        family = VISION_LANGUAGE.get(next(iter(config.texts("architectures")), ""))
+        names = _tensor_names(directory)
+    except (CheckpointError, OSError, ValueError, struct.error):
+        return False
+    return (
+        family is not None
+        and any((directory / name).is_file() for name in _PROCESSORS)
+        and any(fnmatchcase(name, pattern) for pattern in family.vision for name in names)
+    )
+
+
+def image_token_id(config: Config) -> int:
+    """Return the id that stands for one part of an image. Raises CheckpointError."""
+    key = "image_token_id" if config.has("image_token_id") else "image_token_index"
+    return config.integer(key)
+
+
+def _tensor_names(directory: Path) -> Iterable[str]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        return Config.read(index).section("weight_map").values
+    with (directory / "model.safetensors").open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, object] = json.loads(file.read(min(size, _MOST_HEADER_BYTES)))
+        return header

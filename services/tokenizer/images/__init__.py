@@ -1,0 +1,1 @@
+"""Images in prompts: the tokens that stand for them, from their sizes alone."""

@@ -1,0 +1,84 @@
+"""Reader of images: a bounded number of threads that decode them, and their expansions."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from services.common.images import ImageError, decode, size_of
+from services.tokenizer.images.image_expander import ImageExpander
+from services.tokenizer.images.image_family import ImageFamily, ImageSize
+from services.tokenizer.images.request_images import RequestImage
+from services.tokenizer.model_limits import ModelLimits
+from services.tokenizer.text.vocabulary import Vocabulary
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.engine.v1 import engine_pb2
+
+__all__ = ["ImageReader"]
+
+_THREADS = 2  # each needs up to 250 MB for the largest image
+_MAX_WAITING = 256  # requests
+
+
+class ImageReader:
+    """Images of one checkpoint's requests."""
+
+    def __init__(self, family: ImageFamily | None, vocabulary: Vocabulary, model: str) -> None:
+        """`family` is None if the checkpoint takes text alone."""
+        self._family = family
+        self._vocabulary = vocabulary
+        self._model = model
+        self._threads = ThreadPoolExecutor(_THREADS, "image")
+        self._waiting = 0
+        """Requests whose images are decoded, or wait for it"""
+
+    def require(self, field: str, limits: ModelLimits | None = None) -> None:
+        """Raise INVALID_ARGUMENT for `field` if the checkpoint, or the engine, takes text alone.
+
+        limits: those of the engine; None if it is not needed.
+        """
+        can_see = limits is None or engine_pb2.CAPABILITY_IMAGES in limits.capabilities
+        if self._family is None or not can_see:
+            raise invalid(field, f"{self._model} is a text-only model: leave out images.")
+
+    async def read(self, images: Sequence[RequestImage]) -> ImageExpander | None:
+        """Decode images for a model that takes them; return their expander, None without images.
+
+        Raises INVALID_ARGUMENT for an image that is damaged, or whose size the model refuses,
+        RESOURCE_EXHAUSTED if too many requests wait.
+        """
+        if not images:
+            return None
+        assert self._family is not None, "require was not called"
+        if self._waiting >= _MAX_WAITING:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "QUEUE_FULL",
+                "Too many requests wait for their images to be decoded; try again.",
+                retry_seconds=1,
+            )
+        loop = asyncio.get_running_loop()
+        expansions = []
+        self._waiting += 1
+        try:
+            for image in images:  # one at a time: other requests take turns
+                try:
+                    size = await loop.run_in_executor(self._threads, _read, image.data)
+                    expansions.append(self._family.expand(size))
+                except ImageError as error:
+                    raise invalid(image.field, str(error)) from None
+        finally:
+            self._waiting -= 1
+        return ImageExpander(self._family, self._vocabulary, images, expansions)
+
+    def close(self) -> None:
+        """End the threads after what they do now."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _read(data: bytes) -> ImageSize:
+    """Return the size of an image that decodes. Raises ImageError."""
+    width, height = size_of(data)
+    decode(data).close()
+    return ImageSize(width, height)

@@ -1,0 +1,223 @@
+"""Small random vision-language checkpoints of every architecture, with their image processors."""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import (
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3TextConfig,
+    Idefics3Config,
+    LlamaConfig,
+    LlavaConfig,
+    Mistral3Config,
+    MistralConfig,
+    PixtralVisionConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLTextConfig,
+    Qwen2VLConfig,
+    Qwen2VLTextConfig,
+    Qwen3VLConfig,
+    Qwen3VLTextConfig,
+    SiglipVisionConfig,
+    SmolVLMConfig,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from tests.unit.engine.checkpoints import SHAPE, WIDE, make_checkpoint
+
+__all__ = [
+    "IMAGE_TOKEN",
+    "VISION_MODELS",
+    "VisionModel",
+    "features",
+    "make_vision_checkpoint",
+    "png",
+]
+
+IMAGE_TOKEN = 90
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "initializer_range": 0.2,
+}
+_QWEN_TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "initializer_range": 0.2,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
+_UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
+
+
+@dataclass(frozen=True, slots=True)
+class VisionModel:
+    """One architecture."""
+
+    config: PreTrainedConfig
+    processor: Any
+
+
+def _idefics(kind: Any, processor: Any) -> VisionModel:
+    vision = {**_TOWER, "image_size": 28, "patch_size": 7}
+    config = kind(
+        text_config=LlamaConfig(**SHAPE),
+        vision_config=vision,
+        scale_factor=2,
+        image_token_id=IMAGE_TOKEN,
+        **_UNTIED,
+    )
+    sizes = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
+    return VisionModel(config, processor(**sizes))
+
+
+def _qwen_processor(patch: int = 14) -> Qwen2VLImageProcessorPil:
+    limits = {"shortest_edge": 4 * 28 * 28, "longest_edge": 24 * 28 * 28}
+    return Qwen2VLImageProcessorPil(size=limits, patch_size=patch)
+
+
+_PIXTRAL = PixtralVisionConfig(**_TOWER, image_size=56, patch_size=7)
+_PIXTRAL_SIZE: dict[str, Any] = {"size": {"longest_edge": 56}}
+
+VISION_MODELS: dict[str, VisionModel] = {
+    "llava": VisionModel(
+        LlavaConfig(
+            text_config=LlamaConfig(**SHAPE),
+            vision_config=CLIPVisionConfig(**_TOWER, image_size=28, patch_size=7),
+            image_token_index=IMAGE_TOKEN,
+        ),
+        CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+    ),
+    "llava, pixtral": VisionModel(
+        LlavaConfig(
+            text_config=MistralConfig(**SHAPE, sliding_window=None),
+            vision_config=_PIXTRAL,
+            image_token_index=IMAGE_TOKEN,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        ),
+        PixtralImageProcessorPil(patch_size={"height": 7, "width": 7}, **_PIXTRAL_SIZE),
+    ),
+    "mistral3": VisionModel(
+        Mistral3Config(
+            text_config=MistralConfig(**SHAPE, sliding_window=None),
+            vision_config=_PIXTRAL,
+            image_token_index=IMAGE_TOKEN,
+            spatial_merge_size=2,
+            **_UNTIED,
+        ),
+        PixtralImageProcessorPil(patch_size={"height": 14, "width": 14}, **_PIXTRAL_SIZE),
+    ),
+    "gemma3": VisionModel(
+        Gemma3Config(
+            text_config=Gemma3TextConfig(
+                **WIDE | {"tie_word_embeddings": True, "sliding_window_pattern": 2},
+                query_pre_attn_scalar=24,
+                sliding_window=9,
+            ),
+            vision_config=SiglipVisionConfig(
+                **_TOWER, image_size=28, patch_size=7, vision_use_head=False
+            ),
+            mm_tokens_per_image=4,
+            image_token_index=IMAGE_TOKEN,
+            boi_token_index=91,
+            eoi_token_index=92,
+        ),
+        Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
+    ),
+    "idefics3": _idefics(Idefics3Config, Idefics3ImageProcessorPil),
+    "smolvlm": _idefics(SmolVLMConfig, SmolVLMImageProcessorPil),
+    "qwen2 vl": VisionModel(
+        Qwen2VLConfig(
+            text_config=Qwen2VLTextConfig(**SHAPE, rope_parameters=_MROPE),
+            vision_config={
+                **{key: value for key, value in _QWEN_TOWER.items() if key != "hidden_size"},
+                "embed_dim": 32,
+                "hidden_size": 64,
+                "mlp_ratio": 2,
+            },
+            image_token_id=IMAGE_TOKEN,
+        ),
+        _qwen_processor(),
+    ),
+    "qwen2.5 vl": VisionModel(
+        Qwen2_5_VLConfig(
+            text_config=Qwen2_5_VLTextConfig(**SHAPE, rope_parameters=_MROPE),
+            vision_config={
+                **_QWEN_TOWER,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+            },
+            image_token_id=IMAGE_TOKEN,
+        ),
+        _qwen_processor(),
+    ),
+    "qwen3 vl": VisionModel(
+        Qwen3VLConfig(
+            text_config=Qwen3VLTextConfig(
+                **WIDE, rope_parameters=_MROPE | {"mrope_section": [8, 4, 4]}
+            ),
+            vision_config={
+                **_QWEN_TOWER,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 2],
+            },
+            image_token_id=IMAGE_TOKEN,
+        ),
+        _qwen_processor(),
+    ),
+}
+
+
+def make_vision_checkpoint(directory: Path, name: str) -> PreTrainedModel:
+    """Save a checkpoint with its image processor; return the model as the reference."""
+    model = make_checkpoint(directory, VISION_MODELS[name].config)
+    VISION_MODELS[name].processor.save_pretrained(directory)
+    return model
+
+
+@torch.no_grad()
+def features(model: PreTrainedModel, processor: Any, image: Image.Image) -> Tensor:
+    """Return what transformers makes of an image: [1 + deepstack layers, tokens, hidden size]."""
+    whole: Any = model
+    output = whole.model.get_image_features(**inputs(processor, [image]))
+    layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    return torch.stack([torch.cat(tuple(layer)).flatten(0, -2) for layer in layers])
+
+
+def inputs(processor: Any, images: Any) -> dict[str, Tensor]:
+    """Return what the model reads of the processor's output."""
+    output = processor(images=images, return_tensors="pt")
+    names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
+    return {name: torch.as_tensor(output[name]) for name in names if name in output}
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    """Return an image file of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
