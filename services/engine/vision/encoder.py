@@ -57,6 +57,7 @@ class ImageEncoder:
     def __init__(self, tower: Any, processor: Any, image_token: int, dtype: torch.dtype) -> None:
         self._tower = tower
         self._processor = processor
+        self._options = _options(tower)
         self._dtype = dtype
         self.image_token_id = image_token
 
@@ -94,13 +95,14 @@ class ImageEncoder:
 
     def _pixels(self, image: Image.Image) -> dict[str, Tensor]:
         try:
-            output = self._processor(images=[image], return_tensors="pt")
+            output = self._processor(images=[image], return_tensors="pt", **self._options)
         except ValueError as error:  # such as an aspect ratio beyond Qwen's 200
             raise ImageError(f"The model can't take the image: {error}.") from None
         return {key: torch.as_tensor(output[key]) for key in _LISTED if key in output}
 
     def _features(self, images: Sequence[dict[str, Tensor]]) -> Iterator[ImageFeatures]:
-        inputs = {key: torch.cat([image[key] for image in images]) for key in images[0]}
+        computed = (*images, *images) if self._is_one_token(images) else images
+        inputs = {key: torch.cat([image[key] for image in computed]) for key in images[0]}
         inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
         device = self._tower.device
         output = self._tower.get_image_features(
@@ -108,9 +110,17 @@ class ImageEncoder:
         )
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         for index, image in enumerate(images):
-            parts = [_part(layer, index, len(images)) for layer in layers]
+            parts = [_part(layer, index, len(computed)) for layer in layers]
             embeddings = torch.stack(parts).to("cpu", self._dtype)
             yield ImageFeatures(embeddings, self._grid(image))
+
+    def _is_one_token(self, images: Sequence[dict[str, Tensor]]) -> bool:
+        """Return whether one token is all that Pixtral makes of the images.
+
+        Mistral 3's model in transformers loses a dimension of it, but not of two such images.
+        """
+        side = self._options.get("patch_size", {}).get("height")
+        return len(images) == 1 and images[0]["pixel_values"].shape[-2:] == (side, side)
 
     def _grid(self, image: dict[str, Tensor]) -> tuple[int, int] | None:
         if "image_grid_thw" not in image:
@@ -118,6 +128,16 @@ class ImageEncoder:
         _, rows, columns = image["image_grid_thw"][0].tolist()
         merge = self._tower.config.vision_config.spatial_merge_size
         return rows // merge, columns // merge
+
+
+def _options(tower: Any) -> dict[str, dict[str, int]]:
+    """Return what transformers' own processors pass to the image processor with each image."""
+    vision = tower.config.vision_config
+    if vision.model_type != "pixtral":
+        return {}
+    # a projector that merges patches needs whole squares of them
+    side = vision.patch_size * getattr(tower.config, "spatial_merge_size", 1)
+    return {"patch_size": {"height": side, "width": side}}
 
 
 def _part(layer: Tensor | Sequence[Tensor], index: int, count: int) -> Tensor:

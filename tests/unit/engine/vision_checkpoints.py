@@ -1,7 +1,8 @@
 """Small random vision-language checkpoints of every architecture, with their image processors."""
 
 import io
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,9 @@ class VisionModel:
 
     config: PreTrainedConfig
     processor: Any
+    """Image processor"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers' processor of text and images passes to it"""
 
 
 def _idefics(kind: Any, processor: Any) -> VisionModel:
@@ -125,7 +129,8 @@ VISION_MODELS: dict[str, VisionModel] = {
             spatial_merge_size=2,
             **_UNTIED,
         ),
-        PixtralImageProcessorPil(patch_size={"height": 14, "width": 14}, **_PIXTRAL_SIZE),
+        PixtralImageProcessorPil(patch_size={"height": 7, "width": 7}, **_PIXTRAL_SIZE),
+        {"patch_size": {"height": 14, "width": 14}},
     ),
     "gemma3": VisionModel(
         Gemma3Config(
@@ -200,17 +205,18 @@ def make_vision_checkpoint(directory: Path, name: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def features(model: PreTrainedModel, processor: Any, image: Image.Image) -> Tensor:
+def features(model: PreTrainedModel, name: str, image: Image.Image) -> Tensor:
     """Return what transformers makes of an image: [1 + deepstack layers, tokens, hidden size]."""
     whole: Any = model
-    output = whole.model.get_image_features(**inputs(processor, [image]))
+    output = whole.model.get_image_features(**inputs(name, [image]))
     layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
     return torch.stack([torch.cat(tuple(layer)).flatten(0, -2) for layer in layers])
 
 
-def inputs(processor: Any, images: Any) -> dict[str, Tensor]:
-    """Return what the model reads of the processor's output."""
-    output = processor(images=images, return_tensors="pt")
+def inputs(name: str, images: Any) -> dict[str, Tensor]:
+    """Return what the model reads of its processor's output."""
+    model = VISION_MODELS[name]
+    output = model.processor(images=images, return_tensors="pt", **model.options)
     names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
     return {name: torch.as_tensor(output[name]) for name in names if name in output}
 
