@@ -115,7 +115,7 @@ def take_images(body: CompletionBody) -> RequestImages:
     """
     images, urls = RequestImages(), body.images or []
     for index, url in enumerate(urls):
-        images.add(url, f"images[{index}]", "images")
+        images.add(url, f"images[{index}]")
         urls[index] = ""
     return images
 

@@ -43,15 +43,11 @@ class RequestImages:
     def __len__(self) -> int:
         return len(self._items)
 
-    def add(self, url: str, param: str, list_param: str = "") -> None:
-        """Add the image of a URL. Raises INVALID_ARGUMENT with `param` as the field.
-
-        list_param: field of too many images; "" = `param`.
-        """
+    def add(self, url: str, param: str) -> None:
+        """Add the image of a URL. Raises INVALID_ARGUMENT with `param` as the field."""
         if len(self._items) == MAX_IMAGES:
             raise invalid(
-                list_param or param,
-                f"{param} is one image too many: a request may have at most {MAX_IMAGES}.",
+                param, f"{param} is one image too many: a request may have at most {MAX_IMAGES}."
             )
         if url[:8].lower().startswith(("http://", "https://")):
             self._items.append(RemoteImage(url, param))

@@ -80,12 +80,6 @@ def test_error_of_an_image_names_its_index() -> None:
     assert caught.value.field == "images[1]"
 
 
-def test_error_of_too_many_images_names_the_list() -> None:
-    with pytest.raises(ServiceError) as caught:
-        take_images(body_of(images=["data:image/png;base64,AAEC"] * 17))
-    assert caught.value.field == "images"
-
-
 _SCHEMA = {"type": "object", "properties": {"b": {"maximum": 1.10}, "a": {}}}
 
 
