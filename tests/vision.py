@@ -59,6 +59,6 @@ def write_whole(directory: Path, name: str) -> Path:
     text.eos_token_id = tokenizer.token_to_id("</s>")
     config.image_token_id = tokenizer.token_to_id(whole.image_token)
     make_checkpoint(directory, config)
-    VISION_MODELS[name].processor.save_pretrained(directory)
+    VISION_MODELS[name].save_processor(directory)
     (directory / "processor_config.json").write_text(json.dumps(whole.processor))
     return directory

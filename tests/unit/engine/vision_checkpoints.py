@@ -1,7 +1,8 @@
 """Small random vision-language checkpoints of every architecture, with their image processors."""
 
 import io
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ class VisionModel:
 
     config: PreTrainedConfig
     processor: Any
+    """As transformers' processor class calls it"""
+    stored: dict[str, Any] = field(default_factory=dict)
+    """Settings that have other values in preprocessor_config.json"""
+
+    def save_processor(self, directory: Path) -> None:
+        """Write preprocessor_config.json."""
+        self.processor.save_pretrained(directory)
+        file = directory / "preprocessor_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **self.stored}))
 
 
 def _idefics(kind: Any, processor: Any) -> VisionModel:
@@ -126,6 +136,7 @@ VISION_MODELS: dict[str, VisionModel] = {
             **_UNTIED,
         ),
         PixtralImageProcessorPil(patch_size={"height": 14, "width": 14}, **_PIXTRAL_SIZE),
+        stored={"patch_size": 7},  # as Mistral Small 3.1: the edge of a patch, not of a token
     ),
     "gemma3": VisionModel(
         Gemma3Config(
@@ -195,7 +206,7 @@ VISION_MODELS: dict[str, VisionModel] = {
 def make_vision_checkpoint(directory: Path, name: str) -> PreTrainedModel:
     """Save a checkpoint with its image processor; return the model as the reference."""
     model = make_checkpoint(directory, VISION_MODELS[name].config)
-    VISION_MODELS[name].processor.save_pretrained(directory)
+    VISION_MODELS[name].save_processor(directory)
     return model
 
 
