@@ -1,6 +1,6 @@
 """Vision tower and projector of a checkpoint, as transformers computes them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,15 @@ from transformers import AutoConfig, PreTrainedModel
 
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor
+from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 
-__all__ = ["load_tower"]
+__all__ = ["load_tower", "reason_of"]
 
 _DECODERS = ("language_model", "text_model")
 _OLD_NAMES = (("vision_tower.", "vision_tower.vision_model."),)
 """Parts of names today, and in files of transformers before release 5"""
+_BUFFERS = ("*.position_ids", "*.inv_freq")
+"""Tensors in old files whose values follow from config.json"""
 
 
 def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -25,20 +28,16 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Pre
 
     Only the tower's and the projector's weights are read. Raises CheckpointError.
     """
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory}/config.json: {error}") from None
-    name = config.architectures[0].replace("ForConditionalGeneration", "Model")
-    with _parameters_on_meta():
-        model: PreTrainedModel = getattr(transformers, name)(config)
-    for decoder in _DECODERS:
-        if hasattr(model, decoder):
-            delattr(model, decoder)
+    config = Checkpoint.config(directory)
+    architecture = next(iter(config.texts("architectures")), "")
+    if architecture not in VISION_LANGUAGE:
+        raise CheckpointError(f"{config.file}: images for {architecture} are not supported.")
+    model = _without_weights(directory, architecture)
+    wanted, patterns = dict(model.named_parameters()), VISION_LANGUAGE[architecture].vision
     with Checkpoint(directory) as checkpoint:
         weights = {
             name: tensor.to(device, dtype, copy=True)
-            for name, tensor in _read(checkpoint, dict(model.named_parameters()))
+            for name, tensor in _read(checkpoint, wanted, patterns)
         }
     model.load_state_dict(weights, strict=False, assign=True)
     for buffer in model.buffers():
@@ -47,12 +46,42 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Pre
     return model
 
 
-def _read(checkpoint: Checkpoint, wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def reason_of(error: Exception) -> str:
+    """Return what transformers raised, in one line for a message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _without_weights(directory: Path, architecture: str) -> PreTrainedModel:
+    """Return the model that config.json describes, less its decoder."""
+    try:
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        name = architecture.replace("ForConditionalGeneration", "Model")
+        config._attn_implementation = "sdpa"  # the file may name one that is not installed
+        with _parameters_on_meta():
+            model: PreTrainedModel = getattr(transformers, name)(config)
+    except Exception as error:  # transformers raises whatever it stumbles on
+        message = f"{directory}/config.json describes no {architecture}: {reason_of(error)}"
+        raise CheckpointError(message) from None
+    for decoder in _DECODERS:
+        if hasattr(model, decoder):
+            delattr(model, decoder)
+    return model
+
+
+def _read(
+    checkpoint: Checkpoint, wanted: Mapping[str, Tensor], patterns: Sequence[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the parameters of `wanted`.
+
+    Raises CheckpointError unless these are all tensors whose names match one of `patterns`.
+    """
     stored = {
         name: StoredTensor(_stored_name(checkpoint, name), tuple(parameter.shape))
         for name, parameter in wanted.items()
     }
-    checkpoint.require(stored.values(), ignored=["*"])
+    checkpoint.require(stored.values(), ignored=_BUFFERS, among=patterns)
     for name, each in stored.items():
         yield name, checkpoint.tensor(each)
 

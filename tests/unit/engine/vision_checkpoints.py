@@ -1,7 +1,7 @@
 """Small random vision-language checkpoints of every architecture, with their image processors."""
 
 import io
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,15 @@ class VisionModel:
 
     config: PreTrainedConfig
     processor: Any
-    """Image processor"""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers' processor of text and images passes to it"""
+    """As transformers' processor class calls it"""
+    stored: dict[str, Any] = field(default_factory=dict)
+    """Settings that have other values in preprocessor_config.json"""
+
+    def save_processor(self, directory: Path) -> None:
+        """Write preprocessor_config.json."""
+        self.processor.save_pretrained(directory)
+        file = directory / "preprocessor_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **self.stored}))
 
 
 def _idefics(kind: Any, processor: Any) -> VisionModel:
@@ -129,8 +135,8 @@ VISION_MODELS: dict[str, VisionModel] = {
             spatial_merge_size=2,
             **_UNTIED,
         ),
-        PixtralImageProcessorPil(patch_size={"height": 7, "width": 7}, **_PIXTRAL_SIZE),
-        {"patch_size": {"height": 14, "width": 14}},
+        PixtralImageProcessorPil(patch_size={"height": 14, "width": 14}, **_PIXTRAL_SIZE),
+        stored={"patch_size": 7},  # as Mistral Small 3.1: the edge of a patch, not of a token
     ),
     "gemma3": VisionModel(
         Gemma3Config(
@@ -200,23 +206,22 @@ VISION_MODELS: dict[str, VisionModel] = {
 def make_vision_checkpoint(directory: Path, name: str) -> PreTrainedModel:
     """Save a checkpoint with its image processor; return the model as the reference."""
     model = make_checkpoint(directory, VISION_MODELS[name].config)
-    VISION_MODELS[name].processor.save_pretrained(directory)
+    VISION_MODELS[name].save_processor(directory)
     return model
 
 
 @torch.no_grad()
-def features(model: PreTrainedModel, name: str, image: Image.Image) -> Tensor:
+def features(model: PreTrainedModel, processor: Any, image: Image.Image) -> Tensor:
     """Return what transformers makes of an image: [1 + deepstack layers, tokens, hidden size]."""
     whole: Any = model
-    output = whole.model.get_image_features(**inputs(name, [image]))
+    output = whole.model.get_image_features(**inputs(processor, [image]))
     layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
     return torch.stack([torch.cat(tuple(layer)).flatten(0, -2) for layer in layers])
 
 
-def inputs(name: str, images: Any) -> dict[str, Tensor]:
-    """Return what the model reads of its processor's output."""
-    model = VISION_MODELS[name]
-    output = model.processor(images=images, return_tensors="pt", **model.options)
+def inputs(processor: Any, images: Any) -> dict[str, Tensor]:
+    """Return what the model reads of the processor's output."""
+    output = processor(images=images, return_tensors="pt")
     names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
     return {name: torch.as_tensor(output[name]) for name in names if name in output}
 

@@ -1,7 +1,7 @@
 """Safetensors files of a checkpoint directory in Hugging Face format."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -73,17 +73,22 @@ class Checkpoint:
     def holds(self, name: str) -> bool:
         return name in self._found
 
-    def require(self, wanted: Iterable[StoredTensor], ignored: Iterable[str]) -> int:
+    def require(
+        self,
+        wanted: Iterable[StoredTensor],
+        ignored: Sequence[str],
+        among: Sequence[str] = ("*",),
+    ) -> int:
         """Return the bytes of `wanted`. Raises CheckpointError unless the files hold exactly these.
 
-        Tensors whose names match a pattern of `ignored` are optional.
+        Tensors whose names match a pattern of `ignored`, or none of `among`, are optional.
         """
         names, num_bytes = set(), 0
         for stored in wanted:
             names.add(stored.name)
             num_bytes += self._check(stored)
         for name, found in self._found.items():
-            if name not in names and not any(fnmatchcase(name, pattern) for pattern in ignored):
+            if name not in names and _matches(name, among) and not _matches(name, ignored):
                 raise CheckpointError(
                     f"{found.file}: the tensor {name} is not part of the model that "
                     "config.json describes."
@@ -137,3 +142,7 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None
         self._open[file] = opened
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

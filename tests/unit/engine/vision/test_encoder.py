@@ -25,13 +25,13 @@ SIZES = [(40, 40), (70, 30), (30, 90), (28, 28), (40, 40)]
 
 class Loaded:
     def __init__(self, name: str, directory: Path) -> None:
-        self._name = name
+        self.processor = VISION_MODELS[name].processor
         self.directory = directory
         self.model: PreTrainedModel = make_vision_checkpoint(directory, name)
         self.encoder = ImageEncoder.load(directory, torch.float32, torch.device("cpu"))
 
     def expected(self, file: bytes) -> Tensor:
-        return features(self.model, self._name, decode(file))
+        return features(self.model, self.processor, decode(file))
 
 
 @pytest.fixture(scope="module", params=VISION_MODELS)

@@ -44,7 +44,7 @@ class Models:
     """A checkpoint as transformers runs it, and as our engine does."""
 
     def __init__(self, name: str, directory: Path, max_step_tokens: int = 4_096) -> None:
-        self._name = name
+        self.processor = VISION_MODELS[name].processor
         self.theirs: PreTrainedModel = make_vision_checkpoint(directory, name)
         self._encoder = ImageEncoder.load(directory, torch.float32, torch.device("cpu"))
         self.engine = Engine(
@@ -79,7 +79,7 @@ class Models:
         kinds = (tokens == IMAGE_TOKEN).int()
         given: dict[str, Tensor] = {}
         if files:
-            given = inputs(self._name, [[decode(file) for file in files]])
+            given = inputs(self.processor, [[decode(file) for file in files]])
             kind = "token_type_ids" if "gemma" in whole.config.model_type else "mm_token_type_ids"
             if kind == "token_type_ids" or "qwen" in whole.config.model_type:
                 given[kind] = kinds
