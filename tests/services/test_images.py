@@ -173,13 +173,14 @@ async def test_openai_sdk_sends_images_to_chats(http: httpx.AsyncClient) -> None
     ("files", "fields", "param", "message"),
     [
         ([CAT], {"prompt": "no mark"}, "images", "0 <image> marks"),
+        ([], {}, "images", "no images"),
         ([CAT], {"prompt": "<image><image>"}, "images", "2 <image> marks"),
         ([CAT, CAT[:500]], {"prompt": "<image><image>"}, "images[1]", "truncated"),
         ([b"no image"], {}, "images[0]", "not a PNG"),
         ([CAT] * 17, {"prompt": "<image>" * 17}, "images[16]", "at most 16"),
         ([CAT], {"suffix": "x"}, "images", "suffix"),
     ],
-    ids=["no mark", "two marks", "truncated", "text", "many", "suffix"],
+    ids=["no mark", "no image", "two marks", "truncated", "text", "many", "suffix"],
 )
 async def test_bad_images_are_refused_by_their_param(
     http: httpx.AsyncClient,

@@ -134,4 +134,7 @@ class CompleteProcessor:
         return await asyncio.to_thread(self._plan, limits, images)
 
     def _plan(self, limits: ModelLimits, images: ImageExpander | None = None) -> CompletionPlan:
-        return plan_completion(self._request, self._vocabulary, self._infill, limits, images)
+        plan = plan_completion(self._request, self._vocabulary, self._infill, limits, images)
+        if images is None:
+            self._reader.refuse_stray_tokens((prompt.ids for prompt in plan.prompts), limits)
+        return plan

@@ -1,7 +1,7 @@
 """Reader of images: a bounded number of threads that decode them, and their expansions."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -38,9 +38,22 @@ class ImageReader:
 
         limits: those of the engine; None if it is not needed.
         """
-        can_see = limits is None or engine_pb2.CAPABILITY_IMAGES in limits.capabilities
-        if self._family is None or not can_see:
+        if self._family is None or not (limits is None or _takes_images(limits)):
             raise invalid(field, f"{self._model} is a text-only model: leave out images.")
+
+    def refuse_stray_tokens(self, prompts: Iterable[Sequence[int]], limits: ModelLimits) -> None:
+        """Raise INVALID_ARGUMENT if prompts without images have image tokens.
+
+        The model has never learnt what such a token means by itself.
+        """
+        if self._family is None or not _takes_images(limits):
+            return
+        if any(self._family.placeholder_id in ids for ids in prompts):
+            message = (
+                f"The prompts have image tokens ({self._family.placeholder}), but the request has "
+                "no images."
+            )
+            raise invalid("images", message)
 
     async def read(self, images: Sequence[RequestImage]) -> ImageExpander | None:
         """Decode images for a model that takes them; return their expander, None without images.
@@ -75,6 +88,10 @@ class ImageReader:
     def close(self) -> None:
         """End the threads after what they do now."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _takes_images(limits: ModelLimits) -> bool:
+    return engine_pb2.CAPABILITY_IMAGES in limits.capabilities
 
 
 def _read(data: bytes) -> ImageSize:
