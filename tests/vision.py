@@ -58,6 +58,9 @@ def write_whole(directory: Path, name: str) -> Path:
     text.bos_token_id = tokenizer.token_to_id("<s>")
     text.eos_token_id = tokenizer.token_to_id("</s>")
     config.image_token_id = tokenizer.token_to_id(whole.image_token)
+    if name == "gemma3":
+        config.boi_token_index = tokenizer.token_to_id("<start_of_image>")
+        config.eoi_token_index = tokenizer.token_to_id("<end_of_image>")
     make_checkpoint(directory, config)
     VISION_MODELS[name].save_processor(directory)
     (directory / "processor_config.json").write_text(json.dumps(whole.processor))

@@ -14,6 +14,8 @@ import pytest
 from tests.services.shim import running_shim
 from tests.stack import MortalEngine, free_ports, mortal_engine, running_service
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.vision_checkpoints import png
+from tests.vision import write_whole
 from tokenwire.client import Client
 from tokenwire.errors import ServiceError
 
@@ -138,3 +140,25 @@ async def test_new_request_waits_while_the_tokenizer_is_restarted(
             async with running_service("tokenizer", *arguments, log=log, port=port):
                 assert (await late).json()["choices"] == calm
                 assert (await ids).status_code == 200
+
+
+async def test_stream_about_an_image_survives_the_loss_of_the_engine(tmp_path: Path) -> None:
+    """The new engine has never seen the image: the tokenizer service sends it again."""
+    model = write_whole(tmp_path / "tiny-llava", "llava")
+    asked: Any = {"images": [png(40, 40)], "temperature": 0, "ignore_eos": True}
+    asked["max_tokens"] = 1_500
+    async with (
+        mortal_engine(model) as engine,
+        tokenizer_of(model, engine, tmp_path / "log") as client,
+    ):
+        calm = await client.complete("<image>def", **asked)
+        text, count = "", 0
+        async with client.stream("<image>def", **asked) as stream:
+            async for delta in stream:
+                text += delta.text
+                count += 1
+                if count == 1:
+                    await engine.kill()
+                    await engine.start()
+        assert count > 1
+        assert text == calm.text

@@ -39,7 +39,8 @@ def test_services_agree_on_the_tokens_of_an_image(name: str, tmp_path: Path) -> 
         if not isinstance(features, ImageFeatures):
             continue  # a strip that the model refuses
         expansion = family.expand(ImageSize(width, height))
-        assert sum(expansion.runs) == features.embeddings.shape[1], (width, height)
+        count = expansion.run * expansion.text.count(family.placeholder)
+        assert count == features.embeddings.shape[1], (width, height)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -123,9 +124,7 @@ async def test_echo_and_logprobs_cover_the_tokens_of_images(http: httpx.AsyncCli
 async def test_ids_with_one_image_token_equal_the_text(http: httpx.AsyncClient) -> None:
     text = await complete(http, CAT, return_token_ids=True)
     whole = text["choices"][0]["prompt_token_ids"]
-    answer = (await http.post("/tokenize", json={"prompt": "<image>"})).json()
     image = max(whole, key=whole.count)
-    assert image not in answer["tokens"]  # without an image, a mark is text
     short = [token for i, token in enumerate(whole) if token != image or whole.index(image) == i]
     for prompt in (whole, short):
         ids = await complete(http, CAT, prompt=prompt)
@@ -144,14 +143,13 @@ async def test_best_of_and_grammars_work_with_images(http: httpx.AsyncClient) ->
 
 async def test_later_turn_finds_the_image_in_the_cache(http: httpx.AsyncClient) -> None:
     """A conversation about an image must not compute it anew with every turn."""
-    prompt = "abc " * 20 + PROMPT
+    prompt = "abc " * 20 + "<image>" + "def " * 20
     first = await complete(http, CAT, prompt=prompt)
     again = await complete(http, CAT, prompt=prompt)
     other = await complete(http, DOG, prompt=prompt)
     cached = [each["usage"]["cached_input_tokens"] for each in (again, other)]
     assert again["choices"][0]["text"] == first["choices"][0]["text"]
-    assert cached[0] >= cached[1]
-    assert cached[0] > len("abc " * 20)
+    assert cached[0] > cached[1]
 
 
 async def test_openai_sdk_sends_images_to_chats(http: httpx.AsyncClient) -> None:
@@ -178,7 +176,7 @@ async def test_openai_sdk_sends_images_to_chats(http: httpx.AsyncClient) -> None
         ([CAT], {"prompt": "<image><image>"}, "images", "2 <image> marks"),
         ([CAT, CAT[:500]], {"prompt": "<image><image>"}, "images[1]", "truncated"),
         ([b"no image"], {}, "images[0]", "not a PNG"),
-        ([CAT] * 17, {"prompt": "<image>" * 17}, "images", "16"),
+        ([CAT] * 17, {"prompt": "<image>" * 17}, "images[16]", "at most 16"),
         ([CAT], {"suffix": "x"}, "images", "suffix"),
     ],
     ids=["no mark", "two marks", "truncated", "text", "many", "suffix"],

@@ -235,7 +235,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
                 return await self._connect(addresses, port, timeout)
         except TimeoutError:
             raise httpcore.ConnectTimeout("the time is over") from None
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise httpcore.ConnectError(f"the name can't be resolved: {error}") from None
 
     async def _connect(

@@ -46,8 +46,7 @@ class ChatProcessor:
         reader: ImageReader,
     ) -> None:
         self._request = request
-        self._images: Sequence[RequestImage] | None = None
-        """Images of `_request`, whose own are empty after `_check`; None before"""
+        """Its images are empty after `_check`, so that all other work is on its text"""
         self._vocabulary = vocabulary
         self._templates = templates
         self._reader = reader
@@ -65,34 +64,35 @@ class ChatProcessor:
         that is too long, the errors of `ImageReader.read`, and those of `check` if the request is
         large.
         """
-        if is_large(self._request):
-            await asyncio.to_thread(self._check, limits)
-        images = await self._reader.read(self._images or ())
+        if not is_large(self._request):
+            return self._plan(limits, await self._render(limits))
+        images = await self._reader.read(await asyncio.to_thread(self._check, limits))
         rendered = await self._render(limits, images)
-        if images is None and not is_large(self._request):
-            return self._plan(limits, rendered)
         return await asyncio.to_thread(self._plan, limits, rendered, images)
 
-    def _check(self, limits: ModelLimits) -> None:
+    def _check(self, limits: ModelLimits) -> Sequence[RequestImage]:
+        """Validate the request; take and return its images."""
         check_model(self._request.model, limits.model)
-        if self._images is None:
-            self._take_images(limits)
+        images = self._take_images(limits)
         request = self._request
         self._templates.check(self._prompt())
         check_tools(request.tools, request.tool_choice)
         limits = replace(limits, max_logprobs=limits.max_chat_logprobs)
         check_complete(self._completion(limits.context_length), limits, None)
+        return images
 
-    def _take_images(self, limits: ModelLimits) -> None:
+    def _take_images(self, limits: ModelLimits) -> Sequence[RequestImage]:
         images = take_message_images(self._request.messages)
         if images:
             self._reader.require(images[0].field, limits)
             small = completion_pb2.ChatRequest()  # the given one keeps its memory
             small.CopyFrom(self._request)
             self._request = small
-        self._images = images
+        return images
 
-    async def _render(self, limits: ModelLimits, images: ImageExpander | None) -> RenderedChat:
+    async def _render(
+        self, limits: ModelLimits, images: ImageExpander | None = None
+    ) -> RenderedChat:
         context = context_length(self._request.stopping, limits)
         if self._kept_tokens(context) is not None:
             return await self._templates.render(self._prompt(), images=images)

@@ -9,7 +9,7 @@ from services.tokenizer.completion.plan import CompletionPlan, plan_completion
 from services.tokenizer.completion.validation import check_complete
 from services.tokenizer.images.image_expander import ImageExpander
 from services.tokenizer.images.image_reader import ImageReader
-from services.tokenizer.images.request_images import RequestImage, take_images
+from services.tokenizer.images.request_images import RequestImage, has_images, take_images
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -20,6 +20,7 @@ __all__ = ["CompleteProcessor", "RequestProcessor", "Response", "is_large"]
 
 _INLINE_CHARACTERS = 4_096  # longer texts are encoded in a thread: the event loop must stay free
 _LARGE_BYTES = 16_384
+_LARGE_PARTS = _LARGE_BYTES // 2  # each takes two bytes at least
 
 Response = TypeVar("Response", completion_pb2.CompleteResponse, completion_pb2.ChatResponse)
 
@@ -46,7 +47,8 @@ def is_large(request: completion_pb2.CompleteRequest | completion_pb2.ChatReques
     DRY breakers are searched for in the whole vocabulary, and each bad word is encoded by itself.
     """
     words = bool(request.dry_sequence_breakers) or bool(request.bad_words)
-    return words or request.ByteSize() > _LARGE_BYTES
+    # images first: the size costs a serialization
+    return words or has_images(request, _LARGE_PARTS) or request.ByteSize() > _LARGE_BYTES
 
 
 class CompleteProcessor:
@@ -61,7 +63,6 @@ class CompleteProcessor:
     ) -> None:
         self._request = request
         """Without images after `_check`, so that all other work is on its text"""
-        self._images: Sequence[RequestImage] = ()
         self._vocabulary = vocabulary
         self._infill = infill
         self._reader = reader
@@ -73,7 +74,7 @@ class CompleteProcessor:
     def plan(self, limits: ModelLimits) -> CompletionPlan | Coroutine[None, None, CompletionPlan]:
         """Return the plan. Raises as `plan_completion` and `ImageReader.read`, and as `check`."""
         request = self._request
-        if self._images or request.images:
+        if request.images:
             return self._plan_with_images(limits)
         if is_large(request):
             return asyncio.to_thread(self._check_and_plan, limits)
@@ -111,24 +112,26 @@ class CompleteProcessor:
     def response_in(self, event: completion_pb2.SessionEvent) -> completion_pb2.CompleteResponse:
         return event.complete
 
-    def _check(self, limits: ModelLimits) -> None:
+    def _check(self, limits: ModelLimits) -> Sequence[RequestImage]:
+        """Validate the request; take and return its images."""
         request = self._request
         check_complete(request, limits, self._infill)
-        if request.images:
-            self._reader.require("images", limits)
-            if request.HasField("suffix"):
-                message = "images can't be combined with suffix: leave out one of them."
-                raise invalid("images", message)
-            self._request, self._images = take_images(request)
+        if not request.images:
+            return ()
+        self._reader.require("images", limits)
+        if request.HasField("suffix"):
+            message = "images can't be combined with suffix: leave out one of them."
+            raise invalid("images", message)
+        self._request, images = take_images(request)
+        return images
 
     def _check_and_plan(self, limits: ModelLimits) -> CompletionPlan:
         self._check(limits)
         return self._plan(limits)
 
     async def _plan_with_images(self, limits: ModelLimits) -> CompletionPlan:
-        if is_large(self._request):
-            await asyncio.to_thread(self._check, limits)
-        return await asyncio.to_thread(self._plan, limits, await self._reader.read(self._images))
+        images = await self._reader.read(await asyncio.to_thread(self._check, limits))
+        return await asyncio.to_thread(self._plan, limits, images)
 
     def _plan(self, limits: ModelLimits, images: ImageExpander | None = None) -> CompletionPlan:
         return plan_completion(self._request, self._vocabulary, self._infill, limits, images)

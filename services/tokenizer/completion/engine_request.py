@@ -103,7 +103,8 @@ class EngineRequest:
         if self._granted is None:
             return
         self._granted += tokens
-        self._send(credit=engine_pb2.SessionCredit(tokens=tokens))
+        credit = engine_pb2.SessionCredit(tokens=tokens)
+        self._send(engine_pb2.SessionCommand(credit=credit))
 
     def extend_window(self, running: Sequence[Choice]) -> None:
         """Grant tokens in place of those that the reader of a call has taken."""
@@ -117,7 +118,8 @@ class EngineRequest:
 
     def cancel(self, sequences: Sequence[int] = ()) -> None:
         """Cancel these sequences, or all; the engine then sends their ends."""
-        self._send(cancel=engine_pb2.SessionCancel(sequences=sequences))
+        cancel = engine_pb2.SessionCancel(sequences=sequences)
+        self._send(engine_pb2.SessionCommand(cancel=cancel))
 
     def leave(self) -> None:
         """Cancel the request, and take no more events for it."""
@@ -132,13 +134,13 @@ class EngineRequest:
 
     def _open(self, request: engine_pb2.GenerateRequest, taken: int) -> None:
         """Open a request whose running choices have received at least `taken` tokens each."""
-        start = engine_pb2.SessionStart(
-            request=request,
-            request_id=self._context.request_id,
-            traceparent=self._context.traceparent,
-            tenant=self._context.tenant,
-            priority=self._context.priority,
-        )
+        command = engine_pb2.SessionCommand()
+        start = command.start
+        start.request.CopyFrom(request)  # once: its images may be large
+        start.request_id = self._context.request_id
+        start.traceparent = self._context.traceparent
+        start.tenant = self._context.tenant
+        start.priority = self._context.priority
         if self._context.deadline is not None:
             left = self._context.deadline - asyncio.get_running_loop().time()
             if left <= 0:
@@ -151,18 +153,9 @@ class EngineRequest:
         if self._granted is not None:
             start.credit = min(max(0, self._granted - taken), _MAX_CREDIT)
         self._handle = self._session.open(self._listener)
-        self._send(start=start)
+        self._send(command)
 
-    def _send(
-        self,
-        *,
-        start: engine_pb2.SessionStart | None = None,
-        cancel: engine_pb2.SessionCancel | None = None,
-        credit: engine_pb2.SessionCredit | None = None,
-    ) -> None:
+    def _send(self, command: engine_pb2.SessionCommand) -> None:
         if self._handle is not None:
-            self._session.send(
-                engine_pb2.SessionCommand(
-                    handle=self._handle, start=start, cancel=cancel, credit=credit
-                )
-            )
+            command.handle = self._handle
+            self._session.send(command)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from services.common.contract import MAX_IMAGE_BYTES, MAX_IMAGES, MAX_IMAGES_BYTES
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["RequestImage", "take_images", "take_message_images"]
+__all__ = ["RequestImage", "has_images", "take_images", "take_message_images"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,16 @@ class RequestImage:
 
     field: str
     data: bytes
+
+
+def has_images(
+    request: completion_pb2.CompleteRequest | completion_pb2.ChatRequest, most_parts: int
+) -> bool:
+    """Return whether a completion, or one of the first `most_parts` parts of a chat, has images."""
+    if isinstance(request, completion_pb2.CompleteRequest):
+        return bool(request.images)
+    parts = (part for message in request.messages for part in message.parts)
+    return any(part.HasField("image") for part in islice(parts, most_parts))
 
 
 def take_images(

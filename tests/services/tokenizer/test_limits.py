@@ -5,6 +5,7 @@ from collections.abc import Awaitable
 import grpc
 import pytest
 
+from services.common.contract import MAX_IMAGES_BYTES
 from tests.services.tokenizer.completion_client import Services, tokens
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
@@ -121,3 +122,17 @@ async def test_service_works_after_invalid_requests(services: Services) -> None:
         await services.tokenizer.Decode(decode)
     assert ServiceError.from_rpc_error(caught.value).field == "sequences[0].ids[1]"
     assert (await services.complete("a", stopping=tokens(1))).usage is not None
+
+
+async def test_request_with_the_most_bytes_of_images_arrives(services: Services) -> None:
+    """gRPC's own limits would end it, and with it the Session that other requests are on."""
+    images = [b"\0" * (MAX_IMAGES_BYTES // 3)] * 3
+    error = await services.refused("<image>" * 3, images=images)
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "images")
+    assert "is a text-only model" in error.message
+    message = completion.Message(
+        role=completion.ROLE_USER, parts=[completion.ContentPart(image=data) for data in images]
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await services.tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(messages=[message]))
+    assert ServiceError.from_rpc_error(caught.value).field == "messages[0].parts[0].image"

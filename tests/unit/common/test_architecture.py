@@ -35,7 +35,7 @@ LAYERS = {
         "accounts formats",
         "images",
     ],
-    "services.tokenizer": ["chat", "chat.template", "chat.answer", "completion", "text"],
+    "services.tokenizer": ["chat", "chat.template", "chat.answer", "completion", "images", "text"],
     "services.engine": [
         "frontend",
         "loop vision",

@@ -181,6 +181,7 @@ def test_estimate_counts_prompts_and_output_of_all_choices() -> None:
     assert tokens(prompts=[ids], stopping=hundred, n=2, best_of=5) == 507
     assert tokens(prompts=[text], suffix="four", stopping=hundred) == 106
     assert tokens(prompts=[ids], stopping=types_pb2.StoppingParams(max_tokens=0)) == 7
+    assert tokens(prompts=[ids], images=[b"", b""], stopping=hundred) == 107 + 2 * 1_024
 
 
 def test_estimate_of_a_chat_counts_messages_tools_and_output() -> None:
@@ -196,6 +197,10 @@ def test_estimate_of_a_chat_counts_messages_tools_and_output() -> None:
     assert 1010 <= tokens(messages=[message], stopping=ten) <= 1020
     assert 2030 <= tokens(messages=[message], tools=[tool], stopping=ten, n=3) <= 2050
     assert tokens(messages=[message], n=2) == tokens(messages=[message], stopping=ten) + 2038
+    image = completion_pb2.ContentPart(image=b"")
+    picture = completion_pb2.Message(role=completion_pb2.ROLE_USER, parts=[image, part])
+    more = tokens(messages=[picture], n=2) - tokens(messages=[message], n=2)
+    assert 1_024 <= more <= 1_030
 
 
 @pytest.mark.parametrize(

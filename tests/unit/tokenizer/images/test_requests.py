@@ -483,6 +483,13 @@ async def test_chat_goes_on_after_an_image(checkpoints: dict[str, Seeing]) -> No
     assert plan.engine_request.n == 3
 
 
+async def test_image_behind_many_small_parts_is_seen(checkpoints: dict[str, Seeing]) -> None:
+    """Small requests are handled apart from large ones, and from those with images."""
+    async with _chats(checkpoints["llava"]) as chats:
+        plan = await chats.plan(_says(*["a"] * 1_000, _IMAGES[0]))
+        assert _sent(plan) == [(0, _IMAGES[0])]
+
+
 async def test_large_text_beside_an_image_is_accepted(checkpoints: dict[str, Seeing]) -> None:
     """Images do not count into the size of a conversation."""
     checkpoint = checkpoints["llava"]
