@@ -211,10 +211,10 @@ def make_vision_checkpoint(directory: Path, name: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def features(model: PreTrainedModel, processor: Any, image: Image.Image) -> Tensor:
-    """Return what transformers makes of an image: [1 + deepstack layers, tokens, hidden size]."""
+def features(model: PreTrainedModel, processor: Any, *images: Image.Image) -> Tensor:
+    """Return what transformers makes of images: [1 + deepstack layers, tokens, hidden size]."""
     whole: Any = model
-    output = whole.model.get_image_features(**inputs(processor, [image]))
+    output = whole.model.get_image_features(**inputs(processor, list(images)))
     layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
     return torch.stack([torch.cat(tuple(layer)).flatten(0, -2) for layer in layers])
 

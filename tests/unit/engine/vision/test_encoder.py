@@ -1,6 +1,8 @@
 """Image encoder: the features of every architecture equal transformers' own."""
 
 import io
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,13 @@ from tests.unit.engine.vision_checkpoints import (
     make_vision_checkpoint,
     png,
 )
+from tests.unit.tokenizer.images.checkpoints import KINDS, seeing
+from tests.unit.tokenizer.images.processors import reference_ids
+from tests.vision import WHOLE, write_whole
 
+CPU = torch.device("cpu")
 SIZES = [(40, 40), (70, 30), (30, 90), (28, 28), (40, 40)]
+ODD_SIZES = [(1, 1), (3, 2), (8, 8), (9, 100), (101, 17), (257, 255), (55, 57)]
 
 
 class Loaded:
@@ -28,7 +35,7 @@ class Loaded:
         self.processor = VISION_MODELS[name].processor
         self.directory = directory
         self.model: PreTrainedModel = make_vision_checkpoint(directory, name)
-        self.encoder = ImageEncoder.load(directory, torch.float32, torch.device("cpu"))
+        self.encoder = ImageEncoder.load(directory, torch.float32, CPU)
 
     def expected(self, file: bytes) -> Tensor:
         return features(self.model, self.processor, decode(file))
@@ -72,3 +79,40 @@ def test_every_color_mode_is_read(loaded: Loaded, mode: str) -> None:
     Image.new("L", (40, 40), 100).convert(mode).save(file, "JPEG" if mode == "CMYK" else "PNG")
     (result,) = loaded.encoder.encode([file.getvalue()])
     assert isinstance(result, ImageFeatures)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_features_are_as_many_as_the_tokens_of_the_processor(name: str, tmp_path: Path) -> None:
+    """A request with other numbers of both is refused."""
+    whole = WHOLE[name]
+    checkpoint = seeing(write_whole(tmp_path, name))
+    images = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    kind = replace(KINDS[whole.kind], images=images, processor=whole.processor)
+    encoder = ImageEncoder.load(tmp_path, torch.float32, CPU)
+    files = [png(*size) for size in (*SIZES, *ODD_SIZES)]
+    for file, result in zip(files, encoder.encode(files), strict=True):
+        assert isinstance(result, ImageFeatures)
+        ids = reference_ids(kind, checkpoint, kind.mark, [decode(file)])
+        assert result.embeddings.shape[1] == ids.count(encoder.image_token_id)
+
+
+def test_image_of_a_single_token_equals_that_of_transformers(tmp_path: Path) -> None:
+    """transformers' Mistral 3 fails on it, unless another image follows."""
+    loaded = Loaded("mistral3", tmp_path)
+    file = png(10, 5)
+    (result,) = loaded.encoder.encode([file])
+    assert isinstance(result, ImageFeatures)
+    picture = decode(file)
+    both = features(loaded.model, loaded.processor, picture, picture)
+    torch.testing.assert_close(result.embeddings, both[:, :1], atol=1e-5, rtol=1e-5)
+
+
+def test_image_on_which_the_tower_fails_fails_alone(tmp_path: Path) -> None:
+    """Settings without a resize let images through that CLIP's tower refuses."""
+    make_vision_checkpoint(tmp_path, "llava")
+    file = tmp_path / "preprocessor_config.json"
+    settings = json.loads(file.read_text()) | {"do_resize": False, "do_center_crop": False}
+    file.write_text(json.dumps(settings))
+    encoder = ImageEncoder.load(tmp_path, torch.float32, CPU)
+    results = encoder.encode([png(28, 28), png(40, 40, 1), png(40, 40, 2), png(28, 28)])
+    assert [isinstance(each, ImageError) for each in results] == [False, True, True, False]
