@@ -126,7 +126,7 @@ def test_prompt_of_token_ids_is_answered_like_its_text(client: OpenAI, stack: St
 def test_echoed_logprobs_cover_prompt_and_output(client: OpenAI, stack: Stack) -> None:
     ids = httpx.post(f"{stack.url}/tokenize", json={"prompt": PROMPT}, timeout=60).json()["tokens"]
     answer = client.completions.create(
-        model="default", prompt=[ids], max_tokens=1, echo=True, logprobs=1
+        model="default", prompt=[ids], max_tokens=1, temperature=0, echo=True, logprobs=1
     )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -378,7 +378,11 @@ async def test_sixteen_concurrent_streams_get_the_answers_of_single_requests(sta
 async def test_server_answers_after_a_stream_is_closed_early(stack: Stack) -> None:
     async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
         stream = await client.completions.create(
-            model="default", prompt=PROMPT, max_tokens=1000, stream=True
+            model="default",
+            prompt=PROMPT,
+            max_tokens=1000,
+            stream=True,
+            extra_body={"ignore_eos": True},
         )
         await anext(aiter(stream))
         await stream.close()
