@@ -41,6 +41,7 @@ __all__ = [
     "SamplingSettings",
     "Score",
     "ScoredPrompt",
+    "SetEncoding",
     "SetMasks",
     "StepOutput",
     "StoppingSettings",
@@ -278,7 +279,14 @@ class FlushCache:
     """Evict all cached blocks that no sequence holds."""
 
 
-Command = AddRequest | CancelRequest | GrantCredit | SetMasks | FlushCache
+@dataclass(frozen=True, slots=True)
+class SetEncoding:
+    """The image encoder begins to work, or has nothing more to do."""
+
+    encodes: bool
+
+
+Command = AddRequest | CancelRequest | GrantCredit | SetMasks | FlushCache | SetEncoding
 
 
 # Outputs, from the loop process to the gRPC process.

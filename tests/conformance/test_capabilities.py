@@ -140,6 +140,8 @@ USES: Mapping[str, Sequence[tuple[Fields, Callable[[Reply], bool]]]] = {
             lambda r: 1 <= r.ids.count(400) <= 4,
         ),
     ],
+    # refused here; tests/services/test_engine_images.py has a model that takes them
+    "IMAGES": [({"images": [{"data": b"x"}]}, lambda r: False)],
     "PREFIX_CACHE": [({}, lambda r: True), ({}, lambda r: r.cached >= len(PROMPT) // 2)],
 }
 

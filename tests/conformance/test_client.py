@@ -12,6 +12,7 @@ from tokenwire.channel import MESSAGE_LIMIT, connect
 from tokenwire.client import (
     ChatOptions,
     Client,
+    CompleteOptions,
     EngineClient,
     GrammarSpec,
     Message,
@@ -186,14 +187,15 @@ async def test_request_over_the_message_limit_fails_alone(stack: Stack) -> None:
 
 
 async def test_closed_stream_or_cancelled_call_frees_its_kv_blocks(stack: Stack) -> None:
+    asked: CompleteOptions = {"n": 16, "max_tokens": 1500, "ignore_eos": True}
     async with Client(stack.tokenizer) as client:
         async with (
-            left_early(stack.engine, 1500),
-            client.stream("x", max_tokens=1500, ignore_eos=True) as stream,
+            left_early(stack.engine, 16 * 1500),
+            client.stream("x", **asked) as stream,
         ):
             await anext(stream)
-        async with left_early(stack.engine, 1500):
-            waiting = asyncio.create_task(client.complete("x", max_tokens=1500, ignore_eos=True))
+        async with left_early(stack.engine, 16 * 1500):
+            waiting = asyncio.create_task(client.complete("x", **asked))
             await watch_load(stack.engine, until=is_busy)
             waiting.cancel()
         assert waiting.cancelled()

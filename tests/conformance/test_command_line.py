@@ -55,7 +55,8 @@ def test_chat_prints_the_same_answer_with_and_without_stream(stack: Stack) -> No
 
 
 def test_complete_prints_a_heading_for_each_choice(stack: Stack) -> None:
-    lines = tokenwire(stack, "complete", "x", "--n", "2", "--max-tokens", "4").splitlines()
+    asked = ("complete", "x", "--n", "2", "--max-tokens", "4", "--temperature", "0")
+    lines = tokenwire(stack, *asked).splitlines()
     assert [line for line in lines if line.startswith("---")] == ["--- 0", "--- 1"]
 
 

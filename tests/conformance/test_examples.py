@@ -32,7 +32,7 @@ def run(stack: Stack, *command: str, cwd: Path = EXAMPLES, seconds: float = 120)
 
 
 def test_curl_example_prints_a_completion_an_infill_and_a_stream(stack: Stack) -> None:
-    whole, infill, *events = filter(None, run(stack, "bash", "curl.sh").splitlines())
+    whole, infill, *events = filter(None, run(stack, "bash", "curl.sh").split("\n"))
     assert json.loads(whole)["choices"][0]["text"]
     assert json.loads(infill)["object"] == "text_completion"
     assert all(event.startswith("data: ") for event in events)

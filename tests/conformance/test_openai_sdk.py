@@ -378,7 +378,11 @@ async def test_sixteen_concurrent_streams_get_the_answers_of_single_requests(sta
 async def test_server_answers_after_a_stream_is_closed_early(stack: Stack) -> None:
     async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
         stream = await client.completions.create(
-            model="default", prompt=PROMPT, max_tokens=1000, stream=True
+            model="default",
+            prompt=PROMPT,
+            max_tokens=1000,
+            stream=True,
+            extra_body={"ignore_eos": True},
         )
         await anext(aiter(stream))
         await stream.close()

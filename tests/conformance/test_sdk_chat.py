@@ -377,10 +377,15 @@ def test_conversation_continues_with_the_messages_of_the_sdk(client: OpenAI) -> 
 async def test_stream_closed_early_stops_its_generation(stack: Stack) -> None:
     async with (
         AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
-        left_early(stack.engine, 1500),
+        left_early(stack.engine, 16 * 1500),
     ):
         stream = await client.chat.completions.create(
-            model="default", messages=[HELLO], max_tokens=1500, stream=True, extra_body=ENDLESS
+            model="default",
+            messages=[HELLO],
+            n=16,
+            max_tokens=1500,
+            stream=True,
+            extra_body=ENDLESS,
         )
         await anext(aiter(stream))
         await stream.close()

@@ -21,6 +21,7 @@ from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2 import (
     Capability,
     GenerateRequest,
+    PromptImage,
     ResumedSequence,
     SessionCancel,
     SessionCommand,
@@ -162,6 +163,7 @@ CAPABLE = {
         [1, 2], resume=[ResumedSequence(sequence=0, generated=TokenIds(ids=[3]))]
     ),
     Capability.CAPABILITY_PREFIX_CACHE: make_request([1, 2]),
+    Capability.CAPABILITY_IMAGES: make_request([1, 2], images=[PromptImage(data=b"x")]),
     Capability.CAPABILITY_TOKEN_LIMITS: GenerateRequest(
         prompts=[TokenIds(ids=[1])],
         sampling=SamplingParams(
@@ -175,10 +177,13 @@ CAPABLE = {
 async def test_engine_accepts_exactly_the_requests_of_its_advertised_capabilities(
     channel: grpc.aio.Channel, capability: Capability.ValueType
 ) -> None:
-    """This engine advertises every capability except grammars: it has no grammar service."""
+    """This engine has neither a grammar service nor a vision tower."""
     assert {*CAPABLE, Capability.CAPABILITY_UNSPECIFIED} == set(Capability.values())
     model = await EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())
-    assert {*CAPABLE} - {*model.capabilities} == {Capability.CAPABILITY_GRAMMAR}
+    assert {*CAPABLE} - {*model.capabilities} == {
+        Capability.CAPABILITY_GRAMMAR,
+        Capability.CAPABILITY_IMAGES,
+    }
     if capability in model.capabilities:
         assert (await generate(channel, CAPABLE[capability]))[-1].HasField("completed")
     else:

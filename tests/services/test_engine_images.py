@@ -163,7 +163,7 @@ async def test_text_alone_is_served_where_the_operator_wants_that(
     ):
         assert ids_of(await generate(channel, make_request([3, 4, 5])))
         error = await refused(channel, about(png(40, 40)))
-        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "images")
+        assert (error.code, error.field) == (grpc.StatusCode.UNIMPLEMENTED, "images")
         assert "takes no images" in error.message
         model = await EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())
         assert Capability.CAPABILITY_IMAGES not in model.capabilities

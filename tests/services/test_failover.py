@@ -14,10 +14,18 @@ import pytest
 from tests.services.shim import running_shim
 from tests.stack import MortalEngine, free_ports, mortal_engine, running_service
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+<<<<<<< HEAD
 from tests.unit.engine.vision_checkpoints import png
 from tests.vision import write_whole
 from tokenwire.client import Client
+=======
+from tokenwire.channel import connect
+from tokenwire.client import Client, CompletionStream
+>>>>>>> main
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.requests import complete_start
+from tokenwire.session import completion_session
 
 # With this seed, no draw lies within 1e-4 of the boundary between two tokens. A resumed stream
 # computes its context anew, in steps of other sizes, and other rounding could flip a closer draw.
@@ -38,22 +46,36 @@ async def tokenizer_of(model: Path, engine: MortalEngine, log: Path) -> AsyncIte
 async def test_stream_survives_repeated_losses_of_the_engine(
     embedded_model: Path, tmp_path: Path
 ) -> None:
-    """The test kills the whole engine or only the step loop, which the OOM killer picks first."""
+    """The test kills the whole engine or only the step loop, which the OOM killer picks first.
+
+    Credit bounds what an engine sends before it is lost. Later tokens show that the next one runs.
+    """
+    arguments = ("--model", str(embedded_model), "--engine-wait", "120", "--engine")
     async with (
         mortal_engine(embedded_model) as engine,
-        tokenizer_of(embedded_model, engine, tmp_path / "log") as client,
+        running_service("tokenizer", *arguments, engine.target, log=tmp_path / "log") as service,
+        Client(service.target) as client,
+        connect(service.target) as channel,
     ):
         calm = await client.complete("import", max_tokens=TOKENS, **ASKED)
         losses = [engine.kill_loop, engine.kill, engine.kill_loop, engine.kill, engine.kill]
-        text, count = "", 0
-        async with client.stream("import", max_tokens=TOKENS, **ASKED) as stream:
+        asked = {"max_tokens": TOKENS, **ASKED}
+        start = complete_start("import", asked, completion.DELIVERY_DELTAS)
+        granted = start.credit = share = TOKENS // (len(losses) + 1)
+        more = completion.SessionCommand(handle=1, credit=completion.Credit(tokens=share))
+        text, received, next_loss = "", 0, 10
+        session = completion_session(channel)
+        async with CompletionStream(session, start) as stream:
             async for delta in stream:
                 text += delta.text
-                count += 1
-                if losses and count >= 10:
+                received += len(delta.token_ids)
+                if losses and received >= next_loss:
                     await losses.pop()()
                     await engine.start()
-                    count = 0
+                    next_loss = granted + 10
+                    granted += share
+                    session.send(more)
+        await session.close()
         assert not losses
         assert text == calm.text
 

@@ -169,7 +169,6 @@ def matchers_of(
     target: str,
     masks: asyncio.Queue[Sequence[Mask]],
     failed: asyncio.Queue[tuple[int, ServiceError]],
-    wait_seconds: float = 60.0,
 ) -> Matchers:
     """Return the engine's client of a grammar service, which reports to the queues."""
     return Matchers(
@@ -178,7 +177,6 @@ def matchers_of(
         eos_token_ids=[0],
         on_masks=masks.put_nowait,
         on_failed=lambda handle, error: failed.put_nowait((handle, error)),
-        wait_seconds=wait_seconds,
     )
 
 
@@ -212,11 +210,12 @@ async def test_constrained_requests_fail_when_the_service_does_not_return_in_tim
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
-        ours = matchers_of(service.target, masks, failed, wait_seconds=0.5)
+        ours = matchers_of(service.target, masks, failed)
         spec = GrammarSpec(regex="[ab]+")
         ours.open(5, 1, await ours.compile(spec), spec, {})
         [mask] = await masks.get()
         assert (mask.handle, mask.sequence, mask.position) == (5, 0, 0)
+        ours._wait_seconds = 0.5  # only from now on: a busy service may take longer to start
         service.process.kill()
         handle, error = await failed.get()
         assert handle == 5
@@ -237,11 +236,12 @@ async def test_constrained_requests_fail_when_the_service_does_not_answer_in_tim
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
-        ours = matchers_of(service.target, masks, failed, wait_seconds=0.5)
+        ours = matchers_of(service.target, masks, failed)
         spec = GrammarSpec(regex="[ab]+")
         ours.open(5, 1, await ours.compile(spec), spec, {})
         [mask] = await masks.get()
         token = min(allows(mask))
+        ours._wait_seconds = 0.5  # only from now on: a busy service may take longer to start
         service.process.send_signal(signal.SIGSTOP)
         try:
             ours.feed([Token(5, 0, 0, token, None)])
@@ -257,7 +257,7 @@ async def test_constrained_request_resumes_when_a_frozen_service_does(
     embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine reopens the matcher with the tokens that the sequence has generated."""
-    monkeypatch.setattr(matchers, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(matchers, "_ANSWER_SECONDS", 0.4)
     ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).get_vocab()
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()

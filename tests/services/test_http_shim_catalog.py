@@ -16,7 +16,7 @@ from tests.stack import Stack, free_ports, left_early, running_service, watch_lo
 
 PROMPT = "def add(a, b):\n    return a +"
 HELLO = {"role": "user", "content": "Hello!"}
-LONG = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "stream": True}
+LONG = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "stream": True, "seed": 1}
 
 
 @pytest.fixture(scope="module")

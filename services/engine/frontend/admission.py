@@ -113,7 +113,8 @@ class Admission:
             return
         if not self.takes_images:
             message = f"{self.model_id} takes no images: leave out images."
-            raise invalid("images", message)
+            code = grpc.StatusCode.UNIMPLEMENTED
+            raise ServiceError(code, "NOT_IMPLEMENTED", message, field="images")
         if len(request.images) > MAX_IMAGES:
             message = f"A request may have at most {MAX_IMAGES} images, got {len(request.images)}."
             raise invalid("images", message)

@@ -42,6 +42,7 @@ from services.engine.messages import (
     RequestDone,
     RequestOutput,
     ScoredPrompt,
+    SetEncoding,
     SetMasks,
     StepOutput,
     Token,
@@ -110,7 +111,9 @@ class Frontend:
         """Load the model. Raises StartupError."""
         settings = self._settings
         # before the loop, which gives the KV cache what memory is left
-        self._images = await ImageClient.start_for(settings)
+        self._images = await ImageClient.start_for(
+            settings, lambda works: self._loop.send(SetEncoding(works))
+        )
         model = await self._loop.start()
         self._admission = Admission(
             self.model_id,

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import socket
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -65,8 +65,10 @@ class _Waiting:
 class ImageClient:
     """Starts the encoder's process and encodes images through it."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, on_work: Callable[[bool], None]) -> None:
+        """on_work: called with true when the encoder begins to work, with false when it is done."""
         self._settings = settings
+        self._on_work = on_work
         self._process: ChildProcess | None = None
         self._restart: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -78,7 +80,9 @@ class ImageClient:
         self.image_token_id = -1
 
     @classmethod
-    async def start_for(cls, settings: EngineSettings) -> "ImageClient | None":
+    async def start_for(
+        cls, settings: EngineSettings, on_work: Callable[[bool], None]
+    ) -> "ImageClient | None":
         """Return a started client, or None if the engine takes no images. Raises StartupError."""
         if settings.vision == "off" or not has_vision(settings.model):
             return None
@@ -90,7 +94,7 @@ class ImageClient:
         if reason:
             _LOG.warning("images are refused: %s", reason)
             return None
-        client = cls(settings)
+        client = cls(settings, on_work)
         await client.start()
         return client
 
@@ -172,26 +176,26 @@ class ImageClient:
             self._batch[digest] = waiting
         metrics.WAITING_IMAGES.set(len(self._waiting))
         self._process.send(EncodeImages([waiting.file for waiting in self._batch.values()]))
+        self._on_work(True)
 
     def _on_encoded(self, answer: ImagesEncoded) -> None:
         batch, self._batch = self._batch, {}
+        self._on_work(False)
         for (digest, waiting), encoded in zip(batch.items(), answer.images, strict=True):
             if isinstance(encoded, EncodedImage):
                 self._cache.put(digest, encoded)
-            metrics.IMAGES.labels(
-                "encoded" if isinstance(encoded, EncodedImage) else "unreadable"
-            ).inc()
+            outcome = "encoded" if isinstance(encoded, EncodedImage) else "unreadable"
+            metrics.IMAGES.labels(outcome).inc()
             if not waiting.result.done():
                 waiting.result.set_result(encoded)
         metrics.IMAGE_CACHE_BYTES.set(self._cache.size)
         self._send()
 
     def _on_death(self, why: str) -> None:
-        if (
-            self._process is None or self._is_stopping
-        ):  # `start` has told why, or it is meant to end
+        if self._process is None or self._is_stopping:  # `start` or `stop` deals with it
             return
         self._process = None
+        self._on_work(False)
         _LOG.error("%s It starts again; text requests go on.", why)
         self._fail_all(why)
         self._restart = asyncio.ensure_future(self._start_again())

@@ -17,7 +17,7 @@ from typing import NoReturn
 from services.common import logging as service_logging
 from services.common.settings import StartupError
 from services.engine.framing import Unpacker, pack
-from services.engine.loop.loaded_loop import load_loop
+from services.engine.loop.loaded_loop import LoadedLoop, load_loop
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import Command, LoopFailed, LoopReady
 from services.engine.model.checkpoint.config import CheckpointError
@@ -29,6 +29,8 @@ _LOG = logging.getLogger("loop")
 _RECEIVE_SECONDS = 0.005
 """Time to take commands before each step. The rest of a flood waits for the next step, because
 running streams must not wait for the flood"""
+_MOST_ENCODER_SECONDS = 0.1
+"""Turn of the image encoder, at most: new requests wait for its end"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
@@ -49,7 +51,7 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     try:
         with suppress(ConnectionError, EOFError):
             messages.send(LoopReady(loaded.description))
-            _run(loaded.steps, messages)
+            _run(loaded.steps, messages, _encoder_share(settings, loaded))
         ranks.dissolve()
     except Exception:
         ranks.exit_if_rank_lost()
@@ -58,14 +60,29 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     os._exit(0)  # skips torch's slow teardown; nothing is left to save
 
 
-def _run(loop: StepLoop, messages: "_MessageSocket") -> NoReturn:
+def _encoder_share(settings: EngineSettings, loaded: LoadedLoop) -> float:
+    """Return the time that the image encoder gets after each step, as a multiple of the step's.
+
+    On a GPU, both compute side by side.
+    """
+    if os.environ.get("TW_PAUSE") == "0":
+        return 0.0
+    return settings.mixed_step_factor - 1 if loaded.description.device == "cpu" else 0.0
+
+
+def _run(loop: StepLoop, messages: "_MessageSocket", encoder_share: float) -> NoReturn:
     """Run steps forever. Raises EOFError or ConnectionError when the gRPC process is gone."""
     timeout: float | None = None
     while True:
         messages.wait(timeout)
+        began = time.monotonic()
         output = loop.step(messages.receive)
         if output.outputs or loop.progressed or not loop.is_idle:
             messages.send(output)  # even if empty: silence would mean that a step hangs
+        if loop.encoder_works and loop.progressed:
+            # in turns: if both computed at once, single steps would take several times as long
+            seconds = encoder_share * (time.monotonic() - began)
+            time.sleep(min(seconds, _MOST_ENCODER_SECONDS))
         # without progress, all requests wait for credit or masks: wake up to cut starved ones
         timeout = 0.0 if loop.progressed else None if loop.is_idle else 1.0
 

@@ -15,7 +15,7 @@ from services.engine.execution.model_runner import DeviceTokens, ModelRunner
 from services.engine.loop import refusals
 from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.loop.step_sampler import Draw, HeldLogits, StepSampler
-from services.engine.messages import Command, DraftTokens, LoadSnapshot, StepOutput
+from services.engine.messages import Command, DraftTokens, LoadSnapshot, SetEncoding, StepOutput
 from services.engine.sampling.pending_tokens import PendingTokens
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Sequence, SequenceState
@@ -88,6 +88,8 @@ class StepLoop:
         self._steps = 0
         self.progressed = False
         """True if the last step computed anything"""
+        self.encoder_works = False
+        """True while the image encoder needs a share of the cores"""
 
     @property
     def is_idle(self) -> bool:
@@ -116,7 +118,10 @@ class StepLoop:
 
     def apply(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            self._requests.carry_out(command)
+            if isinstance(command, SetEncoding):
+                self.encoder_works = command.encodes
+            else:
+                self._requests.carry_out(command)
 
     def take_output(self) -> StepOutput:
         """Return the outputs since the last call, and the load."""

@@ -41,7 +41,11 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the gRPC process decides when to stop
     service_logging.configure("engine", settings.log_level)
-    os.nice(_NICENESS)
+    how = os.environ.get("TW_ENC", "10")
+    if how == "idle":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(int(how))
     try:
         encoder = _load(settings)
     except (CheckpointError, StartupError) as error:

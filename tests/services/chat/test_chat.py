@@ -154,7 +154,8 @@ async def test_session_carries_concurrent_chats(stack: Stack) -> None:
         endless = types.StoppingParams(max_tokens=1_500, ignore_eos=True)
         chats = [start(make_request(user("Hello!"), sampling=GREEDY))[1] for _ in range(4)]
         _, refused = start(make_request())
-        handle, cancelled = start(make_request(user("Hi"), stopping=endless))
+        # with less credit than max_tokens, the chat can't end before its cancellation
+        handle, cancelled = start(make_request(user("Hi"), stopping=endless), credit=1_000)
         slow_handle, slow = start(make_request(user("Hi"), stopping=endless), credit=5)
         await cancelled.began
         session.send(completion.SessionCommand(handle=handle, cancel=completion.Cancel()))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from tests.services.listener import Listener
 from tests.stack import is_idle, watch_load
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
@@ -71,6 +72,16 @@ class Services:
         async for response in self.completions.Complete(make_request(*prompts, **fields)):
             answer.take(response)
         return answer
+
+    def start(
+        self, request: completion.CompleteRequest, **fields: object
+    ) -> tuple[int, Listener[Answer]]:
+        """Start a completion on the session; return its handle, and the listener to its events."""
+        events = Listener("complete", Answer())
+        handle = self.session.open(events)
+        begin = completion.StartComplete(request=request, **fields)  # type: ignore[arg-type]
+        self.session.send(completion.SessionCommand(handle=handle, start_complete=begin))
+        return handle, events
 
     async def refused(self, *prompts: str | list[int], **fields: object) -> ServiceError:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

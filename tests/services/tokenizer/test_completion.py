@@ -5,7 +5,14 @@ import math
 import grpc
 import pytest
 
-from tests.services.tokenizer.completion_client import GREEDY, PROMPT, Services, endless, tokens
+from tests.services.tokenizer.completion_client import (
+    GREEDY,
+    PROMPT,
+    Services,
+    endless,
+    make_request,
+    tokens,
+)
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2 as types
@@ -100,7 +107,12 @@ async def test_best_of_equal_to_n_keeps_the_order_of_choices(services: Services)
     """Streamed and whole, the choices equal the ones without best_of."""
     fields = {"n": 3, "sampling": types.SamplingParams(seed=7), "stopping": tokens(12)}
     plain = await services.complete("import ", **fields)
-    streamed = await services.complete("import ", best_of=3, **fields)
+    request = make_request("import ", best_of=3, **fields)
+    handle, events = services.start(request, credit=5)
+    await events.began  # before the rest is generated
+    credit = completion.SessionCommand(handle=handle, credit=completion.Credit(tokens=100))
+    services.session.send(credit)
+    streamed = await events.ended
     whole = await services.complete(
         "import ", best_of=3, delivery=completion.DELIVERY_WHOLE, **fields
     )

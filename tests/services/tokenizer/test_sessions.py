@@ -6,10 +6,8 @@ import math
 import grpc
 import pytest
 
-from tests.services.listener import Listener
 from tests.services.tokenizer.completion_client import (
     GREEDY,
-    Answer,
     Services,
     endless,
     make_request,
@@ -21,24 +19,14 @@ from tokenwire.pb.completion.v1 import completion_pb2 as completion
 from tokenwire.pb.types.v1 import types_pb2 as types
 
 
-def _start(
-    services: Services, request: completion.CompleteRequest, **fields: object
-) -> tuple[int, Listener[Answer]]:
-    events = Listener("complete", Answer())
-    handle = services.session.open(events)
-    start = completion.StartComplete(request=request, **fields)  # type: ignore[arg-type]
-    services.session.send(completion.SessionCommand(handle=handle, start_complete=start))
-    return handle, events
-
-
 async def test_failed_request_does_not_affect_others_of_its_session(services: Services) -> None:
     prompts = ["import os", "class A", "def f(", "for i"]
     alone = [
         await services.complete(prompt, sampling=GREEDY, stopping=tokens(16)) for prompt in prompts
     ]
     requests = [make_request(p, sampling=GREEDY, stopping=tokens(16)) for p in prompts]
-    started = [_start(services, request)[1] for request in requests]
-    _, bad = _start(services, make_request("a", n=0))
+    started = [services.start(request)[1] for request in requests]
+    _, bad = services.start(make_request("a", n=0))
     together = await asyncio.gather(*(events.ended for events in started))
     assert [answer.texts for answer in together] == [answer.texts for answer in alone]
     with pytest.raises(ServiceError) as caught:
@@ -48,8 +36,8 @@ async def test_failed_request_does_not_affect_others_of_its_session(services: Se
 
 async def test_timeout_of_nan_is_refused(services: Services) -> None:
     context = completion.RequestContext(timeout_seconds=math.nan)
-    _, bad = _start(services, make_request("a", stopping=tokens(1)), context=context)
-    _, good = _start(services, make_request("a", stopping=tokens(1)))
+    _, bad = services.start(make_request("a", stopping=tokens(1)), context=context)
+    _, good = services.start(make_request("a", stopping=tokens(1)))
     with pytest.raises(ServiceError) as caught:
         await bad.ended
     assert caught.value.field == "context.timeout_seconds"
@@ -59,7 +47,9 @@ async def test_timeout_of_nan_is_refused(services: Services) -> None:
 async def test_cancelled_session_request_ends_and_is_counted(services: Services) -> None:
     cancelled = 'tokenwire_tokenizer_requests_total{outcome="cancelled"}'
     before = (await metrics_of(services.target)).get(cancelled, 0)
-    handle, events = _start(services, make_request("import", n=2, stopping=endless()))
+    request = make_request("import", n=2, stopping=endless())
+    # with less credit than max_tokens, no choice can end before the cancellation
+    handle, events = services.start(request, credit=1_000)
     await events.began
     cancel = completion.SessionCommand(handle=handle, cancel=completion.Cancel())
     services.session.send(cancel)
@@ -72,10 +62,9 @@ async def test_cancelled_session_request_ends_and_is_counted(services: Services)
 
 async def test_credit_limits_the_tokens_sent(services: Services) -> None:
     """A slow client limits its own memory by credit."""
-    handle, events = _start(
-        services, make_request("import", stopping=tokens(64, ignore_eos=True)), credit=5
-    )
-    _, other = _start(services, make_request("import", stopping=tokens(64, ignore_eos=True)))
+    request = make_request("import", stopping=tokens(64, ignore_eos=True))
+    handle, events = services.start(request, credit=5)
+    _, other = services.start(request)
     await other.ended
     assert len(events.answer.ids[0]) == 5
     credit = completion.SessionCommand(handle=handle, credit=completion.Credit(tokens=100))
@@ -96,7 +85,7 @@ async def test_credit_of_0_tokens_is_refused(services: Services) -> None:
 
 async def test_session_request_ends_at_its_deadline(services: Services) -> None:
     context = completion.RequestContext(timeout_seconds=0.5)
-    _, events = _start(services, make_request("a", n=32, stopping=endless()), context=context)
+    _, events = services.start(make_request("a", n=32, stopping=endless()), context=context)
     with pytest.raises(ServiceError) as caught:
         await events.ended
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -18,7 +18,14 @@ from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence
 from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from services.engine.scheduling.token_ids import Prompt
-from tests.unit.engine.tiny import BLOCK, make_loop, make_request, run, tokens_of
+from tests.unit.engine.tiny import (
+    BLOCK,
+    SAME_EXAMPLES,
+    make_loop,
+    make_request,
+    run,
+    tokens_of,
+)
 
 POISON = 7
 """Id that makes every step raise that computes a prompt with it"""
@@ -53,7 +60,7 @@ def refusals(outputs: Items[Output]) -> dict[int, str]:
     step_tokens=st.integers(5, 64),
     place=st.integers(0, 6),
 )
-@settings(max_examples=10, deadline=None)
+@settings(SAME_EXAMPLES, max_examples=10, deadline=None)
 def test_step_that_raises_fails_one_request_and_the_others_keep_their_output(
     decoder: Decoder, overlaps: bool, prompts: list[list[int]], step_tokens: int, place: int
 ) -> None:

@@ -17,6 +17,7 @@ from services.engine.sampling.sampler import sample
 from tests.unit.engine.loop.test_constrained import generate
 from tests.unit.engine.tiny import (
     EOS,
+    SAME_EXAMPLES,
     VOCABULARY,
     load_tiny,
     make_loop,
@@ -144,7 +145,7 @@ ALLOWED = st.lists(st.sets(st.integers(1, 9), min_size=1, max_size=4), min_size=
     speculate=st.booleans(),
     lateness=st.lists(st.integers(0, 3), min_size=1, max_size=3),
 )
-@settings(max_examples=60)
+@settings(SAME_EXAMPLES, max_examples=60)
 def test_output_satisfies_grammar_and_limits_or_the_request_fails(
     decoder: Decoder,
     grammar: list[set[int]],
