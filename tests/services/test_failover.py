@@ -14,14 +14,10 @@ import pytest
 from tests.services.shim import running_shim
 from tests.stack import MortalEngine, free_ports, mortal_engine, running_service
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
-<<<<<<< HEAD
 from tests.unit.engine.vision_checkpoints import png
 from tests.vision import write_whole
-from tokenwire.client import Client
-=======
 from tokenwire.channel import connect
 from tokenwire.client import Client, CompletionStream
->>>>>>> main
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 from tokenwire.requests import complete_start

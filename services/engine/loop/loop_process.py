@@ -17,6 +17,7 @@ from typing import NoReturn
 from services.common import logging as service_logging
 from services.common.settings import StartupError
 from services.engine.framing import Unpacker, pack
+from services.engine.loop.encoder_turns import EncoderTurns
 from services.engine.loop.loaded_loop import LoadedLoop, load_loop
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import Command, LoopFailed, LoopReady
@@ -29,8 +30,6 @@ _LOG = logging.getLogger("loop")
 _RECEIVE_SECONDS = 0.005
 """Time to take commands before each step. The rest of a flood waits for the next step, because
 running streams must not wait for the flood"""
-_MOST_ENCODER_SECONDS = 0.1
-"""Turn of the image encoder, at most: new requests wait for its end"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
@@ -51,7 +50,7 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     try:
         with suppress(ConnectionError, EOFError):
             messages.send(LoopReady(loaded.description))
-            _run(loaded.steps, messages, _encoder_share(settings, loaded))
+            _run(loaded.steps, messages, _encoder_turns(settings, loaded))
         ranks.dissolve()
     except Exception:
         ranks.exit_if_rank_lost()
@@ -60,17 +59,14 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     os._exit(0)  # skips torch's slow teardown; nothing is left to save
 
 
-def _encoder_share(settings: EngineSettings, loaded: LoadedLoop) -> float:
-    """Return the time that the image encoder gets after each step, as a multiple of the step's.
-
-    On a GPU, both compute side by side.
-    """
-    if os.environ.get("TW_PAUSE") == "0":
-        return 0.0
-    return settings.mixed_step_factor - 1 if loaded.description.device == "cpu" else 0.0
+def _encoder_turns(settings: EngineSettings, loaded: LoadedLoop) -> EncoderTurns | None:
+    """Return the image encoder's turns; None on a GPU, which computes both side by side."""
+    if loaded.description.device != "cpu":
+        return None
+    return EncoderTurns(settings.mixed_step_factor - 1)
 
 
-def _run(loop: StepLoop, messages: "_MessageSocket", encoder_share: float) -> NoReturn:
+def _run(loop: StepLoop, messages: "_MessageSocket", turns: EncoderTurns | None) -> NoReturn:
     """Run steps forever. Raises EOFError or ConnectionError when the gRPC process is gone."""
     timeout: float | None = None
     while True:
@@ -79,10 +75,8 @@ def _run(loop: StepLoop, messages: "_MessageSocket", encoder_share: float) -> No
         output = loop.step(messages.receive)
         if output.outputs or loop.progressed or not loop.is_idle:
             messages.send(output)  # even if empty: silence would mean that a step hangs
-        if loop.encoder_works and loop.progressed:
-            # in turns: if both computed at once, single steps would take several times as long
-            seconds = encoder_share * (time.monotonic() - began)
-            time.sleep(min(seconds, _MOST_ENCODER_SECONDS))
+        if turns is not None and loop.encoder_works and loop.progressed:
+            turns.give(time.monotonic() - began, had_prompts=loop.had_prompts)
         # without progress, all requests wait for credit or masks: wake up to cut starved ones
         timeout = 0.0 if loop.progressed else None if loop.is_idle else 1.0
 

@@ -88,6 +88,8 @@ class StepLoop:
         self._steps = 0
         self.progressed = False
         """True if the last step computed anything"""
+        self.had_prompts = False
+        """True if the last step computed prompts"""
         self.encoder_works = False
         """True while the image encoder needs a share of the cores"""
 
@@ -107,6 +109,7 @@ class StepLoop:
         plan = self._scheduler.plan(began)
         self._previous, self._in_flight = self._in_flight, None
         self.progressed = not plan.is_empty or self._previous is not None
+        self.had_prompts = bool(plan.chunks)
         if not plan.is_empty:
             self._requests.note_started(chunk.sequence for chunk in plan.chunks)
             self._run_isolated(plan, began, receive)

@@ -32,8 +32,8 @@ from services.engine.vision.messages import (
 __all__ = ["encoded", "run"]
 
 _LOG = logging.getLogger("encoder")
-_NICENESS = 10
-"""On busy cores, a step of the loop gets nine tenths of the time, and the encoder one"""
+_NICENESS = 19
+"""On a CPU, the encoder computes while the loop pauses for it, and hardly during steps"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
@@ -41,11 +41,7 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the gRPC process decides when to stop
     service_logging.configure("engine", settings.log_level)
-    how = os.environ.get("TW_ENC", "10")
-    if how == "idle":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(int(how))
+    os.nice(_NICENESS)
     try:
         encoder = _load(settings)
     except (CheckpointError, StartupError) as error:
