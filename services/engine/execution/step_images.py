@@ -57,10 +57,10 @@ class StepImages:
         self._device = device
 
     def concern(self, plan: StepPlan) -> bool:
-        """Return whether a sequence of the step has images."""
-        return any(sequence.images is not None for sequence in plan.decodes) or any(
-            chunk.sequence.images is not None for chunk in plan.chunks
-        )
+        """Return whether images change the step: prompts with images, or positions after them."""
+        return (
+            self._has_grid and any(sequence.images is not None for sequence in plan.decodes)
+        ) or any(chunk.sequence.images is not None for chunk in plan.chunks)
 
     def of(self, plan: StepPlan, fields: HostFields) -> ImageFields:
         """Return what images add to a step whose other fields are filled in."""

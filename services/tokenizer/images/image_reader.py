@@ -39,7 +39,7 @@ class ImageReader:
         limits: those of the engine; None if it is not needed.
         """
         if self._family is None or not (limits is None or _takes_images(limits)):
-            raise invalid(field, f"{self._model} is a text-only model: leave out images.")
+            raise invalid(field, f"{self._model} takes text alone: leave out images.")
 
     def refuse_stray_tokens(self, prompts: Iterable[Sequence[int]], limits: ModelLimits) -> None:
         """Raise INVALID_ARGUMENT if prompts without images have image tokens.

@@ -129,7 +129,7 @@ async def test_request_with_the_most_bytes_of_images_arrives(services: Services)
     images = [b"\0" * (MAX_IMAGES_BYTES // 3)] * 3
     error = await services.refused("<image>" * 3, images=images)
     assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "images")
-    assert "is a text-only model" in error.message
+    assert "takes text alone" in error.message
     message = completion.Message(
         role=completion.ROLE_USER, parts=[completion.ContentPart(image=data) for data in images]
     )

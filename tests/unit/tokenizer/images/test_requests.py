@@ -211,7 +211,7 @@ async def test_resumed_request_sends_the_images_again(checkpoints: dict[str, See
 async def test_images_of_a_text_only_model_are_refused(checkpoints: dict[str, Seeing]) -> None:
     """The answer would be about the text alone."""
     checkpoint = checkpoints["llava"]
-    message = "m is a text-only model: leave out images."
+    message = "m takes text alone: leave out images."
     request = _complete("<image>", images=_IMAGES[:1])
     error = await _refusal(_completed(checkpoint, request, sees=False))
     assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "images")
