@@ -514,7 +514,7 @@ async def test_render_of_a_chat_with_images_needs_no_engine(
         assert list(rendered.ids) == list(plan.prompts[0].ids)
         assert rendered.text == "<s>user: a<image>\n"
         blind = replace(chats, reader=ImageReader(None, chats.checkpoint.vocabulary, "m"))
-        with pytest.raises(ServiceError, match="text-only"):
+        with pytest.raises(ServiceError, match="takes text alone"):
             await _rendered(blind, _says("a", _IMAGES[0]))
 
 
