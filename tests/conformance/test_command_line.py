@@ -89,7 +89,7 @@ def test_image_for_a_text_only_model_is_one_line_on_stderr(stack: Stack, tmp_pat
         )
         assert result.returncode == 1
         assert result.stdout == ""
-        assert "text-only" in result.stderr
+        assert "takes text alone" in result.stderr
         assert len(result.stderr.splitlines()) == 1
 
 

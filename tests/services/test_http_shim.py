@@ -289,7 +289,7 @@ async def test_text_only_model_refuses_images_by_the_clients_name(
     response = await http.post(path, json=fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert "text-only" in error["message"]
+    assert "takes text alone" in error["message"]
     assert error["param"].removesuffix("[0]") == param
 
 
