@@ -184,6 +184,11 @@ class CheckedRequest:
     """By prompt index, its images in order"""
 
     @property
+    def image_bytes(self) -> int:
+        """Bytes of the images' embeddings."""
+        return sum(len(image.embeddings) for each in self.images.values() for image in each)
+
+    @property
     def num_sequences(self) -> int:
         """Number of sequences: prompts x n."""
         return len(self.prompts) * self.n

@@ -66,6 +66,9 @@ class EngineSettings(StreamSettings):
     image_memory: str = setting(
         "512MiB", "Memory of encoded images that requests may use again; 0 = none."
     )
+    held_image_memory: str = setting(
+        "1GiB", "Memory of the encoded images of running and waiting requests; more are refused."
+    )
     silence_seconds: float = setting(
         60.0,
         "Seconds of one step after which the service reports itself as not serving.",
@@ -77,6 +80,7 @@ class EngineSettings(StreamSettings):
         if self.kv_memory != "auto":
             parse_bytes(self.kv_memory)
         parse_bytes(self.image_memory)
+        parse_bytes(self.held_image_memory)
 
 
 def parse_bytes(text: str) -> int:

@@ -11,12 +11,25 @@ import pytest
 import pytest_asyncio
 
 from services.common.contract import MAX_IMAGES
-from tests.services.engine_client import generate, ids_of, make_request, refused
+from tests.services.engine_client import (
+    SessionClient,
+    generate,
+    ids_of,
+    make_request,
+    refused,
+    start,
+)
 from tests.stack import RunningService, metrics_of, running_service
 from tests.unit.engine.vision_checkpoints import IMAGE_TOKEN, make_vision_checkpoint, png
 from tokenwire.channel import connect
 from tokenwire.pb.engine.v1 import engine_pb2
-from tokenwire.pb.engine.v1.engine_pb2 import Capability, GenerateRequest, PromptImage
+from tokenwire.pb.engine.v1.engine_pb2 import (
+    Capability,
+    GenerateRequest,
+    PromptImage,
+    SessionCancel,
+    SessionCommand,
+)
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 
 TOKENS = 16
@@ -151,6 +164,26 @@ async def _code(channel: grpc.aio.Channel, request: GenerateRequest) -> grpc.Sta
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
+
+
+async def test_encoded_images_of_all_requests_have_a_limit(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """The loop keeps them until the requests end, and would be killed for its memory."""
+    arguments = ("--model", str(checkpoint), *FLAGS, "--held-image-memory", "1KiB")
+    async with (
+        running_service("engine", *arguments, log=tmp_path / "log") as service,
+        connect(service.target) as channel,
+    ):
+        session = SessionClient(channel)
+        await session.send(start(1, about(png(40, 40, 1)), credit=1))
+        await session.until("delta", 1)
+        error = await refused(channel, about(png(40, 40, 2)))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert ids_of(await generate(channel, make_request([3, 4, 5])))
+        await session.send(SessionCommand(handle=1, cancel=SessionCancel()))
+        await session.until_all_ended(1)
+        assert ids_of(await generate(channel, about(png(40, 40, 2))))
 
 
 async def test_text_alone_is_served_where_the_operator_wants_that(

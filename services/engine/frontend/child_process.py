@@ -39,6 +39,7 @@ class ChildProcess(asyncio.Protocol):
         self._first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         """The first message; None if the process dies without one"""
         self._is_stopping = False
+        self._has_ended = False
 
     async def start(self, run: Callable[..., None], *arguments: object) -> Any:
         """Call `run(*arguments, link)` in the process. Returns its first message.
@@ -77,6 +78,11 @@ class ChildProcess(asyncio.Protocol):
             if self._process.is_alive():
                 self._process.kill()
 
+    @property
+    def has_ended(self) -> bool:
+        """True once the process that was started has closed its end."""
+        return self._has_ended
+
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -90,6 +96,7 @@ class ChildProcess(asyncio.Protocol):
                 self._first.set_result(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._has_ended = True
         if not self._first.done():
             self._first.set_result(None)
         elif not self._is_stopping:

@@ -47,7 +47,7 @@ from services.engine.messages import (
     StepOutput,
     Token,
 )
-from services.engine.settings import EngineSettings
+from services.engine.settings import EngineSettings, parse_bytes
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest
 
@@ -94,6 +94,8 @@ class Frontend:
         self._matchers: Matchers | None = None
         self._preparations = Preparations(settings.max_waiting, self.notify)
         self._live: dict[int, _LiveRequest] = {}
+        self._image_bytes = 0
+        """Embeddings of the live requests' images, of which the loop has a copy for each request"""
         self._handles = itertools.count(1)
         self._flushes: deque[asyncio.Future[int]] = deque()
         self._token_rate = request_accounting.TokenRate()
@@ -220,6 +222,7 @@ class Frontend:
                     caller.request_id,
                     caller.timeout_seconds,
                 )
+                self._require_image_memory(checked)
         except ServiceError as error:
             request_accounting.count_error(error.reason)
             raise
@@ -329,6 +332,11 @@ class Frontend:
             # the loop would refuse it too, but counting its sequences there costs a step time
             raise queue_full(f"{self.num_requests} requests are here already; try again.")
 
+    def _require_image_memory(self, checked: CheckedRequest) -> None:
+        held, size = self._image_bytes, checked.image_bytes
+        if held and held + size > parse_bytes(self._settings.held_image_memory):
+            raise queue_full(f"Other requests hold {held:,} bytes of encoded images; try again.")
+
     # Outputs of the loop.
 
     def _on_output(self, output: StepOutput) -> None:
@@ -401,6 +409,7 @@ class Frontend:
         if not self._live:
             self._last_output = time.monotonic()
         self._live[handle] = live
+        self._image_bytes += live.checked.image_bytes
 
     def _set_deadline(self, handle: int, deadline: float) -> None:
         """Fail the request at this time.monotonic()."""
@@ -418,6 +427,7 @@ class Frontend:
 
     def _leave(self, handle: int) -> None:
         live = self._live.pop(handle)
+        self._image_bytes -= live.checked.image_bytes
         if live.deadline is not None:
             live.deadline.cancel()
         self._close_matchers(handle, live, range(live.checked.num_sequences))

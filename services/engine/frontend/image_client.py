@@ -32,8 +32,6 @@ from tokenwire.errors import ServiceError
 __all__ = ["ClientImage", "ImageClient"]
 
 _LOG = logging.getLogger("engine")
-_BATCH = 8
-"""Images that the encoder gets at once"""
 _MAX_WAITING = 256
 """Images that wait for the encoder"""
 _MAX_WAITING_BYTES = 256 << 20
@@ -77,6 +75,7 @@ class ImageClient:
         """By digest, in order of arrival"""
         self._batch: dict[bytes, _Waiting] = {}
         """Images that the encoder works on"""
+        self._batch_size = 1
         self.image_token_id = -1
 
     @classmethod
@@ -107,8 +106,11 @@ class ImageClient:
         if isinstance(first, EncoderFailed):
             await process.stop()
             raise StartupError(first.message)
+        if process.has_ended:
+            raise StartupError("The image encoder died as soon as it had started.")
         ready: EncoderReady = first
         self.image_token_id = ready.image_token_id
+        self._batch_size = ready.batch_size
         self._process = process
         self._send()
 
@@ -171,7 +173,7 @@ class ImageClient:
         """Give the encoder its next batch, unless it works on one."""
         if self._process is None or self._batch or not self._waiting:
             return
-        for _ in range(min(_BATCH, len(self._waiting))):
+        for _ in range(min(self._batch_size, len(self._waiting))):
             digest, waiting = self._waiting.popitem(last=False)
             self._batch[digest] = waiting
         metrics.WAITING_IMAGES.set(len(self._waiting))
@@ -203,10 +205,13 @@ class ImageClient:
     async def _start_again(self) -> None:
         while self._process is None:
             await asyncio.sleep(_RESTART_SECONDS)
+            self._on_work(True)  # else the loop would leave it no time to load
             try:
                 await self.start()
-            except StartupError as error:
+            except (StartupError, OSError) as error:
                 _LOG.error("the image encoder does not start: %s", error)
+            if not self._batch:
+                self._on_work(False)
 
     def _fail_all(self, why: str) -> None:
         failed = [*self._batch.values(), *self._waiting.values()]

@@ -30,6 +30,8 @@ _LOG = logging.getLogger("loop")
 _RECEIVE_SECONDS = 0.005
 """Time to take commands before each step. The rest of a flood waits for the next step, because
 running streams must not wait for the flood"""
+_LEAST_SHARE = 0.1
+"""Turn of the image encoder, at least, as a multiple of a step's time"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
@@ -63,7 +65,7 @@ def _encoder_turns(settings: EngineSettings, loaded: LoadedLoop) -> EncoderTurns
     """Return the image encoder's turns; None on a GPU, which computes both side by side."""
     if loaded.description.device != "cpu":
         return None
-    return EncoderTurns(settings.mixed_step_factor - 1)
+    return EncoderTurns(max(settings.mixed_step_factor - 1, _LEAST_SHARE))
 
 
 def _run(loop: StepLoop, messages: "_MessageSocket", turns: EncoderTurns | None) -> NoReturn:
@@ -113,3 +115,5 @@ class _MessageSocket:
                 yield self._arrived.popleft()
                 if time.monotonic() >= end:
                     return
+            if time.monotonic() >= end:  # in the middle of a large message
+                return

@@ -62,6 +62,7 @@ class ImageEncoder:
         self._processor = processor
         self._dtype = dtype
         self.image_token_id = image_token
+        self.device: torch.device = tower.device
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype, device: torch.device) -> Self:
@@ -91,13 +92,16 @@ class ImageEncoder:
         copies = 2 if self._is_one_token(images) else 1
         try:
             return [*islice(self._features([*images] * copies), len(images))]
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise  # no fault of an image
-        except Exception:
+        except torch.AcceleratorError:
+            raise  # the device is lost, by no fault of an image
+        except Exception as error:
+            if is_full := isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
             if len(images) > 1:  # the other images belong to other requests
                 return [result for image in images for result in self._encoded([image])]
             _LOG.exception("the vision tower failed on an image")
-            return [ImageError("The model can't take the image.")]
+            why = "the memory left is too small" if is_full else "it failed on it"
+            return [ImageError(f"The model can't take the image: {why}.")]
 
     def _is_one_token(self, images: Sequence[dict[str, Tensor]]) -> bool:
         edge = self._processor.token_edge

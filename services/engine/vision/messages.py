@@ -19,6 +19,8 @@ class EncoderReady:
 
     image_token_id: int
     """Id that stands for one part of an image in prompts"""
+    batch_size: int
+    """Images to encode together, at most"""
 
 
 @dataclass(frozen=True, slots=True)
