@@ -50,6 +50,8 @@ class ChatProcessor:
         self._vocabulary = vocabulary
         self._templates = templates
         self._reader = reader
+        self._held = 0
+        """Bytes of images, in `reader.held`"""
         self._messages: list[ChatMessage] = []
         """Answers by index of the choice; empty until `plan`."""
 
@@ -66,9 +68,15 @@ class ChatProcessor:
         """
         if not is_large(self._request):
             return self._plan(limits, await self._render(limits))
-        images = await self._reader.read(await asyncio.to_thread(self._check, limits))
+        given = await asyncio.to_thread(self._check, limits)
+        self._held = self._reader.held.hold(given)
+        images = await self._reader.read(given)
         rendered = await self._render(limits, images)
         return await asyncio.to_thread(self._plan, limits, rendered, images)
+
+    def close(self) -> None:
+        self._reader.held.release(self._held)
+        self._held = 0
 
     def _check(self, limits: ModelLimits) -> Sequence[RequestImage]:
         """Validate the request; take and return its images."""

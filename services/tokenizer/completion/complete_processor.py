@@ -34,6 +34,9 @@ class RequestProcessor(Protocol[Response]):
     def plan(self, limits: ModelLimits) -> CompletionPlan | Coroutine[None, None, CompletionPlan]:
         """Return the plan, or a coroutine if that takes long; validate a large request first."""
 
+    def close(self) -> None:
+        """Give back what the request holds, at its end."""
+
     def write_choice(self, output: ChoiceOutput, add: Callable[[], Response]) -> None:
         """Write output of one choice, as responses from `add`."""
 
@@ -66,6 +69,8 @@ class CompleteProcessor:
         self._vocabulary = vocabulary
         self._infill = infill
         self._reader = reader
+        self._held = 0
+        """Bytes of images, in `reader.held`"""
 
     def check(self, limits: ModelLimits) -> None:
         if not is_large(self._request):
@@ -82,6 +87,10 @@ class CompleteProcessor:
         if length > _INLINE_CHARACTERS:
             return asyncio.to_thread(self._plan, limits)
         return self._plan(limits)
+
+    def close(self) -> None:
+        self._reader.held.release(self._held)
+        self._held = 0
 
     @staticmethod
     def write_choice(
@@ -130,7 +139,9 @@ class CompleteProcessor:
         return self._plan(limits)
 
     async def _plan_with_images(self, limits: ModelLimits) -> CompletionPlan:
-        images = await self._reader.read(await asyncio.to_thread(self._check, limits))
+        given = await asyncio.to_thread(self._check, limits)
+        self._held = self._reader.held.hold(given)
+        images = await self._reader.read(given)
         return await asyncio.to_thread(self._plan, limits, images)
 
     def _plan(self, limits: ModelLimits, images: ImageExpander | None = None) -> CompletionPlan:

@@ -271,6 +271,7 @@ class CompletionStream(Generic[Response]):
 
     def _end(self, outcome: str, **why: str) -> None:
         self._is_ended = True
+        self.processor.close()
         metrics.REQUESTS.labels(outcome).inc()
         self._on_end(self)
         output = self._output

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from services.common.images import ImageError, decode, size_of
+from services.tokenizer.images.held_images import HeldImages
 from services.tokenizer.images.image_expander import ImageExpander
 from services.tokenizer.images.image_family import ImageFamily, ImageSize
 from services.tokenizer.images.request_images import RequestImage
@@ -30,6 +31,7 @@ class ImageReader:
         self._vocabulary = vocabulary
         self._model = model
         self._threads = ThreadPoolExecutor(_THREADS, "image")
+        self.held = HeldImages()
         self._waiting = 0
         """Requests whose images are decoded, or wait for it"""
 
