@@ -79,8 +79,11 @@ class Server:
         self._http = http
         self._model = model
 
-    async def stream(self, gaps: list[float]) -> None:
-        """Stream completions, one after another; append the seconds between their tokens."""
+    async def stream(self, gaps: list[float], running: asyncio.Event) -> None:
+        """Stream completions, one after another; append the seconds between their tokens.
+
+        running: set with the first of them.
+        """
         while True:
             prompt = [random.randrange(1_000, 9_000) for _ in range(64)]
             body = self._body(prompt=prompt, max_tokens=OUTPUT, stream=True)
@@ -92,6 +95,7 @@ class Server:
                     read = time.perf_counter()
                     if last is not None:
                         gaps.append(read - last)
+                        running.set()
                     last = read
 
     async def describe(self, image: str) -> float:
@@ -118,9 +122,11 @@ def new_image() -> str:
 @asynccontextmanager
 async def _streaming(server: Server, streams: int) -> AsyncIterator[list[float]]:
     gaps: list[float] = []
-    tasks = [asyncio.create_task(server.stream(gaps)) for _ in range(streams)]
+    running = [asyncio.Event() for _ in range(streams)]
+    tasks = [asyncio.create_task(server.stream(gaps, each)) for each in running]
     try:
-        await asyncio.sleep(2)  # until all streams run
+        for each in running:
+            await each.wait()
         gaps.clear()
         yield gaps
     finally:

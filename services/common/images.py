@@ -20,7 +20,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What makes an image upright, by EXIF's orientation"""
+"""Transpositions that turn an image upright, by EXIF's orientation"""
 _ON_ITS_SIDE = (5, 6, 7, 8)
 
 

@@ -95,7 +95,7 @@ async def test_several_prompts_and_choices_get_their_own_images(channel: grpc.ai
 
 
 async def test_resumed_sequence_goes_on_with_its_images(channel: grpc.aio.Channel) -> None:
-    """What a client does when the engine that had begun was lost: it sends the images again."""
+    """A client that has lost its engine sends the images again to another one."""
     cat = png(40, 40, 1)
     whole = ids_of(await generate(channel, about(cat)))
     request = about(cat)

@@ -1,9 +1,8 @@
 """Pool of KV blocks: allocation, reference counts, prefix lookup.
 
 A full block is identified by a hash of its parent's hash, its own ids and their images. Equal
-prefixes, the n
-choices of a prompt and a preempted sequence all find their blocks by it. A block without a holder
-keeps its contents until it is allocated again, the oldest first.
+prefixes, the n choices of a prompt and a preempted sequence all find their blocks by it. A block
+without a holder keeps its contents until it is allocated again, the oldest first.
 """
 
 import hashlib

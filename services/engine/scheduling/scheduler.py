@@ -359,9 +359,10 @@ def _share(wanted: int, left: int, slack: int, backlog: Backlog) -> int:
 
 
 def _whole_images(images: PromptImages, start: int, count: int) -> int:
-    """Return a number of tokens from `start` on that ends within no image: fewer, if that is any.
+    """Return `count`, changed so that the tokens from `start` on end within no image.
 
-    More tokens than a step's limit may come of it, by less than an image.
+    The count is lowered to the image's first token. If nothing is left then, the whole image is
+    taken, which may exceed a step's limit by less than the image.
     """
     span = images.span_around(start + count)
     if span is None or span[0] == start + count:

@@ -25,7 +25,7 @@ _BATCH_ELEMENTS = 3 << 22
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """What the decoder reads of an image."""
+    """Features of an image, as the decoder reads them."""
 
     embeddings: Tensor
     """[layers, tokens, hidden size] on the CPU, in the decoder's dtype. The first layer replaces

@@ -41,7 +41,7 @@ class EncodeImages:
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """What the decoder reads in place of an image."""
+    """Features of an image, as bytes for another process."""
 
     embeddings: bytearray
     """[layers, num_tokens, hidden size] in the decoder's dtype"""

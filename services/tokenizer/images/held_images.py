@@ -33,5 +33,5 @@ class HeldImages:
         return size
 
     def release(self, size: int) -> None:
-        """Count the images of a request that has ended no longer."""
+        """Subtract the images of a request that has ended."""
         self._bytes -= size

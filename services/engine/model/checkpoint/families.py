@@ -77,7 +77,7 @@ class TensorNames:
 
 
 class MultimodalAxes(Enum):
-    """How the pairs of a head are divided among time, row and column in multimodal RoPE.
+    """Division of a head's pairs among time, row and column in multimodal RoPE.
 
     A value is transformers' default of mrope_section, the pairs of each axis.
     """

@@ -1,4 +1,4 @@
-"""Whether a checkpoint takes images, told without torch and transformers."""
+"""Test of a checkpoint for images, without torch and transformers."""
 
 import json
 from pathlib import Path
