@@ -283,14 +283,16 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Token ids of a text, and the vocabulary's string of each."""
+    """Token ids of a text, with the vocabulary's string and the bytes of each."""
 
     ids: tuple[int, ...]
     tokens: tuple[str, ...]
+    pieces: tuple[bytes, ...]
+    """Bytes that each token adds to a decoded text; they may end inside a character"""
 
     @classmethod
     def read(cls, encoding: tokenizer_pb2.Encoding) -> "Encoding":
-        return cls(tuple(encoding.ids), tuple(encoding.tokens))
+        return cls(tuple(encoding.ids), tuple(encoding.tokens), tuple(encoding.pieces))
 
 
 @dataclass(frozen=True, slots=True)

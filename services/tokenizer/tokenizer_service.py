@@ -193,7 +193,11 @@ class TokenizerServicer(TokenizerServiceServicer):
         if with_texts:
             encoding = self._vocabulary.encode_with_offsets(text, add_special_tokens=special)
             return tokenizer_pb2.Encoding(
-                ids=encoding.ids, tokens=encoding.tokens, starts=encoding.starts, ends=encoding.ends
+                ids=encoding.ids,
+                tokens=encoding.tokens,
+                starts=encoding.starts,
+                ends=encoding.ends,
+                pieces=self._vocabulary.pieces(encoding.ids),
             )
         return tokenizer_pb2.Encoding(ids=self._vocabulary.encode(text, add_special_tokens=special))
 

@@ -61,7 +61,7 @@ def test_complete_prints_a_heading_for_each_choice(stack: Stack) -> None:
 
 
 def test_refusal_is_one_line_on_stderr_and_exit_code_1(stack: Stack) -> None:
-    command = [sys.executable, "-m", "tokenwire", "complete", "x", "--temperature", "9"]
+    command = [sys.executable, "-m", "tokenwire", "complete", "x", "--stop", ""]
     result = subprocess.run(
         [*command, "--target", stack.tokenizer],
         capture_output=True,
@@ -71,7 +71,7 @@ def test_refusal_is_one_line_on_stderr_and_exit_code_1(stack: Stack) -> None:
     )
     assert result.returncode == 1
     assert result.stdout == ""
-    assert "temperature" in result.stderr
+    assert result.stderr.startswith("tokenwire: --stop: ")
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -132,3 +132,55 @@ def test_ctrl_c_ends_the_stream_with_exit_code_130(stack: Stack) -> None:
 def test_ignore_eos_generates_all_of_max_tokens(stack: Stack) -> None:
     asked = ("complete", "x", "--max-tokens", "1900", "--temperature", "2", "--seed", "1")
     assert len(tokenwire(stack, *asked, "--ignore-eos")) > 4096
+
+
+def test_tokenize_prints_readable_text_and_escapes_parts_of_characters(stack: Stack) -> None:
+    """The vocabulary's own strings, such as "Ã©", mislead a reader."""
+    rows = dict(
+        line.split("\t")[::-1] for line in tokenwire(stack, "tokenize", "é =\n☺").splitlines()
+    )
+    assert {"é", " =", "\\n"} <= rows.keys()
+    assert any(token.startswith("\\x") for token in rows), rows
+    back = tokenwire(stack, "detokenize", *rows.values())
+    assert back == "é =\n☺\n"
+
+
+def test_json_results_agree_with_the_text(stack: Stack) -> None:
+    """Scripts read the same results as users."""
+    asked = ("--max-tokens", "8", "--temperature", "0")
+    for command, prompt in (("complete", "def f("), ("chat", "Hello!")):
+        text = tokenwire(stack, command, prompt, *asked)
+        whole = json.loads(tokenwire(stack, command, prompt, *asked, "--json"))
+        [choice] = whole["choices"]
+        said = choice["text"] if command == "complete" else choice["message"]["content"]
+        assert f"{said}\n" == text
+        lines = tokenwire(stack, command, prompt, *asked, "--json", "--stream").splitlines()
+        *deltas, end = map(json.loads, lines)
+        key = "text" if command == "complete" else "content"
+        assert "".join(delta[key] for delta in deltas) == said
+        assert deltas[-1]["finish_reason"] == choice["finish_reason"]
+        assert end["model"] == whole["model"] == stack.model_id
+        assert end["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    encoded = json.loads(tokenwire(stack, "tokenize", "def f", "--json"))
+    ids = list(map(str, encoded["ids"]))
+    assert json.loads(tokenwire(stack, "detokenize", *ids, "--json")) == {"text": "def f"}
+    [model] = json.loads(tokenwire(stack, "models", "--json"))["models"]
+    assert model["id"] == stack.model_id
+
+
+def test_target_of_another_service_is_named(stack: Stack) -> None:
+    """A user who mixes up the ports must learn which one is needed."""
+    kinds = {
+        stack.engine: "an engine",
+        stack.grammar: "a grammar service",
+        stack.url.removeprefix("http://"): "an HTTP server",
+    }
+    for target, kind in kinds.items():
+        for asked in (["complete", "x"], ["models"]):
+            command = [sys.executable, "-m", "tokenwire", *asked, "--target", target]
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert result.returncode == 1
+            assert f"{target} is {kind}" in result.stderr
+            assert "50051" in result.stderr

@@ -2,6 +2,8 @@
 
 import asyncio
 import http.client
+import json
+from typing import cast
 from urllib.parse import urlsplit
 
 import grpc
@@ -9,10 +11,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.serving.reach import speaks_http, why_unreachable
 
-__all__ = ["is_ready", "is_serving", "reports_serving", "until_idle"]
+__all__ = [
+    "REASON_KEY",
+    "is_ready",
+    "is_serving",
+    "reports_serving",
+    "until_idle",
+    "why_not_ready",
+    "why_not_serving",
+]
 
+REASON_KEY = "tokenwire-reason-bin"
+"""Key of the trailing metadata in which a health check gives the reason of NOT_SERVING"""
 _TIMEOUT_SECONDS = 2.0
+_LATE = f"no answer within {_TIMEOUT_SECONDS:g} s"
 
 
 async def is_serving(target: str) -> bool:
@@ -52,20 +66,71 @@ async def until_idle(target: str) -> None:
             return
 
 
+async def why_not_serving(target: str) -> str | None:
+    """Return why the gRPC server at "host:port" does not report SERVING; None if it does."""
+    async with grpc.aio.insecure_channel(target) as channel:
+        request = health_pb2.HealthCheckRequest()
+        call = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_TIMEOUT_SECONDS)
+        try:
+            answer = await call
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return None
+            metadata = dict(await call.trailing_metadata() or ())
+        except grpc.aio.AioRpcError as error:
+            return await _why_no_health(target, error)
+    reason = cast(bytes, metadata.get(REASON_KEY, b"")).decode("utf-8", "replace")
+    return reason or "it starts or stops (NOT_SERVING)"
+
+
+async def _why_no_health(target: str, error: grpc.aio.AioRpcError) -> str:
+    """Return why a health check failed."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return _LATE
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return "it is a gRPC server without health checks"
+    if why := await asyncio.to_thread(why_unreachable, target):
+        return why
+    if await asyncio.to_thread(speaks_http, target):
+        return f"it is an HTTP server; ask http://{target}/ready"
+    return error.details() or error.code().name
+
+
 async def is_ready(url: str) -> bool:
     """Return whether a GET answers 200; no proxy is used. Raises ValueError for an invalid URL."""
-    return await asyncio.to_thread(_answers_200, url)
+    return await why_not_ready(url) is None
 
 
-def _answers_200(url: str) -> bool:
+async def why_not_ready(url: str) -> str | None:
+    """Return why a GET does not answer 200; None if it does. Raises ValueError as `is_ready`."""
+    return await asyncio.to_thread(_why_not_200, url)
+
+
+def _why_not_200(url: str) -> str | None:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(
-        parts.hostname or "", parts.port, timeout=_TIMEOUT_SECONDS
-    )
+    host, port = parts.hostname or "", parts.port
+    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS)
     try:
         connection.request("GET", parts.path or "/")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
+        answer = connection.getresponse()
+        if answer.status == 200:
+            return None
+        return f"HTTP {answer.status}{_reason(answer.read(_BODY_BYTES))}"
+    except TimeoutError:
+        return _LATE
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, http.client.HTTPException):
+            return "it does not speak HTTP"
+        return why_unreachable(f"{host}:{port or http.client.HTTP_PORT}") or "the connection broke"
     finally:
         connection.close()
+
+
+_BODY_BYTES = 65536
+
+
+def _reason(body: bytes) -> str:
+    """Return the message of an error's body, after a colon; "" without one."""
+    try:
+        return f": {json.loads(body)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return ""

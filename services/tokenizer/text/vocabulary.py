@@ -206,6 +206,10 @@ class Vocabulary:
         """Return the vocabulary's string of each id; "" for an id without one."""
         return [self._names.get(token, "") for token in ids]
 
+    def pieces(self, ids: Iterable[int]) -> list[bytes]:
+        """Return the bytes that each id adds to a decoded text, special tokens included."""
+        return [self.full_table.pieces[token] for token in ids]
+
     def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
         """Return the ids of a text in parts; control tokens are parsed in the parts of no user."""
         ids: list[int] = []

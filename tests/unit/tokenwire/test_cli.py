@@ -1,7 +1,11 @@
 """Command line without a server."""
 
+import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,9 +43,6 @@ def test_health_of_a_missing_server_exits_with_1() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("complete", "x", "--max-tokens", "-1"), "max_tokens"),
-        (("complete", "x", "--n", "-1"), "n "),
-        (("chat", "x", "--seed", "99999999999999999999"), "seed"),
         (("complete", b"caf\xe9"), "utf-8"),
         (("chat", "x", "--system", b"caf\xe9"), "utf-8"),
         (("tokenize", b"caf\xe9"), "utf-8"),
@@ -75,3 +76,90 @@ def test_standard_input_that_is_not_utf8_is_refused_in_one_sentence() -> None:
 
 def test_unwritable_log_folder_is_refused_in_one_sentence() -> None:
     assert_sentence(tokenwire("serve", "--log-dir", "/proc/x"), 2, "No log", "/proc/x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("complete", "x", "--max-tokens", "-1"), "--max-tokens: must be between 1 and"),
+        (("complete", "x", "--n", "0"), "--n: must be between 1 and 128, got 0"),
+        (("complete", "x", "--temperature", "nan"), "--temperature: must be between 0 and 2"),
+        (("complete", "x", "--top-p", "2"), "--top-p: must be between 0 and 1, got 2"),
+        (("chat", "x", "--seed", "99999999999999999999"), "--seed: must be between"),
+        (("chat", "x", "--seed", "one"), "--seed: must be a whole number, got 'one'"),
+        (("models", "--target", "http://127.0.0.1:8000"), "--target: must be host:port"),
+        (("serve", "--engine-port", "65536"), "--engine-port: must be between 1 and 65535"),
+        (("serve", "--grace", "-1"), "--grace: must be between 0 and"),
+    ],
+)
+def test_option_out_of_range_is_named_as_typed(arguments: tuple[str, ...], message: str) -> None:
+    """Exit code 2 tells a script that the command is wrong, not the server."""
+    result = tokenwire(*arguments)
+    assert result.returncode == 2
+    assert f"error: argument {message}" in result.stderr
+
+
+def test_health_says_why_a_service_does_not_answer() -> None:
+    """The sentence is all that an operator sees of a container's health check."""
+    assert_sentence(tokenwire("health", NOWHERE), 1, f"{NOWHERE} is not serving", "refused")
+    url = f"http://{NOWHERE}/ready"
+    assert_sentence(tokenwire("health", url), 1, f"{url} is not serving", "refused")
+    answer = json.loads(tokenwire("health", NOWHERE, "--json").stdout)
+    assert answer == {"target": NOWHERE, "serving": False, "reason": "connection refused"}
+
+
+def test_environment_variable_names_the_target() -> None:
+    command = [sys.executable, "-m", "tokenwire", "models"]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"TOKENWIRE_TARGET": "127.0.0.1:2"},
+    )
+    assert_sentence(result, 1, "No server answers at 127.0.0.1:2 (connection refused)")
+
+
+def test_full_disk_is_one_sentence_and_a_left_pipe_is_silent() -> None:
+    """`tokenwire … | head -1` must not end in noise, nor a full disk in success."""
+    command = [sys.executable, "-m", "tokenwire", "completion", "bash"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert result.returncode == 1
+    expected = b"tokenwire: The output can't be written: No space left on device.\n"
+    assert result.stderr == expected
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+def test_help_shows_only_real_defaults_and_the_version_names_the_command() -> None:
+    text = tokenwire("complete", "--help").stdout
+    assert "default: None" not in text
+    assert "(default: 127.0.0.1:50051)" in text
+    assert "examples:" in text
+    assert tokenwire("--version").stdout.startswith("tokenwire ")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    script = tmp_path / "tokenwire"
+    script.write_text(tokenwire("completion", "bash").stdout)
+    ask = """source "$0"
+        complete -p tokenwire > /dev/null || exit 1
+        COMP_WORDS=(tokenwire "$@"); COMP_CWORD=$#; COMPREPLY=()
+        _shtab_tokenwire; printf '%s\\n' "${COMPREPLY[@]}" """
+    for words, expected in ((["detok"], "detokenize"), (["complete", "--max"], "--max-tokens")):
+        command = ["bash", "-c", ask, str(script), *words]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert expected in result.stdout.split(), result.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_of_other_shells_names_every_command(shell: str) -> None:
+    script = tokenwire("completion", shell).stdout
+    for command in ("serve", "complete", "chat", "tokenize", "detokenize", "models", "keys"):
+        assert command in script

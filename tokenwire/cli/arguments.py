@@ -1,0 +1,104 @@
+"""Arguments that several commands share: numbers in range, the target, --json."""
+
+import argparse
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+from tokenwire.errors import invalid
+
+__all__ = [
+    "Command",
+    "Commands",
+    "add_command",
+    "add_json",
+    "add_target",
+    "number",
+    "read_text",
+    "whole_number",
+]
+
+Command: TypeAlias = Callable[[argparse.Namespace], Awaitable[int]]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_VARIABLE = "TOKENWIRE_TARGET"
+_TARGET = "127.0.0.1:50051"
+
+
+def add_command(
+    commands: Commands, name: str, command: Command, description: str, *examples: str
+) -> argparse.ArgumentParser:
+    """Add a command with its description and examples; return its parser."""
+    lines = "".join(f"\n  tokenwire {example}" for example in examples)
+    parser = commands.add_parser(
+        name,
+        help=description,
+        description=description,
+        epilog=f"examples:{lines}" if examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add --target, whose default may come from the environment."""
+    parser.add_argument(
+        "--target",
+        type=_target,
+        default=os.environ.get(_VARIABLE) or _TARGET,
+        metavar="HOST:PORT",
+        help=f"Tokenizer service; the variable {_VARIABLE} sets it too (default: %(default)s).",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser, meaning: str = "Print one JSON object.") -> None:
+    """Add --json."""
+    parser.add_argument("--json", action="store_true", help=meaning)
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Return the argparse type of a number within bounds."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+        if not least <= value <= most:  # also for NaN
+            raise argparse.ArgumentTypeError(f"must be between {least:g} and {most:g}, got {text}")
+        return value
+
+    return read
+
+
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """Return the argparse type of a whole number within bounds."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be between {least} and {most}, got {text}")
+        return value
+
+    return read
+
+
+def read_text(argument: str, field: str) -> str:
+    """Return an argument, or standard input for "-". Raises ServiceError or UnicodeError."""
+    if argument != "-":
+        return argument
+    try:
+        return sys.stdin.read()
+    except OSError as error:
+        raise invalid(field, f"Standard input can't be read: {error.strerror}.") from None
+
+
+def _target(text: str) -> str:
+    if "://" in text or ":" not in text:
+        raise argparse.ArgumentTypeError(f"must be host:port, got {text!r}")
+    return text

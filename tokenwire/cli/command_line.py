@@ -1,0 +1,88 @@
+"""Parser of all commands, and the exit codes of their failures."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from tokenwire.cli import generation, health, keys, serve, shell_completion, text
+from tokenwire.cli.output import discard_output, print_error
+from tokenwire.errors import ServiceError
+
+__all__ = ["main"]
+
+_SIGPIPE_EXIT = 141
+"""Exit code that a shell gives a command that SIGPIPE ended"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit.
+
+    0: done; 1: failure; 2: wrong arguments, or it could not start; 130: interrupted; 141: the
+    reader of the output left.
+    """
+    try:
+        try:
+            code = _run(_parser().parse_args(arguments))
+        finally:  # an error of the last write must not wait for the end of the interpreter
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+        code = _SIGPIPE_EXIT
+    except OSError as error:
+        discard_output()
+        print_error(f"The output can't be written: {os.strerror(error.errno or 0)}.")
+        code = 1
+    sys.exit(code)
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        return asyncio.run(options.command(options))  # type: ignore[no-any-return]
+    except KeyboardInterrupt:
+        return 130
+    except ServiceError as error:
+        print_error(_sentence(options, error))
+        return 1
+    except UnicodeError as error:  # an argument, standard input, or the terminal's encoding
+        print_error(f"The text can't be read or written: {error}.")
+        return 1
+    except ModuleNotFoundError as error:  # of an extra
+        print_error(f"{error.name} is not installed; `pip install 'tokenwire[all]'` installs it.")
+        return 2
+
+
+def _sentence(options: argparse.Namespace, error: ServiceError) -> str:
+    """Return the message of an error, with the option at fault as the user typed it."""
+    from tokenwire.cli.other_service import explain
+
+    name = error.field.rpartition(".")[2].partition("[")[0]
+    option = {"images": "image"}.get(name, name)
+    if option in _OPTIONS and option in options:
+        return f"--{option.replace('_', '-')}: {error.message}"
+    return asyncio.run(explain(options.target, error))
+
+
+_OPTIONS = {
+    *("max_tokens", "temperature", "top_p", "seed", "n", "stop", "ignore_eos", "model"),
+    *("suffix", "system", "image"),
+}
+"""Options that requests have as fields"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tokenwire",
+        description="A language-model server and its client.",
+        epilog="`tokenwire COMMAND --help` shows the options of a command, with examples.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('tokenwire')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for group in (serve, generation, text, keys, health):
+        group.add_commands(commands)
+    shell_completion.add_commands(commands, parser)
+    return parser

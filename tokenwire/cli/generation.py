@@ -1,0 +1,169 @@
+"""The commands `complete` and `chat`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tokenwire.cli import result_objects
+from tokenwire.cli.arguments import (
+    Commands,
+    add_command,
+    add_json,
+    add_target,
+    number,
+    read_text,
+    whole_number,
+)
+from tokenwire.cli.output import print_json
+from tokenwire.errors import invalid
+
+__all__ = ["add_commands"]
+
+_MOST_TOKENS = 2**32 - 1
+_SEEDS = (-(2**63), 2**63 - 1)
+_MOST_CHOICES = 128
+
+
+def add_commands(commands: Commands) -> None:
+    """Add both commands."""
+    complete = add_command(
+        commands,
+        "complete",
+        _complete,
+        "Complete a prompt.",
+        'complete "def add(a, b):" --max-tokens 32 --stream',
+        "complete - --json < prompt.txt",
+        'complete "def f(xs):" --suffix "    return total"',
+    )
+    complete.add_argument("prompt", help="The prompt; - reads standard input.")
+    complete.add_argument("--suffix", help="Text after the gap to fill (infill).")
+    _add_options(
+        complete,
+        "Most tokens to generate; the server's default is 16.",
+        "Image for an <image> of the prompt; repeatable. A prompt without any gets them in front.",
+    )
+    chat = add_command(
+        commands,
+        "chat",
+        _chat,
+        "Answer a message.",
+        'chat "Say hello." --stream',
+        'chat "What is this?" --image photo.jpg',
+    )
+    chat.add_argument("message", help="The message; - reads standard input.")
+    chat.add_argument("--system", help="System message.")
+    _add_options(
+        chat,
+        "Most tokens to generate; by default as many as fit.",
+        "Image before the message; repeatable.",
+    )
+
+
+def _add_options(command: argparse.ArgumentParser, max_tokens: str, images: str) -> None:
+    one = command.add_mutually_exclusive_group()
+    one.add_argument("--stream", action="store_true", help="Print text as it is generated.")
+    one.add_argument("--n", type=whole_number(1, _MOST_CHOICES), help="Number of choices.")
+    command.add_argument("--max-tokens", type=whole_number(1, _MOST_TOKENS), help=max_tokens)
+    command.add_argument(
+        "--temperature", type=number(0, 2), help="0 = always the most likely token."
+    )
+    command.add_argument("--top-p", type=number(0, 1), help="Nucleus mass.")
+    command.add_argument(
+        "--seed", type=whole_number(*_SEEDS), help="The same seed gives the same tokens."
+    )
+    command.add_argument("--stop", action="append", help="Stop string; repeatable.")
+    command.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        default=None,
+        help="Continue past the end of sequence, up to --max-tokens.",
+    )
+    command.add_argument("--image", type=Path, action="append", metavar="FILE", help=images)
+    command.add_argument("--model", help="Model id; required if several models are served.")
+    add_json(command, "Print one JSON object; with --stream one a line.")
+    add_target(command)
+
+
+async def _complete(options: argparse.Namespace) -> int:
+    from tokenwire.client import Client
+    from tokenwire.requests import with_image_marks
+
+    prompt = read_text(options.prompt, "prompt")
+    request = _request_options(options, "suffix")
+    if images := _read_images(options):
+        request["images"] = images
+        prompt = with_image_marks(prompt, len(images))
+    async with Client(options.target) as client:
+        if not options.stream:
+            completion = await client.complete(prompt, **request)
+            if options.json:
+                print_json(result_objects.completion(completion))
+            else:
+                _print_choices([choice.text for choice in completion.choices])
+            return 0
+        async with client.stream(prompt, **request) as stream:
+            async for delta in stream:
+                if options.json:
+                    print_json(result_objects.delta(delta))
+                else:
+                    print(delta.text, end="", flush=True)
+            _end_stream(options, stream)
+    return 0
+
+
+async def _chat(options: argparse.Namespace) -> int:
+    from tokenwire.client import Client, Message
+
+    text = read_text(options.message, "message")
+    messages = [Message("user", text, images=_read_images(options))]
+    if options.system is not None:
+        messages.insert(0, Message("system", options.system))
+    request = _request_options(options)
+    async with Client(options.target) as client:
+        if not options.stream:
+            answer = await client.chat(messages, **request)
+            if options.json:
+                print_json(result_objects.chat(answer))
+            else:
+                _print_choices([choice.message.content or "" for choice in answer.choices])
+            return 0
+        async with client.stream_chat(messages, **request) as stream:
+            async for delta in stream:
+                if options.json:
+                    print_json(result_objects.chat_delta(delta))
+                else:
+                    print(delta.content, end="", flush=True)
+            _end_stream(options, stream)
+    return 0
+
+
+def _end_stream(options: argparse.Namespace, stream: "result_objects.TextStream") -> None:
+    if options.json:
+        print_json(result_objects.end(stream))
+    else:
+        print()
+
+
+def _request_options(options: argparse.Namespace, *names: str) -> Any:
+    """Return the request options that the command line sets, `names` among them."""
+    shared = ("max_tokens", "temperature", "top_p", "seed", "n", "stop", "ignore_eos", "model")
+    given = {name: getattr(options, name) for name in (*shared, *names)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _read_images(options: argparse.Namespace) -> list[bytes]:
+    """Return the contents of the image files. Raises ServiceError."""
+    images = []
+    for path in options.image or ():
+        try:
+            images.append(path.read_bytes())
+        except OSError as error:
+            raise invalid("image", f"{path} can't be read: {error.strerror}.") from None
+    return images
+
+
+def _print_choices(texts: list[str]) -> None:
+    for index, text in enumerate(texts):
+        if len(texts) > 1:
+            print(f"--- {index}")
+        print(text)

@@ -1,0 +1,64 @@
+"""Diagnosis of a call that failed because its target is not a tokenizer service."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from tokenwire.channel import connect
+from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.pb.grammar.v1 import grammar_pb2
+from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
+from tokenwire.serving.reach import speaks_http, why_unreachable
+
+__all__ = ["explain"]
+
+_SECONDS = 2.0
+_NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL}
+_OF_CHANNEL = {"UNREACHABLE", "SESSION_LOST", "UNKNOWN"}
+"""Reasons of errors that no service of Tokenwire has sent"""
+
+
+async def explain(target: str, error: ServiceError) -> str:
+    """Return the sentence that says why a call to a tokenizer service failed."""
+    if error.code not in _NO_ANSWER or error.reason not in _OF_CHANNEL:
+        return error.message
+    if why := await asyncio.to_thread(why_unreachable, target):
+        return f"No server answers at {target} ({why})."
+    kind = await _kind(target)
+    if kind is not None:
+        return (
+            f"{target} is {kind}. This command needs the tokenizer service, "
+            "which has port 50051 by default; use --target."
+        )
+    return f"The server at {target} does not answer ({error.message.rstrip('.')})."
+
+
+async def _kind(target: str) -> str | None:
+    """Return the kind of a server; None for a tokenizer service."""
+    if await asyncio.to_thread(speaks_http, target):
+        return "an HTTP server"
+    async with connect(target) as channel:
+        completions = CompletionServiceStub(channel)
+        if await _offers(completions.ListModels, completion_pb2.ListModelsRequest()):
+            return None
+        engine = EngineControlServiceStub(channel)
+        if await _offers(engine.GetModel, engine_pb2.GetModelRequest()):
+            return "an engine"
+        if await _offers(GrammarServiceStub(channel).Compile, grammar_pb2.CompileRequest()):
+            return "a grammar service"
+    return "no service of Tokenwire"
+
+
+async def _offers(rpc: Callable[..., Awaitable[Any]], request: object) -> bool:
+    """Return whether the server has the method."""
+    try:
+        await rpc(request, timeout=_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        return error.code() is not grpc.StatusCode.UNIMPLEMENTED
+    return True

@@ -1,0 +1,29 @@
+"""Output of the commands: results on stdout, errors on stderr."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+__all__ = ["JsonObject", "JsonValue", "discard_output", "print_error", "print_json"]
+
+JsonValue: TypeAlias = (
+    "None | bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue]"
+)
+JsonObject: TypeAlias = Mapping[str, JsonValue]
+
+
+def print_json(value: JsonObject) -> None:
+    """Print one JSON object on a line of its own."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def print_error(message: str) -> None:
+    """Print a sentence on stderr."""
+    print(f"tokenwire: {message}", file=sys.stderr)
+
+
+def discard_output() -> None:
+    """Drop the unwritten rest of stdout: the interpreter would fail on it again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

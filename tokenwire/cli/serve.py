@@ -1,0 +1,121 @@
+"""The command `serve`."""
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+from tokenwire.cli.arguments import Commands, add_command, number, whole_number
+from tokenwire.cli.output import print_error
+
+__all__ = ["add_commands"]
+
+_LAST_PORT = 65535
+_LONGEST_GRACE = 2**31 - 1
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the command."""
+    serve = add_command(
+        commands,
+        "serve",
+        _serve,
+        "Start the services and run them until Ctrl-C.",
+        "serve --model models/small --model-id small",
+        "serve --host 0.0.0.0 --keys keys.json --log-dir /var/log/tokenwire",
+        "serve --catalog catalog.toml",
+    )
+    _add_addresses(serve)
+    _add_models(serve)
+    _add_access(serve)
+    serve.add_argument(
+        "--grace",
+        type=number(0, _LONGEST_GRACE),
+        default=30.0,
+        help="Seconds that running requests get at shutdown (default: %(default)g).",
+    )
+    serve.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="Directory of a log file per service; SIGHUP opens the files again.",
+    )
+
+
+async def _serve(options: argparse.Namespace) -> int:
+    from tokenwire.serving.stack_layout import ServeError, ServeOptions
+    from tokenwire.serving.supervisor import supervise
+
+    if options.catalog is not None and (options.model is not None or options.model_id):
+        print_error("--catalog names the models; leave out --model and --model-id.")
+        return 2
+    try:
+        given = {field.name: getattr(options, field.name) for field in fields(ServeOptions)}
+        await supervise(ServeOptions(**given))
+    except ServeError as error:
+        print_error(str(error))
+        return error.exit_code
+    return 0
+
+
+def _add_addresses(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="Address that HTTP, tokenizer and engine listen on (default: %(default)s).",
+    )
+    for flag, port, meaning in (
+        ("--port", 8000, "HTTP port"),
+        ("--tokenizer-port", 50051, "gRPC port, text level"),
+        ("--engine-port", 50052, "gRPC port, token level"),
+        ("--grammar-port", 50053, "gRPC port, loopback only"),
+    ):
+        serve.add_argument(
+            flag,
+            type=whole_number(1, _LAST_PORT),
+            default=port,
+            metavar="PORT",
+            help=f"{meaning} (default: %(default)s).",
+        )
+
+
+def _add_models(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="Directory of a checkpoint; by default the embedded one.",
+    )
+    serve.add_argument(
+        "--model-id", default="", help="Name to serve the model under; by default the directory's."
+    )
+    serve.add_argument(
+        "--catalog",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of models to serve instead; SIGHUP reloads it.",
+    )
+    serve.add_argument(
+        "--dtype",
+        default="auto",
+        help="auto, float32, bfloat16 or float16 (default: %(default)s).",
+    )
+    serve.add_argument("--engine-args", default="", help="Additional engine flags, in one string.")
+
+
+def _add_access(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "--keys", type=Path, metavar="FILE", help="File of API keys; by default none is required."
+    )
+    serve.add_argument(
+        "--open", action="store_true", help="Allow a host beyond loopback without keys."
+    )
+    serve.add_argument(
+        "--cors-origins",
+        default="",
+        help="Origins whose web pages may use the API, separated by commas; * = all.",
+    )
+    serve.add_argument(
+        "--allowed-hosts",
+        default="",
+        help="Host names that HTTP requests may use besides those of loopback; * = any.",
+    )
