@@ -8,7 +8,7 @@ import torch
 from services.common.settings import StartupError
 from services.engine.settings import parse_bytes
 
-__all__ = ["available_memory", "choose_num_blocks", "require_memory"]
+__all__ = ["available_memory", "choose_num_blocks", "in_units", "require_memory"]
 
 _SHARES = {"cpu": 0.25, "cuda": 0.85}
 """Share of free memory that the KV cache takes by default; a machine has other uses for the rest"""
@@ -49,7 +49,7 @@ def choose_num_blocks(
 
     most_blocks: upper bound, enough for all running sequences; least_blocks: enough for one
     sequence of the full context; sharers: processes that share the memory evenly. Raises
-    StartupError with the number of missing bytes.
+    StartupError with the amount of missing memory.
     """
     free, share = available_memory(device) // sharers, _SHARES[device.type]
     if wanted == "auto":
@@ -57,30 +57,39 @@ def choose_num_blocks(
         if number < least_blocks:
             missing = int(least_blocks * bytes_per_block / share) - free
             raise StartupError(
-                f"The KV cache of one full context takes {least_blocks * bytes_per_block:,} bytes; "
-                f"{missing:,} bytes of memory are missing. Free some, or set --kv-memory."
+                "The KV cache of one full context takes "
+                f"{in_units(least_blocks * bytes_per_block)}; {in_units(missing)} of memory are "
+                "missing. Free some, or set --kv-memory."
             )
         return number
     number = parse_bytes(wanted) // bytes_per_block
     if number < 1:
         raise StartupError(
-            f"--kv-memory {wanted} is less than one block of {bytes_per_block:,} bytes; raise it."
+            f"--kv-memory {wanted} is less than one block of {in_units(bytes_per_block)}; raise it."
         )
     missing = number * bytes_per_block + _RESERVE - free
     if missing > 0:
         raise StartupError(
-            f"--kv-memory {wanted}: {missing:,} bytes of memory are missing; lower it."
+            f"--kv-memory {wanted}: {in_units(missing)} of memory are missing; lower it."
         )
     return min(number, most_blocks)
 
 
 def require_memory(needed: int, purpose: str, device: torch.device, sharers: int = 1) -> None:
-    """Raise StartupError with the number of missing bytes unless `needed` bytes are free."""
+    """Raise StartupError with the amount of missing memory unless `needed` bytes are free."""
     missing = needed - available_memory(device) // sharers
     if missing > 0:
         raise StartupError(
-            f"{purpose} takes {needed:,} bytes; {missing:,} bytes of memory are missing."
+            f"{purpose} takes {in_units(needed)}; {in_units(missing)} of memory are missing."
         )
+
+
+def in_units(number: int) -> str:
+    """Return a number of bytes in the largest unit that fits, such as "1.5 GiB"."""
+    for exponent, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number >= 1024**exponent:
+            return f"{number / 1024**exponent:,.1f} {unit}"
+    return f"{number} bytes"
 
 
 def available_memory(device: torch.device, root: Path = Path("/")) -> int:
