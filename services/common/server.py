@@ -15,6 +15,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from services.common import logging as service_logging
+from services.common.failed_start import tell_reason
 from services.common.interceptor import RpcInterceptor
 from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import ServerSettings, StartupError, parse
@@ -76,13 +77,15 @@ class Application(ABC):
 
 def main(name: str, settings_type: type[S], make: Callable[[S], Application]) -> None:
     """Run a service process; exit with 0, 1 (failed), 2 (could not start) or 130 (interrupted)."""
+    settings = parse(settings_type, f"python -m services.{name}", f"TOKENWIRE_{name.upper()}")
     try:
-        settings = parse(settings_type, f"python -m services.{name}", f"TOKENWIRE_{name.upper()}")
         service_logging.configure(name, settings.log_level)
         raise_file_limit()
         code = uvloop.run(_serve(settings, make))
     except StartupError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        if settings.hold_on_error > 0:
+            uvloop.run(tell_reason(settings, str(error)))
         code = 2
     except KeyboardInterrupt:
         code = 130

@@ -69,6 +69,9 @@ class ServerSettings:
         most=LAST_PORT,
     )
     grace: float = setting(30.0, "Seconds that running requests get after SIGTERM.")
+    hold_on_error: float = setting(
+        0.0, "Seconds to stay up after a failed start, so that health checks give its reason."
+    )
     log_level: str = setting(
         "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
     )
