@@ -56,7 +56,9 @@ def render(templates: Templates, job: RenderJob) -> Rendering:
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Render jobs until the source ends."""
-    templates = msgspec.json.decode(_read(source), type=Templates)
+    if not (frame := _read(source)):
+        return  # the service has stopped
+    templates = msgspec.json.decode(frame, type=Templates)
     decoder, encoder = msgspec.json.Decoder(RenderJob), msgspec.json.Encoder()
     limit = _address_space() + _MAX_ADDED_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -38,6 +38,7 @@ class Renderer:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
+        self._is_stopping = False
 
     async def render(self, job: RenderJob) -> str:
         """Return the text that the template renders from the conversation.
@@ -62,9 +63,12 @@ class Renderer:
         return rendering.text
 
     async def stop(self) -> None:
-        """End the process."""
+        """End the process, also one that only starts; that is no error."""
+        self._is_stopping = True
         if self._process is not None:
             await self._kill(self._process)
+        async with self._turn:  # a process that is being created ends as soon as it exists
+            pass
 
     def _on_exchanged(self, exchange: "asyncio.Future[Rendering]") -> None:
         self._waiting -= 1
@@ -79,7 +83,8 @@ class Renderer:
             except (OSError, asyncio.IncompleteReadError):
                 # no kill here: it would hide the exit status
                 code = await process.wait()
-                _LOG.warning(_ENDED, exit_status(code))
+                if not self._is_stopping:
+                    _LOG.warning(_ENDED, exit_status(code))
                 self._process = None
                 return Rendering(error=_cause(code))
             return msgspec.json.decode(answer, type=Rendering)
@@ -89,32 +94,47 @@ class Renderer:
             _LOG.warning(_ENDED, exit_status(self._process.returncode))
             self._process = None
         if self._process is None:
-            process = self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "services.tokenizer.chat.template.render_process"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,  # the service ends the process after Ctrl-C
-            )
-            try:
-                content = msgspec.json.encode(self._templates)
-                await asyncio.wait_for(_ask(process, content), _START_SECONDS)
-            except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
-                if isinstance(error, TimeoutError):
-                    await self._kill(process)
-                _LOG.error(_ENDED, exit_status(await process.wait()))
-                self._process = None
-                raise ServiceError(
-                    grpc.StatusCode.UNAVAILABLE,
-                    "NO_RENDERER",
-                    "The process that renders conversations does not start; see the log.",
-                    retry_seconds=1,
-                ) from None
+            self._process = await self._start()
         return self._process
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        """Return a new process. Raises UNAVAILABLE if it can't start, or after `stop`."""
+        if self._is_stopping:
+            raise _no_renderer()
+        process = self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.tokenizer.chat.template.render_process"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # the service ends the process after Ctrl-C
+        )
+        try:
+            if self._is_stopping:
+                await self._kill(process)
+            content = msgspec.json.encode(self._templates)
+            await asyncio.wait_for(_ask(process, content), _START_SECONDS)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            if isinstance(error, TimeoutError):
+                await self._kill(process)
+            status = exit_status(await process.wait())
+            if not self._is_stopping:
+                _LOG.error(_ENDED, status)
+            self._process = None
+            raise _no_renderer() from None
+        return process
 
     async def _kill(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:
             process.send_signal(signal.SIGKILL)
         await process.wait()
+
+
+def _no_renderer() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "NO_RENDERER",
+        "The process that renders conversations does not start; see the log.",
+        retry_seconds=1,
+    )
 
 
 def _cause(code: int) -> str:
