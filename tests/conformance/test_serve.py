@@ -103,18 +103,17 @@ def test_service_that_cannot_restart_stops_the_others_with_exit_code_1(
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_sighup_ends_the_server_with_exit_code_0_unless_under_nohup(
-    tmp_path: Path, ignored: bool
-) -> None:
+def test_sighup_ends_the_server_with_exit_code_0_unless_under_nohup(ignored: bool) -> None:
     """A closed terminal sends SIGHUP."""
     http, tokenizer, engine, grammar = map(str, free_ports(4))
     command = [
         sys.executable, "-m", "tokenwire", "serve", "--port", http,
         "--tokenizer-port", tokenizer, "--engine-port", engine, "--grammar-port", grammar,
-        "--engine-args", "--kv-memory 64MiB", "--log-dir", str(tmp_path),
+        "--engine-args", "--kv-memory 64MiB",
     ]  # fmt: skip
     nohup = ["env", "--ignore-signal=HUP"] if ignored else []
-    with subprocess.Popen([*nohup, *command], stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([*nohup, *command], text=True, **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("Tokenwire serves")
         children = _children(process.pid)
@@ -124,6 +123,21 @@ def test_sighup_ends_the_server_with_exit_code_0_unless_under_nohup(
             process.terminate()
         assert process.wait(timeout=60) == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_sighup_opens_moved_log_files_again(tmp_path: Path) -> None:
+    """logrotate moves a file and sends SIGHUP; no line may be lost, and no service stop."""
+    ports = free_ports(4)
+    process = _started(ports, tmp_path)
+    log, old = tmp_path / "http_shim.log", tmp_path / "http_shim.log.old"
+    log.rename(old)
+    process.send_signal(signal.SIGHUP)
+    assert httpx.get(f"http://127.0.0.1:{ports[0]}/ready", timeout=60).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 0
+    assert "listening" in old.read_text()
+    assert "stopped" not in old.read_text()
+    assert [line for line in log.read_text().splitlines() if '"stopped"' in line]
 
 
 @pytest.mark.skipif(why_unusable("::1", 0) is not None, reason="no IPv6 here")

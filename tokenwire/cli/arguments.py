@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
@@ -14,6 +15,7 @@ __all__ = [
     "add_command",
     "add_json",
     "add_target",
+    "amount_of_memory",
     "number",
     "read_text",
     "whole_number",
@@ -23,6 +25,8 @@ Command: TypeAlias = Callable[[argparse.Namespace], Awaitable[int]]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _VARIABLE = "TOKENWIRE_TARGET"
 _TARGET = "127.0.0.1:50051"
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_AMOUNT = re.compile(r"([0-9]{1,12})(|KiB|MiB|GiB)")
 
 
 def add_command(
@@ -86,6 +90,14 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def amount_of_memory(text: str) -> int:
+    """Read a number of bytes, such as "64MiB", as the argparse type."""
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a size such as 64MiB or 1GiB, got {text!r}")
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def read_text(argument: str, field: str) -> str:

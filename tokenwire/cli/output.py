@@ -9,7 +9,7 @@ from typing import TypeAlias
 __all__ = ["JsonObject", "JsonValue", "discard_output", "print_error", "print_json"]
 
 JsonValue: TypeAlias = (
-    "None | bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue]"
+    "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 )
 JsonObject: TypeAlias = Mapping[str, JsonValue]
 

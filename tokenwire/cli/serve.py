@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from tokenwire.cli.arguments import Commands, add_command, number, whole_number
+from tokenwire.cli.arguments import Commands, add_command, amount_of_memory, number, whole_number
 from tokenwire.cli.output import print_error
 
 __all__ = ["add_commands"]
@@ -38,6 +38,13 @@ def add_commands(commands: Commands) -> None:
         type=Path,
         metavar="DIR",
         help="Directory of a log file per service; SIGHUP opens the files again.",
+    )
+    serve.add_argument(
+        "--log-size",
+        type=amount_of_memory,
+        default=64 * 2**20,
+        metavar="SIZE",
+        help="Size at which a log file becomes FILE.1, up to FILE.3; 0 = never (default: 64MiB).",
     )
 
 

@@ -8,11 +8,11 @@ import re
 import signal
 import socket
 import sys
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tokenwire.serving.exit_status import exit_status
-from tokenwire.serving.stack_layout import ServeError, Service
+from tokenwire.serving.log_file import LogFile
+from tokenwire.serving.stack_layout import LogPlace, ServeError, Service
 
 __all__ = ["ServiceProcess", "report"]
 
@@ -24,8 +24,11 @@ _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 class ServiceProcess:
     """Running process of a service."""
 
-    def __init__(self, service: Service, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, service: Service, process: asyncio.subprocess.Process, log: LogFile | None
+    ) -> None:
         self.service = service
+        self._log = log
         self._last_message, self._last_is_error = "", False
         self._log_is_lost = False
         self._process = process
@@ -33,17 +36,18 @@ class ServiceProcess:
 
     @classmethod
     async def start(
-        cls, service: Service, log_dir: Path | None, listener: socket.socket | None = None
+        cls, service: Service, logs: LogPlace | None, listener: socket.socket | None = None
     ) -> "ServiceProcess":
-        """Start the service; log to a file in `log_dir`, or to stderr. Raises ServeError.
+        """Start the service; log to a file in `logs`, or to stderr. Raises ServeError.
 
         The service serves `listener` if given, which stays open when the process ends.
         """
         fds = () if listener is None else (listener.fileno(),)
         arguments = (*service.arguments, *(f"--fd={fd}" for fd in fds))
-        sink = _sink(service, log_dir)
+        log = None if logs is None else _log_file(service, logs)
         # A service that sees a terminal shows its progress.
-        source, stderr = os.openpty() if sink.isatty() else os.pipe()
+        is_seen = log is None and sys.stderr.isatty()
+        source, stderr = os.openpty() if is_seen else os.pipe()
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", f"services.{service.name}", *arguments,
             stdin=asyncio.subprocess.DEVNULL,
@@ -54,12 +58,21 @@ class ServiceProcess:
             preexec_fn=_die_with_parent,
         )  # fmt: skip
         os.close(stderr)
-        running = cls(service, process)
-        running._forward(source, sink)
+        running = cls(service, process, log)
+        running._forward(source)
         return running
 
-    def _forward(self, source: int, sink: IO[bytes]) -> None:
-        """Copy the service's output to the sink, in whole lines."""
+    def reopen_log(self) -> None:
+        """Open the log file again, if there is one and the service still writes to it."""
+        if self._log is None or self._output.done():
+            return
+        try:
+            self._log.reopen()
+        except OSError as error:
+            report(f"the log of {self.service.title} can't be opened again: {error.strerror}")
+
+    def _forward(self, source: int) -> None:
+        """Copy the service's output to its log, in whole lines."""
         loop = asyncio.get_running_loop()
         rest = b""
 
@@ -75,22 +88,25 @@ class ServiceProcess:
                 return
             whole, rest = rest + chunk[:cut], chunk[cut:]
             self._note_message(whole)
-            self._write(sink, whole)
+            self._write(whole)
             if not chunk:
                 loop.remove_reader(source)
                 os.close(source)
-                if sink is not sys.stderr.buffer:
-                    with contextlib.suppress(OSError):  # raised again for earlier failed writes
-                        sink.close()
+                if self._log is not None:
+                    with contextlib.suppress(OSError):  # a network's file system reports late
+                        self._log.close()
                 self._output.set_result(None)
 
         loop.add_reader(source, on_readable)
 
-    def _write(self, sink: IO[bytes], output: bytes) -> None:
+    def _write(self, output: bytes) -> None:
         """Write to the log. Report the first failed write and keep the service running."""
         try:
-            sink.write(output)
-            sink.flush()
+            if self._log is not None:
+                self._log.write(output)
+            else:
+                sys.stderr.buffer.write(output)
+                sys.stderr.buffer.flush()
         except OSError as error:
             if not self._log_is_lost:
                 self._log_is_lost = True
@@ -151,16 +167,14 @@ class ServiceProcess:
         return ServeError(f"{title} ended with {how}: {reason or 'it logged nothing.'}", 1)
 
 
-def _sink(service: Service, log_dir: Path | None) -> IO[bytes]:
+def _log_file(service: Service, logs: LogPlace) -> LogFile:
     """Open the log of a service. Raises ServeError."""
-    if log_dir is None:
-        return sys.stderr.buffer
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{service.name}-{service.model}".rstrip("-"))
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        return (log_dir / f"{name}.log").open("ab")
+        logs.folder.mkdir(parents=True, exist_ok=True)
+        return LogFile(logs.folder / f"{name}.log", logs.most_bytes)
     except OSError as error:
-        raise ServeError(f"No log can be written in {log_dir}: {error.strerror}.") from None
+        raise ServeError(f"No log can be written in {logs.folder}: {error.strerror}.") from None
 
 
 def _message(line: str) -> tuple[str, bool]:

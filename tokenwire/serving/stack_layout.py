@@ -22,6 +22,7 @@ from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_cata
 
 __all__ = [
     "CatalogPlan",
+    "LogPlace",
     "ServeError",
     "ServeOptions",
     "Service",
@@ -82,6 +83,13 @@ class ServeOptions:
     """Seconds that running requests may take when the stack stops"""
     log_dir: Path | None = None
     """Directory of a log file per service; None = stderr"""
+    log_size: int = 64 * 2**20
+    """Bytes at which a log file is full and a new one begins; 0 = no limit"""
+
+    @property
+    def logs(self) -> "LogPlace | None":
+        """Place of the log files; None = stderr."""
+        return None if self.log_dir is None else LogPlace(self.log_dir, self.log_size)
 
     def __post_init__(self) -> None:
         _require_port("HTTP", self.port)
@@ -90,6 +98,14 @@ class ServeOptions:
         _require_port("grammar", self.grammar_port)
         if not 0 <= self.grace <= _LONGEST_GRACE:
             raise ServeError(f"--grace must be between 0 and {_LONGEST_GRACE}, not {self.grace}.")
+
+
+@dataclass(frozen=True, slots=True)
+class LogPlace:
+    """Folder of log files, and the size in bytes at which one is full (0 = no limit)."""
+
+    folder: Path
+    most_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

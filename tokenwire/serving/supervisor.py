@@ -36,9 +36,9 @@ Result = TypeVar("Result")
 async def supervise(options: ServeOptions) -> None:
     """Start the stack, print its URL, and keep it until SIGINT or SIGTERM; a second signal kills.
 
-    A service that ends after it has served is restarted. With a catalog, SIGHUP reloads it. Raises
-    ServeError if the stack can't start, if a service ends before it serves, or if one had to be
-    killed at the end.
+    A service that ends after it has served is restarted. SIGHUP opens log files again and reloads
+    a catalog. Raises ServeError if the stack can't start, if a service ends before it serves, or if
+    one had to be killed at the end.
     """
     stack = _Stack(options)
     try:
@@ -61,22 +61,21 @@ class _Stopped(Exception):  # noqa: N818 - not an error
 class _Signals:
     """Signals to the supervisor: the first SIGINT or SIGTERM stops, the second kills.
 
-    SIGHUP, which a closing terminal sends, also stops, unless there is a catalog to reload.
+    SIGHUP, which a closing terminal sends, also stops, unless `on_hangup` gives it a meaning.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.stop: asyncio.Future[None] = self._loop.create_future()
         self.kill: asyncio.Future[None] = self._loop.create_future()
-        self.reload = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
             self._loop.add_signal_handler(signal.SIGHUP, self._on_signal)
 
-    def expect_reload(self) -> None:
-        """Let SIGHUP set `reload` instead of stopping."""
-        self._loop.add_signal_handler(signal.SIGHUP, self.reload.set)
+    def on_hangup(self, callback: Callable[[], None]) -> None:
+        """Let SIGHUP call `callback` instead of stopping."""
+        self._loop.add_signal_handler(signal.SIGHUP, callback)
 
     def _on_signal(self) -> None:
         for future in (self.stop, self.kill):
@@ -91,6 +90,9 @@ class _Stack:
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
         self._signals = _Signals()
+        self._reload_wanted = asyncio.Event()
+        if options.log_dir is not None or options.catalog is not None:
+            self._signals.on_hangup(self._on_hangup)
         self._began = time.monotonic()
         self._is_up = False
         self._processes: list[ServiceProcess] = []
@@ -118,7 +120,6 @@ class _Stack:
 
     async def run_catalog(self, resolved: Path) -> None:
         """Run the services of a catalog. Raises _Stopped or ServeError."""
-        self._signals.expect_reload()
         current = plan_catalog(self._options)
         require_free_ports(self._options)
         self._listener = _listen(self._options)
@@ -130,15 +131,23 @@ class _Stack:
         self._announce(shim)
         _print_models(current)
         while True:
-            await self._while_alive(self._signals.reload.wait())
-            self._signals.reload.clear()
+            await self._while_alive(self._reload_wanted.wait())
+            self._reload_wanted.clear()
             current = await self._while_alive(self._reload(current, resolved))
+
+    def _on_hangup(self) -> None:
+        for process in self._all_processes():
+            process.reopen_log()
+        self._reload_wanted.set()
+
+    def _all_processes(self) -> list[ServiceProcess]:
+        return [*self._processes, *self._starting, *self._retiring]
 
     async def stop(self) -> bool:
         """Stop all processes in pipeline order. Return whether none had to be killed."""
         for task in self._tasks:
             task.cancel()
-        processes = [*self._processes, *self._starting, *self._retiring]
+        processes = self._all_processes()
         clean = all([await self._stop(process) for process in processes])
         if self._listener is not None:
             self._listener.close()
@@ -152,7 +161,7 @@ class _Stack:
 
     async def _start_one(self, service: Service) -> ServiceProcess:
         listener = self._listener if service.name == "http_shim" else None
-        return await ServiceProcess.start(service, self._options.log_dir, listener)
+        return await ServiceProcess.start(service, self._options.logs, listener)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
