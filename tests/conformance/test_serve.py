@@ -112,8 +112,9 @@ def test_sighup_ends_the_server_with_exit_code_0_unless_under_nohup(ignored: boo
         "--engine-args", "--kv-memory 64MiB",
     ]  # fmt: skip
     nohup = ["env", "--ignore-signal=HUP"] if ignored else []
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([*nohup, *command], text=True, **pipes) as process:
+    with subprocess.Popen(
+        [*nohup, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("Tokenwire serves")
         children = _children(process.pid)

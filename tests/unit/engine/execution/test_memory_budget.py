@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.execution.memory_budget import available_memory
+from services.engine.execution.memory_budget import available_memory, in_units
 
 MACHINE, LIMIT, USED, FILES = 100 << 30, 40 << 30, 18 << 30, 16 << 30
 
@@ -46,3 +46,11 @@ def test_memory_of_the_machine_counts_without_a_container_limit(tmp_path: Path) 
     group.mkdir(parents=True)
     (group / "memory.max").write_text("max\n")
     assert available_memory(torch.device("cpu"), tmp_path) == MACHINE
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1023, "1023 bytes"), (1536, "1.5 KiB"), (109_932_929_486_848, "100.0 TiB")],
+)
+def test_amounts_are_in_units_that_people_compare(number: int, text: str) -> None:
+    assert in_units(number) == text

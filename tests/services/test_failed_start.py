@@ -1,0 +1,50 @@
+"""Services that can't start and tell health checks why."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.stack import free_ports
+from tokenwire.serving.health import why_not_serving
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "reason"),
+    [
+        ("engine", {"model_type": "nix", "architectures": ["Nix"]}, "the architecture Nix"),
+        ("grammar", None, "is not a directory"),
+    ],
+)
+async def test_failed_start_reaches_the_health_check(
+    name: str, config: dict[str, object] | None, reason: str, tmp_path: Path
+) -> None:
+    """A container's health log is where an operator looks for the reason."""
+    model = tmp_path / "model"
+    if config is not None:
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(config))
+    [port] = free_ports(1)
+    service = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"services.{name}", "--port", str(port)),
+        *("--model", str(model), "--hold-on-error", "3600"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    target = f"127.0.0.1:{port}"
+    try:
+        while reason not in (await why_not_serving(target) or ""):
+            assert service.returncode is None
+            await asyncio.sleep(0.1)
+        command = (sys.executable, "-m", "tokenwire", "health", target)
+        probe = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        _, said = await probe.communicate()
+        assert probe.returncode == 1
+        assert said.decode().startswith(f"tokenwire: {target} is not serving: ")
+        assert reason in said.decode()
+    finally:
+        service.terminate()
+        _, log = await service.communicate()
+    assert service.returncode == 2
+    assert reason in log.decode()
