@@ -36,7 +36,7 @@ async def tell_reason(settings: ServerSettings, why: str) -> None:
     await server.stop(None)
 
 
-class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc] - has no types
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
     """Health of all services: NOT_SERVING, with the reason in the trailing metadata."""
 
     def __init__(self, why: str) -> None:

@@ -32,9 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         discard_output()
         code = _SIGPIPE_EXIT
+    except KeyboardInterrupt:
+        code = 130
     except OSError as error:
         discard_output()
-        print_error(f"The output can't be written: {os.strerror(error.errno or 0)}.")
+        place = f"{error.filename}: " if error.filename else "The output can't be written: "
+        print_error(f"{place}{os.strerror(error.errno or 0)}.")
         code = 1
     sys.exit(code)
 
@@ -42,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(options: argparse.Namespace) -> int:
     try:
         return asyncio.run(options.command(options))  # type: ignore[no-any-return]
-    except KeyboardInterrupt:
-        return 130
     except ServiceError as error:
         print_error(_sentence(options, error))
         return 1

@@ -4,13 +4,10 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from tokenwire.cli.arguments import Commands, add_command, amount_of_memory, number, whole_number
+from tokenwire.cli.arguments import Commands, add_command, amount_of_memory
 from tokenwire.cli.output import print_error
 
 __all__ = ["add_commands"]
-
-_LAST_PORT = 65535
-_LONGEST_GRACE = 2**31 - 1
 
 
 def add_commands(commands: Commands) -> None:
@@ -29,7 +26,7 @@ def add_commands(commands: Commands) -> None:
     _add_access(serve)
     serve.add_argument(
         "--grace",
-        type=number(0, _LONGEST_GRACE),
+        type=float,
         default=30.0,
         help="Seconds that running requests get at shutdown (default: %(default)g).",
     )
@@ -78,7 +75,7 @@ def _add_addresses(serve: argparse.ArgumentParser) -> None:
     ):
         serve.add_argument(
             flag,
-            type=whole_number(1, _LAST_PORT),
+            type=int,
             default=port,
             metavar="PORT",
             help=f"{meaning} (default: %(default)s).",

@@ -92,10 +92,10 @@ class ServeOptions:
         return None if self.log_dir is None else LogPlace(self.log_dir, self.log_size)
 
     def __post_init__(self) -> None:
-        _require_port("HTTP", self.port)
-        _require_port("tokenizer", self.tokenizer_port)
-        _require_port("engine", self.engine_port)
-        _require_port("grammar", self.grammar_port)
+        _require_port("--port", self.port)
+        _require_port("--tokenizer-port", self.tokenizer_port)
+        _require_port("--engine-port", self.engine_port)
+        _require_port("--grammar-port", self.grammar_port)
         if not 0 <= self.grace <= _LONGEST_GRACE:
             raise ServeError(f"--grace must be between 0 and {_LONGEST_GRACE}, not {self.grace}.")
 
@@ -257,7 +257,7 @@ def require_free_ports(options: ServeOptions) -> None:
     """Raise ServeError for the first port that is in use or named twice."""
     taken: dict[int, str] = {}
     for name, host, port in _fixed_ports(options):
-        _require_port(name, port)
+        _require_port(f"The {name} port", port)
         if port in taken:
             raise ServeError(f"The {taken[port]} port and the {name} port are both {port}.")
         taken[port] = name
@@ -268,7 +268,7 @@ def require_free_ports(options: ServeOptions) -> None:
 
 def _require_port(name: str, port: int) -> None:
     if not 1 <= port <= LAST_PORT:
-        raise ServeError(f"The {name} port must be between 1 and {LAST_PORT}, not {port}.")
+        raise ServeError(f"{name} must be between 1 and {LAST_PORT}, not {port}.")
 
 
 def _fixed_ports(options: ServeOptions) -> Iterator[tuple[str, str, int]]:

@@ -88,8 +88,7 @@ def test_unwritable_log_folder_is_refused_in_one_sentence() -> None:
         (("chat", "x", "--seed", "99999999999999999999"), "--seed: must be between"),
         (("chat", "x", "--seed", "one"), "--seed: must be a whole number, got 'one'"),
         (("models", "--target", "http://127.0.0.1:8000"), "--target: must be host:port"),
-        (("serve", "--engine-port", "65536"), "--engine-port: must be between 1 and 65535"),
-        (("serve", "--grace", "-1"), "--grace: must be between 0 and"),
+        (("serve", "--log-size", "9XB"), "--log-size: must be a size such as 64MiB"),
     ],
 )
 def test_option_out_of_range_is_named_as_typed(arguments: tuple[str, ...], message: str) -> None:

@@ -80,8 +80,8 @@ def test_invalid_port_is_refused_in_one_sentence(checkpoint: Path) -> None:
         ("--grace", "nan", "--grace must be between 0 and"),
         ("--grace", "-1", "--grace must be between 0 and"),
         ("--grace", "inf", "--grace must be between 0 and"),
-        ("--tokenizer-port", "0", "tokenizer port must be between 1 and 65535"),
-        ("--port", "-1", "HTTP port must be between 1 and 65535"),
+        ("--tokenizer-port", "0", "--tokenizer-port must be between 1 and 65535"),
+        ("--port", "-1", "--port must be between 1 and 65535"),
     ],
 )
 def test_number_out_of_range_is_refused_before_a_service_starts(
