@@ -15,8 +15,13 @@ OPEN ?=
 CORS_ORIGINS ?=
 ALLOWED_HOSTS ?=
 LOG_DIR ?=
+LOG_SIZE ?=
 
 PYTHON ?= python3
+# PyPI's torch for Linux carries CUDA: gigabytes that serve no machine without an NVIDIA driver.
+TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+INSTALL_TORCH = $(if $(TORCH_INDEX_URL),$(BIN)/python -m pip install --no-deps \
+  --extra-index-url "$(TORCH_INDEX_URL)" "$$(grep -o -m1 'torch==[0-9.]*' pyproject.toml)" >&2)
 AGAINST ?= main
 PYTEST_ARGS ?=
 WORKERS ?= 2
@@ -39,7 +44,7 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 	  --grammar-port "$(GRAMMAR_PORT)" --engine-args="$(ENGINE_ARGS)" \
 	  $(if $(MODEL),--model "$(MODEL)") $(if $(MODEL_ID),--model-id "$(MODEL_ID)") \
 	  $(if $(CATALOG),--catalog "$(CATALOG)") $(if $(KEYS),--keys "$(KEYS)") \
-	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(OPEN),--open) \
+	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(LOG_SIZE),--log-size "$(LOG_SIZE)") $(if $(OPEN),--open) \
 	  $(if $(CORS_ORIGINS),--cors-origins "$(CORS_ORIGINS)") \
 	  $(if $(ALLOWED_HOSTS),--allowed-hosts "$(ALLOWED_HOSTS)")
 
@@ -90,10 +95,12 @@ clean: ## Remove .venv and build outputs
 
 .venv/.all: $(SOURCES) | .venv/bin/python
 	@echo "installing into .venv" >&2
+	@$(INSTALL_TORCH)
 	@$(BIN)/python -m pip install -e '.[all]' >&2
 	@touch $@
 
 .venv/.dev: $(SOURCES) | .venv/bin/python
 	@echo "installing into .venv, with development tools" >&2
+	@$(INSTALL_TORCH)
 	@$(BIN)/python -m pip install -e '.[dev]' >&2
 	@touch $@ .venv/.all

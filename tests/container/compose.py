@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BASE = "python:3.11-slim-bookworm"
 SERVICES = ("grammar", "engine", "tokenizer", "http_shim")
 LIMIT = 400 * 2**20  # maximum bytes that an image without torch adds to its base
+ENGINE_LIMIT = 2 * 2**30  # maximum bytes of the engine's image
 START_SECONDS = 300
 
 pytestmark = pytest.mark.timeout(3600)  # The first test builds the images, torch included.
@@ -64,12 +67,13 @@ class Compose:
 @pytest.fixture(scope="module")
 def compose() -> Iterator[Compose]:
     http, tokenizer, engine = free_ports(3)
-    command = ("docker-compose",) if shutil.which("docker-compose") else ("docker", "compose")
+    program = ("docker-compose",) if shutil.which("docker-compose") else ("docker", "compose")
+    files = ("-f", "docker-compose.yml", "-f", "docker-compose.ports.yml")
     project = Compose(
         url=f"http://127.0.0.1:{http}",
         tokenizer=f"127.0.0.1:{tokenizer}",
         engine=f"127.0.0.1:{engine}",
-        command=command,
+        command=(*program, *files),
         environment={
             "COMPOSE_PROJECT_NAME": f"tokenwire-test-{os.getpid()}",
             "PORT": str(http),
@@ -134,6 +138,40 @@ def test_services_do_not_run_as_root(compose: Compose, service: str) -> None:
     assert docker("exec", compose.container(service), "id", "-u") != "0"
 
 
+@pytest.mark.parametrize("service", SERVICES)
+def test_services_write_nowhere_but_to_tmp(compose: Compose, service: str) -> None:
+    write = "touch /tmp/x && ! touch /srv/x 2>/dev/null && ! touch /var/tmp/x 2>/dev/null"
+    docker("exec", compose.container(service), "sh", "-c", write)
+
+
+def test_engine_image_carries_no_cuda(compose: Compose) -> None:
+    image = docker("inspect", "-f", "{{.Image}}", compose.container("engine"))
+    assert int(docker("image", "inspect", "-f", "{{.Size}}", image)) < ENGINE_LIMIT
+
+
+def test_health_of_an_engine_with_a_bad_model_is_the_reason(compose: Compose, tmp_path: Path) -> None:
+    """`docker inspect` shows the output of health checks, so the operator finds the reason."""
+    image = docker("inspect", "-f", "{{.Image}}", compose.container("engine"))
+    environment = ("-e", "TOKENWIRE_ENGINE_HOLD_ON_ERROR=600", "-e", "ENGINE_ARGS=")
+    (tmp_path / "model").mkdir()
+    mount = ("-v", f"{tmp_path / 'model'}:/model:ro")
+    entry = ("--entrypoint", "python")
+    module = ("-m", "tokenwire.services.engine", "--port", "50052", "--model", "/model")
+    container = docker("run", "-d", *environment, *mount, *entry, image, *module)
+    try:
+        check = ["docker", "exec", container, "tokenwire", "health", "127.0.0.1:50052"]
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            answer = subprocess.run(check, capture_output=True, text=True, check=False)
+            assert answer.returncode == 1
+            if "config.json" in answer.stdout + answer.stderr:
+                return
+            assert time.monotonic() < deadline, answer
+            time.sleep(1)
+    finally:
+        docker("rm", "-f", container)
+
+
 @pytest.mark.parametrize("service", ["grammar", "tokenizer", "http_shim"])
 def test_images_without_torch_are_small(compose: Compose, service: str) -> None:
     image = docker("inspect", "-f", "{{.Image}}", compose.container(service))
@@ -158,9 +196,55 @@ def test_ports_of_all_but_the_grammar_service_are_published_on_loopback(compose:
         assert bool(published) == (service != "grammar")
 
 
+def test_killed_engine_is_started_again(compose: Compose) -> None:
+    container = compose.container("engine")
+    pid = docker("inspect", "-f", "{{.State.Pid}}", container)
+    os.kill(int(pid), signal.SIGKILL)
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        state = docker("inspect", "-f", "{{.State.Pid}} {{.State.Health.Status}}", container).split()
+        if state[0] not in ("0", pid) and state[1] == "healthy":
+            return
+        assert time.monotonic() < deadline, state
+        time.sleep(1)
+
+
+def test_two_engines_run_side_by_side(compose: Compose) -> None:
+    two = Compose(
+        url=compose.url,
+        tokenizer=compose.tokenizer,
+        engine=compose.engine,
+        command=(*compose.command[:-4], "-f", "docker-compose.yml"),
+        environment=compose.environment,
+    )
+    two.run("up", "-d", "--no-build", "--scale", "engine=2")
+    engines = two.run("ps", "-q", "engine").split()
+    assert len(engines) == 2
+    deadline = time.monotonic() + START_SECONDS
+    for engine in engines:
+        while docker("inspect", "-f", "{{.State.Health.Status}}", engine) != "healthy":
+            assert time.monotonic() < deadline, docker("logs", "--tail", "20", engine)
+            time.sleep(1)
+    body = {"prompt": "def add(a, b):", "max_tokens": 4, "temperature": 0}
+    request = urllib.request.Request(
+        f"{compose.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    while True:  # the tokenizer service connects anew after the engine was replaced
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] > 0
+                return
+        except urllib.error.HTTPError as error:
+            assert error.code == 503, error.read()
+            assert time.monotonic() < deadline, error.read()
+            time.sleep(1)
+
+
 def test_services_exit_with_code_0_when_stopped(compose: Compose) -> None:
     """This test must be the last one, because it stops the services."""
-    containers = [compose.container(service) for service in SERVICES]
+    containers = [each for name in SERVICES for each in compose.container(name).split()]
     compose.run("stop")
     for container in containers:
         assert docker("inspect", "-f", "{{.State.ExitCode}}", container) == "0"
