@@ -1,10 +1,11 @@
-"""Pages for browsers: the playground (GET /) and the API reference (GET /docs).
+"""Pages for browsers: the playground (GET /), the API reference (GET /docs), and their files.
 
-The pages need no key, but the playground's requests do. The pages load nothing from other servers;
+The pages need no key, but their requests do. The pages load nothing from other servers;
 the content-security-policy header enforces that.
 """
 
-from collections.abc import Awaitable, Callable
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from starlette.requests import Request
@@ -17,6 +18,12 @@ from services.http_shim.documentation.reference import reference
 __all__ = ["PAGES", "page_routes"]
 
 _WEB = Path(__file__).parent / "web"
+_MEDIA_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -25,14 +32,25 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-_FILES = {
-    "/": ("text/html", (_WEB / "playground.html").read_bytes()),
-    "/docs": ("text/html", reference(document())),
-    "/playground.js": ("text/javascript", (_WEB / "playground.js").read_bytes()),
-    "/style.css": ("text/css", (_WEB / "style.css").read_bytes()),
-}
+
+
+def _found_files() -> Iterator[tuple[str, tuple[str, bytes]]]:
+    """Yield path, media type and content of each file below web/.
+
+    A page has no suffix in its path: `status.html` and `status/index.html` are `/status`.
+    """
+    for file in sorted(_WEB.rglob("*")):
+        if file.suffix in _MEDIA_TYPES:
+            path = f"/{file.relative_to(_WEB).as_posix()}"
+            if file.suffix == ".html":
+                path = path.removesuffix(".html").removesuffix("/index")
+                path = "/" if path == "/playground" else path
+            yield path, (_MEDIA_TYPES[file.suffix], file.read_bytes())
+
+
+_FILES = dict(_found_files()) | {"/docs": ("text/html", reference(document()))}
 PAGES = frozenset(_FILES)
-"""Paths of the pages and their files"""
+"""Paths of the pages and their files, a list fixed at the start"""
 
 
 def page_routes() -> list[Route]:
@@ -41,7 +59,13 @@ def page_routes() -> list[Route]:
 
 
 def _page(media_type: str, content: bytes) -> Callable[[Request], Awaitable[Response]]:
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "etag": etag}
+
     async def page(request: Request) -> Response:
-        return Response(content, media_type=media_type, headers=_HEADERS)
+        # browsers ask each time, and get the file only if it differs from theirs
+        if etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
 
     return page
