@@ -149,7 +149,9 @@ def test_engine_image_carries_no_cuda(compose: Compose) -> None:
     assert int(docker("image", "inspect", "-f", "{{.Size}}", image)) < ENGINE_LIMIT
 
 
-def test_health_of_an_engine_with_a_bad_model_is_the_reason(compose: Compose, tmp_path: Path) -> None:
+def test_health_of_an_engine_with_a_bad_model_is_the_reason(
+    compose: Compose, tmp_path: Path
+) -> None:
     """`docker inspect` shows the output of health checks, so the operator finds the reason."""
     image = docker("inspect", "-f", "{{.Image}}", compose.container("engine"))
     environment = ("-e", "TOKENWIRE_ENGINE_HOLD_ON_ERROR=600", "-e", "ENGINE_ARGS=")
@@ -202,7 +204,9 @@ def test_killed_engine_is_started_again(compose: Compose) -> None:
     os.kill(int(pid), signal.SIGKILL)
     deadline = time.monotonic() + START_SECONDS
     while True:
-        state = docker("inspect", "-f", "{{.State.Pid}} {{.State.Health.Status}}", container).split()
+        state = docker(
+            "inspect", "-f", "{{.State.Pid}} {{.State.Health.Status}}", container
+        ).split()
         if state[0] not in ("0", pid) and state[1] == "healthy":
             return
         assert time.monotonic() < deadline, state
@@ -225,21 +229,23 @@ def test_two_engines_run_side_by_side(compose: Compose) -> None:
         while docker("inspect", "-f", "{{.State.Health.Status}}", engine) != "healthy":
             assert time.monotonic() < deadline, docker("logs", "--tail", "20", engine)
             time.sleep(1)
+    while not completes(compose.url):  # the tokenizer service connects to the new engines
+        assert time.monotonic() < deadline
+        time.sleep(1)
+
+
+def completes(url: str) -> bool:
+    """Return whether the server completes a prompt now. Raises HTTPError unless it is 503."""
     body = {"prompt": "def add(a, b):", "max_tokens": 4, "temperature": 0}
-    request = urllib.request.Request(
-        f"{compose.url}/v1/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    while True:  # the tokenizer service connects anew after the engine was replaced
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                assert json.load(answer)["usage"]["completion_tokens"] > 0
-                return
-        except urllib.error.HTTPError as error:
-            assert error.code == 503, error.read()
-            assert time.monotonic() < deadline, error.read()
-            time.sleep(1)
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return bool(json.load(answer)["usage"]["completion_tokens"])
+    except urllib.error.HTTPError as error:
+        if error.code == 503:
+            return False
+        raise
 
 
 def test_services_exit_with_code_0_when_stopped(compose: Compose) -> None:

@@ -1,0 +1,211 @@
+"""The playground in Chromium: the history sent is the history shown, and nothing shown is lost."""
+
+import json
+import re
+from typing import Any
+
+from playwright.async_api import Page, Request, Route, expect
+
+ANSWER = ".message.assistant"
+
+
+def chunk(**choice: Any) -> str:
+    """Return one event of a streamed chat."""
+    whole = {"object": "chat.completion.chunk", "choices": [{"index": 0, **choice}]}
+    return f"data: {json.dumps(whole)}\n\n"
+
+
+def body_of(request: Request) -> dict[str, Any]:
+    """Return the request's JSON object."""
+    body: dict[str, Any] = json.loads(request.post_data or "")
+    return body
+
+
+async def answer_with(page: Page, *events: str) -> list[dict[str, Any]]:
+    """Answer the page's next chats with these events. Return the list of the bodies they send."""
+    bodies: list[dict[str, Any]] = []
+
+    async def fulfil(route: Route, request: Request) -> None:
+        bodies.append(body_of(request))
+        await route.fulfill(
+            content_type="text/event-stream", body="".join(events) + "data: [DONE]\n\n"
+        )
+
+    await page.route("**/v1/chat/completions", fulfil)
+    return bodies
+
+
+async def say(page: Page, text: str) -> None:
+    await page.fill("#box", text)
+    await page.press("#box", "Enter")
+
+
+async def answered(page: Page, count: int) -> None:
+    await expect(page.locator(f"{ANSWER} .actions")).to_have_count(count)
+
+
+async def test_model_answers_and_the_next_request_carries_what_is_shown(page: Page) -> None:
+    await page.evaluate("document.querySelector('#settings-form [name=max_tokens]').value = 8")
+    await say(page, "What is Python?")
+    await answered(page, 1)
+    shown = await page.inner_text(f"{ANSWER} .content")
+    assert shown.strip()
+    async with page.expect_request("**/v1/chat/completions") as sent:
+        await say(page, "And why?")
+    messages = body_of(await sent.value)["messages"]
+    assert [each["role"] for each in messages[-3:]] == ["user", "assistant", "user"]
+    assert messages[-2]["content"].split() == shown.split()
+    await answered(page, 2)
+
+
+async def test_conversation_survives_a_reload(page: Page) -> None:
+    await answer_with(page, chunk(delta={"content": "Kept."}))
+    await say(page, "Hello")
+    await answered(page, 1)
+    await page.reload()
+    await answered(page, 1)
+    await expect(page.locator(f"{ANSWER} .content")).to_have_text("Kept.")
+
+
+async def test_escape_stops_the_answer_and_keeps_its_text(page: Page) -> None:
+    fields = '{"min_tokens": 2000, "ignore_eos": true, "max_tokens": 2000}'
+    await page.evaluate(
+        "text => { document.querySelector('#settings-form [name=further]').value = text; }", fields
+    )
+    await say(page, "Count")
+    await expect(page.locator(f"{ANSWER} .content")).to_have_text(re.compile(r"\S"))
+    await page.keyboard.press("Escape")
+    await answered(page, 1)
+    await expect(page.locator(ANSWER)).to_contain_text("Stopped.")
+    assert (await page.inner_text(f"{ANSWER} .content")).strip()
+    assert await page.evaluate("document.activeElement.id") == "box"
+
+
+async def test_error_shows_the_reason_and_retry_sends_the_same_messages(page: Page) -> None:
+    bodies: list[Any] = []
+
+    async def refuse(route: Route, request: Request) -> None:
+        bodies.append(body_of(request))
+        error = {"error": {"message": "The queue is full.", "type": "overloaded_error"}}
+        await route.fulfill(status=503, json=error)
+
+    await page.route("**/v1/chat/completions", refuse)
+    await say(page, "Hello")
+    await expect(page.locator(".failure")).to_contain_text("The queue is full.")
+    await page.unroute("**/v1/chat/completions")
+    bodies += await answer_with(page, chunk(delta={"content": "Better."}))
+    async with page.expect_request("**/v1/chat/completions") as again:
+        await page.click(".failure button")
+    await expect(page.locator(f"{ANSWER} .content")).to_have_text("Better.")
+    assert body_of(await again.value)["messages"] == bodies[0]["messages"]
+    await expect(page.locator(".failure")).to_have_count(0)
+
+
+async def test_edited_message_is_sent_in_place_of_the_old_one(page: Page) -> None:
+    bodies = await answer_with(page, chunk(delta={"content": "Yes."}))
+    await say(page, "First")
+    await answered(page, 1)
+    await page.click(".message.user >> text=Edit")
+    await page.fill(".message.user .editor textarea", "Second")
+    await page.click("text=Send edited")
+    await expect(page.locator(".message.user .content")).to_have_text("Second")
+    await answered(page, 1)
+    assert [each["content"] for each in bodies[-1]["messages"] if each["role"] == "user"] == [
+        "Second"
+    ]
+
+
+async def test_regenerated_answer_is_a_version_beside_the_old_one(page: Page) -> None:
+    await answer_with(page, chunk(delta={"content": "One."}))
+    await say(page, "Hello")
+    await answered(page, 1)
+    await page.unroute("**/v1/chat/completions")
+    await answer_with(page, chunk(delta={"content": "Two."}))
+    await page.click("text=Regenerate")
+    await expect(page.locator(f"{ANSWER} .content")).to_have_text("Two.")
+    await page.click("[aria-label='Previous version']")
+    await expect(page.locator(f"{ANSWER} .content")).to_have_text("One.")
+
+
+async def test_tool_results_go_back_with_the_call(page: Page) -> None:
+    call = {
+        "index": 0,
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+    }
+    await answer_with(page, chunk(delta={"tool_calls": [call]}, finish_reason="tool_calls"))
+    await say(page, "Weather in Bern?")
+    await expect(page.locator(".call")).to_contain_text("weather")
+    await page.unroute("**/v1/chat/completions")
+    bodies = await answer_with(page, chunk(delta={"content": "Sunny."}))
+    await page.fill(".results textarea", "20 degrees")
+    await page.click("text=Send results")
+    await expect(page.locator(f"{ANSWER} .content").last).to_have_text("Sunny.")
+    request, result = bodies[-1]["messages"][-2:]
+    assert request["tool_calls"][0]["function"] == call["function"]
+    assert (result["role"], result["tool_call_id"], result["content"]) == (
+        "tool", "call_1", "20 degrees",
+    )  # fmt: skip
+
+
+async def test_hostile_markdown_stays_text(page: Page) -> None:
+    hostile = (
+        "<script>document.title = 'owned'</script> <img src=x onerror=alert(1)>\n\n"
+        "[click](javascript:alert(1)) [good](https://example.org)\n\n"
+        "| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('<b>')\n```\n"
+    )
+    await answer_with(page, chunk(delta={"content": hostile}))
+    await say(page, "Hello")
+    await answered(page, 1)
+    content = page.locator(f"{ANSWER} .content")
+    assert await content.locator("script, img, b").count() == 0
+    hrefs = await content.locator("a").evaluate_all("links => links.map(link => link.href)")
+    assert hrefs == ["https://example.org/"]
+    assert await content.locator("table td").all_inner_texts() == ["1", "2"]
+    assert await content.locator("pre code").inner_text() == "print('<b>')\n"
+    assert await page.title() == "Tokenwire playground"
+
+
+async def test_switching_modes_keeps_both(page: Page) -> None:
+    await answer_with(page, chunk(delta={"content": "Still here."}))
+    await say(page, "Hello")
+    await answered(page, 1)
+    await page.check("[name=mode][value=completion]")
+    await page.fill("#completion [name=prompt]", "def sub(a, b):")
+    await page.check("[name=mode][value=chat]")
+    await expect(page.locator(f"{ANSWER} .content")).to_have_text("Still here.")
+    await page.check("[name=mode][value=completion]")
+    assert await page.input_value("#completion [name=prompt]") == "def sub(a, b):"
+
+
+async def test_completion_streams_into_the_page(page: Page) -> None:
+    await page.check("[name=mode][value=completion]")
+    await page.click("#send")
+    await expect(page.locator("#completion-output")).to_have_text(re.compile(r"\S"))
+
+
+async def test_key_is_used_changed_and_forgotten(page: Page) -> None:
+    await answer_with(page, chunk(delta={"content": "Yes."}))
+    if await page.locator("#settings").is_hidden():
+        await page.click("#show-settings")
+    for key in ("first", "second"):
+        await page.fill("#key", key)
+        await page.click("text=Use key")
+        async with page.expect_request("**/v1/chat/completions") as sent:
+            await say(page, "Hello")
+        assert (await sent.value).headers["authorization"] == f"Bearer {key}"
+    await page.click("#forget-key")
+    async with page.expect_request("**/v1/chat/completions") as sent:
+        await say(page, "Hello")
+    assert "authorization" not in (await sent.value).headers
+
+
+async def test_phone_shows_the_answer_and_the_message_box_together(page: Page) -> None:
+    await page.set_viewport_size({"width": 390, "height": 800})
+    await answer_with(page, chunk(delta={"content": "Line\n\n" * 60 + "End."}))
+    await say(page, "Hello")
+    await answered(page, 1)
+    await expect(page.locator("#box")).to_be_in_viewport()
+    await expect(page.get_by_text("End.")).to_be_in_viewport()
+    assert await page.evaluate("document.documentElement.scrollWidth") <= 390
