@@ -1,15 +1,16 @@
 """Prometheus metrics: the HTTP endpoint, and the histogram buckets that all services share."""
 
 from collections.abc import Iterable
+from importlib.metadata import version
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import start_http_server
+from prometheus_client import Gauge, start_http_server
 
 from services.common.hosts import AllowedHosts
 from services.common.settings import LAST_PORT, StartupError
 from tokenwire.serving.addresses import address, why_unusable
 
-__all__ = ["INTER_TOKEN_BUCKETS", "LATENCY_BUCKETS", "serve_metrics"]
+__all__ = ["INTER_TOKEN_BUCKETS", "LATENCY_BUCKETS", "describe_build", "serve_metrics"]
 
 LATENCY_BUCKETS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -17,6 +18,14 @@ LATENCY_BUCKETS = (
 INTER_TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
 )  # fmt: skip
+
+
+_BUILD_INFO = Gauge("tokenwire_build_info", "The service.", ["service", "version", "kernels"])
+
+
+def describe_build(service: str, kernels: str = "") -> None:
+    """Publish the version of a service, and for the engine the kernels that it uses."""
+    _BUILD_INFO.labels(service, version("tokenwire"), kernels).set(1)
 
 
 def serve_metrics(host: str, port: int) -> None:

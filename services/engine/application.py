@@ -9,6 +9,7 @@ import grpc
 
 from services.common.server import Application
 from services.common.settings import require_directory
+from services.common.telemetry import describe_build
 from services.engine.frontend.control_service import EngineControlServicer
 from services.engine.frontend.engine_service import EngineServicer
 from services.engine.frontend.frontend import Frontend
@@ -18,6 +19,10 @@ from tokenwire.pb.engine.v1 import engine_pb2, engine_pb2_grpc
 __all__ = ["EngineApplication"]
 
 _LOG = logging.getLogger("engine")
+_WITHOUT_KERNELS = (
+    "The CPU kernels were not built, so torch computes, several times slower. "
+    "Install g++, then install Tokenwire again (in a checkout: make clean serve)."
+)
 _NICENESS = 5
 """Niceness of the gRPC process: handling outputs must not delay the loop's next step"""
 
@@ -53,6 +58,9 @@ class EngineApplication(Application):
             model.total_blocks * model.block_size,
             model.kv_bytes / 2**30,
         )
+        describe_build("engine", model.kernels)
+        if model.kernels == "none":
+            _LOG.warning(_WITHOUT_KERNELS)
         self.set_serving(True)
         self._watchdog = asyncio.create_task(self._watch_loop())
 

@@ -477,6 +477,8 @@ class ModelDescription:
     total_blocks: int
     kv_bytes: int
     weight_bytes: int
+    kernels: str
+    """Instruction set of the CPU kernels; "cuda" on a GPU, "none" if torch computes on a CPU"""
     images_are_consecutive: bool = False
     """True if the tokens of an image must have no others between them"""
 

@@ -15,6 +15,7 @@ from services.common.settings import (
     require_directory,
     setting,
 )
+from services.common.telemetry import describe_build
 from services.grammar.compiling.compiler import Compiler
 from services.grammar.grammar_service import GrammarServicer
 from services.grammar.matching.cache import GrammarCache
@@ -68,6 +69,7 @@ class GrammarApplication(Application):
 
     async def start(self) -> None:
         await self._compiler.start()
+        describe_build("grammar")
         self.set_serving(True)
 
     async def drain(self) -> None:

@@ -17,7 +17,7 @@ import uvloop
 from services.common import logging as service_logging
 from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
-from services.common.telemetry import serve_metrics
+from services.common.telemetry import describe_build, serve_metrics
 from services.http_shim.accounts.keyring import Keyring
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import RetryPolicy
@@ -82,6 +82,7 @@ async def serve(settings: HttpShimSettings) -> None:
         settings = dataclasses.replace(settings, host=bound.getsockname()[0])
         check(settings)
         models, gate = _models(settings), Gate()
+        describe_build("http_shim")
         server = _server(settings, models, gate, keyring)
         if settings.metrics_port > 0:
             serve_metrics(settings.host, settings.metrics_port)

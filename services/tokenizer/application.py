@@ -14,6 +14,7 @@ from services.common.settings import (
     require_directory,
     setting,
 )
+from services.common.telemetry import describe_build
 from services.tokenizer.chat.answer.tool_formats import (
     JSON_FORMAT,
     REASONING_FORMATS,
@@ -138,6 +139,7 @@ class TokenizerApplication(Application):
 
     async def start(self) -> None:
         """Wait until the engine serves."""
+        describe_build("tokenizer")
         self._templates.start()
         await self._link.start()
 

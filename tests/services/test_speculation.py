@@ -49,7 +49,7 @@ async def run(model: Path, grammar: str, speculate: str, log: Path) -> tuple[lis
                 elif event.HasField("finished"):
                     ends[event.finished.sequence] = event.finished
             outputs += [ids, ends]
-        steps = (await metrics_of(engine.target))["tokenwire_engine_steps"]
+        steps = (await metrics_of(engine.target))["tokenwire_engine_steps_total"]
     return outputs, steps
 
 

@@ -99,6 +99,7 @@ class Frontend:
         self._handles = itertools.count(1)
         self._flushes: deque[asyncio.Future[int]] = deque()
         self._token_rate = request_accounting.TokenRate()
+        self._load_metrics = request_accounting.LoadMetrics()
         self._last_output = 0.0
         """time.monotonic() of the loop's last output, or of the first request after idling"""
         self._changed = asyncio.Event()
@@ -342,7 +343,7 @@ class Frontend:
     def _on_output(self, output: StepOutput) -> None:
         now, generated = time.monotonic(), 0
         self.load, self._last_output = output.load, now
-        request_accounting.observe_load(output.load)
+        self._load_metrics.observe(output.load)
         if self._matchers is not None:  # before all else: the loop may have to wait for the masks
             self._matchers.feed(o for o in output.outputs if isinstance(o, Token | DraftTokens))
         for item in output.outputs:

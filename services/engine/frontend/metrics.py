@@ -11,6 +11,8 @@ __all__ = [
     "IMAGES",
     "IMAGE_CACHE_BYTES",
     "INTER_TOKEN_SECONDS",
+    "KV_BLOCKS",
+    "KV_FREE_BLOCKS",
     "KV_USED_RATIO",
     "PREEMPTIONS",
     "PROMPT_TOKENS",
@@ -48,8 +50,12 @@ RUNNING = Gauge("tokenwire_engine_running_sequences", "Sequences that run.")
 WAITING = Gauge("tokenwire_engine_waiting_sequences", "Sequences that wait.")
 QUEUED_TOKENS = Gauge("tokenwire_engine_queued_tokens", "Tokens that wait and are not cached.")
 KV_USED_RATIO = Gauge("tokenwire_engine_kv_used_ratio", "Share of KV blocks that sequences hold.")
-PREEMPTIONS = Gauge("tokenwire_engine_preemptions", "Sequences preempted since the start.")
-STEPS = Gauge("tokenwire_engine_steps", "Steps since the start.")
+KV_BLOCKS = Gauge("tokenwire_engine_kv_blocks", "KV blocks in all.")
+KV_FREE_BLOCKS = Gauge(
+    "tokenwire_engine_kv_free_blocks", "KV blocks that no sequence holds; they may be cached."
+)
+PREEMPTIONS = Counter("tokenwire_engine_preemptions", "Sequences preempted.")
+STEPS = Counter("tokenwire_engine_steps", "Steps.")
 IMAGES = Counter(
     "tokenwire_engine_images", "Images of prompts: encoded, cached or unreadable.", ["outcome"]
 )

@@ -7,12 +7,12 @@ from services.engine.frontend import metrics
 from services.engine.messages import LoadSnapshot, RequestDone
 
 __all__ = [
+    "LoadMetrics",
     "TokenLatency",
     "TokenRate",
     "count_error",
     "count_request",
     "observe_done",
-    "observe_load",
 ]
 
 _OUTCOMES = {
@@ -45,14 +45,24 @@ def observe_done(done: RequestDone) -> None:
     metrics.QUEUE_SECONDS.observe(done.queue_seconds)
 
 
-def observe_load(load: LoadSnapshot) -> None:
-    """Publish the loop's load."""
-    metrics.RUNNING.set(load.running)
-    metrics.WAITING.set(load.waiting)
-    metrics.QUEUED_TOKENS.set(load.queued_tokens)
-    metrics.KV_USED_RATIO.set(1 - load.free_blocks / load.total_blocks if load.total_blocks else 0)
-    metrics.PREEMPTIONS.set(load.preemptions)
-    metrics.STEPS.set(load.steps)
+class LoadMetrics:
+    """Metrics of the loop's load."""
+
+    def __init__(self) -> None:
+        self._preemptions = self._steps = 0
+
+    def observe(self, load: LoadSnapshot) -> None:
+        """Publish a load. Loads must arrive in order."""
+        used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0
+        metrics.RUNNING.set(load.running)
+        metrics.WAITING.set(load.waiting)
+        metrics.QUEUED_TOKENS.set(load.queued_tokens)
+        metrics.KV_BLOCKS.set(load.total_blocks)
+        metrics.KV_FREE_BLOCKS.set(load.free_blocks)
+        metrics.KV_USED_RATIO.set(used)
+        metrics.PREEMPTIONS.inc(load.preemptions - self._preemptions)
+        metrics.STEPS.inc(load.steps - self._steps)
+        self._preemptions, self._steps = load.preemptions, load.steps
 
 
 class TokenLatency:

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from services.engine.execution.loaded_model import LoadedModel, load
 from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
+from services.engine.kernels.library import instruction_set
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import ModelDescription
@@ -63,6 +66,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         total_blocks=model.num_blocks,
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
+        kernels=_kernels(decoder.device),
         images_are_consecutive=spec.has_grid_positions or spec.family.images_see_ahead,
     )
     runner = ModelRunner(decoder, cache, _graph_capacity(settings, model))
@@ -70,6 +74,13 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     alone = model.ranks.rank.is_alone
     steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
     return LoadedLoop(steps, pool, model, description)
+
+
+def _kernels(device: torch.device) -> str:
+    if device.type != "cpu":
+        return device.type
+    instructions = instruction_set()
+    return "none" if instructions is None else instructions.name.lower()
 
 
 def _graph_capacity(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
