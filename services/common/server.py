@@ -77,7 +77,11 @@ class Application(ABC):
 
 def main(name: str, settings_type: type[S], make: Callable[[S], Application]) -> None:
     """Run a service process; exit with 0, 1 (failed), 2 (could not start) or 130 (interrupted)."""
-    settings = parse(settings_type, f"python -m services.{name}", f"TOKENWIRE_{name.upper()}")
+    try:
+        settings = parse(settings_type, f"python -m services.{name}", f"TOKENWIRE_{name.upper()}")
+    except StartupError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
     try:
         service_logging.configure(name, settings.log_level)
         raise_file_limit()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from tokenwire.serving.addresses import LAST_PORT, METRICS_PORT_OFFSET
+from tokenwire.serving.checkpoint_folder import CheckpointFolderError, require_readable
 
 __all__ = [
     "INSTANT",
@@ -25,7 +26,7 @@ __all__ = [
     "StartupError",
     "StreamSettings",
     "parse",
-    "require_directory",
+    "require_checkpoint",
     "setting",
 ]
 
@@ -155,8 +156,10 @@ def _boolean(variable: str, text: str) -> bool:
     raise StartupError(f"{variable} must be true or false, not {text!r}.")
 
 
-def require_directory(path: Path, what: str) -> Path:
-    """Return the path if it is a directory, raise StartupError otherwise."""
-    if not path.is_dir():
-        raise StartupError(f"{what} {path} is not a directory.")
+def require_checkpoint(path: Path) -> Path:
+    """Return the path if it is a directory that the services read; raise StartupError if not."""
+    try:
+        require_readable(path)
+    except CheckpointFolderError as error:
+        raise StartupError(str(error)) from None
     return path

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import grpc
 
 from services.common.server import Application
-from services.common.settings import require_directory
+from services.common.settings import require_checkpoint
 from services.common.telemetry import describe_build
 from services.engine.frontend.control_service import EngineControlServicer
 from services.engine.frontend.engine_service import EngineServicer
@@ -32,7 +32,7 @@ class EngineApplication(Application):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__()
-        require_directory(settings.model, "--model")
+        require_checkpoint(settings.model)
         self._frontend = Frontend(settings, self._on_failure)
         self._engine = EngineServicer(self._frontend, settings)
         self._control = EngineControlServicer(self._frontend, settings, self.set_serving)

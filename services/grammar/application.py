@@ -12,7 +12,7 @@ from services.common.settings import (
     INSTANT,
     LAST_PORT,
     ServerSettings,
-    require_directory,
+    require_checkpoint,
     setting,
 )
 from services.common.telemetry import describe_build
@@ -54,7 +54,7 @@ class GrammarApplication(Application):
     def __init__(self, settings: GrammarSettings) -> None:
         super().__init__()
         os.environ.setdefault("RUST_MIN_STACK", str(_MASK_STACK))
-        model = require_directory(settings.model, "--model")
+        model = require_checkpoint(settings.model)
         self._compiler = Compiler(model, settings.compile_timeout, settings.compile_concurrency)
         self._servicer = GrammarServicer(
             load(model),

@@ -11,7 +11,7 @@ from services.common.settings import (
     LAST_PORT,
     StartupError,
     StreamSettings,
-    require_directory,
+    require_checkpoint,
     setting,
 )
 from services.common.telemetry import describe_build
@@ -36,6 +36,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import add_CompletionServiceServicer_to_server
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import add_TokenizerServiceServicer_to_server
+from tokenwire.serving.checkpoint_folder import served_name
 
 __all__ = ["TokenizerApplication", "TokenizerSettings"]
 
@@ -90,8 +91,8 @@ class TokenizerApplication(Application):
         super().__init__()
         if settings.model == Path():
             raise StartupError("--model must name the directory of a checkpoint.")
-        directory = require_directory(settings.model, "The model directory")
-        model = settings.model_id or directory.resolve().name
+        directory = require_checkpoint(settings.model)
+        model = settings.model_id or served_name(directory)
         processor = read_processor_settings(directory)
         vocabulary = Vocabulary(directory, answer_marks() | image_tokens(processor))
         family = read_image_family(processor, vocabulary)

@@ -331,7 +331,7 @@ async def test_death_of_the_step_loop_fails_its_requests_and_ends_the_service(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--model", "/nowhere"), "is not a directory"),
+        (("--model", "/nowhere"), "does not exist"),
         (("--model", "{model}", "--port", "99999"), "--port"),
         (("--model", "{model}", "--stall-seconds", "0"), "--stall-seconds must be between"),
         (("--model", "{model}", "--kv-memory", "lots"), "not an amount of memory"),

@@ -15,7 +15,7 @@ from tokenwire.serving.health import why_not_serving
     ("name", "config", "reason"),
     [
         ("engine", {"model_type": "nix", "architectures": ["Nix"]}, "the architecture Nix"),
-        ("grammar", None, "is not a directory"),
+        ("grammar", None, "does not exist"),
     ],
 )
 async def test_failed_start_reaches_the_health_check(

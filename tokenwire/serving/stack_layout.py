@@ -19,6 +19,11 @@ from tokenwire.serving.addresses import (
     why_unusable,
 )
 from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog
+from tokenwire.serving.checkpoint_folder import (
+    CheckpointFolderError,
+    require_config,
+    require_readable,
+)
 
 __all__ = [
     "CatalogPlan",
@@ -232,14 +237,11 @@ def _grace(options: ServeOptions) -> tuple[str, str]:
 def _checkpoint(model: Path | None) -> Path:
     """Return the directory to serve. Raises ServeError if it holds no checkpoint."""
     if model is not None:
-        if not model.is_dir():
-            raise ServeError(f"The model directory {model} does not exist.")
         try:
-            has_config = (model / "config.json").is_file()
-        except PermissionError:
-            raise ServeError(f"No permission to read the model directory {model}.") from None
-        if not has_config:
-            raise ServeError(f"The model directory {model} holds no config.json.")
+            require_readable(model)
+            require_config(model)
+        except CheckpointFolderError as error:
+            raise ServeError(str(error)) from None
         return model.resolve()
     return embedded_checkpoint()
 

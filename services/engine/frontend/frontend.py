@@ -50,6 +50,7 @@ from services.engine.messages import (
 from services.engine.settings import EngineSettings, parse_bytes
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest
+from tokenwire.serving.checkpoint_folder import served_name
 
 __all__ = ["Caller", "Frontend"]
 
@@ -103,7 +104,7 @@ class Frontend:
         self._last_output = 0.0
         """time.monotonic() of the loop's last output, or of the first request after idling"""
         self._changed = asyncio.Event()
-        self.model_id = settings.model_id or settings.model.resolve().name
+        self.model_id = settings.model_id or served_name(settings.model)
         self.load = LoadSnapshot()
         self.draining = False
         """True once new requests are refused"""

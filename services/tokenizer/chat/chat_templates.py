@@ -26,6 +26,7 @@ from services.tokenizer.chat.template.template_messages import (
     template_messages,
 )
 from services.tokenizer.chat.template.template_probe import find_turn_end, probe_template
+from services.tokenizer.chat.template.template_syntax import require_syntax
 from services.tokenizer.images.image_expander import ImageExpander, ImagePrompt
 from services.tokenizer.images.image_family import ImageFamily
 from services.tokenizer.text.checkpoint_files import DEFAULT_TEMPLATE
@@ -111,6 +112,7 @@ class ChatTemplates:
         self._image_mark = images.mark if images is not None else ""
         self._image_text = images.generic if images is not None else ""
         self._marker = Marker(vocabulary.control_tokens)
+        require_syntax(vocabulary.chat_templates)
         self._renderer = Renderer(vocabulary.chat_templates, vocabulary.special_names)
         self._facts: dict[str, TemplateFacts] = {}
         templates = vocabulary.chat_templates.values()

@@ -108,7 +108,7 @@ async def test_sigterm_finishes_running_requests(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--model", "/nowhere"], "The model directory /nowhere is not a directory."),
+        (["--model", "/nowhere"], "The model directory /nowhere does not exist."),
         (["--model", "tests"], "tests has no tokenizer.json."),
         ([], "--model must name the directory of a checkpoint."),
         (["--max-logprobs", "21"], "--max-logprobs must be between 0 and 20, not 21."),

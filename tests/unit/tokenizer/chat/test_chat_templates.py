@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from transformers import PreTrainedTokenizerFast
 
+from services.common.settings import StartupError
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.message_parser import SegmentKind
 from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates
@@ -309,11 +310,22 @@ async def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     await templates.stop()
 
 
+def test_broken_template_is_refused_at_start(tmp_path: Path) -> None:
+    """The client of a chat can't mend it; the operator can."""
+    with pytest.raises(StartupError, match="broken in line 2: Expected an expression"):
+        ChatTemplates(chat_vocabulary(tmp_path, "a\n{% if %}"), "m")
+
+
+async def test_training_marks_of_a_template_are_accepted(tmp_path: Path) -> None:
+    source = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    async with _started(tmp_path, source) as templates:
+        assert (await templates.render(_prompt(_says("user", "a")))).text == "a"
+
+
 async def test_error_of_a_template_reaches_the_client(tmp_path: Path) -> None:
     """The message is the template's own, or describes its failure."""
     sources = {
         "{{ raise_exception('Speak, ' + messages[0].role) }}": "Speak, user",
-        "{% if %}": "Expected an expression",
         "{{ messages[0].nothing.at_all }}": "no attribute 'nothing'",
         "{{ messages[0].content + 1 }}": "TypeError",
         "{% for i in range(10 ** 9) %}{% endfor %}": "too big",

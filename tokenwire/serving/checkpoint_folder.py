@@ -1,0 +1,159 @@
+"""Folders that users take for a checkpoint, and the remedy for each."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["CheckpointFolderError", "require_config", "require_readable", "served_name"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_REPOSITORY = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+"""Folder of a repository in the cache of a Hugging Face hub"""
+_PICKLES = ("pytorch_model*.bin", "consolidated*.pth", "*.pt", "*.pth")
+_OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "*.tiktoken")
+_CONVERT = (
+    "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+    "[each.from_pretrained('{0}').save_pretrained('{1}') for each in (M, T)]"
+)
+_LFS_POINTER = b"version https://git-lfs"
+
+
+class CheckpointFolderError(Exception):
+    """Path that holds no checkpoint of the form that is served. The message is one sentence."""
+
+
+def require_readable(path: Path) -> None:
+    """Raise CheckpointFolderError if the services can't read a checkpoint in this form."""
+    if not path.is_dir():
+        raise CheckpointFolderError(_no_directory(path))
+    try:
+        reason = next(_reasons(path), None)
+    except PermissionError as error:
+        raise CheckpointFolderError(f"No permission to read {error.filename}.") from None
+    if reason is not None:
+        raise CheckpointFolderError(reason)
+
+
+def require_config(path: Path) -> None:
+    """Raise CheckpointFolderError unless the directory has a config.json with an object."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise CheckpointFolderError(f"The model directory {path} holds no config.json.")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except PermissionError:
+        raise CheckpointFolderError(f"No permission to read {file}.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointFolderError(f"{file} cannot be read as JSON: {error}.") from None
+    if not isinstance(values, dict) or not values.get("architectures"):
+        raise CheckpointFolderError(f"{file} names no architectures; see docs/models.md.")
+
+
+def served_name(path: Path) -> str:
+    """Return the name under which a checkpoint is served: its repository's, or its folder's."""
+    resolved = path.resolve()
+    if resolved.parent.name == "snapshots":
+        repository = _REPOSITORY.fullmatch(resolved.parent.parent.name)
+        if repository is not None:
+            return "/".join(repository.groups())
+    return resolved.name
+
+
+def _no_directory(path: Path) -> str:
+    if path.suffix == ".gguf":
+        return _gguf(path)
+    if path.exists():
+        return f"{path} is a file; give the directory that holds it and config.json."
+    if _HUB_ID.fullmatch(str(path)):
+        folder = f"$HOME/{path.name}"
+        return (
+            f"There is no directory {path}; if it is a repository on the hub, download it with "
+            f"`.venv/bin/hf download {path} --local-dir {folder}` and serve {folder}."
+        )
+    return f"The model directory {path} does not exist."
+
+
+def _reasons(path: Path) -> Iterator[str]:
+    """Yield why the directory is no checkpoint that is read; nothing if it looks like one."""
+    yield from _of_hub_cache(path)
+    if not (path / "config.json").is_file():
+        yield from _of_adapter(path)
+    yield from _of_pointers(path)
+    yield from _of_weights(path)
+    if not (path / "tokenizer.json").exists() and (other := _first(path, *_OTHER_TOKENIZERS)):
+        yield (
+            f"{path} has a tokenizer in {other.name}, which is not read; make tokenizer.json with "
+            '`.venv/bin/python -c "from transformers import AutoTokenizer as T; '
+            f"T.from_pretrained('{path}').save_pretrained('{path}')\"`."
+        )
+
+
+def _of_hub_cache(path: Path) -> Iterator[str]:
+    snapshots = sorted(path.glob("snapshots/*/")) or sorted(path.glob("models--*/snapshots/*/"))
+    if snapshots:
+        names = " or ".join(str(each) for each in snapshots[:3])
+        yield f"{path} is a folder of the hub's cache; serve a snapshot in it: {names}."
+
+
+def _of_adapter(path: Path) -> Iterator[str]:
+    file = path / "adapter_config.json"
+    if not file.is_file():
+        return
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = "its base model"
+    yield (
+        f"{path} is a LoRA adapter, which is not served alone: merge it into {base} with peft's "
+        "merge_and_unload(), save the result with save_pretrained(), and serve that."
+    )
+
+
+def _of_pointers(path: Path) -> Iterator[str]:
+    for name in ("config.json", "tokenizer.json", "*.safetensors"):
+        for file in sorted(path.glob(name)):
+            if not file.is_file():
+                continue
+            with file.open("rb") as opened:
+                if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                    yield f"{file} is a pointer of git-LFS; run `git lfs pull` in {path}."
+
+
+def _of_weights(path: Path) -> Iterator[str]:
+    if _first(path, "*.safetensors"):
+        yield from _of_index(path)
+    elif gguf := _first(path, "*.gguf"):
+        yield _gguf(gguf)
+    elif pickle := _first(path, *_PICKLES):
+        target = f"{path.resolve()}-safetensors"
+        yield (
+            f"The weights in {path} are a pickle ({pickle.name}), which could run any code; "
+            f'convert them with `.venv/bin/python -c "{_CONVERT.format(path, target)}"` '
+            f"and serve {target}."
+        )
+
+
+def _of_index(path: Path) -> Iterator[str]:
+    index = path / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return  # the engine reads it again, and names what is wrong in it
+    missing = sorted(str(name) for name in names if not (path / str(name)).exists())
+    if missing:
+        yield (
+            f"{path} lacks {len(missing)} of the files that {index.name} names, such as "
+            f"{missing[0]}; download them again."
+        )
+
+
+def _first(path: Path, *patterns: str) -> Path | None:
+    return next((file for each in patterns for file in sorted(path.glob(each))), None)
+
+
+def _gguf(path: Path) -> str:
+    return (
+        f"{path} is in the GGUF format, which is not read; "
+        "download the model's repository with safetensors files instead."
+    )
