@@ -1,7 +1,7 @@
 """Server-sent events of a streamed completion or chat."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 from msgspec import UNSET, UnsetType
@@ -36,13 +36,16 @@ class EventStream(Generic[Delta]):
         options: StreamOptions | None,
         envelope: Envelope,
         exchange: Exchange,
+        name_of: Callable[[str], str],
     ) -> None:
+        """`name_of` converts the service's name of a field to the client's."""
         assert collector.accepted is not None
         self._running: OutputCollector[Delta] = collector
         self._prompts = collector.accepted.prompts
         self._formatter: ChoiceFormatter[Delta] = formatter
         self._envelope = envelope
         self._exchange = exchange
+        self._name_of = name_of
         self._unfinished = len(self._prompts) * formatter.choices_per_prompt
         self._held_finish: completion_pb2.ChoiceFinished | None = None
         self._tokens: dict[int, int] = {}  # tokens sent, by choice
@@ -83,6 +86,8 @@ class EventStream(Generic[Delta]):
         if (error := self._running.error) is not None:
             self._exchange.status = http_status(error.code)  # as if it had failed before the stream
             self._exchange.note_failure(error.reason, error.message)
+            if error.field:
+                error.field = self._name_of(error.field)
             return b"data: %b\n\n" % error_body(error)
         if self._running.usage is None:
             return b""  # the client left

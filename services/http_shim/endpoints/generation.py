@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -113,11 +114,12 @@ class GenerationEndpoint(Generic[Body, Delta]):
             body, request, exchange.ignored = asked.body, asked.request, asked.ignored
             model = await assign_model(exchange, self._models, body.model, request)
             collector: OutputCollector[Delta] = OutputCollector()
+            name_of = partial(self._param_of, body)
             with (
                 self._gate.entered(collector),
                 reserved_tokens(exchange, request),
                 model.connection.used() as backend,
-                client_field_names(lambda path: self._api.param_of(path, body)),
+                client_field_names(name_of),
             ):
                 await fetch_remote(self._fetcher, asked.images, held.resize)
                 submission = backend.submit(
@@ -133,7 +135,7 @@ class GenerationEndpoint(Generic[Body, Delta]):
                 watch = asyncio.ensure_future(watch_for_disconnect(receive, collector))
                 try:
                     if body.stream:
-                        await answer.stream(scope, send, submission, self._stall_seconds)
+                        await answer.stream(scope, send, submission, name_of, self._stall_seconds)
                     else:
                         response = await answer.whole()
                         await response(scope, receive, send)
@@ -145,6 +147,9 @@ class GenerationEndpoint(Generic[Body, Delta]):
                         answer.count_unsent_tokens()
         if collector.gone:
             raise ClientGoneError
+
+    def _param_of(self, body: Body, path: str) -> str:
+        return self._api.param_of(path, body)
 
     def _parse(self, encoded: bytes) -> "_Asked[Body]":
         body, ignored = parse(self._api.decoder, encoded)
@@ -174,12 +179,22 @@ class _Answer(Generic[Delta]):
     formatter: ChoiceFormatter[Delta]
 
     async def stream(
-        self, scope: Scope, send: Send, submission: Submission, stall_seconds: float
+        self,
+        scope: Scope,
+        send: Send,
+        submission: Submission,
+        name_of: Callable[[str], str],
+        stall_seconds: float,
     ) -> None:
-        """Send the answer as server-sent events."""
+        """Send the answer as server-sent events; `name_of` gives the client's name of a field."""
         envelope = self._envelope(await self._admitted())
         events = EventStream(
-            self.collector, self.formatter, self.body.stream_options, envelope, self.exchange
+            self.collector,
+            self.formatter,
+            self.body.stream_options,
+            envelope,
+            self.exchange,
+            name_of,
         )
         await send_stream(
             scope, send, self.collector, submission, events, stall_seconds=stall_seconds

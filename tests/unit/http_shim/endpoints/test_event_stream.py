@@ -32,7 +32,7 @@ def begin(
     for name, value in fields.items():
         setattr(body, name, value)
     formatter = CompletionFormatter.of(body)
-    return collector, EventStream(collector, formatter, options, envelope(), exchange())
+    return collector, EventStream(collector, formatter, options, envelope(), exchange(), str)
 
 
 def objects(data: bytes) -> list[Any]:

@@ -76,7 +76,7 @@ def begin(
     body = CompletionBody(prompt="x", stream=True, n=choices)
     asked = exchange()
     scope = {"exchange": asked, "extensions": {name: {} for name in extensions}}
-    events = EventStream(collector, CompletionFormatter.of(body), None, envelope(), asked)
+    events = EventStream(collector, CompletionFormatter.of(body), None, envelope(), asked, str)
     patient = {"stall_seconds": 30.0} | intervals
     sending = stream_sender.send_stream(scope, socket.send, collector, credits_, events, **patient)
     return collector, asyncio.ensure_future(sending)

@@ -56,7 +56,7 @@ def begin(
     feed(collector, ACCEPTED)
     formatter = ChatFormatter.of(ChatBody(**fields))
     envelope = Envelope("chatcmpl-1", 1700000000, ACCEPTED, formatter)
-    return collector, EventStream(collector, formatter, options, envelope, exchange())
+    return collector, EventStream(collector, formatter, options, envelope, exchange(), str)
 
 
 def objects(data: bytes) -> list[Any]:
