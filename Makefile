@@ -33,7 +33,7 @@ COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(shell find protos services/engine/kernels/src -type f)
 
-.PHONY: help serve test coverage lint breaking bench images clean
+.PHONY: help serve test coverage lint breaking docs bench images clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -67,6 +67,9 @@ breaking: .venv/.dev build/googleapis ## Compare the protos with those of anothe
 	cp buf.yaml build/against && cp -R build/googleapis build/against/build
 	$(BIN)/buf breaking protos --against build/against/protos
 
+docs: .venv/.dev ## Build the documentation as a site in build/docs
+	$(BIN)/sphinx-build -W --keep-going -q -b html -d build/doctrees docs build/docs
+
 # Google's protos, which ours import, for buf
 build/googleapis: .venv/.dev
 	@rm -rf $@ && mkdir -p $@/google/rpc
@@ -85,7 +88,7 @@ images: ## Build the container images
 	$(COMPOSE) build
 
 clean: ## Remove .venv and build outputs
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv build docs/generated dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 	  tokenwire/pb services/engine/kernels/*.so
 
 # Output goes to stderr, so that the server's one line is all that `make serve` prints on stdout.

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/**/*.md")]
+DOCS = [page for page in ROOT.glob("docs/**/*.md") if "generated" not in page.parts]
+PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *DOCS]
 FOLDERS = ("benchmarks", "deploy", "docs", "examples", "models", "protos", "services", "tests")
 
 
