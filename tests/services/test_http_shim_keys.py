@@ -103,7 +103,7 @@ async def test_every_route_except_probes_and_pages_needs_a_key(shim: Shim) -> No
             ("POST", "/v1/chat/completions"), ("POST", "/chat/completions"),
             ("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/tokenize"),
             ("POST", "/detokenize"), ("POST", "/apply-template"), ("GET", "/tokenizer_info"),
-            ("GET", "/nowhere"),
+            ("GET", "/status.json"), ("GET", "/nowhere"),
         ):  # fmt: skip
             response = await http.request(method, path)
             assert response.status_code == 401, path

@@ -23,7 +23,7 @@ __all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
 _LOG = logging.getLogger("http")
 _PATHS_SHOWN = 32  # ignored paths in the header, whose size clients limit
 _PATH_SHOWN = 128  # characters of each path
-_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_PROBES = frozenset({"/health", "/ready", "/metrics", "/status.json"})
 _CLIENT_GONE = 499
 
 
