@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
@@ -228,11 +229,17 @@ async def left_early(engine: str, tokens: int) -> AsyncIterator[None]:
 
 
 async def metrics_of(service: str) -> dict[str, float]:
-    """Return the metrics of the service at "host:port", by name and labels."""
+    """Return the metrics of the service at "host:port", by name and labels except the model."""
     host, port = service.split(":")
     async with httpx.AsyncClient(timeout=_HANG_SECONDS) as client:
         answer = await client.get(f"http://{host}:{int(port) + _METRICS_OFFSET}/metrics")
-    lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
+    samples = (
+        re.sub(r'model="[^"]*",?', "", answer.text)
+        .replace(",}", "}")
+        .replace("{}", "")
+        .splitlines()
+    )
+    lines = [line for line in samples if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 

@@ -45,6 +45,11 @@ class Application(ABC):
         self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """Done, with one sentence, when the service can't continue"""
 
+    @property
+    @abstractmethod
+    def model(self) -> str:
+        """Name of the model, which the service's metrics have as a label."""
+
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
         """Add the servicers to the server; return the full names of their gRPC services."""
@@ -105,7 +110,8 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     health.register(server)
     port = _bind(server, settings)
     if settings.metrics_port >= 0:
-        serve_metrics(settings.host, settings.metrics_port or port + METRICS_PORT_OFFSET)
+        metrics_port = settings.metrics_port or port + METRICS_PORT_OFFSET
+        serve_metrics(settings.host, metrics_port, application.model)
     await server.start()
     _LOG.info("listening on %s", address(settings.host, port), extra={"port": port})
     starting: asyncio.Future[Any] = asyncio.ensure_future(application.start())

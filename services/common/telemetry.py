@@ -1,10 +1,11 @@
-"""Prometheus metrics: the HTTP endpoint, and the histogram buckets that all services share."""
+"""Prometheus metrics: the HTTP endpoint, the model's label, and the shared histogram buckets."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import Gauge, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge, Metric, start_http_server
+from prometheus_client.registry import Collector
 
 from services.common.hosts import AllowedHosts
 from services.common.settings import LAST_PORT, StartupError
@@ -28,18 +29,45 @@ def describe_build(service: str, kernels: str = "") -> None:
     _BUILD_INFO.labels(service, version("tokenwire"), kernels).set(1)
 
 
-def serve_metrics(host: str, port: int) -> None:
-    """Serve /metrics in a thread, for hosts in `AllowedHosts`. Raises StartupError."""
+def serve_metrics(host: str, port: int, model: str = "") -> None:
+    """Serve /metrics in a thread, for hosts in `AllowedHosts`. Raises StartupError.
+
+    `model`, if any, becomes a label of all of Tokenwire's metrics.
+    """
     if port > LAST_PORT:
         raise StartupError(f"Can't serve metrics on port {port}; choose one with --metrics-port.")
     try:
-        server, _ = start_http_server(port, addr=host)
+        server, _ = start_http_server(port, addr=host, registry=_registry(model))
     except OSError as error:
         why = why_unusable(host, port) or str(error.strerror)
         raise StartupError(f"Can't serve metrics on {address(host, port)}: {why}.") from None
     application = server.get_app()
     assert application is not None
     server.set_app(_guarded(application, AllowedHosts(host, ())))
+
+
+def _registry(model: str) -> CollectorRegistry:
+    if not model:
+        return REGISTRY
+    registry = CollectorRegistry()
+    registry.register(_LabelledMetrics(model))
+    return registry
+
+
+class _LabelledMetrics(Collector):
+    """Metrics of the process, to which the scrape adds the model: counting one costs no more."""
+
+    def __init__(self, model: str) -> None:
+        self._label = {"model": model}
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in REGISTRY.collect():
+            if metric.name.startswith("tokenwire_"):
+                metric.samples = [
+                    sample._replace(labels={**sample.labels, **self._label})
+                    for sample in metric.samples
+                ]
+            yield metric
 
 
 def _guarded(application: WSGIApplication, allowed: AllowedHosts) -> WSGIApplication:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 import grpc
+from prometheus_client import REGISTRY
 
 from services.common.server import Application
 from services.common.settings import require_checkpoint
@@ -13,6 +14,7 @@ from services.common.telemetry import describe_build
 from services.engine.frontend.control_service import EngineControlServicer
 from services.engine.frontend.engine_service import EngineServicer
 from services.engine.frontend.frontend import Frontend
+from services.engine.frontend.vllm_metrics import VllmMetrics
 from services.engine.settings import EngineSettings
 from tokenwire.pb.engine.v1 import engine_pb2, engine_pb2_grpc
 
@@ -36,8 +38,13 @@ class EngineApplication(Application):
         self._frontend = Frontend(settings, self._on_failure)
         self._engine = EngineServicer(self._frontend, settings)
         self._control = EngineControlServicer(self._frontend, settings, self.set_serving)
+        self._has_vllm_metrics = settings.vllm_metrics
         self._silence_seconds = settings.silence_seconds
         self._watchdog: asyncio.Task[None] | None = None
+
+    @property
+    def model(self) -> str:
+        return self._frontend.model_id
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self._engine, server)
@@ -59,6 +66,8 @@ class EngineApplication(Application):
             model.kv_bytes / 2**30,
         )
         describe_build("engine", model.kernels)
+        if self._has_vllm_metrics:
+            REGISTRY.register(VllmMetrics(self.model, model.block_size, model.total_blocks))
         if model.kernels == "none":
             _LOG.warning(_WITHOUT_KERNELS)
         self.set_serving(True)

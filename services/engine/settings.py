@@ -74,6 +74,10 @@ class EngineSettings(StreamSettings):
         "Seconds of one step after which the service reports itself as not serving.",
         least=INSTANT,
     )
+    vllm_metrics: bool = setting(
+        False,
+        "Serve the metrics also under vLLM's names, for dashboards and routers that know them.",
+    )
     max_logprobs: int = setting(20, "Candidates in the scores of a token, at most.", most=128)
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from services.grammar.matching.cache import GrammarCache
 from services.grammar.matching.vocabulary import load
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.grammar.v1.grammar_pb2_grpc import add_GrammarServiceServicer_to_server
+from tokenwire.serving.checkpoint_folder import served_name
 
 __all__ = ["GrammarApplication", "GrammarSettings"]
 
@@ -35,6 +36,7 @@ class GrammarSettings(ServerSettings):
 
     port: int = setting(50053, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     model: Path = setting(Path(), "Directory of the checkpoint with tokenizer.json.")
+    model_id: str = setting("", "Name of the model in metrics; empty = the directory's.")
     compile_timeout: float = setting(5.0, "Most CPU seconds to compile a grammar.", least=INSTANT)
     compile_concurrency: int = setting(
         2, "Quick grammars compiled at once, and also slow grammars compiled at once.", least=1
@@ -55,6 +57,7 @@ class GrammarApplication(Application):
         super().__init__()
         os.environ.setdefault("RUST_MIN_STACK", str(_MASK_STACK))
         model = require_checkpoint(settings.model)
+        self._model = settings.model_id or served_name(model)
         self._compiler = Compiler(model, settings.compile_timeout, settings.compile_concurrency)
         self._servicer = GrammarServicer(
             load(model),
@@ -62,6 +65,10 @@ class GrammarApplication(Application):
             GrammarCache(settings.cache_entries, settings.cache_bytes),
             settings.max_grammar_bytes,
         )
+
+    @property
+    def model(self) -> str:
+        return self._model
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
         add_GrammarServiceServicer_to_server(self._servicer, server)

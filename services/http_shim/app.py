@@ -66,6 +66,7 @@ def create_app(
         Route("/health", probes.health),
         Route("/ready", probes.ready),
         *([] if settings.metrics_port else [Route("/metrics", probes.metrics)]),
+        Route("/status.json", probes.status),
         Route("/version", probes.version),
         *page_routes(),
     ]

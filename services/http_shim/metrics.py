@@ -18,23 +18,27 @@ NO_ROUTE = "unknown"
 """Label of requests that reached no route"""
 
 REQUESTS = Counter(
-    "tokenwire_http_requests", "Requests answered; 499 = the client left.", ["route", "status"]
+    "tokenwire_http_requests",
+    "Requests answered; 499 = the client left.",
+    ["route", "status", "model"],
 )
 IN_FLIGHT = Gauge("tokenwire_http_in_flight", "Requests in progress, without probes.")
 REQUEST_SECONDS = Histogram(
     "tokenwire_http_request_seconds",
     "Seconds from the arrival of a request to the end of its answer.",
-    ["route"],
+    ["route", "model"],
     buckets=LATENCY_BUCKETS,
 )
 FIRST_TOKEN_SECONDS = Histogram(
     "tokenwire_http_time_to_first_token_seconds",
     "Seconds from the arrival of a streamed request to its first token.",
+    ["model"],
     buckets=LATENCY_BUCKETS,
 )
 INTER_TOKEN_SECONDS = Histogram(
     "tokenwire_http_inter_token_seconds",
     "Seconds between tokens of a streamed choice; tokens of one chunk share its time.",
+    ["model"],
     buckets=INTER_TOKEN_BUCKETS,
 )
-TOKENS = Counter("tokenwire_http_tokens", "Tokens by kind: prompt, completion.", ["kind"])
+TOKENS = Counter("tokenwire_http_tokens", "Tokens by kind: prompt, completion.", ["kind", "model"])

@@ -92,7 +92,7 @@ class TokenizerApplication(Application):
         if settings.model == Path():
             raise StartupError("--model must name the directory of a checkpoint.")
         directory = require_checkpoint(settings.model)
-        model = settings.model_id or served_name(directory)
+        model = self._model = settings.model_id or served_name(directory)
         processor = read_processor_settings(directory)
         vocabulary = Vocabulary(directory, answer_marks() | image_tokens(processor))
         family = read_image_family(processor, vocabulary)
@@ -128,6 +128,10 @@ class TokenizerApplication(Application):
         self._tokenizer_servicer = TokenizerServicer(
             vocabulary, infill, self._templates, self._images, self._link, model
         )
+
+    @property
+    def model(self) -> str:
+        return self._model
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
         """Add both services to the server; return their full names."""

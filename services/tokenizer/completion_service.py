@@ -29,6 +29,7 @@ from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
 from services.tokenizer.engine_link import EngineLink
 from services.tokenizer.images.image_reader import ImageReader
+from services.tokenizer.model_status import model_status
 from services.tokenizer.send_queue import SendQueue
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -158,6 +159,13 @@ class CompletionServicer(CompletionServiceServicer):
             max_chat_logprobs=limits.max_chat_logprobs,
         )
         return completion_pb2.ListModelsResponse(models=[model])
+
+    async def GetStatus(
+        self, request: completion_pb2.GetStatusRequest, context: Context
+    ) -> completion_pb2.GetStatusResponse:
+        """Return the counts of the one model and the load of its engine."""
+        engine = await self._link.engine_status()
+        return completion_pb2.GetStatusResponse(models=[model_status(self._model, engine)])
 
     async def _answer(
         self,

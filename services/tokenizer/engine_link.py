@@ -15,6 +15,7 @@ from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.serving.health import reports_serving
@@ -26,6 +27,7 @@ _LOG = logging.getLogger("engine_link")
 _SERVICE = "tokenwire.engine.v1.EngineService"
 _RETRY_SECONDS = 0.5
 _CALL_SECONDS = 10.0
+_LOAD_SECONDS = 1.0  # a status page asks again soon, and shows an engine without answer as away
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -60,6 +62,7 @@ class EngineLink:
         self._control = EngineControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._limits: ModelLimits | None = None
+        self._model: engine_pb2.GetModelResponse | None = None
         self._is_verified = False
         self._watching: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[bool] | None = None
@@ -127,6 +130,27 @@ class EngineLink:
             code = grpc.StatusCode.UNAVAILABLE
             raise ServiceError(code, "ENGINE_LOST", message, retry_seconds=1)
 
+    async def engine_status(self) -> completion_pb2.EngineStatus | None:
+        """Return the engine and its current load; None if it does not answer in time."""
+        try:
+            answer = await self._control.GetLoad(engine_pb2.GetLoadRequest(), timeout=_LOAD_SECONDS)
+        except grpc.aio.AioRpcError:
+            return None
+        if self._model is None or not self._is_verified:  # another checkpoint may be at its address
+            return None
+        load = answer.load
+        return completion_pb2.EngineStatus(
+            version=self._model.version,
+            device=self._model.device,
+            dtype=self._model.dtype,
+            kernels=self._model.kernels,
+            running_sequences=load.running_sequences,
+            waiting_sequences=load.waiting_sequences,
+            total_blocks=load.total_blocks,
+            used_blocks=load.total_blocks - load.free_blocks,
+            draining=load.draining,
+        )
+
     async def close(self) -> None:
         """End the Session; the engine aborts its requests."""
         if self._watching is not None:
@@ -175,6 +199,7 @@ class EngineLink:
                 f"The engine at {self._settings.target} serves another checkpoint: its vocabulary "
                 f"has {model.vocabulary_size:,} ids, this one's {expected:,}."
             )
+        self._model = model
         self._limits = self._make_limits(model)
         self._is_verified = True
 

@@ -3,6 +3,7 @@
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.common.telemetry import INTER_TOKEN_BUCKETS, LATENCY_BUCKETS
+from services.tokenizer.recent_times import RecentTimes
 
 __all__ = [
     "COMPLETION_TOKENS",
@@ -10,6 +11,7 @@ __all__ = [
     "FIRST_TOKEN_SECONDS",
     "INTER_TOKEN_SECONDS",
     "PROMPT_TOKENS",
+    "RECENT_FIRST_TOKENS",
     "REQUESTS",
     "RUNNING",
 ]
@@ -25,6 +27,8 @@ FIRST_TOKEN_SECONDS = Histogram(
     "Seconds from the arrival of a request to its first token.",
     buckets=LATENCY_BUCKETS,
 )
+RECENT_FIRST_TOKENS = RecentTimes(window_seconds=300, most=1000)
+"""The last times of FIRST_TOKEN_SECONDS, whose buckets are too wide for percentiles"""
 INTER_TOKEN_SECONDS = Histogram(
     "tokenwire_tokenizer_inter_token_seconds",
     "Seconds between the tokens of a choice, by delta of the engine.",

@@ -21,6 +21,7 @@ from tokenwire.client import Client, EngineClient
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "python:3.11-slim-bookworm"
 SERVICES = ("grammar", "engine", "tokenizer", "http_shim")
+METRICS_PORTS = {"grammar": 51053, "engine": 51052, "tokenizer": 51051, "http_shim": 8000}
 LIMIT = 400 * 2**20  # maximum bytes that an image without torch adds to its base
 ENGINE_LIMIT = 2 * 2**30  # maximum bytes of the engine's image
 START_SECONDS = 300
@@ -107,6 +108,31 @@ def test_http_returns_a_completion_of_the_requested_length(compose: Compose) -> 
         completion = json.load(answer)
     assert completion["choices"][0]["text"]
     assert completion["usage"]["completion_tokens"] == 8
+
+
+def test_metrics_of_every_container_are_served_at_its_address(compose: Compose) -> None:
+    """Prometheus asks for them by address, because a name has several containers."""
+    networks = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
+    for service, port in METRICS_PORTS.items():
+        address = docker("inspect", "-f", networks, compose.container(service))
+        get = f"urllib.request.urlopen('http://{address}:{port}/metrics').read().decode()"
+        program = f"import urllib.request; print({get})"
+        metrics = compose.run("exec", "-T", "grammar", "python", "-c", program)
+        assert 'tokenwire_build_info{kernels="' in metrics
+        assert f'service="{service}"' in metrics
+
+
+def test_compose_takes_the_file_for_prometheus_and_grafana(compose: Compose) -> None:
+    program = compose.command[: compose.command.index("-f")]
+    files = ("-f", "docker-compose.yml", "-f", "docker-compose.observability.yml")
+    result = subprocess.run(
+        [*program, *files, "config", "--services"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert {*SERVICES, "prometheus", "grafana"} == set(result.stdout.split()), result.stderr
 
 
 def test_text_and_tokens_over_grpc_give_the_same_completion(compose: Compose) -> None:

@@ -336,7 +336,7 @@ async def test_disconnected_client_stops_generation(
 
 
 async def test_metrics_count_requests_by_route_and_status(http: httpx.AsyncClient) -> None:
-    name = 'tokenwire_http_requests_total{route="/v1/completions",status="404"}'
+    name = 'tokenwire_http_requests_total{model="",route="/v1/completions",status="404"}'
 
     async def count() -> float:
         lines = (await http.get("/metrics")).text.splitlines()

@@ -194,7 +194,7 @@ def test_ignored_nested_field_is_named_by_its_path(http: httpx.Client) -> None:
 def test_metrics_are_in_prometheus_text_format(http: httpx.Client) -> None:
     response = http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
-    assert 'tokenwire_http_requests_total{route="/health",status="200"}' in response.text
+    assert 'tokenwire_http_requests_total{model="",route="/health",status="200"}' in response.text
 
 
 @pytest.mark.parametrize(

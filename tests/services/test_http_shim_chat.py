@@ -465,7 +465,7 @@ async def test_disconnected_client_stops_its_chat(
 
 
 async def test_metrics_count_chats_under_their_route(http: httpx.AsyncClient) -> None:
-    name = 'tokenwire_http_requests_total{route="/v1/chat/completions",status="404"}'
+    name = 'tokenwire_http_requests_total{model="",route="/v1/chat/completions",status="404"}'
 
     async def count() -> float:
         lines = (await http.get("/metrics")).text.splitlines()

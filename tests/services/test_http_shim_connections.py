@@ -208,7 +208,7 @@ async def test_metrics_count_malformed_requests(shim: Shim) -> None:
     async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
 
         async def count() -> float:
-            name = 'tokenwire_http_requests_total{route="unknown",status="400"} '
+            name = 'tokenwire_http_requests_total{model="",route="unknown",status="400"} '
             lines = (await http.get("/metrics")).text.splitlines()
             return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 

@@ -103,7 +103,7 @@ async def test_every_route_except_probes_and_pages_needs_a_key(shim: Shim) -> No
             ("POST", "/v1/chat/completions"), ("POST", "/chat/completions"),
             ("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/tokenize"),
             ("POST", "/detokenize"), ("POST", "/apply-template"), ("GET", "/tokenizer_info"),
-            ("GET", "/nowhere"),
+            ("GET", "/status.json"), ("GET", "/nowhere"),
         ):  # fmt: skip
             response = await http.request(method, path)
             assert response.status_code == 401, path
@@ -131,7 +131,7 @@ async def test_request_without_a_key_is_logged_and_counted_by_route(
         await http.request(method, path, headers={"x-request-id": identity})
         metrics = (await http.get("/metrics")).text
     assert (await shim.answered(identity))["route"] == route
-    assert f'tokenwire_http_requests_total{{route="{route}",status="401"}}' in metrics
+    assert f'tokenwire_http_requests_total{{model="",route="{route}",status="401"}}' in metrics
 
 
 async def test_openai_sdk_authenticates_and_the_log_names_the_key(shim: Shim, keys: Path) -> None:

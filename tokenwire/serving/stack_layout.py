@@ -212,7 +212,7 @@ def _backend(
     return (
         service("tokenizer", host, at_tokenizer, tokenizer, *named, "--engine", engine),
         service("engine", host, at_engine, engine, *named, *beyond),
-        service("grammar", "127.0.0.1", at_grammar, grammar),
+        service("grammar", "127.0.0.1", at_grammar, grammar, *named),
     )
 
 

@@ -74,6 +74,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             version=version("tokenwire"),
             weights_fingerprint=model.weights_fingerprint,
             weights=settings.weights,
+            kernels=model.kernels,
         )
 
     async def GetLoad(

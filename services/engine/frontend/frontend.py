@@ -371,10 +371,12 @@ class Frontend:
                     live.sink.on_prompt_scores(events.prompt_scores(item))
                 case Finished():
                     self._close_matchers(item.handle, live, (item.sequence,))
+                    request_accounting.count_finished(item.cause)
                     live.sink.on_finished(events.finished(item))
                 case Admitted():
                     live.sink.on_accepted(events.accepted(item, live.checked.sampling))
                 case RequestDone():
+                    live.latency.observe_end(now)
                     self._on_done(item, live)
                 case Refused():
                     self._on_refused(item, live)

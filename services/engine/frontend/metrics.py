@@ -6,6 +6,7 @@ from services.common.telemetry import INTER_TOKEN_BUCKETS, LATENCY_BUCKETS
 
 __all__ = [
     "CACHED_TOKENS",
+    "FINISHED",
     "FIRST_TOKEN_SECONDS",
     "GENERATED_TOKENS",
     "IMAGES",
@@ -19,6 +20,7 @@ __all__ = [
     "QUEUED_TOKENS",
     "QUEUE_SECONDS",
     "REQUESTS",
+    "REQUEST_SECONDS",
     "RUNNING",
     "STEPS",
     "WAITING",
@@ -26,6 +28,16 @@ __all__ = [
 ]
 
 REQUESTS = Counter("tokenwire_engine_requests", "Requests that ended, by outcome.", ["outcome"])
+FINISHED = Counter(
+    "tokenwire_engine_finished_sequences",
+    "Sequences that ended: stop, length, cancelled.",
+    ["reason"],
+)
+REQUEST_SECONDS = Histogram(
+    "tokenwire_engine_request_seconds",
+    "Seconds from the arrival of a completed request to its end.",
+    buckets=LATENCY_BUCKETS,
+)
 PROMPT_TOKENS = Counter("tokenwire_engine_prompt_tokens", "Prompt tokens of ended requests.")
 CACHED_TOKENS = Counter(
     "tokenwire_engine_cached_tokens", "Prompt tokens served from the prefix cache."

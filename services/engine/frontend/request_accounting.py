@@ -4,13 +4,14 @@ import time
 from collections import deque
 
 from services.engine.frontend import metrics
-from services.engine.messages import LoadSnapshot, RequestDone
+from services.engine.messages import FinishCause, LoadSnapshot, RequestDone
 
 __all__ = [
     "LoadMetrics",
     "TokenLatency",
     "TokenRate",
     "count_error",
+    "count_finished",
     "count_request",
     "observe_done",
 ]
@@ -24,6 +25,14 @@ _OUTCOMES = {
     "STALLED": "stalled",
 }
 """Outcome of a request by the reason of its error; "refused" for all others"""
+_REASONS = {
+    FinishCause.EOS: "stop",
+    FinishCause.STOP_TOKEN: "stop",
+    FinishCause.GRAMMAR: "stop",
+    FinishCause.LENGTH: "length",
+    FinishCause.CANCELLED: "cancelled",
+}
+"""Reason in the metrics, by cause"""
 _RATE_SECONDS = 5.0
 """Window of the token rate"""
 
@@ -36,6 +45,11 @@ def count_request(outcome: str) -> None:
 def count_error(reason: str) -> None:
     """Count a request that ended with an error of this reason."""
     count_request(_OUTCOMES.get(reason, "refused"))
+
+
+def count_finished(cause: FinishCause) -> None:
+    """Count an ended sequence by the reason that clients see."""
+    metrics.FINISHED.labels(_REASONS[cause]).inc()
 
 
 def observe_done(done: RequestDone) -> None:
@@ -66,7 +80,7 @@ class LoadMetrics:
 
 
 class TokenLatency:
-    """Time to first token and time between tokens of one request."""
+    """Time to first token, time between tokens and time to the end of one request."""
 
     def __init__(self, arrival: float) -> None:
         self._arrival = arrival
@@ -81,6 +95,10 @@ class TokenLatency:
         else:
             metrics.INTER_TOKEN_SECONDS.observe(now - last)
         self._last[sequence] = now
+
+    def observe_end(self, now: float) -> None:
+        """Record the end of the request."""
+        metrics.REQUEST_SECONDS.observe(now - self._arrival)
 
 
 class TokenRate:

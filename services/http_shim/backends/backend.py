@@ -203,6 +203,14 @@ class Backend:
         except grpc.aio.AioRpcError as error:
             raise ServiceError.from_rpc_error(error) from None
 
+    async def status(self) -> completion_pb2.ModelStatus:
+        """Return the counts and the load of the service's model."""
+        call = self._completion.GetStatus(completion_pb2.GetStatusRequest(), **_context())
+        try:
+            return (await call).models[0]
+        except grpc.aio.AioRpcError as error:
+            raise ServiceError.from_rpc_error(error) from None
+
     async def tokenizer(self, model: str) -> tokenizer_pb2.GetTokenizerResponse:
         """Return the description of a model's tokenizer."""
         request = tokenizer_pb2.GetTokenizerRequest(model=model)

@@ -10,6 +10,7 @@ import grpc
 from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.model_source import Connection, ServedModel, model_not_found
 from services.http_shim.formats.model_cards import ModelCard, catalog_card
+from services.http_shim.formats.model_statuses import ModelStatus, model_status
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog
@@ -109,6 +110,15 @@ class Catalog:
         row = self._only() if name == "default" else self._row(name)
         variants = self._variants[row.full_name]
         return catalog_card(row, variants, await self._describe(row.target))
+
+    async def statuses(self) -> list[ModelStatus]:
+        rows = self._served
+        connections = {
+            row.target: self._connections[row.target] for row in rows if row.target is not None
+        }
+        answers = await asyncio.gather(*[each.status() for each in connections.values()])
+        answered = dict(zip(connections, answers, strict=True))
+        return [model_status(row.full_name, answered.get(row.target or "")) for row in rows]
 
     async def is_ready(self) -> bool:
         connections = list(self._connections.values())

@@ -10,9 +10,13 @@ import grpc
 
 from services.http_shim.backends.backend import Backend, RetryPolicy
 from services.http_shim.formats.model_cards import ModelCard, served_card
+from services.http_shim.formats.model_statuses import ModelStatus, model_status
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["Connection", "ModelSource", "ServedModel", "SingleBackend", "model_not_found"]
+
+_STATUS_SECONDS = 2.0  # above the time in which a tokenizer service gives up on its engine
 
 
 class Connection:
@@ -35,6 +39,15 @@ class Connection:
             self._users -= 1
             if not self._users:
                 self._idle.set()
+
+    async def status(self) -> completion_pb2.ModelStatus | None:
+        """Return the status of the service's model; None if it does not answer in time."""
+        try:
+            async with asyncio.timeout(_STATUS_SECONDS):
+                with self.used() as backend:
+                    return await backend.status()
+        except (ServiceError, TimeoutError):
+            return None
 
     async def retire(self) -> None:
         """Close the backend when no request uses it, or when cancelled. No new one may come."""
@@ -77,6 +90,9 @@ class ModelSource(Protocol):
     async def card(self, name: str) -> ModelCard:
         """Return the card of a name. Raises NOT_FOUND."""
 
+    async def statuses(self) -> list[ModelStatus]:
+        """Return the status of each served model, also of those that are not reachable."""
+
     async def is_ready(self) -> bool:
         """Return whether any backend accepts completions."""
 
@@ -89,6 +105,8 @@ class SingleBackend:
 
     def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
         self._connection = Connection(target, retry_policy)
+        self._known_id = "default"
+        """Id of the model; "default" until the service has told it"""
 
     def find(self, name: str | None) -> ServedModel:
         return ServedModel("", name or "", self._connection)
@@ -116,6 +134,12 @@ class SingleBackend:
             if name in ("default", card.id, *card.aliases):
                 return card
         raise model_not_found(name)
+
+    async def statuses(self) -> list[ModelStatus]:
+        answer = await self._connection.status()
+        if answer is not None:
+            self._known_id = answer.model
+        return [model_status(self._known_id, answer)]
 
     async def is_ready(self) -> bool:
         return await self._connection.backend.is_ready()

@@ -18,6 +18,7 @@ from services.http_shim.endpoints.tokenization import (
 from services.http_shim.formats.chat_responses import ChatChoice, ChatChunkChoice
 from services.http_shim.formats.completion_responses import Choice
 from services.http_shim.formats.model_cards import ModelCard, ModelList
+from services.http_shim.formats.model_statuses import Status
 from services.http_shim.formats.request_bodies import (
     ChatBody,
     CompletionBody,
@@ -226,6 +227,13 @@ OPERATIONS: Sequence[Operation] = (
         name="getMetrics",
         summary="Return the metrics in Prometheus' text format.",
         media=("text/plain",),
+    ),
+    _get(
+        path="/status.json",
+        name="getStatus",
+        summary="Return the counts and the load of each served model.",
+        answer=Status,
+        errors=(401,),
     ),
     _probe(
         path="/version",

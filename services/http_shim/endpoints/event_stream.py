@@ -46,6 +46,8 @@ class EventStream(Generic[Delta]):
         self._envelope = envelope
         self._exchange = exchange
         self._name_of = name_of
+        self._first_token_seconds = FIRST_TOKEN_SECONDS.labels(exchange.model)
+        self._inter_token_seconds = INTER_TOKEN_SECONDS.labels(exchange.model)
         self._unfinished = len(self._prompts) * formatter.choices_per_prompt
         self._held_finish: completion_pb2.ChoiceFinished | None = None
         self._tokens: dict[int, int] = {}  # tokens sent, by choice
@@ -115,9 +117,9 @@ class EventStream(Generic[Delta]):
             return
         before = self._times.get(index)
         if before is not None:
-            INTER_TOKEN_SECONDS.observe((now - before) / new)
+            self._inter_token_seconds.observe((now - before) / new)
         elif not self._times:
-            FIRST_TOKEN_SECONDS.observe(now - self._exchange.began)
+            self._first_token_seconds.observe(now - self._exchange.began)
         self._times[index] = now
         self._exchange.completion_tokens += new
         total = self._tokens[index] = self._tokens.get(index, 0) + new

@@ -214,14 +214,15 @@ class _Answer(Generic[Delta]):
         self.exchange.completion_tokens += sum(map(self.formatter.tokens_in, pending))
 
     async def _admitted(self) -> completion_pb2.CompleteAccepted:
-        """Wait for the admission, and note the ignored parts of the request for the header."""
+        """Wait for the admission; note the model, and for the header the ignored parts."""
         accepted = await self.collector.admitted()
         self.exchange.ignored += [schema_param(path, self.body) for path in accepted.ignored]
+        if self.model.id:
+            accepted.model = self.model.id
+        self.exchange.model = accepted.model
         return accepted
 
     def _envelope(self, accepted: completion_pb2.CompleteAccepted) -> Envelope:
-        if self.model.id:
-            accepted.model = self.model.id
         identity = f"{self.formatter.id_prefix}-{uuid.uuid4().hex}"
         return Envelope(identity, int(time.time()), accepted, self.formatter)
 

@@ -100,6 +100,8 @@ class MultiCompletion:
         ):
             choices = await _complete_all(parts, collectors, exchange, receive)
             usage = _total(choices)
+            answering = {choice.model for choice in choices}
+            exchange.model = answering.pop() if len(answering) == 1 else ""
             exchange.prompt_tokens = usage.prompt_tokens
             exchange.completion_tokens = usage.completion_tokens
             await _response(choices, usage)(scope, receive, send)

@@ -1,5 +1,6 @@
-"""Endpoints for operators: /health, /ready, /metrics, /version."""
+"""Endpoints for operators: /health, /ready, /metrics, /status.json, /version."""
 
+import time
 from importlib.metadata import version
 
 import grpc
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http_shim.backends.model_source import ModelSource
+from services.http_shim.formats.model_statuses import Status
 from services.http_shim.http.body import json_response
 from services.http_shim.http.gate import Gate
 from tokenwire.errors import ServiceError
@@ -35,6 +37,7 @@ class Probes:
     def __init__(self, models: ModelSource, gate: Gate) -> None:
         self._models = models
         self._gate = gate
+        self._began = time.monotonic()
 
     async def health(self, request: Request) -> Response:
         """Report that the process is alive."""
@@ -55,6 +58,12 @@ class Probes:
         """Return the metrics in Prometheus' text format."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(REGISTRY), headers={"content-type": content_type})
+
+    async def status(self, request: Request) -> Response:
+        """Return the counts and the load of each served model."""
+        uptime = time.monotonic() - self._began
+        statuses = await self._models.statuses()
+        return json_response(Status(version("tokenwire"), uptime, statuses))
 
     async def version(self, request: Request) -> Response:
         """Return the version of the server."""

@@ -23,7 +23,7 @@ __all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
 _LOG = logging.getLogger("http")
 _PATHS_SHOWN = 32  # ignored paths in the header, whose size clients limit
 _PATH_SHOWN = 128  # characters of each path
-_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_PROBES = frozenset({"/health", "/ready", "/metrics", "/status.json"})
 _CLIENT_GONE = 499
 
 
@@ -38,6 +38,8 @@ class Exchange:
     """HTTP status; 0 until the response starts"""
     ignored: list[str] = field(default_factory=list)
     """Paths of fields that were ignored"""
+    model: str = ""
+    """Model that takes the request, by the name in its answer; "" = none, or several"""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     account: Account | None = None
@@ -103,10 +105,10 @@ class ExchangeMiddleware:
     def _record(self, scope: Scope, exchange: Exchange) -> None:
         route = self._route(scope)
         seconds = time.monotonic() - exchange.began
-        REQUESTS.labels(route, exchange.status).inc()
-        REQUEST_SECONDS.labels(route).observe(seconds)
-        TOKENS.labels("prompt").inc(exchange.prompt_tokens)
-        TOKENS.labels("completion").inc(exchange.completion_tokens)
+        REQUESTS.labels(route, exchange.status, exchange.model).inc()
+        REQUEST_SECONDS.labels(route, exchange.model).observe(seconds)
+        TOKENS.labels("prompt", exchange.model).inc(exchange.prompt_tokens)
+        TOKENS.labels("completion", exchange.model).inc(exchange.completion_tokens)
         fields: dict[str, object] = {
             "method": scope["method"],
             "route": route,

@@ -154,7 +154,7 @@ class HttpProtocol(HttpToolsProtocol):
         fields = {"request_id": identity, "status": status}
         _LOG.info("refused an unread request: %s", message, extra=fields)
         if self._in_head:  # else the application counts the request, as disconnected
-            REQUESTS.labels(NO_ROUTE, status).inc()
+            REQUESTS.labels(NO_ROUTE, status, "").inc()
         body = refusal(status, message, code)
         head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()]
         for name, value in (

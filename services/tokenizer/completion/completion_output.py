@@ -143,6 +143,7 @@ class CompletionOutput:
             metrics.INTER_TOKEN_SECONDS.observe((now - last) / max(1, tokens))
         elif not self._last_token_at:
             metrics.FIRST_TOKEN_SECONDS.observe(now - self._began)
+            metrics.RECENT_FIRST_TOKENS.add(now, now - self._began)
         self._last_token_at[sequence] = now
 
     def _write_admission(

@@ -1,0 +1,94 @@
+"""Statuses of models: JSON of /status.json."""
+
+from msgspec import Struct
+
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["EngineStatus", "ModelStatus", "RecentTimes", "Status", "model_status"]
+
+
+class RecentTimes(Struct):
+    """Distribution of the last times, in seconds; null if there is none."""
+
+    window_seconds: float
+    count: int
+    p50_seconds: float | None
+    p95_seconds: float | None
+
+
+class EngineStatus(Struct):
+    """An engine and its load. Models that share an engine report the same."""
+
+    version: str
+    device: str
+    dtype: str
+    kernels: str
+    running_sequences: int
+    waiting_sequences: int
+    kv_blocks: int
+    kv_used_blocks: int
+    draining: bool
+
+
+class ModelStatus(Struct):
+    """Counts of a model since its tokenizer service started, or null if that is not reachable."""
+
+    id: str
+    reachable: bool
+    version: str | None = None
+    uptime_seconds: float | None = None
+    running_requests: int | None = None
+    requests: dict[str, int] | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    first_token: RecentTimes | None = None
+    engine: EngineStatus | None = None
+
+
+class Status(Struct):
+    """The shim and its models."""
+
+    version: str
+    uptime_seconds: float
+    models: list[ModelStatus]
+
+
+def model_status(id_: str, answer: completion_pb2.ModelStatus | None) -> ModelStatus:
+    """Return the status of a model; `answer` is None if its tokenizer service is not reachable."""
+    if answer is None:
+        return ModelStatus(id_, reachable=False)
+    return ModelStatus(
+        id_,
+        reachable=True,
+        version=answer.version,
+        uptime_seconds=answer.uptime_seconds,
+        running_requests=answer.running_requests,
+        requests={each.outcome: each.requests for each in answer.outcomes},
+        prompt_tokens=answer.prompt_tokens,
+        completion_tokens=answer.completion_tokens,
+        first_token=_recent_times(answer.first_token),
+        engine=_engine_status(answer.engine) if answer.HasField("engine") else None,
+    )
+
+
+def _recent_times(times: completion_pb2.RecentTimes) -> RecentTimes:
+    return RecentTimes(
+        window_seconds=times.window_seconds,
+        count=times.count,
+        p50_seconds=times.p50_seconds if times.count else None,
+        p95_seconds=times.p95_seconds if times.count else None,
+    )
+
+
+def _engine_status(engine: completion_pb2.EngineStatus) -> EngineStatus:
+    return EngineStatus(
+        version=engine.version,
+        device=engine.device,
+        dtype=engine.dtype,
+        kernels=engine.kernels,
+        running_sequences=engine.running_sequences,
+        waiting_sequences=engine.waiting_sequences,
+        kv_blocks=engine.total_blocks,
+        kv_used_blocks=engine.used_blocks,
+        draining=engine.draining,
+    )

@@ -1,0 +1,62 @@
+"""Status of the model: the process's counts since its start, and the engine's load."""
+
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+
+from prometheus_client import Counter, Gauge
+from prometheus_client.samples import Sample
+
+from services.tokenizer import metrics
+from services.tokenizer.recent_times import percentile
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["model_status"]
+
+_BEGAN = time.monotonic()
+
+
+def model_status(
+    model: str, engine: completion_pb2.EngineStatus | None
+) -> completion_pb2.ModelStatus:
+    """Return the status; `engine` is None if the engine does not answer."""
+    now = time.monotonic()
+    return completion_pb2.ModelStatus(
+        model=model,
+        version=version("tokenwire"),
+        uptime_seconds=now - _BEGAN,
+        running_requests=_count(metrics.RUNNING),
+        outcomes=[
+            completion_pb2.OutcomeCount(
+                outcome=sample.labels["outcome"], requests=int(sample.value)
+            )
+            for sample in _samples(metrics.REQUESTS)
+        ],
+        prompt_tokens=_count(metrics.PROMPT_TOKENS),
+        completion_tokens=_count(metrics.COMPLETION_TOKENS),
+        first_token=_first_token(now),
+        engine=engine,
+    )
+
+
+def _first_token(now: float) -> completion_pb2.RecentTimes:
+    recent = metrics.RECENT_FIRST_TOKENS
+    times = recent.sorted(now)
+    return completion_pb2.RecentTimes(
+        window_seconds=recent.window_seconds,
+        count=len(times),
+        p50_seconds=percentile(times, 0.5),
+        p95_seconds=percentile(times, 0.95),
+    )
+
+
+def _count(metric: Counter | Gauge) -> int:
+    return sum(int(sample.value) for sample in _samples(metric))
+
+
+def _samples(metric: Counter | Gauge) -> Iterator[Sample]:
+    """Yield the values of all labels, without the times of their creation."""
+    for family in metric.collect():
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                yield sample
