@@ -30,8 +30,12 @@ class Progress:
     def pytest_report_teststatus(
         self, report: pytest.TestReport | pytest.CollectReport
     ) -> tuple[str, str, str] | None:
-        """Count what passes without a letter."""
-        if report.when == "call" and report.passed and not hasattr(report, "wasxfail"):
+        """Count what passes or is skipped without a letter."""
+        if hasattr(report, "wasxfail"):
+            return None
+        if report.skipped:
+            return "skipped", "", ""
+        if report.passed and report.when == "call":
             return "passed", "", ""
         return None
 
