@@ -157,6 +157,8 @@ def _call_object(reader: TextReader, tools: Parameters) -> Reading:
         if not (yield from reader.more()):
             break
         character, at = reader.text[reader.at], reader.at
+        if scanner.depth == 0 and character != "{" and not character.isspace():
+            return False  # JSON, but no object
         is_key = scanner.depth == 1 and scanner.awaits_key and character == '"'
         is_value = scanner.depth == 1 and scanner.awaits_value and not character.isspace()
         if not scanner.push(character):

@@ -321,6 +321,14 @@ def test_reasoning_is_separated_from_content(
         assert (message.reasoning, message.content) == (reasoning, content)
 
 
+@pytest.mark.parametrize("value", ["[1, 2]", '"a"', "12 ", "null"])
+def test_json_that_is_no_object_is_no_call(value: str) -> None:
+    text = f"<tool_call>{value}</tool_call>"
+    for pieces in ([text], list(text)):
+        message = _read(_parser(_FORMATS["hermes"]), pieces)
+        assert (message.content, message.calls) == (text, [])
+
+
 @pytest.mark.parametrize("key", ["name", "arguments"])
 def test_number_with_too_many_digits_for_python_is_no_call(key: str) -> None:
     other = '"arguments": {}' if key == "name" else '"name": "get_time"'
