@@ -5,9 +5,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -32,11 +34,13 @@ __all__ = [
     "metrics_of",
     "mortal_engine",
     "running_service",
+    "served_stack",
     "watch_load",
 ]
 
 _METRICS_OFFSET = 1000
 _HANG_SECONDS = 60
+_START_SECONDS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +198,49 @@ async def mortal_engine(model: Path) -> AsyncIterator[MortalEngine]:
         yield engine
     finally:
         await engine.kill()
+
+
+@contextmanager
+def served_stack(model: Path, logs: Path, *flags: str) -> Iterator[Stack]:
+    """Run the embedded checkpoint `model` with `tokenwire serve`, as a user starts it."""
+    http, tokenizer, engine, grammar = free_ports(4)
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "tokenwire", "serve",
+            "--port", str(http),
+            "--tokenizer-port", str(tokenizer),
+            "--engine-port", str(engine),
+            "--grammar-port", str(grammar),
+            "--dtype", "float32",
+            "--engine-args", "--kv-memory 512MiB",
+            "--log-dir", str(logs),
+            *flags,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    watchdog = threading.Timer(_START_SECONDS, process.terminate)
+    watchdog.start()
+    assert process.stdout is not None
+    assert process.stderr is not None
+    line = process.stdout.readline()
+    watchdog.cancel()
+    if not line:
+        tails = [f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(logs.iterdir())]
+        raise AssertionError("\n".join([process.stderr.read(), *tails]))
+    try:
+        yield Stack(
+            url=f"http://127.0.0.1:{http}",
+            tokenizer=f"127.0.0.1:{tokenizer}",
+            engine=f"127.0.0.1:{engine}",
+            grammar=f"127.0.0.1:{grammar}",
+            model=model,
+        )
+    finally:
+        process.send_signal(signal.SIGTERM)
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 0, complaints
 
 
 def loop_process(service: int) -> int:

@@ -11,9 +11,11 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from services.common import tracing
 from services.common.errors import abort, internal_error
 from services.common.logging import failure, request_id, traceparent
 from services.common.priority import PRIORITY_KEY, parse_priority
+from services.common.span import Span
 from tokenwire.errors import ServiceError
 
 __all__ = [
@@ -121,7 +123,7 @@ async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 def _unary(inner: Any, method: str) -> Any:
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        async with _Rpc(method, context):
+        async with _Rpc(method, context, is_traced=True):
             return await inner(_readable(request), context)
 
     return handle
@@ -129,7 +131,7 @@ def _unary(inner: Any, method: str) -> Any:
 
 def _stream(inner: Any, method: str) -> Any:
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        async with _Rpc(method, context):
+        async with _Rpc(method, context, is_traced=False):  # each request has its own span
             responses = inner(_readable(request), context)
             if not inspect.isasyncgen(responses):
                 raise TypeError(f"{method} must be an async generator")
@@ -143,31 +145,48 @@ def _stream(inner: Any, method: str) -> Any:
 
 
 class _Rpc:
-    """The context of one call: its request ids, and its log line at the end."""
+    """The context of one call: its request ids and span, and its log line at the end."""
 
-    def __init__(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def __init__(
+        self, method: str, context: grpc.aio.ServicerContext[Any, Any], *, is_traced: bool
+    ) -> None:
         self._method = method
         self._context = context
+        self._is_traced = is_traced
+        self._span = Span("")
         self._began = time.monotonic()
 
     async def __aenter__(self) -> None:
         identity = sane_request_id(metadata_value(self._context, "x-request-id"))
         request_id.set(identity)
-        traceparent.set(sane_traceparent(metadata_value(self._context, "traceparent")))
+        parent = sane_traceparent(metadata_value(self._context, "traceparent"))
+        if self._is_traced:
+            self._span = tracing.start(self._method.removeprefix("/"), parent, identity)
+            tracing.current.set(self._span)
+            parent = self._span.traceparent
+        traceparent.set(parent)
         self._context.set_trailing_metadata((("x-request-id", identity),))
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            await self._end(error)
+        finally:
+            self._span.end()
+
+    async def _end(self, error: BaseException | None) -> None:
         if error is None:
             self._log("OK", logging.INFO)
         elif isinstance(error, ServiceError):
             why = failure(_LOG, error.reason, error.message)
             self._log(error.code.name, logging.INFO, **why)
+            self._span.fail(**why)
             await abort(self._context, error)
         elif isinstance(error, grpc.aio.AbortError):  # from `cut_stalled`
             self._log("RESOURCE_EXHAUSTED", logging.INFO, reason="STALLED")
         elif isinstance(error, Exception):
             _LOG.exception("unexpected failure in %s", self._method)
             self._log("INTERNAL", logging.ERROR)
+            self._span.fail("INTERNAL")
             await abort(self._context, internal_error())
         else:
             self._log("CANCELLED", logging.INFO)

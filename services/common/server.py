@@ -15,6 +15,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from services.common import logging as service_logging
+from services.common import tracing
 from services.common.failed_start import tell_reason
 from services.common.interceptor import RpcInterceptor
 from services.common.process import raise_file_limit, stop_signal
@@ -90,7 +91,8 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
     try:
         service_logging.configure(name, settings.log_level)
         raise_file_limit()
-        code = uvloop.run(_serve(settings, make))
+        with tracing.exporting(name, settings.otlp_endpoint):
+            code = uvloop.run(_serve(settings, make))
     except StartupError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         if settings.hold_on_error > 0:

@@ -76,6 +76,10 @@ class ServerSettings:
     log_level: str = setting(
         "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
     )
+    otlp_endpoint: str = setting(
+        "",
+        "URL of an OTLP collector (gRPC) for traces; empty = OTEL_EXPORTER_OTLP_ENDPOINT, or none.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

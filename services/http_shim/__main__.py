@@ -15,6 +15,7 @@ import uvicorn
 import uvloop
 
 from services.common import logging as service_logging
+from services.common import tracing
 from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
 from services.common.telemetry import describe_build, serve_metrics
@@ -68,7 +69,8 @@ def main() -> None:
             check(settings)
         service_logging.configure("http_shim", settings.log_level)
         raise_file_limit()
-        uvloop.run(serve(settings))
+        with tracing.exporting("http_shim", settings.otlp_endpoint):
+            uvloop.run(serve(settings))
     except (StartupError, CatalogError, KeyFileError) as error:
         print(f"http_shim: {error}", file=sys.stderr)
         sys.exit(2)

@@ -82,6 +82,10 @@ class HttpShimSettings:
     log_level: str = setting(
         "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
     )
+    otlp_endpoint: str = setting(
+        "",
+        "URL of an OTLP collector (gRPC) for traces; empty = OTEL_EXPORTER_OTLP_ENDPOINT, or none.",
+    )
 
     @property
     def trusts_headers(self) -> bool:

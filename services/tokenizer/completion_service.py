@@ -25,6 +25,7 @@ from services.tokenizer.completion.complete_processor import (
     Response,
 )
 from services.tokenizer.completion.completion_registry import CompletionRegistry
+from services.tokenizer.completion.completion_span import start_span
 from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
 from services.tokenizer.engine_link import EngineLink
@@ -43,6 +44,7 @@ __all__ = ["CompletionServicer", "ProcessorFactory"]
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Stream = CompletionStream[Any]
+Request = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
 _FULL_BYTES = 4 * 1024 * 1024  # size at which a message of a Session takes no more output
 _CHECK_EVERY = 8  # streams between two looks at the size, which their output rarely reaches
 _NO_DEADLINE_SECONDS = 1e8  # a call without a deadline reports one centuries ahead
@@ -90,7 +92,7 @@ class CompletionServicer(CompletionServiceServicer):
     ) -> AsyncIterator[completion_pb2.CompleteResponse]:
         """Stream one completion. The metadata goes out with the first message, the admission."""
         processor = self._processors.complete(request)
-        call = _context_of_call(context, request.user)
+        call = _context_of_call(context, request)
         async for response in self._answer(
             processor, call, context, completion_pb2.CompleteResponse
         ):
@@ -101,7 +103,7 @@ class CompletionServicer(CompletionServiceServicer):
     ) -> AsyncIterator[completion_pb2.ChatResponse]:
         """Stream one chat, as `Complete` does."""
         processor = self._processors.chat(request)
-        call = _context_of_call(context, request.user)
+        call = _context_of_call(context, request)
         async for response in self._answer(processor, call, context, completion_pb2.ChatResponse):
             yield response
 
@@ -306,7 +308,7 @@ class _ClientSession:
     ) -> None:
         stream = self._registry.start(
             processor,
-            _context_of_start(start.context, start.request.user),
+            _context_of_start(start.context, start.request),
             self._send_queue,
             credit=start.credit if start.HasField("credit") else None,
         )
@@ -320,27 +322,31 @@ def _wake_writer(send_queue: SendQueue[Stream], reader: asyncio.Task[None]) -> N
     send_queue.wake()
 
 
-def _context_of_call(context: Context, user: str) -> CallContext:
+def _context_of_call(context: Context, request: Request) -> CallContext:
+    priority = metadata_priority(context)
+    span = start_span(request, traceparent.get(), request_id.get())
+    traceparent.set(span.traceparent)  # for the log line of the call
     return CallContext(
         request_id=request_id.get(),
-        traceparent=traceparent.get(),
+        span=span,
         tenant=metadata_value(context, "x-tenant") or "",
-        priority=metadata_priority(context),
+        priority=priority,
         deadline=_deadline(context.time_remaining()),
-        user=user,
+        user=request.user,
     )
 
 
-def _context_of_start(context: completion_pb2.RequestContext, user: str) -> CallContext:
+def _context_of_start(context: completion_pb2.RequestContext, request: Request) -> CallContext:
+    identity = sane_request_id(context.request_id)
     return CallContext(
-        request_id=sane_request_id(context.request_id),
-        traceparent=sane_traceparent(context.traceparent),
+        request_id=identity,
+        span=start_span(request, sane_traceparent(context.traceparent), identity),
         tenant=context.tenant,
         priority=context.priority,
         deadline=_deadline(
             context.timeout_seconds if context.HasField("timeout_seconds") else None
         ),
-        user=user,
+        user=request.user,
     )
 
 

@@ -31,6 +31,12 @@ def add_commands(commands: Commands) -> None:
         help="Seconds that running requests get at shutdown (default: %(default)g).",
     )
     serve.add_argument(
+        "--otlp-endpoint",
+        default="",
+        metavar="URL",
+        help="OTLP collector (gRPC) for traces, such as http://127.0.0.1:4317.",
+    )
+    serve.add_argument(
         "--log-dir",
         type=Path,
         metavar="DIR",

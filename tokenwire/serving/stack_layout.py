@@ -86,6 +86,8 @@ class ServeOptions:
     """Host names that HTTP requests may use besides those of loopback, separated by commas"""
     grace: float = 30.0
     """Seconds that running requests may take when the stack stops"""
+    otlp_endpoint: str = ""
+    """URL of the OTLP collector that the services send traces to; empty = standard variables"""
     log_dir: Path | None = None
     """Directory of a log file per service; None = stderr"""
     log_size: int = 64 * 2**20
@@ -187,7 +189,7 @@ def _shim(options: ServeOptions, *models: str) -> Service:
     beyond = ("--open",) if options.open else ()
     pages = ("--cors-origins", options.cors_origins) if options.cors_origins else ()
     hosts = ("--allowed-hosts", options.allowed_hosts) if options.allowed_hosts else ()
-    arguments = (*listen, *models, *_grace(options), *keys, *beyond, *pages, *hosts)
+    arguments = (*listen, *models, *_common(options), *keys, *beyond, *pages, *hosts)
     return Service("http_shim", arguments, address(reachable(options.host), options.port))
 
 
@@ -205,7 +207,7 @@ def _backend(
     grammar = f"127.0.0.1:{at_grammar}"  # only the engine calls it
 
     def service(name: str, host: str, port: int, target: str, *further: str) -> Service:
-        listen = ("--host", host, "--port", str(port), *_grace(options))
+        listen = ("--host", host, "--port", str(port), *_common(options))
         return Service(name, (*listen, *checkpoint, *further), target, model.full_name)
 
     beyond = ("--dtype", dtype, "--grammar", grammar, *engine_args)
@@ -230,8 +232,10 @@ def _engine_args(text: str) -> list[str]:
     return arguments
 
 
-def _grace(options: ServeOptions) -> tuple[str, str]:
-    return "--grace", f"{options.grace:g}"
+def _common(options: ServeOptions) -> tuple[str, ...]:
+    """Return the flags of all services."""
+    traces = ("--otlp-endpoint", options.otlp_endpoint) if options.otlp_endpoint else ()
+    return ("--grace", f"{options.grace:g}", *traces)
 
 
 def _checkpoint(model: Path | None) -> Path:

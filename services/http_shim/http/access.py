@@ -18,6 +18,7 @@ from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.failures import error_response
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["AccessMiddleware", "assign_model", "authorized_model", "reserved_tokens"]
 
@@ -77,6 +78,10 @@ async def assign_model(
     """Return the model for a request, which is lowered to its limits. Raises ServiceError."""
     served = await authorized_model(exchange, models, name)
     request.model = served.backend_name
+    is_chat = isinstance(request, completion_pb2.ChatRequest)
+    operation = "chat" if is_chat else "text_completion"
+    model = name or served.backend_name
+    exchange.span.set({"gen_ai.operation.name": operation, "gen_ai.request.model": model})
     caps = [served.max_output_length]
     if exchange.account is not None:
         caps.append(exchange.account.tier.max_tokens)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 from urllib.parse import quote
 
@@ -12,8 +13,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.common import tracing
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import failure, request_id, traceparent
+from services.common.span import Span
 from services.http_shim.accounts.account import Account
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUEST_SECONDS, REQUESTS, TOKENS
@@ -34,6 +37,7 @@ class Exchange:
     request_id: str
     began: float
     """Arrival, in seconds of the monotonic clock"""
+    span: Span = field(default_factory=partial(Span, ""))
     status: int = 0
     """HTTP status; 0 until the response starts"""
     ignored: list[str] = field(default_factory=list)
@@ -80,12 +84,13 @@ class ExchangeMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        exchange = scope["exchange"] = Exchange(
-            request_id=sane_request_id(headers.get("x-request-id")),
-            began=time.monotonic(),
-        )
-        request_id.set(exchange.request_id)
-        traceparent.set(sane_traceparent(headers.get("traceparent")))
+        is_probe = scope["path"] in _PROBES
+        identity = sane_request_id(headers.get("x-request-id"))
+        parent = sane_traceparent(headers.get("traceparent"))
+        span = Span(parent) if is_probe else tracing.start(scope["method"], parent, identity)
+        exchange = scope["exchange"] = Exchange(identity, time.monotonic(), span)
+        request_id.set(identity)
+        traceparent.set(span.traceparent)
 
         async def send_on(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,7 +98,6 @@ class ExchangeMiddleware:
                 _add_headers(message, exchange)
             await send(message)
 
-        is_probe = scope["path"] in _PROBES
         with nullcontext() if is_probe else IN_FLIGHT.track_inprogress():
             try:
                 await self._app(scope, receive, send_on)
@@ -122,6 +126,7 @@ class ExchangeMiddleware:
             fields |= failure(_LOG, exchange.reason, exchange.error)
         if exchange.account is not None:
             fields["key"] = exchange.account.id
+        _end_span(exchange, scope["method"], route)
         level = logging.DEBUG if route in _PROBES else logging.INFO
         _LOG.log(level, "%s %s", scope["method"], scope["path"], extra=fields)
 
@@ -132,6 +137,29 @@ class ExchangeMiddleware:
         matching = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
         route = next(matching, None)
         return NO_ROUTE if route is None else self._paths[route.endpoint]
+
+
+def _end_span(exchange: Exchange, method: str, route: str) -> None:
+    span = exchange.span
+    if span.is_recording:
+        span.rename(f"{method} {route}")
+        span.set(
+            {
+                "http.request.method": method,
+                "http.route": route,
+                "http.response.status_code": exchange.status,
+            }
+        )
+        if exchange.tokens_used:
+            span.set(
+                {
+                    "gen_ai.usage.input_tokens": exchange.prompt_tokens,
+                    "gen_ai.usage.output_tokens": exchange.completion_tokens,
+                }
+            )
+        if exchange.reason:
+            span.fail(**failure(_LOG, exchange.reason, exchange.error))
+    span.end()
 
 
 def _add_headers(message: Message, exchange: Exchange) -> None:

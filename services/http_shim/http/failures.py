@@ -42,6 +42,7 @@ class FailureMiddleware:
             raise
         except Exception:
             _LOG.exception("unexpected failure")
+            exchange_of(scope).span.fail("INTERNAL")
             if exchange_of(scope).status:
                 raise  # the response has started: only a broken connection shows the failure
             await internal_error()(scope, receive, send)

@@ -24,6 +24,10 @@ class CompletionOutput:
     def __init__(self, plan: CompletionPlan, began: float) -> None:
         """`began` is the arrival of the request on the monotonic clock, in seconds."""
         self.plan = plan
+        self.encode_seconds = time.monotonic() - began
+        """From the request's arrival to this plan"""
+        self.first_token_seconds: float | None = None
+        """From the request's arrival to its first token; None before it"""
         self.choices = ChoiceSet(plan)
         self.is_admission_written = False
         self.is_written = False
@@ -142,8 +146,9 @@ class CompletionOutput:
         if last is not None:
             metrics.INTER_TOKEN_SECONDS.observe((now - last) / max(1, tokens))
         elif not self._last_token_at:
-            metrics.FIRST_TOKEN_SECONDS.observe(now - self._began)
-            metrics.RECENT_FIRST_TOKENS.add(now, now - self._began)
+            self.first_token_seconds = now - self._began
+            metrics.FIRST_TOKEN_SECONDS.observe(self.first_token_seconds)
+            metrics.RECENT_FIRST_TOKENS.add(now, self.first_token_seconds)
         self._last_token_at[sequence] = now
 
     def _write_admission(

@@ -14,6 +14,7 @@ from services.common.logging import failure
 from services.tokenizer import metrics
 from services.tokenizer.completion.complete_processor import RequestProcessor, Response
 from services.tokenizer.completion.completion_output import CompletionOutput
+from services.tokenizer.completion.completion_span import end_span
 from services.tokenizer.completion.engine_request import CallContext, EngineLosses, EngineRequest
 from services.tokenizer.completion.plan import CompletionPlan
 from services.tokenizer.engine_link import EngineLink
@@ -220,8 +221,8 @@ class CompletionStream(Generic[Response]):
         self._submit(await plan)
 
     def _submit(self, plan: CompletionPlan) -> None:
-        metrics.ENCODE_SECONDS.observe(time.monotonic() - self._began)
         self._output = CompletionOutput(plan, self._began)
+        metrics.ENCODE_SECONDS.observe(self._output.encode_seconds)
         self._engine.submit(self._output)
 
     async def _resubmit(self, output: CompletionOutput, error: ServiceError) -> None:
@@ -275,6 +276,7 @@ class CompletionStream(Generic[Response]):
         metrics.REQUESTS.labels(outcome).inc()
         self._on_end(self)
         output = self._output
+        end_span(self._context.span, output, outcome, **why)
         _LOG.info(
             "completion %s",
             outcome,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.common.logging import request_fields
+from services.common.span import Span
 from services.tokenizer.completion.choice import Choice
 from services.tokenizer.completion.completion_output import CompletionOutput
 from tokenwire.errors import ServiceError
@@ -26,7 +27,7 @@ class CallContext:
     """Origin of a request."""
 
     request_id: str
-    traceparent: str
+    span: Span
     tenant: str
     priority: int
     deadline: float | None
@@ -37,7 +38,7 @@ class CallContext:
     @property
     def log_fields(self) -> dict[str, str]:
         """Fields that identify the request in log lines."""
-        return request_fields(self.request_id, self.traceparent)
+        return request_fields(self.request_id, self.span.traceparent)
 
 
 class EngineLosses:
@@ -138,7 +139,7 @@ class EngineRequest:
         start = command.start
         start.request.CopyFrom(request)  # once: its images may be large
         start.request_id = self._context.request_id
-        start.traceparent = self._context.traceparent
+        start.traceparent = self._context.span.traceparent
         start.tenant = self._context.tenant
         start.priority = self._context.priority
         if self._context.deadline is not None:

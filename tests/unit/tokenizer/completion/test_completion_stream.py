@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from services.common.settings import StreamSettings
+from services.common.span import Span
 from services.tokenizer.completion.choice import ChoiceOutput
 from services.tokenizer.completion.complete_processor import CompleteProcessor
 from services.tokenizer.completion.completion_stream import CompletionStream
@@ -48,7 +49,7 @@ def _started(
     link: Any = SimpleNamespace(session=_EngineSession(), is_verified=True, limits=_LIMITS)
     stream = CompletionStream(
         make(request, vocabulary, None, ImageReader(None, vocabulary, "m")),
-        CallContext("", "", "", 0, None),
+        CallContext("", Span(""), "", 0, None),
         link,
         SendQueue[CompletionStream[Any]](StreamSettings()),
         lambda ended: None,

@@ -297,3 +297,12 @@ def test_wrong_catalog_is_refused_in_one_sentence(checkpoint: Path) -> None:
     assert_refused(serve("--catalog", str(path)), "engine's arguments")
     assert_refused(serve("--catalog", str(path), "--model", str(checkpoint)), "leave out --model")
     assert_refused(serve("--catalog", str(path), "--model-id", "m"), "leave out --model")
+
+
+def test_every_service_sends_its_traces_to_the_collector(checkpoint: Path) -> None:
+    collector = "http://127.0.0.1:4317"
+    services = plan(ServeOptions(model=checkpoint, otlp_endpoint=collector))
+    assert len(services) == 4
+    for service in services:
+        flag = service.arguments.index("--otlp-endpoint")
+        assert service.arguments[flag + 1] == collector

@@ -1,0 +1,58 @@
+"""Span of one completion or chat, from its arrival to its last token."""
+
+from services.common import tracing
+from services.common.span import Attributes, Span
+from services.tokenizer.completion.completion_output import CompletionOutput
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = ["end_span", "start_span"]
+
+_SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name
+
+
+def start_span(
+    request: completion_pb2.CompleteRequest | completion_pb2.ChatRequest,
+    parent: str,
+    request_id: str,
+) -> Span:
+    """Start the span of a request, below the traceparent of its caller."""
+    is_chat = isinstance(request, completion_pb2.ChatRequest)
+    method, operation = ("Chat", "chat") if is_chat else ("Complete", "text_completion")
+    span = tracing.start(f"{_SERVICE}/{method}", parent, request_id)
+    span.set({"gen_ai.operation.name": operation, "gen_ai.request.model": request.model})
+    return span
+
+
+def end_span(span: Span, output: CompletionOutput | None, outcome: str, **why: str) -> None:
+    """End the span of a request.
+
+    output: None = the request was never planned.
+    outcome: that of the metrics.
+    why: reason and message of the failure, as `logging.failure` returns them.
+    """
+    if span.is_recording:
+        span.set({"tokenwire.outcome": outcome})
+        if output is not None:
+            span.set(_attributes(output))
+        if why:
+            span.fail(**why)
+    span.end()
+
+
+def _attributes(output: CompletionOutput) -> Attributes:
+    reasons = [
+        types_pb2.FinishReason.Name(choice.outcome.reason).removeprefix("FINISH_REASON_").lower()
+        for choice in output.choices
+        if choice.outcome is not None
+    ]
+    attributes: dict[str, str | int | float | list[str]] = {
+        "gen_ai.response.model": output.plan.limits.model,
+        "gen_ai.response.finish_reasons": reasons,
+        "gen_ai.usage.input_tokens": output.plan.prompt_tokens,
+        "gen_ai.usage.output_tokens": output.choices.received,
+        "tokenwire.encode_seconds": output.encode_seconds,
+    }
+    if output.first_token_seconds is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = output.first_token_seconds
+    return attributes
