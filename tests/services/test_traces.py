@@ -5,16 +5,20 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 import pytest_asyncio
 
 from tests.services.collector import Collector, ReceivedSpan, running_collector
+from tests.services.engine_client import generate, make_request
 from tests.services.shim import running_shim
 from tests.stack import Stack, free_ports, running_service, served_stack
+from tokenwire.channel import connect
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
 
 CALLER = "b7ad6b7169203331"
-SERVICES = ("tokenwire-http-shim", "tokenwire-tokenizer")
+SERVICES = ("tokenwire-http-shim", "tokenwire-tokenizer", "tokenwire-engine")
 _numbers = itertools.count(1)
 
 
@@ -25,16 +29,21 @@ async def collector() -> AsyncIterator[Collector]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def http(
+async def traced(
     collector: Collector, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a stack that sends its spans to the collector."""
+) -> AsyncIterator[Stack]:
+    """A stack that sends its spans to the collector."""
     logs = tmp_path_factory.mktemp("traced")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds
         with served_stack(embedded_model, logs, "--otlp-endpoint", collector.endpoint) as stack:
-            async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
-                yield http
+            yield stack
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def http(traced: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=traced.url, timeout=60) as http:
+        yield http
 
 
 def new_trace(*, sampled: bool = True) -> tuple[str, dict[str, str]]:
@@ -70,19 +79,24 @@ async def test_each_service_has_a_span_below_that_of_its_caller(
     assert [span.parent_id for span in spans] == callers[: len(spans)]
     assert all(span.attributes["tokenwire.request_id"] == "traced" for span in spans)
     assert not any(span.is_error for span in spans)
-    shim, tokenizer = spans
+    shim, tokenizer, engine = spans
     assert shim.name == "POST /v1/chat/completions"
     assert shim.attributes["http.response.status_code"] == 200
     usage = answer.json()["usage"]
-    for span in (shim, tokenizer):
+    for span in (shim, tokenizer, engine):
         assert span.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
         assert span.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
-        assert span.attributes["gen_ai.operation.name"] == "chat"
         assert span.attributes["gen_ai.request.model"] == "tokenwire-code-6m"
+    assert [span.attributes["gen_ai.operation.name"] for span in (shim, tokenizer)] == ["chat"] * 2
     [choice] = answer.json()["choices"]
-    assert tokenizer.attributes["gen_ai.response.finish_reasons"] == [choice["finish_reason"]]
+    for span in (tokenizer, engine):
+        assert span.attributes["gen_ai.response.finish_reasons"] == [choice["finish_reason"]]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert engine.attributes["gen_ai.usage.cache_read.input_tokens"] == cached
     assert _seconds(tokenizer, "tokenwire.encode_seconds") > 0
     assert _seconds(tokenizer, "gen_ai.response.time_to_first_chunk") > 0
+    for part in ("queue", "prefill", "decode"):
+        assert _seconds(engine, f"tokenwire.{part}_seconds") >= 0
 
 
 async def test_span_of_a_refused_request_has_the_reason(
@@ -93,11 +107,33 @@ async def test_span_of_a_refused_request_has_the_reason(
     body = {"prompt": "x", "temperature": -1}
     answer = await http.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 400
-    shim, tokenizer = (await spans_of(collector, trace))[:2]
+    found = await collector.trace(trace, until=lambda found: len(found) == 2)
+    shim, tokenizer = (found[service] for service in SERVICES[:2])
     for span in (shim, tokenizer):
         assert span.is_error
         assert span.attributes["error.type"] == "INVALID_FIELD"
     assert shim.attributes["http.response.status_code"] == 400
+
+
+async def test_span_of_the_engine_says_why_a_request_ended_early(
+    traced: Stack, collector: Collector
+) -> None:
+    """A client of the token level sees its refusal, and an operator the client that left."""
+    async with connect(traced.engine) as channel:
+        refused, headers = new_trace()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await generate(channel, make_request([2**31]), **headers)
+        left, headers = new_trace()
+        call = EngineServiceStub(channel).Generate(
+            make_request([100], max_tokens=2000), metadata=tuple(headers.items())
+        )
+        await call.read()
+        call.cancel()
+        span = (await collector.trace(refused, until=bool))["tokenwire-engine"]
+        assert (span.parent_id, span.is_error) == (CALLER, True)
+        assert span.attributes["error.type"] == "INVALID_FIELD"
+        span = (await collector.trace(left, until=bool))["tokenwire-engine"]
+        assert (span.is_error, span.attributes["tokenwire.outcome"]) == (False, "cancelled")
 
 
 async def test_call_of_the_tokenizer_is_traced(

@@ -25,6 +25,7 @@ from services.engine.frontend.image_placement import place_images
 from services.engine.frontend.loop_client import LoopClient
 from services.engine.frontend.matchers import Matchers
 from services.engine.frontend.preparations import Preparations, deadline_exceeded, queue_full
+from services.engine.frontend.request_span import RequestSpan
 from services.engine.frontend.sink import Sink
 from services.engine.messages import (
     AddRequest,
@@ -76,6 +77,7 @@ class _LiveRequest:
     checked: CheckedRequest
     sink: Sink[Any]
     latency: request_accounting.TokenLatency
+    span: RequestSpan
     deadline: asyncio.TimerHandle | None = None
     is_cancelled: bool = False
     """True if the client has cancelled all sequences"""
@@ -214,24 +216,15 @@ class Frontend:
         caller counts a cancelled call: a task may be cancelled before its first step.
         """
         arrival = time.monotonic()
+        span = RequestSpan(self.model_id, caller.request_id, caller.traceparent)
         try:
-            self._require_room()
-            checked = self.admission.check(request)
-            grammar_id = ""
-            if checked.constrained or request.images:
-                grammar_id, checked = await self._preparations.run(
-                    lambda: self._prepare(request, checked),
-                    caller.request_id,
-                    caller.timeout_seconds,
-                )
-                self._require_image_memory(checked)
-        except ServiceError as error:
-            request_accounting.count_error(error.reason)
+            grammar_id, checked = await self._check(request, caller)
+        except BaseException as error:  # also the cancellation of the call
+            span.fail(error)
             raise
         handle = next(self._handles)
-        self._enter(
-            handle, _LiveRequest(caller, checked, sink, request_accounting.TokenLatency(arrival))
-        )
+        latency = request_accounting.TokenLatency(arrival)
+        self._enter(handle, _LiveRequest(caller, checked, sink, latency, span))
         if self._matchers is not None and checked.constrained:
             generated = {resume.sequence: resume.generated for resume in checked.resume}
             self._matchers.open(
@@ -266,7 +259,7 @@ class Frontend:
         """End a request whose client has left. Its sink gets no further events."""
         if handle in self._live:
             self._loop.send(CancelRequest(handle))
-            self._leave(handle)
+            self._leave(handle).span.cancel()
             request_accounting.count_request("cancelled")
 
     def grant(self, handle: int, tokens: int) -> None:
@@ -294,6 +287,24 @@ class Frontend:
         self._flushes.append(flushed)
         self._loop.send(FlushCache())
         return await flushed
+
+    async def _check(self, request: GenerateRequest, caller: Caller) -> tuple[str, CheckedRequest]:
+        """Check a request and prepare it, as `_prepare` returns it. Raises ServiceError."""
+        try:
+            self._require_room()
+            checked = self.admission.check(request)
+            if not (checked.constrained or request.images):
+                return "", checked
+            grammar_id, checked = await self._preparations.run(
+                lambda: self._prepare(request, checked),
+                caller.request_id,
+                caller.timeout_seconds,
+            )
+            self._require_image_memory(checked)
+        except ServiceError as error:
+            request_accounting.count_error(error.reason)
+            raise
+        return grammar_id, checked
 
     async def _prepare(
         self, request: GenerateRequest, checked: CheckedRequest
@@ -372,7 +383,9 @@ class Frontend:
                 case Finished():
                     self._close_matchers(item.handle, live, (item.sequence,))
                     request_accounting.count_finished(item.cause)
-                    live.sink.on_finished(events.finished(item))
+                    finished = events.finished(item)
+                    live.span.on_finished(finished)
+                    live.sink.on_finished(finished)
                 case Admitted():
                     live.sink.on_accepted(events.accepted(item, live.checked.sampling))
                 case RequestDone():
@@ -386,7 +399,9 @@ class Frontend:
 
     def _on_done(self, done: RequestDone, live: _LiveRequest) -> None:
         self._leave(done.handle)
-        request_accounting.count_request("cancelled" if live.is_cancelled else "ok")
+        outcome = "cancelled" if live.is_cancelled else "ok"
+        live.span.complete(done, outcome)
+        request_accounting.count_request(outcome)
         request_accounting.observe_done(done)
         live.sink.on_completed(events.completed(done))
 
@@ -395,8 +410,9 @@ class Frontend:
         request_accounting.count_error(refused.reason)
         error = events.refusal(refused)
         if error.code is grpc.StatusCode.INTERNAL:
-            names = request_fields(live.caller.request_id, live.caller.traceparent)
+            names = request_fields(live.caller.request_id, live.span.traceparent)
             _LOG.error(refused.message, extra=names)
+        live.span.fail(error)
         live.sink.on_error(error)
 
     def _on_death(self, why: str) -> None:
@@ -425,17 +441,18 @@ class Frontend:
         live = self._live.get(handle)
         if live is not None:
             self._loop.send(CancelRequest(handle))
-            self._leave(handle)
+            self._leave(handle).span.fail(error)
             request_accounting.count_request(outcome)
             live.sink.on_error(error)
 
-    def _leave(self, handle: int) -> None:
+    def _leave(self, handle: int) -> _LiveRequest:
         live = self._live.pop(handle)
         self._image_bytes -= live.checked.image_bytes
         if live.deadline is not None:
             live.deadline.cancel()
         self._close_matchers(handle, live, range(live.checked.num_sequences))
         self.notify()
+        return live
 
     def _close_matchers(self, handle: int, live: _LiveRequest, sequences: Iterable[int]) -> None:
         if self._matchers is not None and live.checked.constrained:
