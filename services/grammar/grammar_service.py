@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from llguidance import LLExecutor
 
+from services.common import tracing
 from services.common.errors import draining_error
 from services.grammar import GrammarError, specification
 from services.grammar.compiling.compiler import Compiler
@@ -63,6 +64,8 @@ class GrammarServicer(GrammarServiceServicer):
             raise draining_error()
         spec = request.grammar
         kind = self._admit(spec)
+        span = tracing.current.get()
+        span.set({"tokenwire.grammar.kind": kind})
         try:
             compiled, outcome = await self._find_or_compile(spec)
         except GrammarError as error:
@@ -72,6 +75,7 @@ class GrammarServicer(GrammarServiceServicer):
             COMPILES.labels(kind, "failed").inc()
             raise
         COMPILES.labels(kind, outcome).inc()
+        span.set({"tokenwire.outcome": outcome, "tokenwire.grammar.bytes": compiled.size})
         return grammar_pb2.CompileResponse(
             grammar_id=compiled.grammar_id,
             tokenizer_fingerprint=self._vocabulary.fingerprint,

@@ -70,7 +70,7 @@ class Collector(service_grpc.TraceServiceServicer):
 async def running_collector() -> AsyncIterator[Collector]:
     """Serve a collector on a free port of loopback."""
     collector, server = Collector(), grpc.aio.server()
-    service_grpc.add_TraceServiceServicer_to_server(collector, server)
+    service_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     collector.endpoint = f"http://127.0.0.1:{port}"

@@ -18,6 +18,7 @@ from tokenwire.channel import connect
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
 
 CALLER = "b7ad6b7169203331"
+GRAMMAR = {"type": "regex", "value": "[0-9]+ traced"}
 SERVICES = ("tokenwire-http-shim", "tokenwire-tokenizer", "tokenwire-engine")
 _numbers = itertools.count(1)
 
@@ -97,6 +98,25 @@ async def test_each_service_has_a_span_below_that_of_its_caller(
     assert _seconds(tokenizer, "gen_ai.response.time_to_first_chunk") > 0
     for part in ("queue", "prefill", "decode"):
         assert _seconds(engine, f"tokenwire.{part}_seconds") >= 0
+
+
+async def test_spans_of_a_constrained_request_tell_compilation_and_masks(
+    http: httpx.AsyncClient, collector: Collector
+) -> None:
+    """An operator sees whether a slow answer waited for its grammar, and whether it was cached."""
+    outcomes = []
+    for _ in range(2):
+        trace, headers = new_trace()
+        body = {"prompt": "x = ", "max_tokens": 4, "grammar": GRAMMAR}
+        answer = await http.post("/v1/completions", json=body, headers=headers)
+        assert answer.is_success, answer.text
+        found = await collector.trace(trace, until=lambda found: len(found) == 4)
+        engine, grammar = found["tokenwire-engine"], found["tokenwire-grammar"]
+        assert grammar.parent_id == engine.span_id
+        assert grammar.attributes["tokenwire.grammar.kind"] == "regex"
+        assert _seconds(engine, "tokenwire.mask_seconds") > 0
+        outcomes.append(grammar.attributes["tokenwire.outcome"])
+    assert outcomes == ["compiled", "cached"]
 
 
 async def test_span_of_a_refused_request_has_the_reason(

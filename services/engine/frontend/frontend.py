@@ -457,4 +457,4 @@ class Frontend:
     def _close_matchers(self, handle: int, live: _LiveRequest, sequences: Iterable[int]) -> None:
         if self._matchers is not None and live.checked.constrained:
             for sequence in sequences:
-                self._matchers.close(handle, sequence)
+                live.span.mask_seconds += self._matchers.close(handle, sequence)

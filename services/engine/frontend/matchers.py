@@ -6,8 +6,9 @@ opened again, there or at another replica, with the tokens that its sequence has
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -44,8 +45,10 @@ class _Matcher:
     """Index within the request's `resume`; None = a new sequence"""
     is_open: bool = True
     """False while the matcher waits to be opened again"""
-    awaits_answer: bool = True
-    """True until the service has answered the last command"""
+    asked_at: float | None = field(default_factory=time.monotonic)
+    """time.monotonic() of the command that the service has not answered; None = it has"""
+    mask_seconds: float = 0.0
+    """Time that the answers took"""
     restores: int = 0
     draft: Sequence[int] = ()
     """Draft tokens whose masks the last command requested"""
@@ -154,13 +157,15 @@ class Matchers:
         for matcher, draft in drafts.items():
             self._catch_up(matcher, draft)
 
-    def close(self, handle: int, sequence: int) -> None:
-        """Close the matcher of a sequence."""
+    def close(self, handle: int, sequence: int) -> float:
+        """Close the matcher of a sequence. Returns the seconds that its masks took."""
         matcher = self._by_sequence.pop((handle, sequence), None)
-        if matcher is not None:
-            del self._matchers[matcher.number]
-            if matcher.is_open:
-                self._masks.close(matcher.number)
+        if matcher is None:
+            return 0.0
+        del self._matchers[matcher.number]
+        if matcher.is_open:
+            self._masks.close(matcher.number)
+        return matcher.mask_seconds
 
     async def aclose(self) -> None:
         """End the stream of masks and the channel."""
@@ -173,11 +178,14 @@ class Matchers:
 
     def _on_states(self, states: Sequence[MaskState]) -> None:
         masks: list[Mask] = []
+        now = time.monotonic()
         for state in states:
             matcher = self._matchers.get(state.matcher)
             if matcher is None:
                 continue  # the sequence has ended in the meantime
-            matcher.awaits_answer = False
+            if matcher.asked_at is not None:
+                matcher.mask_seconds += now - matcher.asked_at
+                matcher.asked_at = None
             if state.error is None:
                 draft, matcher.draft = matcher.draft[len(state.forced) :], ()
                 masks.append(
@@ -208,12 +216,12 @@ class Matchers:
         The pending answer may force some of these tokens, which the service has then consumed.
         """
         unconsumed = matcher.generated[matcher.num_consumed :]
-        if not unconsumed or matcher.awaits_answer or not matcher.is_open:
+        if not unconsumed or matcher.asked_at is not None or not matcher.is_open:
             return
         matcher.num_consumed = len(matcher.generated)
         if unconsumed[-1] in self._eos_token_ids:
             return
-        matcher.awaits_answer, matcher.draft = True, draft
+        matcher.asked_at, matcher.draft = time.monotonic(), draft
         self._masks.accept(matcher.number, unconsumed)
         if draft:
             self._masks.ask_draft_masks(matcher.number, draft)
@@ -221,7 +229,7 @@ class Matchers:
     def _on_lost(self, error: ServiceError) -> None:
         lost = [matcher for matcher in self._matchers.values() if matcher.is_open]
         if error.reason == GRAMMAR_HANGS:
-            for matcher in [each for each in lost if each.awaits_answer]:
+            for matcher in [each for each in lost if each.asked_at is not None]:
                 matcher.restores += 1
                 if matcher.restores > _MAX_RESTORES:
                     lost.remove(matcher)
@@ -252,7 +260,7 @@ class Matchers:
             if failure is not None:
                 self._on_failed(matcher.handle, failure)
             else:
-                matcher.is_open = matcher.awaits_answer = True
+                matcher.is_open, matcher.asked_at = True, time.monotonic()
                 matcher.num_consumed = len(matcher.generated)
                 self._masks.open(matcher.number, grammar_id, matcher.generated)
 

@@ -17,15 +17,17 @@ _SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 
 
 class RequestSpan:
-    """The span, and the finish reasons of its sequences so far."""
+    """The span, with what is known so far of the request's sequences."""
 
-    __slots__ = ("_finish_reasons", "_span")
+    __slots__ = ("_finish_reasons", "_span", "mask_seconds")
 
     def __init__(self, model: str, request_id: str, parent: str) -> None:
         """Start the span below `parent`; the task's calls and log lines then have its context."""
         self._span = tracing.start(f"{_SERVICE}/Generate", parent, request_id)
         self._span.set({"gen_ai.operation.name": "text_completion", "gen_ai.request.model": model})
         self._finish_reasons: list[str] = []
+        self.mask_seconds = 0.0
+        """Time that masks took, summed over the sequences"""
         traceparent.set(self._span.traceparent)
 
     @property
@@ -51,6 +53,7 @@ class RequestSpan:
                     "tokenwire.queue_seconds": done.queue_seconds,
                     "tokenwire.prefill_seconds": done.prefill_seconds,
                     "tokenwire.decode_seconds": done.decode_seconds,
+                    "tokenwire.mask_seconds": self.mask_seconds,
                 }
             )
         self._span.end()
