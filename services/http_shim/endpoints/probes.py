@@ -1,5 +1,6 @@
 """Endpoints for operators: /health, /ready, /metrics, /status.json, /version."""
 
+import asyncio
 import time
 from importlib.metadata import version
 
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http_shim.backends.model_source import ModelSource
-from services.http_shim.formats.model_statuses import Status
+from services.http_shim.formats.model_statuses import ModelStatus, Status
 from services.http_shim.http.body import json_response
 from services.http_shim.http.gate import Gate
 from tokenwire.errors import ServiceError
@@ -38,6 +39,7 @@ class Probes:
         self._models = models
         self._gate = gate
         self._began = time.monotonic()
+        self._asking: asyncio.Task[list[ModelStatus]] | None = None
 
     async def health(self, request: Request) -> Response:
         """Report that the process is alive."""
@@ -60,9 +62,14 @@ class Probes:
         return Response(encode(REGISTRY), headers={"content-type": content_type})
 
     async def status(self, request: Request) -> Response:
-        """Return the counts and the load of each served model."""
+        """Return the counts and the load of each served model.
+
+        Concurrent requests share one call of the services, so that many open pages cost one.
+        """
         uptime = time.monotonic() - self._began
-        statuses = await self._models.statuses()
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._models.statuses())
+        statuses = await asyncio.shield(self._asking)
         return json_response(Status(version("tokenwire"), uptime, statuses))
 
     async def version(self, request: Request) -> Response:

@@ -1,6 +1,12 @@
 // Requests to the server, and its streams of events.
 
-export class ServerError extends Error {}
+export class ServerError extends Error {
+  // `status` is that of HTTP; undefined in a stream.
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
 
 let key = sessionStorage.getItem("key") ?? ""; // of this tab alone: a key outlives no browser session
 
@@ -15,9 +21,13 @@ export function useKey(value) {
 }
 
 export async function listModels() {
-  const response = await fetch("v1/models", { headers: headers() });
+  return (await getJson("v1/models")).data.filter((model) => !model.placeholder);
+}
+
+export async function getJson(path, signal) {
+  const response = await fetch(path, { headers: headers(), signal });
   if (!response.ok) throw await errorOf(response);
-  return (await response.json()).data.filter((model) => !model.placeholder);
+  return response.json();
 }
 
 // Yields the parsed events of the answer, up to [DONE].
@@ -61,9 +71,9 @@ function headers() {
 
 async function errorOf(response) {
   try {
-    return new ServerError((await response.json()).error.message);
+    return new ServerError((await response.json()).error.message, response.status);
   } catch {
-    return new ServerError(`${response.status} ${response.statusText}`);
+    return new ServerError(`${response.status} ${response.statusText}`, response.status);
   }
 }
 
