@@ -15,6 +15,8 @@ _BOUNDS = {
     "to": ("maximum", "maxLength", "maxItems"),
 }
 _NO_BOUND = 2**31
+_ADDRESS = "http://127.0.0.1:8000"
+"""Address in the examples, which the page's script replaces by its own"""
 
 
 def reference(document: Json) -> bytes:
@@ -26,6 +28,8 @@ def reference(document: Json) -> bytes:
     _add(head, "title", f"{document['info']['title']} API")
     SubElement(head, "link", rel="icon", href="data:,")
     SubElement(head, "link", rel="stylesheet", href="style.css")
+    SubElement(head, "link", rel="stylesheet", href="reference/reference.css")
+    SubElement(head, "script", type="module", src="reference/main.js")
     body = SubElement(root, "body")
     header = SubElement(body, "header")
     _add(header, "h1", f"{document['info']['title']} {document['info']['version']}")
@@ -37,7 +41,7 @@ def reference(document: Json) -> bytes:
     main = SubElement(body, "main", attrib={"class": "reference"})
     _add(main, "p", document["info"]["description"])
     operations = list(_operations(document))
-    contents = SubElement(main, "ul")
+    contents = SubElement(main, "ul", attrib={"class": "contents"})
     for method, paths, operation in operations:
         _add_link(SubElement(contents, "li"), operation["operationId"], f"{method} {paths[0]}")
     for method, paths, operation in operations:
@@ -66,14 +70,15 @@ def _operations(document: Json) -> Iterator[tuple[str, Sequence[str], Json]]:
 
 def _add_operation(main: Element, method: str, paths: Sequence[str], operation: Json) -> None:
     _add(main, "h2", f"{method} {paths[0]}", id=operation["operationId"])
+    parameters = operation.get("parameters", ())
     aliases = "".join(f" Also at {path}." for path in paths[1:])
     _add(main, "p", operation["summary"] + aliases)
-    for parameter in operation.get("parameters", ()):
+    for parameter in parameters:
         line = _add(main, "p", f"In the {parameter['in']}: ")
         _add(line, "code", parameter["name"])
-    if "requestBody" in operation:
-        content = operation["requestBody"]["content"]["application/json"]
-        _add(main, "pre", _curl(method, paths[0], content["example"]))
+    content = operation.get("requestBody", {"content": {}})["content"].get("application/json")
+    _add_example(main, method, paths[0], content and content["example"], parameters)
+    if content:
         _add_type(_add(main, "p", "Body: "), content["schema"])
     responses = dict(operation["responses"])
     answer = responses.pop("200")
@@ -96,12 +101,22 @@ def _add_meanings(main: Element, title: str, meanings: Json) -> None:
         _add(row, "td", described["description"])
 
 
-def _curl(method: str, path: str, example: Json) -> str:
-    body = json.dumps(example)
-    return (
-        f"curl -X {method} http://127.0.0.1:8000{path} \\\n"
-        f"  -H 'Content-Type: application/json' -d '{body}'"
-    )
+def _add_example(
+    main: Element, method: str, path: str, body: Json | None, parameters: Sequence[Json]
+) -> None:
+    """Add a command, from whose attributes the page's script makes a form."""
+    names = [each["name"] for each in parameters if each["in"] in ("path", "query")]
+    attributes = {"data-method": method, "data-path": path, "data-parameters": " ".join(names)}
+    if body is not None:
+        attributes["data-body"] = json.dumps(body, indent=2)
+    _add(main, "pre", _curl(path, body), **attributes)
+
+
+def _curl(path: str, body: Json | None) -> str:
+    command = f"curl '{_ADDRESS}{path}'"
+    if body is None:
+        return command
+    return f"{command} \\\n  -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 def _add_fields(main: Element, schema: Json) -> None:

@@ -59,7 +59,7 @@ def test_types_are_described_in_words() -> None:
 
 def test_text_of_the_document_is_escaped() -> None:
     changed = copy.deepcopy(document())
-    changed["info"]["description"] = "<script>alert('&')</script>"
+    changed["info"]["description"] = "<canvas title='&'></canvas>"
     page = Page(reference(changed))
-    assert "script" not in page.tags
+    assert "canvas" not in page.tags
     assert changed["info"]["description"] in page.text

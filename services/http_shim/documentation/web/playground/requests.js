@@ -25,16 +25,16 @@ export async function listModels() {
 }
 
 export async function getJson(path, signal) {
-  const response = await fetch(path, { headers: headers(), signal });
+  const response = await send(path, { signal });
   if (!response.ok) throw await errorOf(response);
   return response.json();
 }
 
 // Yields the parsed events of the answer, up to [DONE].
 export async function* stream(path, body, signal) {
-  const response = await fetch(path, {
+  const response = await send(path, {
     method: "POST",
-    headers: { ...headers(), "content-type": "application/json" },
+    headers: { "content-type": "application/json" },
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
     signal,
   });
@@ -65,8 +65,10 @@ async function* events(response) {
   throw new ServerError("The stream ended before the answer did. The server may have stopped.");
 }
 
-function headers() {
-  return key ? { authorization: `Bearer ${key}` } : {};
+// As `fetch`, with the key.
+export function send(path, options) {
+  const authorization = key ? { authorization: `Bearer ${key}` } : {};
+  return fetch(path, { ...options, headers: { ...options.headers, ...authorization } });
 }
 
 async function errorOf(response) {
