@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.stack import free_ports
+
 NOWHERE = "127.0.0.1:1"
 
 
@@ -75,7 +77,10 @@ def test_standard_input_that_is_not_utf8_is_refused_in_one_sentence() -> None:
 
 
 def test_unwritable_log_folder_is_refused_in_one_sentence() -> None:
-    assert_sentence(tokenwire("serve", "--log-dir", "/proc/x"), 2, "No log", "/proc/x")
+    http, tokenizer, engine, grammar = map(str, free_ports(4))
+    ports = ("--port", http, "--tokenizer-port", tokenizer, "--engine-port", engine)
+    result = tokenwire("serve", *ports, "--grammar-port", grammar, "--log-dir", "/proc/x")
+    assert_sentence(result, 2, "No log", "/proc/x")
 
 
 @pytest.mark.parametrize(
