@@ -313,7 +313,7 @@ def test_listening_beyond_loopback_needs_keys_or_open() -> None:
 
 def test_pages_load_their_resources_only_from_the_shim(http: httpx.Client) -> None:
     policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
-    for path in ("/", "/docs"):
+    for path in ("/", "/docs", "/status"):
         page = http.get(path)
         assert page.headers["content-type"] == "text/html; charset=utf-8"
         assert page.headers["content-security-policy"].startswith(policy)

@@ -95,7 +95,7 @@ async def test_every_route_except_probes_and_pages_needs_a_key(shim: Shim) -> No
     async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
         for path in (
             "/health", "/ready", "/metrics", "/version", "/openapi.json",
-            "/", "/docs", "/playground/main.js", "/style.css",
+            "/", "/docs", "/status", "/llms.txt", "/playground/main.js", "/style.css",
         ):  # fmt: skip
             assert (await http.get(path)).status_code == 200
         for method, path in (

@@ -1,4 +1,4 @@
-"""Pages for browsers: the playground (GET /), the API reference (GET /docs), and their files.
+"""Pages: the playground (GET /), the reference (/docs), the status (/status), and /llms.txt.
 
 The pages need no key, but their requests do. The pages load nothing from other servers;
 the content-security-policy header enforces that.
@@ -23,6 +23,7 @@ _MEDIA_TYPES = {
     ".js": "text/javascript",
     ".css": "text/css",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain",
 }
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
