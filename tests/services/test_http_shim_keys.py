@@ -248,7 +248,8 @@ async def test_requests_over_the_concurrent_streams_are_429(shim: Shim, keys: Pa
     async with await client_of(shim, keys, "single") as http:
         named = {"x-request-id": "the-only-one"}
         async with http.stream("POST", "/v1/completions", json=LONG, headers=named) as response:
-            await anext(response.aiter_lines())
+            lines = response.aiter_lines()  # held, because its end would close the connection
+            await anext(lines)
             refused = await complete(http, stream=True)
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == "1"

@@ -68,7 +68,8 @@ async def test_running_request_holds_blocks_until_its_client_leaves(
     http: httpx.AsyncClient,
 ) -> None:
     async with http.stream("POST", "/v1/completions", json={**LONG, "model": "here"}) as response:
-        await anext(response.aiter_lines())
+        lines = response.aiter_lines()  # held, because its end would close the connection
+        await anext(lines)
         seen = (await status(http))["here"]
         while not seen["engine"]["running_sequences"]:
             seen = (await status(http))["here"]
