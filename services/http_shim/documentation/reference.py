@@ -122,7 +122,8 @@ def _curl(path: str, body: Json | None) -> str:
 def _add_fields(main: Element, schema: Json) -> None:
     table = SubElement(main, "table")
     required = schema.get("required", ())
-    for name, field in schema["properties"].items():
+    fields = schema["properties"]
+    for name, field in sorted(fields.items(), key=lambda each: each[0] not in required):
         row = SubElement(table, "tr")
         _add(SubElement(row, "td"), "code", name)
         cell = SubElement(row, "td")
