@@ -61,7 +61,7 @@ async def test_model_answers_and_the_next_request_carries_what_is_shown(page: Pa
 async def test_conversation_survives_a_reload(page: Page) -> None:
     await answer_with(page, chunk(delta={"content": "Kept."}))
     await say(page, "Hello")
-    await answered(page, 1)
+    await expect(page.locator("#status")).to_have_text("The answer is complete.")
     await page.reload()
     await answered(page, 1)
     await expect(page.locator(f"{ANSWER} .content")).to_have_text("Kept.")
@@ -165,6 +165,47 @@ async def test_hostile_markdown_stays_text(page: Page) -> None:
     assert await content.locator("table td").all_inner_texts() == ["1", "2"]
     assert await content.locator("pre code").inner_text() == "print('<b>')\n"
     assert await page.title() == "Tokenwire playground"
+
+
+async def test_keyboard_reaches_the_probabilities_of_each_token(page: Page) -> None:
+    await page.evaluate("document.querySelector('#settings-form [name=logprobs]').checked = true")
+    scored = [(" the", -0.1), (" cat", -1.5)]
+    content = [
+        {"token": token, "logprob": logprob, "top_logprobs": [{"token": token, "logprob": logprob}]}
+        for token, logprob in scored
+    ]
+    event = chunk(delta={"content": " the cat"}, logprobs={"content": content})
+    bodies = await answer_with(page, event)
+    await say(page, "Hello")
+    await answered(page, 1)
+    assert bodies[0]["top_logprobs"]
+    summary = page.locator(".probabilities summary")
+    await summary.focus()
+    await page.keyboard.press("Enter")
+    await page.keyboard.press("Tab")
+    details = page.locator(".token-details")
+    await expect(details).to_contain_text('" the" 90.5 %')
+    await page.keyboard.press("ArrowRight")
+    await expect(details).to_contain_text('" cat" 22.3 %')
+    focused = await page.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert focused == '" cat", 22.3 %'
+
+
+async def test_edit_is_kept_while_an_answer_runs(page: Page) -> None:
+    await answer_with(page, chunk(delta={"content": "Yes."}))
+    await say(page, "First")
+    await answered(page, 1)
+    await page.unroute("**/v1/chat/completions")
+    held: list[Route] = []
+    await page.route("**/v1/chat/completions", lambda route: held.append(route))
+    await page.click(".message.user >> text=Edit")
+    box = page.locator(".message.user .editor textarea")
+    await box.fill("Second")
+    await say(page, "Next")
+    await page.click("text=Send edited")
+    await expect(page.locator("#status")).to_contain_text("An answer is on its way")
+    assert await box.input_value() == "Second"
+    await page.keyboard.press("Escape")
 
 
 async def test_switching_modes_keeps_both(page: Page) -> None:

@@ -6,10 +6,12 @@ import { MessageView } from "./message_view.js";
 import { stream, Usage } from "./requests.js";
 import { tokensOf } from "./tokens.js";
 
+const KEEP_MILLISECONDS = 2000; // between two writes of an answer that grows
+
 export class Chat {
   conversation = newConversation();
   #list;
-  #host; // {settings, model(), scroller, changed(conversation), running(bool), say(text), focus()}
+  #host; // {settings, model(), scroller, changed(conversation), grows(conversation), running(bool), say(text), focus()}
   #views = new Map();
   #run = null; // {controller, message, conversation}
 
@@ -77,8 +79,14 @@ export class Chat {
     this.#change();
   }
 
+  // Says why not, where an answer runs.
+  mayChange() {
+    if (this.#run) this.#host.say("An answer is on its way: wait for its end, or stop it.");
+    return !this.#run;
+  }
+
   edit(message, content) {
-    if (this.#run) return;
+    if (!this.mayChange()) return;
     const parent = parentOf(this.conversation, message);
     addVersion(parent, newMessage(message.role, { content, images: message.images }));
     if (message.role === "user") this.#answer();
@@ -136,28 +144,32 @@ export class Chat {
     this.#host.changed(conversation);
     this.#host.focus();
     try {
-      await this.#receive(message, this.request(path, fields), controller.signal);
+      await this.#receive(run, this.request(path, fields));
     } catch (error) {
       if (error.name === "AbortError") message.note = "Stopped.";
       else message.error = error instanceof TypeError ? `The server does not answer: ${error.message}` : error.message;
     }
     if (this.#run === run) this.#run = null;
     this.#views.get(message)?.finish();
-    this.#host.say(message.error ? "The request failed." : (message.note ?? "The answer is complete."));
     this.#host.running(false);
     if (conversation === this.conversation) this.draw();
-    this.#host.changed(conversation);
+    const isSaved = await this.#host.changed(conversation);
+    if (isSaved) this.#host.say(message.error ? "The request failed." : (message.note ?? "The answer is complete."));
   }
 
-  async #receive(message, [path, body], signal) {
+  async #receive({ message, conversation, controller }, [path, body]) {
     const usage = new Usage();
     let frame = 0;
+    let keptAt = Date.now();
     const draw = () => {
       frame = 0;
       this.#views.get(message)?.update();
       this.#host.scroller.follow();
+      if (Date.now() - keptAt < KEEP_MILLISECONDS) return;
+      keptAt = Date.now();
+      this.#host.grows(conversation);
     };
-    for await (const event of stream(path, body, signal)) {
+    for await (const event of stream(path, body, controller.signal)) {
       message.usage = usage.note(event) ?? message.usage;
       for (const choice of event.choices) {
         if (choice.index !== 0) continue; // a conversation goes on from one answer

@@ -17,6 +17,7 @@ const host = {
   scroller,
   model: () => at("model").value,
   changed: (conversation) => saved.save(conversation),
+  grows: (conversation) => saved.keep(conversation),
   running: showRunning,
   say,
   focus: () => mode() === "chat" && at("box").focus(),

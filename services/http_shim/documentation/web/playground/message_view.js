@@ -92,6 +92,7 @@ export class MessageView {
       this.element.querySelector(".actions button")?.focus();
     };
     const save = () => {
+      if (!this.#actions.mayChange()) return;
       editor.replaceWith(this.#content);
       this.#actions.edit(this.#message, box.value);
     };

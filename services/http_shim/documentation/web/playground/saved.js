@@ -32,17 +32,25 @@ export class SavedConversations {
     this.draw();
   }
 
+  // Returns whether the conversation is stored; says why not.
   async save(conversation) {
-    if (!conversation.children.length && !this.#all.includes(conversation)) return;
+    if (!conversation.children.length && !this.#all.includes(conversation)) return true;
     conversation.updated = Date.now();
     this.#all = [conversation, ...this.#all.filter((other) => other !== conversation)];
     this.draw();
     try {
       await saveConversation(conversation);
       this.#all = await boundConversations(this.#all);
+      return true;
     } catch (error) {
       this.#say(`The conversation is not saved: ${error?.message}`);
+      return false;
     }
+  }
+
+  // Stores an answer that still grows, for a page that is closed before its end.
+  keep(conversation) {
+    saveConversation(conversation).catch(() => {}); // `save` reports it
   }
 
   draw() {
