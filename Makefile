@@ -11,6 +11,7 @@ TOKENIZER_PORT ?= 50051
 ENGINE_PORT ?= 50052
 GRAMMAR_PORT ?= 50053
 ENGINE_ARGS ?=
+REPLICAS ?= 1
 OPEN ?=
 CORS_ORIGINS ?=
 ALLOWED_HOSTS ?=
@@ -38,10 +39,10 @@ SOURCES := pyproject.toml setup.py $(shell find protos services/engine/kernels/s
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTYPE, ENGINE_ARGS, …
+serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTYPE, REPLICAS, ENGINE_ARGS, …
 	@exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
 	  --tokenizer-port "$(TOKENIZER_PORT)" --engine-port "$(ENGINE_PORT)" \
-	  --grammar-port "$(GRAMMAR_PORT)" --engine-args="$(ENGINE_ARGS)" \
+	  --grammar-port "$(GRAMMAR_PORT)" --engine-args="$(ENGINE_ARGS)" --replicas "$(REPLICAS)" \
 	  $(if $(MODEL),--model "$(MODEL)") $(if $(MODEL_ID),--model-id "$(MODEL_ID)") \
 	  $(if $(CATALOG),--catalog "$(CATALOG)") $(if $(KEYS),--keys "$(KEYS)") \
 	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(LOG_SIZE),--log-size "$(LOG_SIZE)") $(if $(OPEN),--open) \

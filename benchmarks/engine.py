@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.prompts import Prompts
 from benchmarks.scenarios import ClosedLoop, Workload
+from services.common.block_hash import hash_block
 from services.engine.batch.step_batch import StepBatch
 from services.engine.engine import Engine
 from services.engine.kernels.library import Kernel, OperationCall
@@ -30,7 +31,6 @@ from services.engine.model.loader import load_spec, resolve_dtype
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.operators.recording import Recording
 from services.engine.sampling.sampler import sample
-from services.engine.scheduling.block_pool import hash_block
 from services.engine.settings import EngineSettings
 
 __all__ = ["MeasuredEngine", "Stopwatch"]
@@ -162,7 +162,7 @@ class MeasuredEngine(Engine):
         name = b""
         for index, block in enumerate(blocks):
             start = index * size
-            name = hash_block(name, ids[start : start + size])
+            name = hash_block(name, ids[start : start + size].tobytes())
             pool.cache(block, name)
         pool.release(blocks)
 

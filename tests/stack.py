@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 _METRICS_OFFSET = 1000
+_BESIDE = (0, 10, _METRICS_OFFSET, _METRICS_OFFSET + 10)
+"""Distances to the ports that a service uses with its own: of a second engine, and of metrics"""
 _HANG_SECONDS = 60
 _START_SECONDS = 240
 
@@ -75,12 +77,12 @@ _ports = _shuffled_ports()
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of loopback that are free, as are the ports of their metrics.
+    """Return ports of loopback that are free, as are those that belong to them.
 
     No port is returned twice, because its server may not listen yet. For the same reason
     concurrent test runs on this machine search in different orders.
     """
-    free = (port for port in _ports if _is_free(port) and _is_free(port + _METRICS_OFFSET))
+    free = (port for port in _ports if all(_is_free(port + beside) for beside in _BESIDE))
     return list(islice(free, count))
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "AddRequest",
     "Admitted",
+    "CacheChange",
     "CacheFlushed",
     "CancelRequest",
     "CheckedRequest",
@@ -23,6 +24,7 @@ __all__ = [
     "FinishCause",
     "Finished",
     "FlushCache",
+    "FollowCache",
     "GenerationDefaults",
     "GrantCredit",
     "LoadSnapshot",
@@ -285,13 +287,20 @@ class FlushCache:
 
 
 @dataclass(frozen=True, slots=True)
+class FollowCache:
+    """Report changes of the prefix cache from now on, after all that it holds."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetEncoding:
     """The image encoder begins to work, or has nothing more to do."""
 
     encodes: bool
 
 
-Command = AddRequest | CancelRequest | GrantCredit | SetMasks | FlushCache | SetEncoding
+Command = (
+    AddRequest | CancelRequest | GrantCredit | SetMasks | FlushCache | FollowCache | SetEncoding
+)
 
 
 # Outputs, from the loop process to the gRPC process.
@@ -431,21 +440,30 @@ class LoadSnapshot(NamedTuple):
     """Since the start"""
 
 
+class CacheChange(NamedTuple):
+    """Hashes of blocks that the prefix cache gained and lost; none is in both."""
+
+    stored: Sequence[bytes]
+    removed: Sequence[bytes]
+
+
 class StepOutput(NamedTuple):
     """Outputs of one step, in order."""
 
     outputs: Sequence[Output]
     load: LoadSnapshot
+    cache: CacheChange | None = None
+    """None without a change, or if nobody follows the cache"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # plain tuples: pickle spends more time on a token's type than on its fields
         bare = [tuple(item) if type(item) is Token else item for item in self.outputs]
-        return _step_output, (bare, self.load)
+        return _step_output, (bare, self.load, self.cache)
 
 
-def _step_output(bare: Sequence[Any], load: LoadSnapshot) -> StepOutput:
+def _step_output(bare: Sequence[Any], load: LoadSnapshot, cache: CacheChange | None) -> StepOutput:
     outputs = [Token._make(item) if type(item) is tuple else item for item in bare]
-    return StepOutput(outputs, load)
+    return StepOutput(outputs, load, cache)
 
 
 @dataclass(frozen=True, slots=True)

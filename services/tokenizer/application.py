@@ -14,6 +14,7 @@ from services.common.settings import (
     require_checkpoint,
     setting,
 )
+from services.common.targets import parse_targets
 from services.common.telemetry import describe_build
 from services.tokenizer.chat.answer.tool_formats import (
     JSON_FORMAT,
@@ -24,7 +25,7 @@ from services.tokenizer.chat.answer.tool_formats import (
 from services.tokenizer.chat.chat_templates import ChatTemplates
 from services.tokenizer.completion.completion_registry import CompletionRegistry
 from services.tokenizer.completion_service import CompletionServicer, ProcessorFactory
-from services.tokenizer.engine_link import EngineLink, LinkSettings
+from services.tokenizer.engines.engine_pool import EnginePool, PoolSettings
 from services.tokenizer.images.families import image_tokens, read_image_family
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.processor_settings import read_processor_settings
@@ -48,10 +49,13 @@ class TokenizerSettings(StreamSettings):
     port: int = setting(50051, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     model: Path = setting(Path(), "Directory of the checkpoint, in the Hugging Face format.")
     model_id: str = setting("", "Name of the model for clients; empty = the directory's.")
-    engine: str = setting("127.0.0.1:50052", "Address of the engine, host:port.")
+    engine: str = setting(
+        "127.0.0.1:50052",
+        "Engines of the model: host:port or dns:///name:port, several separated by commas.",
+    )
     engine_wait: float = setting(
         60.0,
-        "Seconds that requests wait for an engine that stops or was lost, besides its loading.",
+        "Seconds that requests wait if no engine serves, besides the time that it loads.",
     )
     lost_seconds: float = setting(
         LOST_SECONDS, "Seconds of silence after which the engine counts as lost.", least=1
@@ -84,7 +88,7 @@ class TokenizerSettings(StreamSettings):
 
 
 class TokenizerApplication(Application):
-    """The two gRPC services, and their connection to the engine."""
+    """The two gRPC services, and their connection to the engines."""
 
     def __init__(self, settings: TokenizerSettings) -> None:
         """Load the checkpoint. Raises StartupError if it, or a setting, is unusable."""
@@ -97,8 +101,8 @@ class TokenizerApplication(Application):
         vocabulary = Vocabulary(directory, answer_marks() | image_tokens(processor))
         family = read_image_family(processor, vocabulary)
         infill = _infill_template(settings.infill, vocabulary)
-        link_settings = LinkSettings(
-            target=settings.engine,
+        pool_settings = PoolSettings(
+            targets=parse_targets(settings.engine, "--engine"),
             model=model,
             max_logprobs=settings.max_logprobs,
             max_stop_strings=settings.max_stop_strings,
@@ -107,8 +111,8 @@ class TokenizerApplication(Application):
             lost_seconds=settings.lost_seconds,
             max_waiting=settings.max_waiting,
         )
-        self._link = EngineLink(link_settings, vocabulary, self.set_serving)
-        self._registry = CompletionRegistry(self._link)
+        self._pool = EnginePool(pool_settings, vocabulary, self.set_serving)
+        self._registry = CompletionRegistry(self._pool)
         self._images = ImageReader(family, vocabulary, model)
         self._templates = ChatTemplates(
             vocabulary,
@@ -120,13 +124,13 @@ class TokenizerApplication(Application):
         self._completion_servicer = CompletionServicer(
             self._registry,
             ProcessorFactory(vocabulary, infill, self._templates, self._images),
-            self._link,
+            self._pool,
             model,
             int((directory / "tokenizer.json").stat().st_mtime),
             settings,
         )
         self._tokenizer_servicer = TokenizerServicer(
-            vocabulary, infill, self._templates, self._images, self._link, model
+            vocabulary, infill, self._templates, self._images, self._pool, model
         )
 
     @property
@@ -143,19 +147,19 @@ class TokenizerApplication(Application):
         ]
 
     async def start(self) -> None:
-        """Wait until the engine serves."""
+        """Wait until an engine serves."""
         describe_build("tokenizer")
         self._templates.start()
-        await self._link.start()
+        await self._pool.start(self._registry.move_from)
 
     async def drain(self) -> None:
         """Refuse new completions; return when the running ones have ended."""
         await self._registry.drain()
 
     async def stop(self) -> None:
-        """End the Session to the engine, the render process, and the threads for images."""
+        """End the Sessions to the engines, the render process, and the threads for images."""
         self._images.close()
-        await self._link.close()
+        await self._pool.close()
         await self._templates.stop()
 
 

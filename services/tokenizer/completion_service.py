@@ -28,7 +28,7 @@ from services.tokenizer.completion.completion_registry import CompletionRegistry
 from services.tokenizer.completion.completion_span import start_span
 from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
-from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.model_status import model_status
 from services.tokenizer.send_queue import SendQueue
@@ -73,7 +73,7 @@ class CompletionServicer(CompletionServiceServicer):
         self,
         registry: CompletionRegistry,
         processors: ProcessorFactory,
-        link: EngineLink,
+        pool: EnginePool,
         model: str,
         created: int,
         settings: StreamSettings,
@@ -81,7 +81,7 @@ class CompletionServicer(CompletionServiceServicer):
         """`created` is the checkpoint's Unix time, for the list of models."""
         self._registry = registry
         self._processors = processors
-        self._link = link
+        self._pool = pool
         self._model = model
         self._created = created
         self._settings = settings
@@ -147,7 +147,7 @@ class CompletionServicer(CompletionServiceServicer):
         self, request: completion_pb2.ListModelsRequest, context: Context
     ) -> completion_pb2.ListModelsResponse:
         """Return the one model."""
-        limits = self._link.limits
+        limits = self._pool.limits
         model = completion_pb2.Model(
             id=self._model,
             created=self._created,
@@ -165,9 +165,9 @@ class CompletionServicer(CompletionServiceServicer):
     async def GetStatus(
         self, request: completion_pb2.GetStatusRequest, context: Context
     ) -> completion_pb2.GetStatusResponse:
-        """Return the counts of the one model and the load of its engine."""
-        engine = await self._link.engine_status()
-        return completion_pb2.GetStatusResponse(models=[model_status(self._model, engine)])
+        """Return the counts of the one model and the loads of its engines."""
+        engines = await self._pool.statuses()
+        return completion_pb2.GetStatusResponse(models=[model_status(self._model, engines)])
 
     async def _answer(
         self,

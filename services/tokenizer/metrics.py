@@ -6,10 +6,14 @@ from services.common.telemetry import INTER_TOKEN_BUCKETS, LATENCY_BUCKETS
 from services.tokenizer.recent_times import RecentTimes
 
 __all__ = [
+    "CACHE_GAPS",
     "COMPLETION_TOKENS",
     "ENCODE_SECONDS",
+    "ENGINES",
     "FIRST_TOKEN_SECONDS",
     "INTER_TOKEN_SECONDS",
+    "MOVED",
+    "PLACED",
     "PROMPT_TOKENS",
     "RECENT_FIRST_TOKENS",
     "REQUESTS",
@@ -38,4 +42,12 @@ ENCODE_SECONDS = Histogram(
     "tokenwire_tokenizer_encode_seconds",
     "Seconds from the arrival of a request to its encoded prompts.",
     buckets=LATENCY_BUCKETS,
+)
+ENGINES = Gauge("tokenwire_tokenizer_engines", "Engines by state.", ["state"])
+PLACED = Counter("tokenwire_tokenizer_placed_requests", "Requests given to an engine.", ["engine"])
+MOVED = Counter(
+    "tokenwire_tokenizer_moved_requests", "Requests continued on an engine, by why.", ["reason"]
+)
+CACHE_GAPS = Counter(
+    "tokenwire_tokenizer_cache_gaps", "Times that an engine's account of its cache was refused."
 )

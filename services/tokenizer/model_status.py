@@ -1,7 +1,7 @@
-"""Status of the model: the process's counts since its start, and the engine's load."""
+"""Status of the model: the process's counts since its start, and the engines' loads."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 from prometheus_client import Counter, Gauge
@@ -17,9 +17,9 @@ _BEGAN = time.monotonic()
 
 
 def model_status(
-    model: str, engine: completion_pb2.EngineStatus | None
+    model: str, engines: Sequence[completion_pb2.EngineStatus]
 ) -> completion_pb2.ModelStatus:
-    """Return the status; `engine` is None if the engine does not answer."""
+    """Return the status of the process, with that of the engines."""
     now = time.monotonic()
     return completion_pb2.ModelStatus(
         model=model,
@@ -35,7 +35,7 @@ def model_status(
         prompt_tokens=_count(metrics.PROMPT_TOKENS),
         completion_tokens=_count(metrics.COMPLETION_TOKENS),
         first_token=_first_token(now),
-        engine=engine,
+        engines=engines,
     )
 
 

@@ -11,7 +11,7 @@ import grpc
 from services.common.contract import MAX_DECODED_IDS
 from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates
 from services.tokenizer.completion.validation import check_ids, check_model, check_text_size
-from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.request_images import take_message_images
 from services.tokenizer.text.detokenizer import Detokenizer
@@ -44,14 +44,14 @@ class TokenizerServicer(TokenizerServiceServicer):
         infill: InfillTemplate | None,
         templates: ChatTemplates,
         images: ImageReader,
-        link: EngineLink,
+        pool: EnginePool,
         model: str,
     ) -> None:
         self._vocabulary = vocabulary
         self._infill = infill
         self._templates = templates
         self._images = images
-        self._link = link
+        self._pool = pool
         self._model = model
 
     async def GetTokenizer(
@@ -76,7 +76,7 @@ class TokenizerServicer(TokenizerServiceServicer):
             infill=_infill_tokens(self._infill) if self._infill is not None else None,
             chat_template=template,
             chat_template_hash=hashlib.sha256(template.encode()).hexdigest() if template else "",
-            context_length=self._link.context_length,
+            context_length=self._pool.context_length,
             model=self._model,
             tokenizer_class=vocabulary.tokenizer_class,
         )

@@ -102,6 +102,41 @@ def test_service_that_cannot_restart_stops_the_others_with_exit_code_1(
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
+def test_engine_that_cannot_restart_is_tried_again_while_the_other_serves(
+    tmp_path: Path, embedded_model: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(embedded_model, model)
+    ports = free_ports(4)
+    process = _started(ports, tmp_path, "--model", str(model), "--replicas", "2")
+    url = f"http://127.0.0.1:{ports[0]}"
+    body = {"prompt": "def ", "max_tokens": 4}
+    engines = [pid for pid, line in _children(process.pid).items() if "services.engine" in line]
+    assert len(engines) == 2
+    model.rename(tmp_path / "elsewhere")
+    os.kill(engines[1], signal.SIGKILL)
+    assert _said(process).endswith("It is started again.\n")
+    assert re.search(r"engine( 2)? ended with .*It is started again in 1 s\.", _said(process))
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+    (tmp_path / "elsewhere").rename(model)
+    states: set[str] = set()
+    while states != {"serving"}:
+        [status] = httpx.get(f"{url}/status.json", timeout=60).json()["models"]
+        states = {engine["state"] for engine in status["engines"]}
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+
+
+def test_no_restart_stops_the_others_with_the_first_that_ends(tmp_path: Path) -> None:
+    process = _started(free_ports(4), tmp_path, "--no-restart")
+    os.kill(_child(process, "grammar"), signal.SIGKILL)
+    assert _said(process) == "tokenwire: grammar has ended; the others are stopped now\n"
+    _, complaints = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "grammar ended with signal SIGKILL" in complaints
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_sighup_ends_the_server_with_exit_code_0_unless_under_nohup(ignored: bool) -> None:
     """A closed terminal sends SIGHUP."""

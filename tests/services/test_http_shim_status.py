@@ -71,12 +71,13 @@ async def test_running_request_holds_blocks_until_its_client_leaves(
         lines = response.aiter_lines()  # held, because its end would close the connection
         await anext(lines)
         seen = (await status(http))["here"]
-        while not seen["engine"]["running_sequences"]:
+        while not seen["engines"][0]["running_sequences"]:
             seen = (await status(http))["here"]
         assert seen["running_requests"] == 1
-        assert 0 < seen["engine"]["kv_used_blocks"] < seen["engine"]["kv_blocks"]
-        assert seen["engine"]["kernels"]
-    while seen["running_requests"] or seen["engine"]["running_sequences"]:
+        [engine] = seen["engines"]
+        assert 0 < engine["kv_used_blocks"] < engine["kv_blocks"]
+        assert engine["kernels"]
+    while seen["running_requests"] or seen["engines"][0]["running_sequences"]:
         seen = (await status(http))["here"]
 
 
@@ -112,8 +113,8 @@ async def test_tokenizer_without_its_engine_still_gives_its_counts(
             running_shim("--tokenizer", tokenizer.target) as shim,
             httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
         ):
-            assert (await status(http))[stack.model_id]["engine"]["kv_blocks"] > 0
+            assert (await status(http))[stack.model_id]["engines"][0]["kv_blocks"] > 0
             await engine.stop()
             seen = (await status(http))[stack.model_id]
             assert seen["reachable"] is True
-            assert seen["engine"] is None
+            assert seen["engines"][0]["state"] == "away"

@@ -20,6 +20,7 @@ def add_commands(commands: Commands) -> None:
         "serve --model models/small --model-id small",
         "serve --host 0.0.0.0 --keys keys.json --log-dir /var/log/tokenwire",
         "serve --catalog catalog.toml",
+        "serve --replicas 2",
     )
     _add_addresses(serve)
     _add_models(serve)
@@ -29,6 +30,11 @@ def add_commands(commands: Commands) -> None:
         type=float,
         default=30.0,
         help="Seconds that running requests get at shutdown (default: %(default)g).",
+    )
+    serve.add_argument(
+        "--no-restart",
+        action="store_true",
+        help="Stop everything when a service ends, instead of starting it again.",
     )
     serve.add_argument(
         "--otlp-endpoint",
@@ -110,6 +116,13 @@ def _add_models(serve: argparse.ArgumentParser) -> None:
         help="auto, float32, bfloat16 or float16 (default: %(default)s).",
     )
     serve.add_argument("--engine-args", default="", help="Additional engine flags, in one string.")
+    serve.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Engines of the model, which share the cores or take a GPU each (default: 1).",
+    )
 
 
 def _add_access(serve: argparse.ArgumentParser) -> None:

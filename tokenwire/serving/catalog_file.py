@@ -59,6 +59,8 @@ class CatalogModel:
     """Directory of a checkpoint whose services `tokenwire serve` starts"""
     dtype: str = "auto"
     engine_args: str = ""
+    replicas: int = 1
+    """Engines that `tokenwire serve` starts for the checkpoint"""
     max_output_length: int | None = None
     """Most tokens of a choice; None = the backend's limit"""
     context: int | None = None
@@ -83,6 +85,7 @@ class _Deployment(Struct, forbid_unknown_fields=True, kw_only=True):
     path: str | None = None
     dtype: str | None = None
     engine_args: str | None = None
+    replicas: Annotated[int, Meta(ge=1, le=64)] | None = None
     max_output_length: _Tokens | None = None
     context: _Tokens | None = None
 
@@ -151,12 +154,14 @@ def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> Catalo
         model = replace(model, target=deployment.target, path=None)
     if deployment.path is not None:
         model = replace(model, target=None, path=(folder / deployment.path).absolute())
-    if model.path is None and (deployment.dtype or deployment.engine_args):
-        raise ValueError(f"dtype and engine_args of model {model.full_name} need a path")
+    if model.path is None and (deployment.dtype or deployment.engine_args or deployment.replicas):
+        raise ValueError(f"dtype, engine_args and replicas of model {model.full_name} need a path")
     if deployment.dtype is not None:
         model = replace(model, dtype=deployment.dtype)
     if deployment.engine_args is not None:
         model = replace(model, engine_args=deployment.engine_args)
+    if deployment.replicas is not None:
+        model = replace(model, replicas=deployment.replicas)
     return replace(
         model,
         max_output_length=deployment.max_output_length or model.max_output_length,

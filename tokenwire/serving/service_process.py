@@ -54,6 +54,7 @@ class ServiceProcess:
             stdout=stderr,
             stderr=stderr,
             pass_fds=fds,
+            env=os.environ | dict(service.environment),
             process_group=0,  # Ctrl-C reaches only the supervisor, which stops them in order
             preexec_fn=_die_with_parent,
         )  # fmt: skip
@@ -169,10 +170,9 @@ class ServiceProcess:
 
 def _log_file(service: Service, logs: LogPlace) -> LogFile:
     """Open the log of a service. Raises ServeError."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{service.name}-{service.model}".rstrip("-"))
     try:
         logs.folder.mkdir(parents=True, exist_ok=True)
-        return LogFile(logs.folder / f"{name}.log", logs.most_bytes)
+        return LogFile(logs.folder / f"{service.log_name}.log", logs.most_bytes)
     except OSError as error:
         raise ServeError(f"No log can be written in {logs.folder}: {error.strerror}.") from None
 

@@ -1,11 +1,13 @@
 """Services that `tokenwire serve` runs, and their ports.
 
-One model has four services. A catalog has one shim, and a tokenizer, an engine and a grammar
-service for each checkpoint.
+One model has four services, or more with several engines. A catalog has one shim, and a tokenizer,
+engines and a grammar service for each checkpoint.
 """
 
+import os
+import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -41,10 +43,12 @@ __all__ = [
 
 _LONGEST_GRACE = 2**31 - 1
 """Seconds; the services have the same limit"""
+_REPLICA_PORTS = 10
+"""Distance between the ports of a model's engines"""
+_MOST_REPLICAS = 64
 _RESERVED_FLAGS = {"--host", "--port", "--grace", "--model", "--model-id", "--dtype", "--grammar"}
 """Engine flags that only `tokenwire serve` may set: the other services rely on them"""
-Checkpoint: TypeAlias = tuple[Path, str, str]  # directory, dtype, flags of the engine
-_Ports: TypeAlias = tuple[int, int, int]  # tokenizer, engine, grammar
+Checkpoint: TypeAlias = tuple[Path, str, str, int]  # directory, dtype, engine's flags, replicas
 _INSTALLED = Path(__file__).resolve().parents[1] / "models"
 _CHECKPOINTS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "models"
 """Folder of the embedded checkpoint: within an installed package, else in the checkout"""
@@ -78,6 +82,10 @@ class ServeOptions:
     dtype: str = "auto"
     engine_args: str = ""
     """Additional engine flags, quoted as in a shell"""
+    replicas: int = 1
+    """Engines of the model; a row of a catalog has its own number"""
+    no_restart: bool = False
+    """Stop the stack when one of its services ends, instead of starting that one again"""
     open: bool = False
     """Allow a host beyond loopback without API keys"""
     cors_origins: str = ""
@@ -105,6 +113,9 @@ class ServeOptions:
         _require_port("--grammar-port", self.grammar_port)
         if not 0 <= self.grace <= _LONGEST_GRACE:
             raise ServeError(f"--grace must be between 0 and {_LONGEST_GRACE}, not {self.grace}.")
+        if not 1 <= self.replicas <= _MOST_REPLICAS:
+            message = f"--replicas must be between 1 and {_MOST_REPLICAS}, not {self.replicas}."
+            raise ServeError(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +136,32 @@ class Service:
     """host:port at which the service answers"""
     model: str = ""
     """Catalog model that it serves; empty without a catalog"""
+    replica: int = 1
+    """Number among the model's engines"""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that the process gets besides those of `tokenwire serve`"""
 
     @property
     def title(self) -> str:
-        """Name in messages: "engine", or "engine of MODEL" with a catalog."""
-        return f"{self.name} of {self.model}" if self.model else self.name
+        """Name in messages: "engine", "engine 2", or "engine of MODEL" with a catalog."""
+        name = f"{self.name} {self.replica}" if self.replica > 1 else self.name
+        return f"{name} of {self.model}" if self.model else name
+
+    @property
+    def log_name(self) -> str:
+        """Name of its log file, without the suffix."""
+        replica = str(self.replica) if self.replica > 1 else ""
+        name = "-".join(part for part in (self.name, replica, self.model) if part)
+        return re.sub(r"[^A-Za-z0-9._-]", "-", name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ports:
+    """gRPC ports of a model's services."""
+
+    tokenizer: int
+    engines: Sequence[int]
+    grammar: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +171,15 @@ class CatalogPlan:
     models: tuple[CatalogModel, ...]
     """Models in the file's order, with the targets of the services started here"""
     services: Mapping[Checkpoint, tuple[Service, ...]]
-    """Tokenizer, engine and grammar service of each checkpoint"""
+    """Tokenizer, engines and grammar service of each checkpoint"""
 
 
 def plan(options: ServeOptions) -> tuple[Service, ...]:
     """Return the services of one model in pipeline order, shim first. Raises ServeError."""
     # gRPC checks no keys, so it stays on loopback where keys protect HTTP.
     host = "127.0.0.1" if options.keys is not None and not options.open else options.host
-    ports = (options.tokenizer_port, options.engine_port, options.grammar_port)
-    model = CatalogModel(id="", path=options.model)
+    ports = _Ports(options.tokenizer_port, _engine_ports(options), options.grammar_port)
+    model = CatalogModel(id="", path=options.model, replicas=options.replicas)
     backend = _backend(options, model, host, ports)
     return (_shim(options, "--tokenizer", backend[0].target), *backend)
 
@@ -165,10 +197,10 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
     models = []
     for model in rows:
         if model.path is not None:
-            key = (model.path, model.dtype, model.engine_args)
+            key = (model.path, model.dtype, model.engine_args, model.replicas)
             if key not in services:
                 services[key] = running.get(key) or _backend(
-                    options, model, "127.0.0.1", _free_ports(options, taken)
+                    options, model, "127.0.0.1", _free_ports(options, taken, model.replicas)
                 )
             model = replace(model, target=services[key][0].target, path=None)
         models.append(model)
@@ -195,27 +227,48 @@ def _shim(options: ServeOptions, *models: str) -> Service:
 
 def _backend(
     options: ServeOptions, model: CatalogModel, host: str, ports: _Ports
-) -> tuple[Service, Service, Service]:
+) -> tuple[Service, ...]:
     """Return the services of a checkpoint in pipeline order."""
     checkpoint = ("--model", str(_checkpoint(model.path)))
     name = model.id or options.model_id
     named = ("--model-id", name) if name else ()
     engine_args = [*_engine_args(options.engine_args), *_engine_args(model.engine_args)]
     dtype = options.dtype if model.dtype == "auto" else model.dtype
-    near, (at_tokenizer, at_engine, at_grammar) = reachable(host), ports
-    tokenizer, engine = address(near, at_tokenizer), address(near, at_engine)
-    grammar = f"127.0.0.1:{at_grammar}"  # only the engine calls it
+    near = reachable(host)
+    engines = [address(near, port) for port in ports.engines]
+    grammar = f"127.0.0.1:{ports.grammar}"  # only the engines call it
 
-    def service(name: str, host: str, port: int, target: str, *further: str) -> Service:
+    def service(name: str, host: str, port: int, *further: str) -> Service:
         listen = ("--host", host, "--port", str(port), *_common(options))
-        return Service(name, (*listen, *checkpoint, *further), target, model.full_name)
+        arguments = (*listen, *checkpoint, *named, *further)
+        return Service(name, arguments, address(reachable(host), port), model.full_name)
 
     beyond = ("--dtype", dtype, "--grammar", grammar, *engine_args)
     return (
-        service("tokenizer", host, at_tokenizer, tokenizer, *named, "--engine", engine),
-        service("engine", host, at_engine, engine, *named, *beyond),
-        service("grammar", "127.0.0.1", at_grammar, grammar, *named),
+        service("tokenizer", host, ports.tokenizer, "--engine", ",".join(engines)),
+        *(
+            replace(
+                service("engine", host, port, *beyond),
+                replica=number + 1,
+                environment=_share(number, len(engines)),
+            )
+            for number, port in enumerate(ports.engines)
+        ),
+        service("grammar", "127.0.0.1", ports.grammar),
     )
+
+
+def _share(number: int, replicas: int) -> tuple[tuple[str, str], ...]:
+    """Return the variables that give an engine its share of the machine: a GPU, or cores."""
+    if replicas == 1:
+        return ()
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return (("CUDA_VISIBLE_DEVICES", str(number % gpus)),)
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return (("OMP_NUM_THREADS", str(max(1, (cores or 1) // replicas))),)
+    return ()
 
 
 def _engine_args(text: str) -> list[str]:
@@ -283,7 +336,7 @@ def _fixed_ports(options: ServeOptions) -> Iterator[tuple[str, str, int]]:
         return
     grpc_ports = (
         ("tokenizer", options.host, options.tokenizer_port),
-        ("engine", options.host, options.engine_port),
+        *(("engine", options.host, port) for port in _engine_ports(options)),
         ("grammar", "127.0.0.1", options.grammar_port),
     )
     yield from grpc_ports
@@ -291,14 +344,18 @@ def _fixed_ports(options: ServeOptions) -> Iterator[tuple[str, str, int]]:
         yield f"{name} metrics", host, port + METRICS_PORT_OFFSET
 
 
-def _free_ports(options: ServeOptions, taken: set[int]) -> _Ports:
-    """Take three loopback ports that are free together with their metrics ports."""
+def _engine_ports(options: ServeOptions) -> list[int]:
+    return [options.engine_port + _REPLICA_PORTS * number for number in range(options.replicas)]
+
+
+def _free_ports(options: ServeOptions, taken: set[int], replicas: int) -> _Ports:
+    """Take loopback ports that are free together with their metrics ports."""
     found: list[int] = []
     for port in range(options.tokenizer_port, LAST_PORT - METRICS_PORT_OFFSET):
         both = {port, port + METRICS_PORT_OFFSET}
         if not both & taken and not any(why_unusable("127.0.0.1", each) for each in both):
             taken |= both
             found.append(port)
-            if len(found) == 3:
-                return found[0], found[1], found[2]
+            if len(found) == 2 + replicas:
+                return _Ports(found[0], found[1:-1], found[-1])
     raise ServeError(f"There are no free ports from {options.tokenizer_port} upwards.")

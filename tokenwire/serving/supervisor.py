@@ -30,15 +30,18 @@ __all__ = ["supervise"]
 _POLL_SECONDS = 0.1
 _KILL_SECONDS = 5.0
 """Seconds beyond a service's own grace after which it is killed"""
+_LONGEST_PAUSE = 30.0
+"""Seconds between two starts of a service that ends before it serves"""
 Result = TypeVar("Result")
 
 
 async def supervise(options: ServeOptions) -> None:
     """Start the stack, print its URL, and keep it until SIGINT or SIGTERM; a second signal kills.
 
-    A service that ends after it has served is restarted. SIGHUP opens log files again and reloads
-    a catalog. Raises ServeError if the stack can't start, if a service ends before it serves, or if
-    one had to be killed at the end.
+    A service that ends after it has served is restarted, unless `no_restart` says otherwise; one
+    that ends before it serves again, as long as a replica of it serves. SIGHUP opens log files
+    again and reloads a catalog. Raises ServeError if the stack can't start, if a service ends
+    before it serves, or if one had to be killed at the end.
     """
     stack = _Stack(options)
     try:
@@ -102,6 +105,8 @@ class _Stack:
         """Processes that a catalog change adds, and those that it removes"""
         self._serving: set[ServiceProcess] = set()
         """Processes that have served, and are therefore restarted when they end"""
+        self._pauses: dict[Service, float] = {}
+        """Seconds before the last restart of services that have not served since"""
         self._listener: socket.socket | None = None
         """The shim's socket: connections wait there while the shim restarts"""
         self._fatal_end: asyncio.Future[ServiceProcess] = asyncio.get_running_loop().create_future()
@@ -170,18 +175,37 @@ class _Stack:
 
     async def _watch(self, process: ServiceProcess) -> None:
         await process.wait()
-        if process in self._serving:
-            await self._restart(process)
-        elif process in self._processes and not self._fatal_end.done():
-            self._fatal_end.set_result(process)
-
-    async def _restart(self, process: ServiceProcess) -> None:
-        """Replace a process that has ended by a new one."""
-        self._serving.remove(process)
-        error = await process.failure(was_up=True)
+        has_served = process in self._serving
+        self._serving.discard(process)
         if process not in self._processes:
             return  # removed from the catalog
-        report(f"{error} It is started again.")
+        restarts = has_served or (self._is_up and self._has_replica(process))
+        if restarts and not self._options.no_restart:
+            await self._restart(process, 0.0 if has_served else self._next_pause(process))
+        elif not self._fatal_end.done():
+            self._fatal_end.set_result(process)
+
+    def _has_replica(self, process: ServiceProcess) -> bool:
+        """Return whether another process serves the same as this one."""
+        name, model = process.service.name, process.service.model
+        return any(
+            (each.service.name, each.service.model) == (name, model) for each in self._serving
+        )
+
+    def _next_pause(self, process: ServiceProcess) -> float:
+        """Return the seconds before the next start of a service that ends before it serves."""
+        pause = min(2 * self._pauses.get(process.service, 0.5), _LONGEST_PAUSE)
+        self._pauses[process.service] = pause
+        return pause
+
+    async def _restart(self, process: ServiceProcess, pause: float) -> None:
+        """Replace a process that has ended by a new one, after some seconds."""
+        error = await process.failure(was_up=True)
+        when = f"again in {pause:g} s" if pause else "again"
+        report(f"{error} It is started {when}.")
+        await asyncio.sleep(pause)
+        if process not in self._processes:
+            return
         try:
             again = await self._start_one(process.service)
         except ServeError as failure:
@@ -201,7 +225,10 @@ class _Stack:
             await _until(is_ready, f"http://{target}/health")
         else:
             await _until(is_serving, target)
+        if process not in self._processes or process.returncode is not None:
+            return  # the one that serves is its successor
         self._serving.add(process)
+        self._pauses.pop(process.service, None)
 
     async def _stop(self, process: ServiceProcess) -> bool:
         return await process.stop(self._options.grace + _KILL_SECONDS, self._signals.kill)
@@ -271,16 +298,16 @@ class _Stack:
         self._starting.clear()
 
     async def _remove(self, services: Sequence[Service]) -> None:
-        """Stop services once their engine is idle."""
+        """Stop services once their engines are idle."""
         retiring = [each for each in self._processes if each.service in services]
         self._processes = [each for each in self._processes if each not in retiring]
         self._retiring += retiring
-        (engine,) = [each for each in services if each.name == "engine"]
-        await until_idle(engine.target)
+        for engine in [each for each in services if each.name == "engine"]:
+            await until_idle(engine.target)
         for process in retiring:
             await self._stop(process)
             self._retiring.remove(process)
-        report(f"{engine.model} has stopped")
+        report(f"{services[0].model} has stopped")
 
 
 def _listen(options: ServeOptions) -> socket.socket:

@@ -1,6 +1,7 @@
 """EngineControlService: model, load, abort, drain and cache flush."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -96,6 +97,27 @@ class EngineControlServicer(EngineControlServiceServicer):
             yield engine_pb2.WatchLoadResponse(load=self._load())
             await asyncio.sleep(interval)
             await self._frontend.changed_since(version)
+
+    async def WatchCache(
+        self, request: engine_pb2.WatchCacheRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.WatchCacheResponse]:
+        interval = request.interval_seconds if request.HasField("interval_seconds") else 0.05
+        if not 0.01 <= interval <= 60:
+            raise invalid(
+                "interval_seconds",
+                f"interval_seconds must be between 0.01 and 60, got {interval:g}.",
+            )
+        assert self._frontend.model  # raises UNAVAILABLE while it loads
+        with self._frontend.cache.watch() as watch:
+            for number in itertools.count(1):
+                update = await watch.take()
+                yield engine_pb2.WatchCacheResponse(
+                    number=number,
+                    is_whole=update.is_whole,
+                    stored=b"".join(update.stored),
+                    removed=b"".join(update.removed),
+                )
+                await asyncio.sleep(interval)
 
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context

@@ -4,7 +4,6 @@ The frontend lives on the event loop and owns the requests' sinks; the step loop
 """
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import time
@@ -15,11 +14,13 @@ from typing import Any
 
 import grpc
 
+from services.common.block_hash import tenant_salt
 from services.common.contract import MAX_SEQUENCES
 from services.common.errors import draining_error, internal_error
 from services.common.logging import request_fields
 from services.engine.frontend import events, request_accounting
 from services.engine.frontend.admission import Admission
+from services.engine.frontend.cache_mirror import CacheMirror
 from services.engine.frontend.image_client import ImageClient
 from services.engine.frontend.image_placement import place_images
 from services.engine.frontend.loop_client import LoopClient
@@ -36,6 +37,7 @@ from services.engine.messages import (
     DraftTokens,
     Finished,
     FlushCache,
+    FollowCache,
     GrantCredit,
     LoadSnapshot,
     ModelDescription,
@@ -108,6 +110,7 @@ class Frontend:
         self._changed = asyncio.Event()
         self.model_id = settings.model_id or served_name(settings.model)
         self.load = LoadSnapshot()
+        self.cache = CacheMirror(lambda: self._loop.send(FollowCache()))
         self.draining = False
         """True once new requests are refused"""
         self.version = 0
@@ -237,7 +240,7 @@ class Frontend:
                 handle=handle,
                 checked=checked,
                 credit=credit,
-                cache_salt=hashlib.blake2b(caller.tenant.encode(), digest_size=16).digest(),
+                cache_salt=tenant_salt(caller.tenant),
                 priority=caller.priority,
                 arrival=arrival,
             )
@@ -356,6 +359,8 @@ class Frontend:
         now, generated = time.monotonic(), 0
         self.load, self._last_output = output.load, now
         self._load_metrics.observe(output.load)
+        if output.cache is not None:
+            self.cache.apply(output.cache)
         if self._matchers is not None:  # before all else: the loop may have to wait for the masks
             self._matchers.feed(o for o in output.outputs if isinstance(o, Token | DraftTokens))
         for item in output.outputs:

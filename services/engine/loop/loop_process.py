@@ -75,7 +75,7 @@ def _run(loop: StepLoop, messages: "_MessageSocket", turns: EncoderTurns | None)
         messages.wait(timeout)
         began = time.monotonic()
         output = loop.step(messages.receive)
-        if output.outputs or loop.progressed or not loop.is_idle:
+        if output.outputs or output.cache or loop.progressed or not loop.is_idle:
             messages.send(output)  # even if empty: silence would mean that a step hangs
         if turns is not None and loop.encoder_works and loop.progressed:
             turns.give(time.monotonic() - began, had_prompts=loop.had_prompts)

@@ -18,6 +18,7 @@ from services.engine.messages import (
     FinishCause,
     Finished,
     FlushCache,
+    FollowCache,
     GrantCredit,
     Mask,
     Output,
@@ -96,6 +97,8 @@ class RequestTable:
                     self._set_mask(mask)
             case FlushCache():
                 self.report(CacheFlushed(self._scheduler.pool.flush()))
+            case FollowCache():
+                self._scheduler.pool.follow()
 
     def _add(self, command: AddRequest) -> None:
         checked = command.checked

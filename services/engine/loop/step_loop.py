@@ -138,7 +138,7 @@ class StepLoop:
             preemptions=scheduler.preemptions,
             steps=self._steps,
         )
-        return StepOutput(self._requests.take_outputs(), load)
+        return StepOutput(self._requests.take_outputs(), load, scheduler.pool.take_change())
 
     def check(self) -> None:
         """Raise AssertionError if a block is lost or shared wrongly. For tests."""

@@ -5,27 +5,16 @@ prefixes, the n choices of a prompt and a preempted sequence all find their bloc
 without a holder keeps its contents until it is allocated again, the oldest first.
 """
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-import numpy.typing as npt
+from services.engine.messages import CacheChange
 
-__all__ = ["BlockPool", "OutOfBlocksError", "hash_block"]
+__all__ = ["BlockPool", "OutOfBlocksError"]
 
 
 class OutOfBlocksError(Exception):
     """Fewer blocks are free than were requested."""
-
-
-def hash_block(parent: bytes, ids: npt.NDArray[np.int32], images: bytes = b"") -> bytes:
-    """Return the hash of a full block: 16 bytes over its parent's hash and its own ids.
-
-    The parent of a sequence's first block is its cache salt. images: the digests of the images that
-    some of the ids stand for.
-    """
-    return hashlib.blake2b(ids.tobytes() + images, key=parent[:64], digest_size=16).digest()
 
 
 class BlockPool:
@@ -36,6 +25,8 @@ class BlockPool:
         self._holders = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
+        self._changes: dict[bytes, bool] | None = None
+        """By hash, whether it was cached or uncached since the last `take_change`"""
         # blocks without a holder in the order of reuse; uncached ones come first
         self._free: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))
 
@@ -84,6 +75,23 @@ class BlockPool:
         if self._hashes[block] is None and block_hash not in self._cached:
             self._hashes[block] = block_hash
             self._cached[block_hash] = block
+            if self._changes is not None:
+                self._changes[block_hash] = True
+
+    def follow(self) -> None:
+        """Note what is cached and uncached from now on, after all that is cached already."""
+        if self._changes is None:
+            self._changes = dict.fromkeys(self._cached, True)
+
+    def take_change(self) -> CacheChange | None:
+        """Return the change of the cache since the last call; None without one."""
+        if not self._changes:
+            return None
+        changes, self._changes = self._changes, {}
+        return CacheChange(
+            stored=[each for each, is_cached in changes.items() if is_cached],
+            removed=[each for each, is_cached in changes.items() if not is_cached],
+        )
 
     def invalidate(self, blocks: Iterable[int]) -> None:
         """Remove held blocks from the cache: their contents were not written."""
@@ -127,3 +135,5 @@ class BlockPool:
         if block_hash is not None:
             del self._cached[block_hash]
             self._hashes[block] = None
+            if self._changes is not None:
+                self._changes[block_hash] = False

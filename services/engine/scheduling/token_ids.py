@@ -5,7 +5,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.scheduling.block_pool import hash_block
+from services.common.block_hash import hash_block
 from services.engine.scheduling.prompt_images import PromptImages
 
 __all__ = ["Prompt", "TokenIds"]
@@ -38,7 +38,7 @@ class Prompt:
         for start in range(len(self._hashes) * size, count * size, size):
             parent = self._hashes[-1] if self._hashes else self.cache_salt
             ids = self.ids[start : start + size]
-            self._hashes.append(hash_block(parent, ids, self.digests(start)))
+            self._hashes.append(hash_block(parent, ids.tobytes(), self.digests(start)))
         return self._hashes[:count]
 
     def digests(self, start: int) -> bytes:
@@ -92,7 +92,7 @@ class TokenIds:
             last = prompt.num_blocks + len(self._hashes)
             parent = self.block_hash(last - 1) if last else prompt.cache_salt
             ids = self._ids[last * size : (last + 1) * size]
-            self._hashes.append(hash_block(parent, ids, prompt.digests(last * size)))
+            self._hashes.append(hash_block(parent, ids.tobytes(), prompt.digests(last * size)))
         return self._hashes[own]
 
     def block_hashes(self, tokens: int) -> list[bytes]:

@@ -7,6 +7,13 @@ from tokenwire.pb.completion.v1 import completion_pb2
 __all__ = ["EngineStatus", "ModelStatus", "RecentTimes", "Status", "model_status"]
 
 
+_STATES = {
+    completion_pb2.EngineStatus.STATE_SERVING: "serving",
+    completion_pb2.EngineStatus.STATE_AWAY: "away",
+    completion_pb2.EngineStatus.STATE_REFUSED: "refused",
+}
+
+
 class RecentTimes(Struct):
     """Distribution of the last times, in seconds; null if there is none."""
 
@@ -17,17 +24,22 @@ class RecentTimes(Struct):
 
 
 class EngineStatus(Struct):
-    """An engine and its load. Models that share an engine report the same."""
+    """An engine, and its load if it serves. Models that share an engine report the same."""
 
-    version: str
-    device: str
-    dtype: str
-    kernels: str
-    running_sequences: int
-    waiting_sequences: int
-    kv_blocks: int
-    kv_used_blocks: int
-    draining: bool
+    target: str
+    state: str
+    """serving, away or refused"""
+    reason: str | None = None
+    """Why it is refused"""
+    version: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    kernels: str | None = None
+    running_sequences: int | None = None
+    waiting_sequences: int | None = None
+    kv_blocks: int | None = None
+    kv_used_blocks: int | None = None
+    draining: bool | None = None
 
 
 class ModelStatus(Struct):
@@ -42,7 +54,7 @@ class ModelStatus(Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     first_token: RecentTimes | None = None
-    engine: EngineStatus | None = None
+    engines: list[EngineStatus] | None = None
 
 
 class Status(Struct):
@@ -67,7 +79,7 @@ def model_status(id_: str, answer: completion_pb2.ModelStatus | None) -> ModelSt
         prompt_tokens=answer.prompt_tokens,
         completion_tokens=answer.completion_tokens,
         first_token=_recent_times(answer.first_token),
-        engine=_engine_status(answer.engine) if answer.HasField("engine") else None,
+        engines=[_engine_status(each) for each in answer.engines],
     )
 
 
@@ -81,7 +93,12 @@ def _recent_times(times: completion_pb2.RecentTimes) -> RecentTimes:
 
 
 def _engine_status(engine: completion_pb2.EngineStatus) -> EngineStatus:
+    state = _STATES.get(engine.state, "away")
+    if state != "serving":
+        return EngineStatus(engine.target, state, reason=engine.reason or None)
     return EngineStatus(
+        engine.target,
+        state,
         version=engine.version,
         device=engine.device,
         dtype=engine.dtype,

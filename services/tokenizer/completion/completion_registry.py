@@ -7,7 +7,8 @@ from services.tokenizer import metrics
 from services.tokenizer.completion.complete_processor import RequestProcessor, Response
 from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
-from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.engines.engine_link import EngineLink
+from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.send_queue import SendQueue
 
 __all__ = ["CompletionRegistry"]
@@ -16,8 +17,8 @@ __all__ = ["CompletionRegistry"]
 class CompletionRegistry:
     """Completions that have not ended."""
 
-    def __init__(self, link: EngineLink) -> None:
-        self._link = link
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
         self._running: set[CompletionStream[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -40,7 +41,7 @@ class CompletionRegistry:
         stream = CompletionStream(
             processor,
             context,
-            self._link,
+            self._pool,
             send_queue,
             self._discard,
             credit=credit,
@@ -51,6 +52,11 @@ class CompletionRegistry:
         metrics.RUNNING.inc()
         stream.start(is_draining=self._is_draining)
         return stream
+
+    def move_from(self, link: EngineLink) -> None:
+        """Continue the completions of an engine that stops on the others."""
+        for stream in [*self._running]:
+            stream.move(link)
 
     async def drain(self) -> None:
         """Refuse new completions; return when the running ones have ended."""

@@ -17,7 +17,8 @@ from services.tokenizer.completion.completion_output import CompletionOutput
 from services.tokenizer.completion.completion_span import end_span
 from services.tokenizer.completion.engine_request import CallContext, EngineLosses, EngineRequest
 from services.tokenizer.completion.plan import CompletionPlan
-from services.tokenizer.engine_link import EngineLink
+from services.tokenizer.engines.engine_link import EngineLink
+from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.send_queue import SendQueue
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1 import engine_pb2
@@ -29,7 +30,7 @@ _LOG = logging.getLogger("completion")
 _LOGGED_LABEL = 128  # characters of a user's label
 _LOSS_REASONS = frozenset({"SESSION_LOST", "ENGINE_LOST"})
 _RETRY_REASONS = _LOSS_REASONS | {"DRAINING", "LOADING"}
-"""Reasons of the engine for which a completion waits until it serves again"""
+"""Reasons of an engine for which a completion goes on elsewhere, or waits until one serves"""
 
 
 def _never_full() -> bool:
@@ -40,6 +41,15 @@ def _cancelled() -> ServiceError:
     return ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "The request was cancelled.")
 
 
+def _too_many_losses(error: ServiceError) -> ServiceError:
+    """Return an error that does not ask the client to try again: the request may be the cause."""
+    message = (
+        "The engines that had this request were lost one after the other, without progress: "
+        f"{error.message}"
+    )
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", message)
+
+
 class CompletionStream(Generic[Response]):
     """Listens to the engine, and gathers output until the client takes it."""
 
@@ -47,7 +57,7 @@ class CompletionStream(Generic[Response]):
         self,
         processor: RequestProcessor[Response],
         context: CallContext,
-        link: EngineLink,
+        pool: EnginePool,
         send_queue: "SendQueue[CompletionStream[Any]]",
         on_end: "Callable[[CompletionStream[Any]], None]",
         *,
@@ -59,12 +69,10 @@ class CompletionStream(Generic[Response]):
         """The failure, which the client gets after the last `write`"""
         self.processor: RequestProcessor[Response] = processor
         self._context = context
-        self._link = link
+        self._pool = pool
         self._send_queue = send_queue
         self._on_end = on_end
-        self._engine = EngineRequest(
-            link.session, self, context, credit=credit, is_windowed=is_windowed
-        )
+        self._engine = EngineRequest(pool, self, context, credit=credit, is_windowed=is_windowed)
         self._losses = EngineLosses()
         self._began = time.monotonic()
         self._task: asyncio.Task[None] | None = None
@@ -92,7 +100,7 @@ class CompletionStream(Generic[Response]):
                 raise draining_error()
             if self._context.deadline is not None and math.isnan(self._context.deadline):
                 raise invalid("context.timeout_seconds", "The timeout must be a number.")
-            if self._link.is_verified:
+            if self._pool.is_serving:
                 self._prepare()
             else:
                 self._run_as_task(self._prepare_later())
@@ -125,6 +133,16 @@ class CompletionStream(Generic[Response]):
             self._leave_engine()
             self._end("cancelled")
 
+    def move(self, link: EngineLink) -> None:
+        """Continue on another engine if the request is on this one, which stops."""
+        output = self._output
+        if output is None or self._is_cancelled or self._engine.link is not link:
+            return
+        if engine_pb2.CAPABILITY_RESUME in self._pool.limits.capabilities:
+            self._engine.leave()
+            metrics.MOVED.labels("DRAINING").inc()
+            self._run_as_task(self._resubmit(output, draining_error()))
+
     def write(self, add: Callable[[], Response], is_full: Callable[[], bool] = _never_full) -> None:
         """Write what is ready, as responses from `add`; mark the stream again if output is left."""
         if self._output is not None and self._output.write(self.processor, add, is_full):
@@ -153,21 +171,29 @@ class CompletionStream(Generic[Response]):
             self.fail_unexpectedly()
 
     def on_error(self, error: ServiceError) -> None:
-        """Submit the request again if the engine was lost or starts; fail it otherwise."""
-        self._engine.on_closed()
+        """Submit the request again if its engine was lost, starts or is full; else fail it."""
         output = self._output
         remap_error = output.plan.remap_error if output is not None else None
         if remap_error is not None and error.field.startswith("grammar"):
             remap_error(error)
-        if output is not None and self._may_retry(output, error):
-            self._run_as_task(self._resubmit(output, error))
-        else:
+        may_retry = self._leave_for(error)
+        if output is None or not may_retry:
             self._fail(error)
+        elif error.reason in _LOSS_REASONS and not self._losses.count(output.progress):
+            self._fail(_too_many_losses(error))
+        else:
+            metrics.MOVED.labels(error.reason).inc()
+            self._run_as_task(self._resubmit(output, error))
 
-    def _may_retry(self, output: CompletionOutput, error: ServiceError) -> bool:
-        if error.reason in _LOSS_REASONS:
-            return self._losses.count(output.progress)
-        return error.reason in _RETRY_REASONS
+    def _leave_for(self, error: ServiceError) -> bool:
+        """Leave the engine that ended the request. Return whether another one may take it."""
+        if error.reason == "QUEUE_FULL":
+            return self._engine.on_full()
+        if error.reason in _RETRY_REASONS:
+            self._engine.on_lost()
+            return True
+        self._engine.on_closed()
+        return False
 
     def _take(self, output: CompletionOutput, event: engine_pb2.SessionEvent) -> None:
         kind = event.WhichOneof("event")
@@ -182,11 +208,13 @@ class CompletionStream(Generic[Response]):
         elif kind == "prompt_scores":
             has_output = output.add_prompt_scores(event.prompt_scores)
         elif kind == "accepted":
+            self._engine.on_admitted(event.accepted.cached_tokens)
             has_output = output.accept(event.accepted)
         if has_output:
             self._send_queue.mark(self)
 
     def _take_tokens(self, output: CompletionOutput, delta: engine_pb2.OutputDelta) -> bool:
+        self._engine.on_output()
         choice = output.choices[delta.sequence]
         if choice.outcome is not None:
             return False
@@ -203,7 +231,7 @@ class CompletionStream(Generic[Response]):
     # from preparation to the end
 
     def _prepare(self) -> None:
-        limits = self._link.limits
+        limits = self._pool.limits
         self.processor.check(limits)
         plan = self.processor.plan(limits)
         if isinstance(plan, CompletionPlan):
@@ -212,8 +240,8 @@ class CompletionStream(Generic[Response]):
             self._run_as_task(self._submit_later(plan))
 
     async def _prepare_later(self) -> None:
-        if self._link.is_known:  # refuse an invalid request without waiting
-            self.processor.check(self._link.limits)
+        if self._pool.is_known:  # refuse an invalid request without waiting
+            self.processor.check(self._pool.limits)
         await self._wait_for_engine("It is not connected.")
         self._prepare()
 
@@ -223,25 +251,35 @@ class CompletionStream(Generic[Response]):
     def _submit(self, plan: CompletionPlan) -> None:
         self._output = CompletionOutput(plan, self._began)
         metrics.ENCODE_SECONDS.observe(self._output.encode_seconds)
-        self._engine.submit(self._output)
+        try:
+            self._engine.submit(self._output)
+        except ServiceError as error:
+            if error.reason != "NO_ENGINE":
+                raise
+            self._run_as_task(self._resubmit(self._output, error))
 
     async def _resubmit(self, output: CompletionOutput, error: ServiceError) -> None:
-        """Continue on an engine that serves again. Raises `error` if it can't resume."""
+        """Continue on an engine that serves. Raises `error` if it can't resume."""
         if not output.choices.running:
             self._complete(output, types_pb2.Usage())
             return
         if self._is_cancelled:
             raise _cancelled()
-        await self._wait_for_engine(error.message)
-        request = output.remaining_request()
-        can_resume = engine_pb2.CAPABILITY_RESUME in self._link.limits.capabilities
-        if request.resume and not can_resume:
-            raise error
-        self._engine.resubmit(request, output)
+        while not self._engine.is_open:
+            await self._wait_for_engine(error.message)
+            request = output.remaining_request()
+            can_resume = engine_pb2.CAPABILITY_RESUME in self._pool.limits.capabilities
+            if request.resume and not can_resume:
+                raise error
+            try:
+                self._engine.resubmit(request, output)
+            except ServiceError as refusal:
+                if refusal.reason != "NO_ENGINE":
+                    raise
 
     async def _wait_for_engine(self, why: str) -> None:
         is_new = self._output is None or not self._output.is_admitted
-        await self._link.wait_until_serving(self._context.deadline, why, is_new=is_new)
+        await self._pool.wait_until_serving(self._context.deadline, why, is_new=is_new)
 
     def _run_as_task(self, work: Coroutine[None, None, None]) -> None:
         """Run a coroutine whose failure is the request's."""

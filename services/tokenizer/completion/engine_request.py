@@ -10,16 +10,19 @@ from services.common.logging import request_fields
 from services.common.span import Span
 from services.tokenizer.completion.choice import Choice
 from services.tokenizer.completion.completion_output import CompletionOutput
+from services.tokenizer.engines.engine_link import EngineLink
+from services.tokenizer.engines.engine_pool import EnginePool
+from services.tokenizer.engines.placement import Placement
 from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1 import engine_pb2
-from tokenwire.session import EngineSession, Listener
+from tokenwire.session import Listener
 
 __all__ = ["CallContext", "EngineLosses", "EngineRequest"]
 
 _MARGIN_SECONDS = 0.1  # by which the engine's deadline precedes the caller's
 _WINDOW = 1_024  # tokens per choice that the engine may be ahead of the reader of a call
 _MAX_CREDIT = 2**32 - 1  # tokens that one message can grant; no choice can have more
-_MAX_FRUITLESS_LOSSES = 3  # of the engine in a row: the request may be what kills it
+_MOST_FRUITLESS_LOSSES = 3  # of engines in a row: the request may be what kills them
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class CallContext:
 
 
 class EngineLosses:
-    """Count of the times in a row that a request lost the engine without progress."""
+    """Count of the times in a row that a request lost its engine without progress."""
 
     def __init__(self) -> None:
         self._fruitless = 0
@@ -54,7 +57,7 @@ class EngineLosses:
             self._fruitless = 0
         self._progress = progress
         self._fruitless += 1
-        return self._fruitless <= _MAX_FRUITLESS_LOSSES
+        return self._fruitless < _MOST_FRUITLESS_LOSSES
 
 
 class EngineRequest:
@@ -62,7 +65,7 @@ class EngineRequest:
 
     def __init__(
         self,
-        session: EngineSession,
+        pool: EnginePool,
         listener: Listener[engine_pb2.SessionEvent],
         context: CallContext,
         *,
@@ -70,21 +73,30 @@ class EngineRequest:
         is_windowed: bool,
     ) -> None:
         """Flow control is the client's `credit`, or a window that follows its reads, or none."""
-        self._session = session
+        self._pool = pool
         self._listener = listener
         self._context = context
         self._granted = credit
         """Tokens per choice granted so far; None without flow control."""
         self._is_windowed = is_windowed
-        self._handle: int | None = None
+        self._placement: Placement | None = None
+        self._handle = 0
+        """On the Session of the placement's engine"""
+        self._full: set[EngineLink] = set()
+        """Engines that had no place for the request"""
 
     @property
     def is_open(self) -> bool:
-        """True if the engine has the request."""
-        return self._handle is not None
+        """True if an engine has the request."""
+        return self._placement is not None
+
+    @property
+    def link(self) -> EngineLink | None:
+        """The engine that has the request."""
+        return self._placement.link if self._placement is not None else None
 
     def submit(self, output: CompletionOutput) -> None:
-        """Open the request. Raises DEADLINE_EXCEEDED if its deadline has passed."""
+        """Open the request. Raises DEADLINE_EXCEEDED, and NO_ENGINE if none serves."""
         plan = output.plan
         if plan.whole:
             self._granted = None
@@ -124,14 +136,39 @@ class EngineRequest:
 
     def leave(self) -> None:
         """Cancel the request, and take no more events for it."""
-        if self._handle is not None:
+        if self._placement is not None:
             self.cancel()
-            self._session.detach(self._handle)
-            self._handle = None
+            self._placement.link.session.detach(self._handle)
+            self.on_closed()
+
+    def on_admitted(self, cached_tokens: Sequence[int]) -> None:
+        """Note the tokens of each prompt that the engine had."""
+        if self._placement is not None:
+            self._placement.on_admitted(cached_tokens)
+
+    def on_output(self) -> None:
+        """Note that the engine has computed the prompt."""
+        if self._placement is not None:
+            self._placement.on_output()
 
     def on_closed(self) -> None:
         """Note that the engine has ended the request, or was lost."""
-        self._handle = None
+        if self._placement is not None:
+            self._placement.leave()
+            self._placement = None
+
+    def on_lost(self) -> None:
+        """Note that the engine was lost or stops: others should not choose it."""
+        if self._placement is not None:
+            self._pool.doubt(self._placement.link)
+            self.on_closed()
+
+    def on_full(self) -> bool:
+        """Note that the engine has no place. Return whether another one may have."""
+        if self._placement is not None:
+            self._full.add(self._placement.link)
+            self.on_closed()
+        return self._pool.has_other(self._full)
 
     def _open(self, request: engine_pb2.GenerateRequest, taken: int) -> None:
         """Open a request whose running choices have received at least `taken` tokens each."""
@@ -153,10 +190,11 @@ class EngineRequest:
             start.timeout_seconds = max(left - _MARGIN_SECONDS, left / 2)
         if self._granted is not None:
             start.credit = min(max(0, self._granted - taken), _MAX_CREDIT)
-        self._handle = self._session.open(self._listener)
+        self._placement = self._pool.place(start.request, self._context.tenant, self._full)
+        self._handle = self._placement.link.session.open(self._listener)
         self._send(command)
 
     def _send(self, command: engine_pb2.SessionCommand) -> None:
-        if self._handle is not None:
+        if self._placement is not None:
             command.handle = self._handle
-            self._session.send(command)
+            self._placement.link.session.send(command)

@@ -35,7 +35,15 @@ LAYERS = {
         "accounts formats",
         "images",
     ],
-    "services.tokenizer": ["chat", "chat.template", "chat.answer", "completion", "images", "text"],
+    "services.tokenizer": [
+        "chat",
+        "chat.template",
+        "chat.answer",
+        "completion",
+        "images",
+        "engines",
+        "text",
+    ],
     "services.engine": [
         "frontend",
         "loop vision",

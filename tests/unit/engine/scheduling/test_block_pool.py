@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.scheduling.block_pool import BlockPool, OutOfBlocksError, hash_block
+from services.common.block_hash import hash_block
+from services.engine.scheduling.block_pool import BlockPool, OutOfBlocksError
 
 
 def hash_of(*ids: int) -> bytes:
-    return hash_block(b"salt", np.array(ids, dtype=np.int32))
+    return hash_block(b"salt", np.array(ids, dtype=np.int32).tobytes())
 
 
 def test_prefix_is_found_after_its_sequence_ended() -> None:
@@ -59,8 +60,26 @@ def test_uncached_blocks_are_allocated_first() -> None:
 
 
 def test_block_hashes_depend_on_parent_and_tenant() -> None:
-    ids = np.array([1, 2], dtype=np.int32)
+    ids = np.array([1, 2], dtype=np.int32).tobytes()
     assert hash_block(b"a", ids) != hash_block(b"b", ids)
+
+
+def test_changes_are_noted_after_what_was_cached_before() -> None:
+    pool = BlockPool(2)
+    old, new = pool.allocate(2)
+    pool.cache(old, hash_of(1))
+    assert pool.take_change() is None
+    pool.follow()
+    pool.cache(new, hash_of(2))
+    change = pool.take_change()
+    assert change is not None
+    assert set(change.stored) == {hash_of(1), hash_of(2)}
+    pool.release([old])
+    pool.allocate(1)
+    change = pool.take_change()
+    assert change is not None
+    assert (change.stored, change.removed) == ([], [hash_of(1)])
+    assert pool.take_change() is None
 
 
 def test_flush_leaves_held_blocks_cached() -> None:

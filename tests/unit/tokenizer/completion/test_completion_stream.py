@@ -35,6 +35,18 @@ class _EngineSession:
         pass
 
 
+class _Placement:
+    """A place on an engine that never answers."""
+
+    link = SimpleNamespace(session=_EngineSession())
+
+    def on_output(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
 class _FaultyProcessor(CompleteProcessor):
     @staticmethod
     def write_choice(output: ChoiceOutput, add: Callable[[], completion.CompleteResponse]) -> None:
@@ -46,11 +58,16 @@ def _started(
 ) -> CompletionStream[completion.CompleteResponse]:
     prompt = completion.Prompt(token_ids=types.TokenIds(ids=[3]))
     request = completion.CompleteRequest(prompts=[prompt])
-    link: Any = SimpleNamespace(session=_EngineSession(), is_verified=True, limits=_LIMITS)
+    pool: Any = SimpleNamespace(
+        is_serving=True,
+        limits=_LIMITS,
+        place=lambda request, tenant, avoided: _Placement(),
+        doubt=lambda link: None,
+    )
     stream = CompletionStream(
         make(request, vocabulary, None, ImageReader(None, vocabulary, "m")),
         CallContext("", Span(""), "", 0, None),
-        link,
+        pool,
         SendQueue[CompletionStream[Any]](StreamSettings()),
         lambda ended: None,
         credit=None,

@@ -8,9 +8,9 @@ def test_request_with_progress_survives_any_number_of_losses() -> None:
     assert all(losses.count(progress) for progress in range(1, 50))
 
 
-def test_request_without_progress_ends_at_the_fourth_loss() -> None:
-    """It may be what kills the engine, and would kill it for all other requests again."""
+def test_request_without_progress_ends_at_the_third_loss() -> None:
+    """It may be what kills the engines, and would kill them for all other requests again."""
     losses = EngineLosses()
-    assert [losses.count(0) for _ in range(4)] == [True, True, True, False]
+    assert [losses.count(0) for _ in range(3)] == [True, True, False]
     losses = EngineLosses()
-    assert [losses.count(7) for _ in range(4)] == [True, True, True, False]
+    assert [losses.count(7) for _ in range(3)] == [True, True, False]

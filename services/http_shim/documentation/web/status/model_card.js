@@ -2,7 +2,7 @@
 
 import { element } from "../playground/elements.js";
 import { Chart } from "./chart.js";
-import { History } from "./history.js";
+import { History, servingOf } from "./history.js";
 import { duration, milliseconds, rounded } from "./numbers.js";
 
 const percent = (share) => `${rounded(100 * share)} %`;
@@ -13,6 +13,7 @@ export class ModelCard {
   #state = element("span", { className: "state" });
   #facts = element("p", { className: "quiet" });
   #outcomes = element("p", { className: "quiet outcomes" });
+  #engines = element("ul", { className: "quiet engines" });
   #charts = [
     new Chart("Generated tokens/s", [["generated", ""]], rounded, 1),
     new Chart("Prompt tokens/s", [["prompt", ""]], rounded, 1),
@@ -28,6 +29,7 @@ export class ModelCard {
       { className: "card", "aria-labelledby": title.id },
       element("div", { className: "title" }, title, this.#state),
       element("div", { className: "charts" }, ...this.#charts.map((chart) => chart.element)),
+      this.#engines,
       this.#outcomes,
       this.#facts,
     );
@@ -40,6 +42,7 @@ export class ModelCard {
     this.#state.className = `state ${kind}`;
     this.#state.textContent = words;
     for (const chart of this.#charts) chart.show(this.#history.samples);
+    this.#engines.replaceChildren(...enginesOf(model).map((line) => element("li", {}, line)));
     this.#outcomes.textContent = outcomesOf(model);
     this.#facts.textContent = factsOf(model);
   }
@@ -47,9 +50,24 @@ export class ModelCard {
 
 function stateOf(model) {
   if (!model.reachable) return ["error", "Tokenizer service not reachable"];
-  if (!model.engine) return ["error", "Engine not reachable"];
-  if (model.engine.draining) return ["error", "Engine is stopping"];
-  return ["good", "Serving"];
+  const { engines } = model;
+  const serving = servingOf(model);
+  const refused = engines.find((engine) => engine.state === "refused");
+  if (!serving.length) return ["error", refused ? refused.reason : "Engine not reachable"];
+  if (serving.every((engine) => engine.draining)) return ["error", "Engine is stopping"];
+  if (engines.length === 1) return ["good", "Serving"];
+  return [serving.length < engines.length ? "error" : "good", `${serving.length} of ${engines.length} engines serve`];
+}
+
+// Lines about the engines, where there are several.
+function enginesOf({ engines }) {
+  if (!engines || engines.length < 2) return [];
+  return engines.map((engine) => {
+    if (engine.state !== "serving") return `${engine.target}: ${engine.reason ?? "not reachable"}`;
+    const share = engine.kv_blocks ? engine.kv_used_blocks / engine.kv_blocks : 0;
+    const state = engine.draining ? "is stopping" : `${engine.running_sequences} running, ${engine.waiting_sequences} waiting`;
+    return `${engine.target}: ${state}, ${percent(share)} of the KV cache`;
+  });
 }
 
 function outcomesOf(model) {
@@ -62,7 +80,7 @@ function outcomesOf(model) {
 function factsOf(model) {
   if (!model.reachable) return "";
   const facts = [`version ${model.version}`, `up for ${duration(model.uptime_seconds)}`];
-  if (model.engine) facts.push(model.engine.device, model.engine.dtype, `kernels ${model.engine.kernels}`);
+  for (const { device, dtype, kernels } of servingOf(model).slice(0, 1)) facts.push(device, dtype, `kernels ${kernels}`);
   const { count, window_seconds: seconds } = model.first_token;
   facts.push(`times to first token: ${count} in the last ${duration(seconds)}`);
   return facts.join(" · ");

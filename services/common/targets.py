@@ -1,0 +1,92 @@
+"""Targets of a service's peers: addresses, and DNS names that stand for several."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Collection, Sequence
+
+from services.common.settings import StartupError
+
+__all__ = ["Discovery", "parse_targets"]
+
+_LOG = logging.getLogger("targets")
+_DNS = "dns:///"
+_RESOLVE_SECONDS = 5.0
+
+
+def parse_targets(text: str, flag: str) -> tuple[str, ...]:
+    """Split "host:port,dns:///name:port,…". Raises StartupError, which names `flag`."""
+    targets = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
+    if not targets:
+        raise StartupError(f"{flag} must name at least one target, as host:port.")
+    for target in targets:
+        if target.startswith("unix:"):
+            continue
+        host, colon, port = target.removeprefix(_DNS).rpartition(":")
+        if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+            raise StartupError(
+                f"{flag} must have targets as host:port, dns:///name:port or unix:/path, "
+                f"not {target!r}."
+            )
+    return targets
+
+
+class Discovery:
+    """Follows the addresses of some targets. Those of a DNS name change with its records."""
+
+    def __init__(
+        self, targets: Sequence[str], on_addresses: Callable[[Collection[str]], None]
+    ) -> None:
+        """on_addresses: called with all addresses, at first and whenever they change."""
+        self._static = [target for target in targets if not target.startswith(_DNS)]
+        self._names = [target for target in targets if target.startswith(_DNS)]
+        self._on_addresses = on_addresses
+        self._resolved: dict[str, Sequence[str]] = dict.fromkeys(self._names, ())
+        self._unresolved: set[str] = set()
+        """Names whose failure is logged"""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_static(self) -> bool:
+        """True if the addresses never change."""
+        return not self._names
+
+    def start(self) -> None:
+        """Report the addresses; begin to resolve the names."""
+        self._report()
+        if self._names:
+            self._task = asyncio.ensure_future(self._run())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            before = dict(self._resolved)
+            await asyncio.gather(*(self._resolve(name) for name in self._names))
+            if self._resolved != before:
+                self._report()
+            await asyncio.sleep(_RESOLVE_SECONDS)
+
+    async def _resolve(self, target: str) -> None:
+        """Look a name up. A failure keeps the last addresses: DNS may be down, not the peers."""
+        host, _, port = target.removeprefix(_DNS).rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except OSError as error:
+            if target not in self._unresolved:
+                _LOG.warning("%s has no addresses: %s", target, error.strerror)
+                self._unresolved.add(target)
+            return
+        self._unresolved.discard(target)
+        self._resolved[target] = sorted({_address(*where[:2]) for *_, where in found})
+
+    def _report(self) -> None:
+        resolved = [address for name in self._names for address in self._resolved[name]]
+        self._on_addresses(dict.fromkeys([*self._static, *resolved]).keys())
+
+
+def _address(host: str | int, port: str | int) -> str:
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -1,0 +1,1 @@
+"""The engines behind the tokenizer service, and the choice between them."""

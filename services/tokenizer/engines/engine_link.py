@@ -1,0 +1,302 @@
+"""Connection to one engine: its Session, its model, its health, load and cache."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.tokenizer import metrics
+from services.tokenizer.engines.cached_blocks import CachedBlocks, CacheEventError
+from services.tokenizer.engines.placement import Need, Placement
+from tokenwire.channel import connect
+from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.serving.health import reports_serving
+from tokenwire.session import engine_session
+
+__all__ = ["EngineLink", "EngineRefusedError", "LinkOwner"]
+
+_LOG = logging.getLogger("engine_link")
+_SERVICE = "tokenwire.engine.v1.EngineService"
+_RETRY_SECONDS = 0.5
+_CALL_SECONDS = 10.0
+_LOAD_SECONDS = 1.0  # a status page asks again soon, and shows an engine without answer as away
+_WATCH_SECONDS = 0.1  # between two reports of load
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_State = completion_pb2.EngineStatus.State
+
+
+class EngineRefusedError(Exception):
+    """The engine does not serve this checkpoint as the others do. The message is one sentence."""
+
+
+class LinkOwner(Protocol):
+    """The pool that a link belongs to."""
+
+    def admit(self, link: "EngineLink", model: engine_pb2.GetModelResponse) -> None:
+        """Accept the engine's model. Raises EngineRefusedError if it is another one."""
+
+    def on_changed(self, link: "EngineLink") -> None:
+        """Note that the engine serves, serves no longer, or was refused."""
+
+    def on_idle(self, link: "EngineLink") -> None:
+        """Note that no request is left on the engine."""
+
+
+class EngineLink:
+    """One engine, from the first mention of its address to the last."""
+
+    def __init__(self, target: str, lost_seconds: float, owner: LinkOwner) -> None:
+        self.target = target
+        self.model: engine_pb2.GetModelResponse | None = None
+        """Last answer of the engine; None before the first"""
+        self.is_serving = False
+        """True if the engine serves this checkpoint, and was not lost since it said so"""
+        self.refusal = ""
+        """Why the engine is not used although it answers; empty = it is used"""
+        self.cached = CachedBlocks()
+        self.num_requests = 0
+        """Requests of this process on the engine"""
+        self._sent_sequences = 0
+        """Sequences of these requests"""
+        self._sent_tokens = 0
+        """Tokens of their prompts that are not computed yet"""
+        self._owner = owner
+        self._load = engine_pb2.Load()
+        self._channel = connect(target, lost_seconds)
+        self._control = EngineControlServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_followed = False
+        self._probe: asyncio.Task[bool] | None = None
+        self.session = engine_session(self._channel)
+
+    def start(self) -> None:
+        """Follow the engine's health."""
+        self._spawn(self._watch_health())
+
+    def follow(self) -> None:
+        """Follow the engine's load and cache too: there is a choice between engines."""
+        if not self._is_followed:
+            self._is_followed = True
+            self._spawn(self._repeat(self._watch_load))
+            self._spawn(self._repeat(self._watch_cache))
+
+    async def close(self) -> None:
+        """End the Session; the engine aborts its requests."""
+        for task in [*self._tasks]:
+            task.cancel()
+        if self._probe is not None:
+            self._probe.cancel()
+        await self.session.close()
+        await self._channel.close()
+
+    # the engine's load
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self.model.block_size if self.model is not None else 1
+
+    @property
+    def sequences(self) -> int:
+        """Running and waiting sequences, as reported, or as this process has sent since."""
+        reported = self._load.running_sequences + self._load.waiting_sequences
+        return max(reported, self._sent_sequences)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that the engine must compute before those of a new request."""
+        return max(self._load.queued_tokens, self._sent_tokens)
+
+    def missing_tokens(self, need: Need) -> float:
+        """Return the prompt tokens of a request that the engine would have to compute.
+
+        A cache that kept less than it promised counts for less.
+        """
+        held = self.block_size * sum(map(self.cached.prefix, self.hashes_of(need)))
+        return need.tokens - self.cached.trust * held
+
+    def lacking_tokens(self, tokens: float) -> float:
+        """Return how many of these tokens have no free block."""
+        if not self._load.total_blocks:
+            return 0  # not reported yet
+        return max(0.0, tokens - self._load.free_blocks * self.block_size)
+
+    def hashes_of(self, need: Need) -> Sequence[Sequence[bytes]]:
+        """Return the hashes of the prompts' blocks; none if nobody follows the cache."""
+        return need.hashes(self.block_size) if self._is_followed and self.model else ()
+
+    def enter(self, placement: Placement) -> None:
+        """Count a request as the engine's."""
+        self.num_requests += 1
+        self._sent_sequences += placement.sequences
+        self._sent_tokens += placement.waiting_tokens
+
+    def on_computed(self, tokens: int) -> None:
+        """Count these prompt tokens no more."""
+        self._sent_tokens -= tokens
+
+    def leave(self, placement: Placement) -> None:
+        """Count a request no more."""
+        self.num_requests -= 1
+        self._sent_sequences -= placement.sequences
+        if not self.num_requests:
+            self._owner.on_idle(self)
+
+    async def status(self) -> completion_pb2.EngineStatus:
+        """Return the engine and its load, or why it is away."""
+        status = completion_pb2.EngineStatus(target=self.target)
+        if self.refusal:
+            status.state, status.reason = _State.STATE_REFUSED, self.refusal
+            return status
+        status.state = _State.STATE_AWAY
+        if self.model is None or not self.is_serving:  # another checkpoint may be at its address
+            return status
+        try:
+            answer = await self._control.GetLoad(engine_pb2.GetLoadRequest(), timeout=_LOAD_SECONDS)
+        except grpc.aio.AioRpcError:
+            return status
+        load, model = answer.load, self.model
+        status.state = _State.STATE_SERVING
+        status.version = model.version
+        status.device = model.device
+        status.dtype = model.dtype
+        status.kernels = model.kernels
+        status.running_sequences = load.running_sequences
+        status.waiting_sequences = load.waiting_sequences
+        status.total_blocks = load.total_blocks
+        status.used_blocks = load.total_blocks - load.free_blocks
+        status.draining = load.draining
+        return status
+
+    # the engine's health
+
+    def doubt(self, seconds: float) -> None:
+        """Use the engine no more until it says again that it serves; ask it for `seconds`."""
+        if self.is_serving:
+            self._change(is_serving=False)
+            self._spawn(self._regain(seconds))
+
+    def probe(self, seconds: float) -> "asyncio.Task[bool]":
+        """Return a task, shared by all who wait, that tells whether the engine serves in time.
+
+        The time in which the engine loads its model does not count.
+        """
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(self._probe_health(seconds))
+        return self._probe
+
+    async def _regain(self, seconds: float) -> None:
+        while not self.is_serving:
+            await self.probe(seconds)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _watch_health(self) -> None:
+        is_loss_logged = False
+        while True:
+            try:
+                request = health_pb2.HealthCheckRequest(service=_SERVICE)
+                async for answer in self._health.Watch(request, wait_for_ready=True):
+                    serves = answer.status == _SERVING
+                    if serves:
+                        await self._read_model()
+                    self._change(serves)
+                    is_loss_logged = False
+            except EngineRefusedError as error:
+                self._refuse(str(error))
+            except grpc.aio.AioRpcError as error:
+                if not is_loss_logged:
+                    reason = error.details()
+                    _LOG.warning("the engine at %s is not reachable: %s", self.target, reason)
+                    is_loss_logged = True
+            self._change(is_serving=False)  # whichever engine comes back must say what it serves
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _read_model(self) -> None:
+        model = await self._control.GetModel(engine_pb2.GetModelRequest(), timeout=_CALL_SECONDS)
+        self._owner.admit(self, model)
+        self.model = model
+        self.refusal = ""
+
+    def _refuse(self, why: str) -> None:
+        if why != self.refusal:
+            _LOG.error("%s", why)
+            self.refusal = why
+            self._owner.on_changed(self)
+
+    def _change(self, is_serving: bool) -> None:
+        if is_serving != self.is_serving:
+            self.is_serving = is_serving
+            self._owner.on_changed(self)
+
+    async def _probe_health(self, seconds: float) -> bool:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while (left := end - loop.time()) > 0:
+            if await self._serves(left):
+                return True
+            if await self._loads():
+                end = loop.time() + seconds
+            await asyncio.sleep(min(_RETRY_SECONDS, max(0.0, end - loop.time())))
+        return False
+
+    async def _serves(self, seconds: float) -> bool:
+        if not await reports_serving(self._channel, _SERVICE, seconds, wait_for_ready=True):
+            return False
+        try:
+            await self._read_model()
+        except (EngineRefusedError, grpc.aio.AioRpcError):  # `_watch_health` logs it
+            return False
+        self._change(is_serving=True)
+        return True
+
+    async def _loads(self) -> bool:
+        try:
+            await self._control.GetModel(engine_pb2.GetModelRequest(), timeout=_CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return ServiceError.from_rpc_error(error).reason == "LOADING"
+        return False
+
+    # the engine's load and cache
+
+    async def _repeat(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Watch again whenever the stream ends, unless the engine does not know the rpc."""
+        while True:
+            try:
+                await watch()
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    _LOG.warning("the engine at %s: %s", self.target, error.details())
+                    return
+            except CacheEventError as error:
+                _LOG.warning("the cache of the engine at %s is read anew: %s", self.target, error)
+                metrics.CACHE_GAPS.inc()
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _watch_load(self) -> None:
+        request = engine_pb2.WatchLoadRequest(interval_seconds=_WATCH_SECONDS)
+        try:
+            async for answer in self._control.WatchLoad(request, wait_for_ready=True):
+                self._load = answer.load
+        finally:
+            self._load = engine_pb2.Load()
+
+    async def _watch_cache(self) -> None:
+        request = engine_pb2.WatchCacheRequest()
+        try:
+            async for update in self._control.WatchCache(request, wait_for_ready=True):
+                most = self.model.total_blocks if self.model is not None else 0
+                self.cached.apply(update, most)
+        finally:
+            self.cached.forget()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

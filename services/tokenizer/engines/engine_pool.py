@@ -1,0 +1,334 @@
+"""The engines of one model: which serve, what they agree on, and which one takes a request."""
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from services.common.contract import MAX_CHAT_LOGPROBS
+from services.common.settings import StartupError
+from services.common.targets import Discovery
+from services.tokenizer import metrics
+from services.tokenizer.engines.engine_link import EngineLink, EngineRefusedError
+from services.tokenizer.engines.placement import Need, Placement
+from services.tokenizer.model_limits import ModelLimits
+from services.tokenizer.text.vocabulary import Vocabulary
+from tokenwire.channel import LOST_SECONDS
+from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+
+__all__ = ["EnginePool", "PoolSettings"]
+
+_LOG = logging.getLogger("engine_pool")
+_LEAVE_SECONDS = 0.25
+_SEQUENCE_TOKENS = 64
+"""Prompt tokens that cost an engine about as much as one more sequence in its steps"""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """Addresses of the engines, and this service's own limits."""
+
+    targets: Sequence[str]
+    model: str
+    max_logprobs: int
+    max_stop_strings: int
+    appends_suffix: bool
+    wait_seconds: float
+    """Seconds that requests wait for an engine that stops or was lost; its loading is excluded."""
+    lost_seconds: float = LOST_SECONDS
+    """Seconds of silence after which an engine is lost"""
+    max_waiting: int = 1024
+    """New requests that may wait for an engine"""
+
+
+class EnginePool:
+    """All engines of the model. With one, the choice is that one; the code is the same."""
+
+    def __init__(
+        self, settings: PoolSettings, vocabulary: Vocabulary, on_serving: Callable[[bool], None]
+    ) -> None:
+        """`on_serving` is called when the first engine starts, or the last one stops to serve."""
+        self._settings = settings
+        self._vocabulary = vocabulary
+        self._on_serving = on_serving
+        self._on_leaving: Callable[[EngineLink], None] = lambda _: None
+        self._links: dict[str, EngineLink] = {}
+        self._retired: set[EngineLink] = set()
+        """Engines whose address is gone, until their last request has ended"""
+        self._serving: list[EngineLink] = []
+        self._some_serves = asyncio.Event()
+        self._limits: ModelLimits | None = None
+        self._discovery = Discovery(settings.targets, self._on_addresses)
+        self._started: asyncio.Future[None] | None = None
+        self._probe: asyncio.Task[bool] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._waiting = 0
+        """New requests that wait for an engine"""
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Limits of requests. Raises UNAVAILABLE until an engine has answered once."""
+        if self._limits is None:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "ENGINE_UNREACHABLE",
+                "The engine is not reachable yet.",
+                retry_seconds=1,
+            )
+        return self._limits
+
+    @property
+    def is_known(self) -> bool:
+        """True if an engine has answered once."""
+        return self._limits is not None
+
+    @property
+    def is_serving(self) -> bool:
+        """True if an engine serves this checkpoint."""
+        return bool(self._serving)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens: the engines' context length, or the checkpoint's while it is unknown."""
+        return self._limits.context_length if self._limits else self._vocabulary.context_length
+
+    async def start(self, on_leaving: Callable[[EngineLink], None]) -> None:
+        """Wait until an engine serves. Raises StartupError if all serve another checkpoint.
+
+        on_leaving: called when an engine stops to serve while another one serves.
+        """
+        self._on_leaving = on_leaving
+        self._started = asyncio.get_running_loop().create_future()
+        self._discovery.start()
+        await self._started
+
+    async def close(self) -> None:
+        """End the Sessions; the engines abort their requests."""
+        self._discovery.stop()
+        for link in [*self._links.values(), *self._retired]:
+            await link.close()
+
+    async def statuses(self) -> Sequence[completion_pb2.EngineStatus]:
+        """Return each engine with its current load."""
+        return await asyncio.gather(*(link.status() for link in self._links.values()))
+
+    # the choice
+
+    def place(
+        self, request: engine_pb2.GenerateRequest, tenant: str, avoided: Collection[EngineLink]
+    ) -> Placement:
+        """Place a request on the engine that costs least, if it can be on one that is not avoided.
+
+        Raises UNAVAILABLE (NO_ENGINE) if none is left.
+        """
+        serving = [link for link in self._serving if link not in avoided] or self._serving
+        if not serving:
+            code = grpc.StatusCode.UNAVAILABLE
+            raise ServiceError(code, "NO_ENGINE", "No engine serves at present.", retry_seconds=1)
+        need = Need(request, tenant)
+        link = serving[0] if len(serving) == 1 else _cheapest(serving, need)
+        metrics.PLACED.labels(link.target).inc()
+        return Placement(link, need)
+
+    def has_other(self, links: Collection[EngineLink]) -> bool:
+        """Return whether an engine besides these serves."""
+        return any(link not in links for link in self._serving)
+
+    def doubt(self, link: EngineLink) -> None:
+        """Use an engine no more until it says again that it serves."""
+        link.doubt(self._settings.wait_seconds)
+
+    async def wait_until_serving(self, deadline: float | None, why: str, *, is_new: bool) -> None:
+        """Wait for an engine if none serves: they stop, were lost, or have not been reached.
+
+        deadline: loop time; None without a deadline. why: the reason that none serves.
+        is_new: whether the request was never admitted. Only new requests are limited in number.
+        Raises RESOURCE_EXHAUSTED if too many wait, DEADLINE_EXCEEDED, and UNAVAILABLE if no engine
+        serves within `wait_seconds`; the time in which one loads its model does not count.
+        """
+        if self._serving:
+            return
+        if is_new and self._waiting >= self._settings.max_waiting:
+            message = f"{self._waiting} requests already wait for the engine; try again."
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            raise ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
+        self._waiting += is_new
+        try:
+            async with asyncio.timeout_at(deadline):
+                serves = await self._serves_again()
+        except TimeoutError:
+            message = "The deadline passed while the engine was unavailable."
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+            raise ServiceError(code, "DEADLINE_EXCEEDED", message) from None
+        finally:
+            self._waiting -= is_new
+        if not serves:
+            message = f"The engine is unreachable or does not serve: {why}"
+            code = grpc.StatusCode.UNAVAILABLE
+            raise ServiceError(code, "ENGINE_LOST", message, retry_seconds=1)
+
+    async def _serves_again(self) -> bool:
+        """Return whether an engine serves in time. All waiting requests share one probe."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(self._probe_all())
+        return await asyncio.shield(self._probe)
+
+    async def _probe_all(self) -> bool:
+        seconds = self._settings.wait_seconds
+        some = asyncio.ensure_future(self._some_serves.wait())
+        probes = {link.probe(seconds) for link in self._links.values()}
+        try:
+            while probes and not some.done():
+                done, _ = await asyncio.wait({some, *probes}, return_when=asyncio.FIRST_COMPLETED)
+                probes -= done
+            if not some.done() and not self._links:  # the name has no addresses yet
+                await asyncio.wait({some}, timeout=seconds)
+            return some.done()
+        finally:
+            some.cancel()
+
+    # the engines, as their owner
+
+    def admit(self, link: EngineLink, model: engine_pb2.GetModelResponse) -> None:
+        """Accept an engine that serves the same model as the others, with its limits."""
+        expected = self._vocabulary.model_vocabulary_size
+        if expected and model.vocabulary_size != expected:
+            raise EngineRefusedError(
+                f"The engine at {link.target} serves another checkpoint: its vocabulary "
+                f"has {model.vocabulary_size:,} ids, this one's {expected:,}."
+            )
+        others = [each.model for each in self._serving if each is not link and each.model]
+        if others and (difference := _difference(model, others[0])):
+            raise EngineRefusedError(
+                f"The engine at {link.target} serves another model than the others: {difference}."
+            )
+        self._limits = self._make_limits([model, *others])
+
+    def on_changed(self, link: EngineLink) -> None:
+        """Begin or cease to use an engine."""
+        if link in self._retired:
+            return
+        was_serving = bool(self._serving)
+        if link.is_serving and link not in self._serving:
+            self._serving.append(link)
+        elif not link.is_serving and link in self._serving:
+            self._serving.remove(link)
+            # by then, the requests of an engine that crashed have their errors, which count
+            asyncio.get_running_loop().call_later(_LEAVE_SECONDS, self._leave, link)
+        self._count()
+        if bool(self._serving) != was_serving:
+            self._on_serving(not was_serving)
+        if self._serving:
+            self._some_serves.set()
+        else:
+            self._some_serves.clear()
+        self._note_start()
+
+    def _leave(self, link: EngineLink) -> None:
+        """Move the requests of an engine that has ceased to serve to others, if there are any."""
+        if not link.is_serving and self._serving:
+            self._on_leaving(link)
+
+    def on_idle(self, link: EngineLink) -> None:
+        """Close a retired engine whose last request has ended."""
+        if link in self._retired:
+            self._retired.discard(link)
+            closing = asyncio.ensure_future(link.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def _note_start(self) -> None:
+        if self._started is None or self._started.done():
+            return
+        refusals = [link.refusal for link in self._links.values() if link.refusal]
+        if self._serving:
+            self._started.set_result(None)
+        elif self._discovery.is_static and len(refusals) == len(self._links):
+            self._started.set_exception(StartupError(refusals[0]))
+
+    def _on_addresses(self, addresses: Collection[str]) -> None:
+        for target in [each for each in self._links if each not in addresses]:
+            self._retire(self._links.pop(target))
+        for target in addresses:
+            if target not in self._links:
+                link = EngineLink(target, self._settings.lost_seconds, self)
+                self._links[target] = link
+                link.start()
+        if len(self._links) > 1:
+            for link in self._links.values():
+                link.follow()
+        self._count()
+
+    def _retire(self, link: EngineLink) -> None:
+        """Give an engine no more requests: its address is gone from DNS."""
+        _LOG.info("the engine at %s is gone from its name's addresses", link.target)
+        link.is_serving = False
+        self.on_changed(link)
+        self._retired.add(link)
+        if not link.num_requests:
+            self.on_idle(link)
+
+    def _count(self) -> None:
+        refused = sum(bool(link.refusal) for link in self._links.values())
+        serving = len(self._serving)
+        metrics.ENGINES.labels("serving").set(serving)
+        metrics.ENGINES.labels("refused").set(refused)
+        metrics.ENGINES.labels("away").set(len(self._links) - serving - refused)
+
+    def _make_limits(self, models: Sequence[engine_pb2.GetModelResponse]) -> ModelLimits:
+        """Return what all of these engines grant."""
+        model = models[0]
+        identity = "\n".join(
+            (
+                model.model,
+                model.architecture,
+                model.dtype,
+                model.version,
+                model.weights_fingerprint,
+                self._vocabulary.fingerprint,
+                self._vocabulary.configuration_hash,
+            )
+        )
+        max_logprobs = min(each.max_logprobs for each in models)
+        return ModelLimits(
+            model=self._settings.model,
+            system_fingerprint=f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}",
+            context_length=min(each.context_length for each in models),
+            vocabulary_size=model.vocabulary_size,
+            eos_ids=frozenset(model.eos_token_ids),
+            capabilities=frozenset.intersection(*(frozenset(each.capabilities) for each in models)),
+            max_logprobs=min(self._settings.max_logprobs, max_logprobs),
+            max_chat_logprobs=min(MAX_CHAT_LOGPROBS, max_logprobs),
+            max_sequences=min(each.max_sequences_per_request for each in models),
+            max_stop_strings=self._settings.max_stop_strings,
+            appends_suffix=self._settings.appends_suffix,
+        )
+
+
+def _cheapest(links: Sequence[EngineLink], need: Need) -> EngineLink:
+    """Return the engine that delays this request and its others least; any one of equals."""
+    costs = {link: _cost(link, need) for link in links}
+    least = min(costs.values())
+    return random.choice([link for link, cost in costs.items() if cost <= least])
+
+
+def _cost(link: EngineLink, need: Need) -> float:
+    """Return the prompt tokens to compute before the request's first token, or their like."""
+    missing = link.missing_tokens(need)
+    lacking = link.lacking_tokens(missing)
+    return missing + lacking + link.waiting_tokens + _SEQUENCE_TOKENS * link.sequences
+
+
+def _difference(model: engine_pb2.GetModelResponse, other: engine_pb2.GetModelResponse) -> str:
+    """Return in what an engine's model differs from another engine's; empty if they agree."""
+    for name in ("weights_fingerprint", "dtype", "weights", "architecture", "vocabulary_size"):
+        mine, theirs = getattr(model, name), getattr(other, name)
+        if mine != theirs:
+            return f"its {name} is {mine}, not {theirs}"
+    return ""

@@ -1,0 +1,77 @@
+"""One request on one engine: what it needs there, and what it adds to the engine's load."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from services.common.block_hash import prefix_hashes, tenant_salt
+from tokenwire.pb.engine.v1 import engine_pb2
+
+if TYPE_CHECKING:
+    from services.tokenizer.engines.engine_link import EngineLink
+
+__all__ = ["Need", "Placement"]
+
+
+_REPORT_SECONDS = 1.0
+"""Time after the end of a request in which the engine reports its last blocks"""
+
+
+class Need:
+    """Prompt tokens and sequences of a request, and the hashes of its prompts' blocks."""
+
+    def __init__(self, request: engine_pb2.GenerateRequest, tenant: str) -> None:
+        self.tokens = sum(len(prompt.ids) for prompt in request.prompts)
+        self.sequences = len(request.prompts) * (request.n if request.HasField("n") else 1)
+        self._request = request
+        self._salt = tenant_salt(tenant)
+        self._hashes: dict[int, Sequence[Sequence[bytes]]] = {}
+
+    def hashes(self, block_size: int) -> Sequence[Sequence[bytes]]:
+        """Return, for each prompt, the hashes of the blocks that a prefix cache may serve.
+
+        At least the last token is always computed. Prompts with scores are computed whole, and the
+        hashes of images are not known here.
+        """
+        request = self._request
+        if request.HasField("prompt_logprobs") or request.images:
+            return ()
+        if block_size not in self._hashes:
+            self._hashes[block_size] = [
+                prefix_hashes(prompt.ids[:-1], self._salt, block_size) for prompt in request.prompts
+            ]
+        return self._hashes[block_size]
+
+
+class Placement:
+    """A request's share of an engine's load, from its start to its end."""
+
+    def __init__(self, link: "EngineLink", need: Need) -> None:
+        self.link = link
+        self.sequences = need.sequences
+        prompts = link.hashes_of(need)
+        cached, size = link.cached, link.block_size
+        self.waiting_tokens = need.tokens - size * sum(map(cached.prefix, prompts))
+        """Prompt tokens to compute before the first delta; 0 after it"""
+        self._promised = size * sum(map(cached.reported_prefix, prompts))
+        self._hashes = [each for prompt in prompts for each in prompt]
+        cached.expect(self._hashes)
+        link.enter(self)
+
+    def on_admitted(self, cached_tokens: Sequence[int]) -> None:
+        """Take the engine's own count of what it found."""
+        self.link.cached.on_admitted(self._promised, sum(cached_tokens))
+
+    def on_output(self) -> None:
+        """Note the first output: the prompt is computed."""
+        if self.waiting_tokens:
+            self.link.on_computed(self.waiting_tokens)
+            self.waiting_tokens = 0
+
+    def leave(self) -> None:
+        """Take the request from the engine's load."""
+        self.on_output()
+        if self._hashes:
+            later = asyncio.get_running_loop().call_later
+            later(_REPORT_SECONDS, self.link.cached.unexpect, self._hashes)
+        self.link.leave(self)

@@ -1,0 +1,258 @@
+"""Several engines behind one tokenizer service: each prompt where its prefix is, none lost."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stack import MortalEngine, free_ports, metrics_of, mortal_engine, running_service
+from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tokenwire.channel import connect
+from tokenwire.client import Client, CompletionStream
+from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.requests import complete_start
+from tokenwire.session import completion_session
+
+# With this seed, no draw lies within 1e-4 of the boundary between two tokens (see test_failover).
+ASKED: dict[str, Any] = {"temperature": 1.0, "seed": 231, "ignore_eos": True}
+TOKENS = 240
+HANG_SECONDS = 120
+SERVING = completion.EngineStatus.STATE_SERVING
+REFUSED = completion.EngineStatus.STATE_REFUSED
+
+
+class Fleet:
+    """Engines of the embedded model, and a tokenizer service in front of them."""
+
+    def __init__(self, engines: list[MortalEngine], client: Client, target: str, log: Path) -> None:
+        self.engines = engines
+        self.client = client
+        self.target = target
+        self.log = log
+
+    async def states(self) -> dict[str, int]:
+        """Return the state of each engine by its address."""
+        async with connect(self.target) as channel:
+            answer = await CompletionServiceStub(channel).GetStatus(completion.GetStatusRequest())
+        return {engine.target: engine.state for engine in answer.models[0].engines}
+
+    async def until_serving(self, count: int) -> None:
+        async with asyncio.timeout(HANG_SECONDS):
+            while list((await self.states()).values()).count(SERVING) != count:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    async def placed(self) -> dict[str, float]:
+        """Return the number of requests that each engine was given, by its address."""
+        name = "tokenwire_tokenizer_placed_requests_total"
+        found = await metrics_of(self.target)
+        targets = [engine.target for engine in self.engines]
+        return {each: found.get(f'{name}{{engine="{each}"}}', 0) for each in targets}
+
+    def of(self, target: str) -> MortalEngine:
+        return next(engine for engine in self.engines if engine.target == target)
+
+
+@asynccontextmanager
+async def fleet(model: Path, log: Path, size: int, *flags: str) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(mortal_engine(model)) for _ in range(size)]
+        targets = ",".join(engine.target for engine in engines)
+        arguments = ("--model", str(model), "--engine-wait", "120", "--engine", targets, *flags)
+        service = await stack.enter_async_context(
+            running_service("tokenizer", *arguments, log=log / "tokenizer")
+        )
+        client = await stack.enter_async_context(Client(service.target))
+        made = Fleet(engines, client, service.target, log / "tokenizer")
+        await made.until_serving(size)
+        yield made
+
+
+async def test_stream_goes_on_at_another_engine_whichever_is_killed(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """The engine that has the stream is killed again and again. Credit bounds what it sends."""
+    async with fleet(embedded_model, tmp_path, 3) as many:
+        calm = await many.client.complete("import", max_tokens=TOKENS, **ASKED)
+        start = complete_start(
+            "import", {"max_tokens": TOKENS, **ASKED}, completion.DELIVERY_DELTAS
+        )
+        start.credit = granted = share = TOKENS // 4
+        text, received, before = "", 0, await many.placed()
+        async with connect(many.target) as channel:
+            session = completion_session(channel)
+            async with CompletionStream(session, start) as stream:
+                async for delta in stream:
+                    text += delta.text
+                    received += len(delta.token_ids)
+                    if received < granted or granted >= TOKENS:
+                        continue
+                    after = await many.placed()
+                    [busy] = [each for each in after if after[each] > before[each]]
+                    await many.of(busy).kill()
+                    await many.of(busy).start()
+                    before = after
+                    granted += share
+                    more = completion.Credit(tokens=share)
+                    session.send(completion.SessionCommand(handle=1, credit=more))
+            await session.close()
+        assert text == calm.text
+
+
+async def test_engine_that_stops_hands_its_streams_over_at_once(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """The stream has no credit left, so the engine could never end it itself."""
+    async with fleet(embedded_model, tmp_path, 2) as many:
+        calm = await many.client.complete("import", max_tokens=TOKENS, **ASKED)
+        before = await many.placed()
+        start = complete_start(
+            "import", {"max_tokens": TOKENS, **ASKED}, completion.DELIVERY_DELTAS
+        )
+        start.credit = 20
+        async with connect(many.target) as channel:
+            session = completion_session(channel)
+            async with CompletionStream(session, start) as stream:
+                deltas = aiter(stream)
+                text, received = "", 0
+                while received < 20:
+                    delta = await anext(deltas)
+                    text += delta.text
+                    received += len(delta.token_ids)
+                after = await many.placed()
+                [busy] = [each for each in after if after[each] > before[each]]
+                many.of(busy).terminate()
+                async with asyncio.timeout(25):  # less than the engine's --grace
+                    await many.of(busy).wait()
+                more = completion.Credit(tokens=TOKENS)
+                session.send(completion.SessionCommand(handle=1, credit=more))
+                text += "".join([delta.text async for delta in deltas])
+            await session.close()
+        assert text == calm.text
+
+
+async def test_prompts_go_where_their_prefix_is_and_others_spread(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    systems = [f"# Module {topic}\n" + f"{topic} = compute({topic})\n" * 40 for topic in "abcd"]
+    async with fleet(embedded_model, tmp_path, 2) as many:
+        firsts = [many.client.complete(text, **asked) for text in systems]
+        await asyncio.gather(*firsts)
+        assert min((await many.placed()).values()) >= 1
+        for turn in range(6):
+            for text in systems:
+                answer = await many.client.complete(f"{text}# turn {turn}\n", **asked)
+                assert answer.usage.cached_tokens > answer.usage.prompt_tokens // 2
+        assert "read anew" not in many.log.read_text()
+
+
+async def test_engine_of_another_model_is_refused_and_told(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """Ids of another vocabulary would continue the text with nonsense."""
+    other = tmp_path / "other"
+    make_checkpoint(other, CONFIGS["llama"])
+    async with fleet(embedded_model, tmp_path, 2) as many:
+        calm = await many.client.complete("import", max_tokens=8, **ASKED)
+        odd = many.engines[0]
+        await odd.kill()
+        await odd.start(other)
+        async with asyncio.timeout(HANG_SECONDS):
+            while (await many.states())[odd.target] != REFUSED:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert "serves another checkpoint" in many.log.read_text()
+        assert (await metrics_of(many.target))['tokenwire_tokenizer_engines{state="refused"}'] == 1
+        for _ in range(4):
+            assert (await many.client.complete("import", max_tokens=8, **ASKED)).text == calm.text
+        await odd.kill()
+        await odd.start()
+        await many.until_serving(2)
+
+
+async def test_engine_of_other_weights_is_refused(embedded_model: Path, tmp_path: Path) -> None:
+    """A stream that moves would go on as another model's."""
+    async with (
+        fleet(embedded_model, tmp_path, 1) as many,
+        running_service(
+            *("engine", "--model", str(embedded_model), "--kv-memory", "64MiB"),
+            *("--dtype", "bfloat16"),
+            log=tmp_path / "odd",
+        ) as odd,
+        running_service(
+            *("tokenizer", "--model", str(embedded_model)),
+            *("--engine", f"{many.engines[0].target},{odd.target}"),
+            log=tmp_path / "both",
+        ) as service,
+        Client(service.target) as client,
+    ):
+        both = Fleet(many.engines, client, service.target, tmp_path / "both")
+        async with asyncio.timeout(HANG_SECONDS):
+            while sorted((await both.states()).values()) != [SERVING, REFUSED]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert "its dtype is" in (tmp_path / "both").read_text()
+        assert (await client.complete("import", max_tokens=4)).text
+
+
+async def test_full_engine_leaves_a_request_to_another(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    few = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "64MiB")
+    full = ("--max-running", "1", "--max-waiting", "1")
+    async with (
+        running_service("engine", *few, *full, log=tmp_path / "one") as one,
+        running_service("engine", *few, *full, log=tmp_path / "two") as two,
+        running_service(
+            *("tokenizer", "--model", str(embedded_model)),
+            *("--engine", f"{one.target},{two.target}"),
+            log=tmp_path / "tokenizer",
+        ) as service,
+        Client(service.target) as client,
+    ):
+        many = Fleet([], client, service.target, tmp_path / "tokenizer")
+        await many.until_serving(2)
+        start = complete_start("import", {"max_tokens": 100, **ASKED}, completion.DELIVERY_DELTAS)
+        start.credit = 1  # keeps the requests in their places
+        async with connect(service.target) as channel, AsyncExitStack() as streams:
+            session = completion_session(channel)
+
+            async def begin() -> CompletionStream:
+                return await streams.enter_async_context(CompletionStream(session, start))
+
+            for stream in [await begin(), await begin()]:
+                assert (await anext(aiter(stream))).token_ids
+            for _ in range(2):  # these wait
+                await begin()
+            with pytest.raises(ServiceError) as refused:
+                await client.complete("import", max_tokens=4)
+            assert refused.value.reason == "QUEUE_FULL"
+
+
+async def test_engines_are_found_by_dns(embedded_model: Path, tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    few = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "64MiB")
+    async with (
+        running_service("engine", *few, log=tmp_path / "engine", port=port),
+        running_service(
+            *("tokenizer", "--model", str(embedded_model)),
+            *("--engine", f"dns:///localhost:{port}"),
+            log=tmp_path / "tokenizer",
+        ) as service,
+        Client(service.target) as client,
+    ):
+        assert (await client.complete("import", max_tokens=4)).text
+
+
+@pytest.mark.parametrize("target", ["nowhere", "host:0", ","])
+async def test_unusable_target_ends_the_service_with_a_sentence(
+    embedded_model: Path, tmp_path: Path, target: str
+) -> None:
+    log = tmp_path / "log"
+    arguments = ("--model", str(embedded_model), "--engine", target)
+    with pytest.raises(AssertionError, match="--engine must"):
+        async with running_service("tokenizer", *arguments, log=log):
+            pass
