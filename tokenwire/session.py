@@ -72,6 +72,11 @@ class Session(Generic[Command, Event]):
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._listeners)
+
     def open(self, listener: Listener[Event]) -> int:
         """Return a new handle, whose events go to `listener`. Send the start command next."""
         handle = self._next_handle

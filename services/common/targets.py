@@ -6,29 +6,20 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 
 from services.common.settings import StartupError
+from tokenwire.serving.addresses import DNS_SCHEME, split_targets
 
 __all__ = ["Discovery", "parse_targets"]
 
 _LOG = logging.getLogger("targets")
-_DNS = "dns:///"
 _RESOLVE_SECONDS = 5.0
 
 
 def parse_targets(text: str, flag: str) -> tuple[str, ...]:
     """Split "host:port,dns:///name:port,…". Raises StartupError, which names `flag`."""
-    targets = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
-    if not targets:
-        raise StartupError(f"{flag} must name at least one target, as host:port.")
-    for target in targets:
-        if target.startswith("unix:"):
-            continue
-        host, colon, port = target.removeprefix(_DNS).rpartition(":")
-        if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-            raise StartupError(
-                f"{flag} must have targets as host:port, dns:///name:port or unix:/path, "
-                f"not {target!r}."
-            )
-    return targets
+    try:
+        return split_targets(text)
+    except ValueError as error:
+        raise StartupError(f"{flag} must have {error}.") from None
 
 
 class Discovery:
@@ -38,8 +29,8 @@ class Discovery:
         self, targets: Sequence[str], on_addresses: Callable[[Collection[str]], None]
     ) -> None:
         """on_addresses: called with all addresses, at first and whenever they change."""
-        self._static = [target for target in targets if not target.startswith(_DNS)]
-        self._names = [target for target in targets if target.startswith(_DNS)]
+        self._static = [target for target in targets if not target.startswith(DNS_SCHEME)]
+        self._names = [target for target in targets if target.startswith(DNS_SCHEME)]
         self._on_addresses = on_addresses
         self._resolved: dict[str, Sequence[str]] = dict.fromkeys(self._names, ())
         self._unresolved: set[str] = set()
@@ -71,7 +62,7 @@ class Discovery:
 
     async def _resolve(self, target: str) -> None:
         """Look a name up. A failure keeps the last addresses: DNS may be down, not the peers."""
-        host, _, port = target.removeprefix(_DNS).rpartition(":")
+        host, _, port = target.removeprefix(DNS_SCHEME).rpartition(":")
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from services.common.settings import INSTANT, LAST_PORT, StartupError, setting
+from services.common.targets import parse_targets
 from services.http_shim.http.cors import origins_of
 from services.http_shim.images.remote_urls import AllowedSources
 from tokenwire.channel import LOST_SECONDS
@@ -27,7 +28,9 @@ class HttpShimSettings:
     open: bool = setting(False, "Serve anyone who reaches the port, without keys.")
     keys: str = setting("", "File of API keys (`tokenwire keys`); empty = requests need no key.")
     tokenizer: str = setting(
-        "127.0.0.1:50051", "host:port of the tokenizer service; unused with --catalog."
+        "127.0.0.1:50051",
+        "Tokenizer services of the model: host:port or dns:///name:port, several separated by "
+        "commas; unused with --catalog.",
     )
     cors_origins: str = setting(
         "", "Origins whose pages may call the API, separated by commas; * = all; empty = none."
@@ -102,6 +105,8 @@ class HttpShimSettings:
 
 def check(settings: HttpShimSettings) -> None:
     """Raise StartupError for settings that can't be served."""
+    if not settings.catalog:
+        parse_targets(settings.tokenizer, "--tokenizer")
     closed = why_closed(settings.host, has_keys=bool(settings.keys), is_open=settings.open)
     if closed is not None:
         raise StartupError(closed)

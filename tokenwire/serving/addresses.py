@@ -6,16 +6,20 @@ import os
 import socket
 
 __all__ = [
+    "DNS_SCHEME",
     "LAST_PORT",
     "METRICS_PORT_OFFSET",
     "address",
     "is_loopback",
     "listen",
     "reachable",
+    "split_targets",
     "why_closed",
     "why_unusable",
 ]
 
+DNS_SCHEME = "dns:///"
+"""Beginning of a target whose name stands for several addresses"""
 LAST_PORT = 65535
 METRICS_PORT_OFFSET = 1000
 """Distance from the port of a gRPC server to the default port of its metrics"""
@@ -97,3 +101,18 @@ def _accepts_connections(host: str, port: int) -> bool:
     except OSError:
         pass  # unknown: the plain reason is the safer one
     return True
+
+
+def split_targets(text: str) -> tuple[str, ...]:
+    """Split "host:port,dns:///name:port,unix:/path". Raises ValueError that says what it needs."""
+    targets = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
+    if not targets:
+        raise ValueError("at least one target, as host:port")
+    for target in targets:
+        if target.startswith("unix:"):
+            continue
+        host, _, port = target.removeprefix(DNS_SCHEME).rpartition(":")
+        if not (host and port.isascii() and port.isdecimal() and 0 < int(port) <= LAST_PORT):
+            forms = "targets as host:port, dns:///name:port or unix:/path"
+            raise ValueError(f"{forms}, not {target!r}")
+    return targets

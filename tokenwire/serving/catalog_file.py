@@ -28,7 +28,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from tokenwire.serving.addresses import LAST_PORT
+from tokenwire.serving.addresses import split_targets
 
 __all__ = ["CatalogError", "CatalogModel", "read_catalog", "write_catalog"]
 
@@ -170,9 +170,10 @@ def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> Catalo
 
 
 def _require_target(model: CatalogModel, target: str) -> None:
-    host, _, port = target.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= LAST_PORT:
-        raise ValueError(f"the target of model {model.full_name} must be host:port")
+    try:
+        split_targets(target)
+    except ValueError as error:
+        raise ValueError(f"the target of model {model.full_name} must have {error}") from None
 
 
 def _require_distinct(models: Sequence[CatalogModel]) -> None:

@@ -1,141 +1,59 @@
-"""Client of a tokenizer service: one Session for generation, unary calls for the rest."""
+"""Client of a model's tokenizer services: one, or several that stand for each other."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
 
 from services.common.logging import request_id, traceparent
+from services.common.targets import Discovery, parse_targets
 from services.http_shim.accounts.account import GenerationRequest
+from services.http_shim.backends.submission import Submission
+from services.http_shim.backends.tokenizer_link import TokenizerLink
 from services.http_shim.images.request_images import RequestImages
-from tokenwire.channel import LOST_SECONDS, connect
+from tokenwire.channel import LOST_SECONDS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
-from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
-from tokenwire.serving.health import reports_serving
-from tokenwire.session import Listener, completion_session
+from tokenwire.session import Listener
 
-__all__ = ["Backend", "RetryPolicy", "Submission"]
+__all__ = ["Backend", "RetryPolicy"]
 
-_SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name
 _CALL_SECONDS = 30.0
 _PROBE_SECONDS = 0.2
 _MAX_LOSSES = 3
-"""Losses of the service that a request survives; the request itself may crash the service"""
-_RETRIED = frozenset({"SESSION_LOST", "DRAINING"})
-"""Reasons after which a request that was not yet admitted is submitted again"""
+"""Losses of a service that a call survives; the call itself may crash the service"""
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Limits on new requests that wait while a tokenizer service restarts."""
+    """Limits on new requests that wait while no tokenizer service serves."""
 
     wait_seconds: float = 60.0
     """Longest wait of a request, in seconds"""
     max_waiting: int = 1024
     """Most requests that wait; more are refused"""
     lost_seconds: float = LOST_SECONDS
-    """Silence after which the service counts as lost, in seconds"""
-
-
-class Submission:
-    """A submitted completion or chat: grants credit and cancels.
-
-    A submission listens to its request until admission. The client has received nothing until
-    then, so a request that loses the service is submitted again when the service is back. Its
-    images are in memory until then.
-    """
-
-    __slots__ = (
-        "_backend",
-        "_cancelled",
-        "_command",
-        "_handle",
-        "_listener",
-        "_losses",
-        "_on_admitted",
-        "_retry",
-    )
-
-    def __init__(
-        self,
-        backend: "Backend",
-        command: completion_pb2.SessionCommand,
-        listener: Listener[completion_pb2.SessionEvent],
-        on_admitted: Callable[[], None],
-    ) -> None:
-        self._backend = backend
-        self._command: completion_pb2.SessionCommand | None = command
-        self._on_admitted = on_admitted
-        self._listener = listener
-        self._losses = 0
-        self._cancelled = False
-        self._retry: asyncio.Task[None] | None = None
-        self._handle = self._submit()
-
-    def on_event(self, event: completion_pb2.SessionEvent) -> None:
-        """Hand the admission, and all later events directly, to the listener."""
-        self._command = None
-        self._on_admitted()
-        self._backend.session.hand_over(self._handle, self._listener)
-        self._listener.on_event(event)
-
-    def on_error(self, error: ServiceError) -> None:
-        """Submit the request again if it lost the service, else hand the error to the listener."""
-        self._losses += error.reason == "SESSION_LOST"
-        if error.reason in _RETRIED and self._losses <= _MAX_LOSSES and not self._cancelled:
-            self._retry = asyncio.ensure_future(self._submit_again(error))
-        else:
-            self._listener.on_error(error)
-
-    def grant(self, tokens: int) -> None:
-        """Let every choice send that many more tokens."""
-        credit = completion_pb2.Credit(tokens=tokens)
-        command = completion_pb2.SessionCommand(handle=self._handle, credit=credit)
-        self._backend.session.send(command)
-
-    def cancel(self) -> None:
-        """Abort the request; its listener gets no more events."""
-        self._cancelled = True
-        if self._retry is not None:
-            self._retry.cancel()
-        self._backend.session.detach(self._handle)
-        cancel = completion_pb2.Cancel()
-        command = completion_pb2.SessionCommand(handle=self._handle, cancel=cancel)
-        self._backend.session.send(command)
-
-    def _submit(self) -> int:
-        session = self._backend.session
-        assert self._command is not None  # the request is not admitted
-        self._command.handle = handle = session.open(self)
-        session.send(self._command)
-        return handle
-
-    async def _submit_again(self, error: ServiceError) -> None:
-        try:
-            await self._backend.wait_until_serving(error)
-        except ServiceError as refusal:
-            self._listener.on_error(refusal)
-        else:
-            self._handle = self._submit()
+    """Silence after which a service counts as lost, in seconds"""
 
 
 class Backend:
-    """Client of the tokenizer service at "host:port". Create it on the event loop that uses it."""
+    """The tokenizer services of a model. Create it on the event loop that uses it."""
 
-    def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
+    def __init__(self, targets: str, retry_policy: RetryPolicy) -> None:
+        """targets: as `parse_targets` takes them; it raises StartupError."""
         self._retry_policy = retry_policy
-        self._channel = connect(target, retry_policy.lost_seconds)
+        self._links: dict[str, TokenizerLink] = {}
+        self._some_serves = asyncio.Event()
         self._waiting = 0
-        self._probe: asyncio.Task[bool] | None = None
-        self.session = completion_session(self._channel)
-        self._completion = CompletionServiceStub(self._channel)
-        self._tokenizer = TokenizerServiceStub(self._channel)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._discovery = Discovery(parse_targets(targets, "--tokenizer"), self._on_addresses)
+        self._discovery.start()
 
     def submit(
         self,
@@ -177,89 +95,183 @@ class Backend:
             images.move_into(start.request)
         return Submission(self, command, listener, on_admitted)
 
+    def choose(self) -> TokenizerLink | None:
+        """Return the service with the fewest open requests; None if no address is known.
+
+        One that was lost is chosen only if all were.
+        """
+        links = [link for link in self._links.values() if link.probe is None]
+        links = links or list(self._links.values())
+        if not links:
+            return None
+        least = min(link.session.num_open for link in links)
+        return random.choice([link for link in links if link.session.num_open == least])
+
+    def doubt(self, link: TokenizerLink) -> None:
+        """Use a service no more until it is ready again."""
+        if link.probe is None:
+            link.probe = asyncio.ensure_future(self._probe(link))
+            self._note_serving()
+
     async def wait_until_serving(self, error: ServiceError) -> None:
-        """Wait until the service serves again.
+        """Wait until a service serves.
 
         Raises `error` if that takes too long, and RESOURCE_EXHAUSTED if too many requests wait.
         """
+        if self._some_serves.is_set():
+            return
         if self._waiting >= self._retry_policy.max_waiting:
             message = f"{self._waiting} requests already wait for the model; try again."
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             raise ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self._probe_health(self._retry_policy.wait_seconds))
         self._waiting += 1
         try:
-            if not await asyncio.shield(self._probe):
-                raise error
+            async with asyncio.timeout(self._retry_policy.wait_seconds):
+                await self._some_serves.wait()
+        except TimeoutError:
+            raise error from None
         finally:
             self._waiting -= 1
 
     async def models(self) -> list[completion_pb2.Model]:
-        """Return the models that the service serves."""
-        call = self._completion.ListModels(completion_pb2.ListModelsRequest(), **_context())
+        """Return the models that a service serves."""
+        request = completion_pb2.ListModelsRequest()
+        call = self._require_link().completion.ListModels(request, **_context())
         try:
             return list((await call).models)
         except grpc.aio.AioRpcError as error:
             raise ServiceError.from_rpc_error(error) from None
 
     async def status(self) -> completion_pb2.ModelStatus:
-        """Return the counts and the load of the service's model."""
-        call = self._completion.GetStatus(completion_pb2.GetStatusRequest(), **_context())
-        try:
-            return (await call).models[0]
-        except grpc.aio.AioRpcError as error:
-            raise ServiceError.from_rpc_error(error) from None
+        """Return the counts of the services, added up, and the loads of their engines."""
+        answers = await asyncio.gather(
+            *(self._status(link) for link in self._links.values()), return_exceptions=True
+        )
+        statuses = [each for each in answers if isinstance(each, completion_pb2.ModelStatus)]
+        if not statuses:
+            failures = [each for each in answers if isinstance(each, BaseException)]
+            raise failures[0] if failures else _unknown()
+        return _sum(statuses)
 
     async def tokenizer(self, model: str) -> tokenizer_pb2.GetTokenizerResponse:
         """Return the description of a model's tokenizer."""
         request = tokenizer_pb2.GetTokenizerRequest(model=model)
-        return await self._answer(lambda: self._tokenizer.GetTokenizer(request, **_context()))
+        return await self._answer(lambda link: link.tokenizer.GetTokenizer(request, **_context()))
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
         """Encode text to token ids."""
-        return await self._answer(lambda: self._tokenizer.Encode(request, **_context()))
+        return await self._answer(lambda link: link.tokenizer.Encode(request, **_context()))
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> tokenizer_pb2.DecodeResponse:
         """Decode token ids to text."""
-        return await self._answer(lambda: self._tokenizer.Decode(request, **_context()))
+        return await self._answer(lambda link: link.tokenizer.Decode(request, **_context()))
 
     async def render(
         self, request: tokenizer_pb2.RenderChatRequest
     ) -> tokenizer_pb2.RenderChatResponse:
         """Render messages to their prompt."""
-        return await self._answer(lambda: self._tokenizer.RenderChat(request, **_context()))
+        return await self._answer(lambda link: link.tokenizer.RenderChat(request, **_context()))
 
     async def is_ready(self) -> bool:
-        """Return whether the service accepts completions."""
-        return await reports_serving(self._channel, _SERVICE)
+        """Return whether a service accepts completions."""
+        asked = [asyncio.ensure_future(link.is_ready()) for link in self._links.values()]
+        try:
+            for answer in asyncio.as_completed(asked):
+                if await answer:
+                    return True
+            return False
+        finally:
+            for each in asked:
+                each.cancel()
 
-    async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return the answer of an idempotent call, which is repeated if the service was lost."""
+    async def close(self) -> None:
+        """End the Sessions and abort their requests."""
+        self._discovery.stop()
+        for link in self._links.values():
+            await link.close()
+
+    async def _answer(self, call: Callable[[TokenizerLink], Awaitable[Answer]]) -> Answer:
+        """Return the answer of an idempotent call, which is repeated if its service was lost."""
         losses = 0
         while True:
+            link = self._require_link()
             try:
-                return await call()
+                return await call(link)
             except grpc.aio.AioRpcError as failure:
                 error = ServiceError.from_rpc_error(failure)
             if error.code is not grpc.StatusCode.UNAVAILABLE or losses == _MAX_LOSSES:
                 raise error
             losses += 1
+            self.doubt(link)
             await self.wait_until_serving(error)
 
-    async def _probe_health(self, seconds: float) -> bool:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while loop.time() < end:
-            if await self.is_ready():
-                return True
-            await asyncio.sleep(_PROBE_SECONDS)
-        return False
+    def _require_link(self) -> TokenizerLink:
+        link = self.choose()
+        if link is None:
+            raise _unknown()
+        return link
 
-    async def close(self) -> None:
-        """End the Session and abort its requests."""
-        await self.session.close()
-        await self._channel.close()
+    async def _status(self, link: TokenizerLink) -> completion_pb2.ModelStatus:
+        call = link.completion.GetStatus(completion_pb2.GetStatusRequest(), **_context())
+        try:
+            return (await call).models[0]
+        except grpc.aio.AioRpcError as error:
+            raise ServiceError.from_rpc_error(error) from None
+
+    async def _probe(self, link: TokenizerLink) -> None:
+        while not await link.is_ready():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(_PROBE_SECONDS)
+        link.probe = None
+        self._note_serving()
+
+    def _note_serving(self) -> None:
+        if any(link.probe is None for link in self._links.values()):
+            self._some_serves.set()
+        else:
+            self._some_serves.clear()
+
+    def _on_addresses(self, addresses: Collection[str]) -> None:
+        """Connect to new services; those that are gone from DNS end their requests first."""
+        for target in [each for each in self._links if each not in addresses]:
+            closing = asyncio.ensure_future(_close_when_idle(self._links.pop(target)))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        for target in addresses:
+            if target not in self._links:
+                self._links[target] = TokenizerLink(target, self._retry_policy.lost_seconds)
+        self._note_serving()
+
+
+async def _close_when_idle(link: TokenizerLink) -> None:
+    while link.session.num_open:  # noqa: ASYNC110 - the end of a request is its listener's
+        await asyncio.sleep(_PROBE_SECONDS)
+    await link.close()
+
+
+def _sum(statuses: Sequence[completion_pb2.ModelStatus]) -> completion_pb2.ModelStatus:
+    """Return the status of services that stand for each other; their engines occur once."""
+    total = completion_pb2.ModelStatus()
+    total.CopyFrom(max(statuses, key=lambda each: each.first_token.count))
+    total.uptime_seconds = min(each.uptime_seconds for each in statuses)
+    total.running_requests = sum(each.running_requests for each in statuses)
+    total.prompt_tokens = sum(each.prompt_tokens for each in statuses)
+    total.completion_tokens = sum(each.completion_tokens for each in statuses)
+    outcomes: Counter[str] = Counter()
+    engines: dict[str, completion_pb2.EngineStatus] = {}
+    for status in statuses:
+        outcomes.update({each.outcome: each.requests for each in status.outcomes})
+        for engine in status.engines:
+            engines.setdefault(engine.target, engine)
+    del total.outcomes[:], total.engines[:]
+    for outcome, requests in outcomes.items():
+        total.outcomes.add(outcome=outcome, requests=requests)
+    total.engines.extend(engines.values())
+    return total
+
+
+def _unknown() -> ServiceError:
+    message = "No address of a tokenizer service is known yet."
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", message, retry_seconds=1)
 
 
 def _context() -> dict[str, Any]:

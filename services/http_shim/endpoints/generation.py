@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.http_shim.accounts.account import GenerationRequest
-from services.http_shim.backends.backend import Submission
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.backends.submission import Submission
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.endpoints.stream_sender import CREDIT, send_stream
 from services.http_shim.errors import ClientGoneError, client_field_names

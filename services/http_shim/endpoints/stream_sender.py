@@ -6,8 +6,8 @@ from typing import Any
 
 from starlette.types import Message, Scope, Send
 
-from services.http_shim.backends.backend import Submission
 from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.backends.submission import Submission
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.formats.responses import Delta

@@ -8,9 +8,9 @@ __all__ = ["EngineStatus", "ModelStatus", "RecentTimes", "Status", "model_status
 
 
 _STATES = {
-    completion_pb2.EngineStatus.STATE_SERVING: "serving",
-    completion_pb2.EngineStatus.STATE_AWAY: "away",
-    completion_pb2.EngineStatus.STATE_REFUSED: "refused",
+    completion_pb2.ENGINE_STATE_SERVING: "serving",
+    completion_pb2.ENGINE_STATE_AWAY: "away",
+    completion_pb2.ENGINE_STATE_REFUSED: "refused",
 }
 
 

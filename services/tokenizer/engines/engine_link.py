@@ -28,7 +28,6 @@ _CALL_SECONDS = 10.0
 _LOAD_SECONDS = 1.0  # a status page asks again soon, and shows an engine without answer as away
 _WATCH_SECONDS = 0.1  # between two reports of load
 _SERVING = health_pb2.HealthCheckResponse.SERVING
-_State = completion_pb2.EngineStatus.State
 
 
 class EngineRefusedError(Exception):
@@ -153,9 +152,9 @@ class EngineLink:
         """Return the engine and its load, or why it is away."""
         status = completion_pb2.EngineStatus(target=self.target)
         if self.refusal:
-            status.state, status.reason = _State.STATE_REFUSED, self.refusal
+            status.state, status.reason = completion_pb2.ENGINE_STATE_REFUSED, self.refusal
             return status
-        status.state = _State.STATE_AWAY
+        status.state = completion_pb2.ENGINE_STATE_AWAY
         if self.model is None or not self.is_serving:  # another checkpoint may be at its address
             return status
         try:
@@ -163,7 +162,7 @@ class EngineLink:
         except grpc.aio.AioRpcError:
             return status
         load, model = answer.load, self.model
-        status.state = _State.STATE_SERVING
+        status.state = completion_pb2.ENGINE_STATE_SERVING
         status.version = model.version
         status.device = model.device
         status.dtype = model.dtype

@@ -26,7 +26,7 @@ __all__ = ["EnginePool", "PoolSettings"]
 
 _LOG = logging.getLogger("engine_pool")
 _LEAVE_SECONDS = 0.25
-_SEQUENCE_TOKENS = 64
+_SEQUENCE_TOKENS = 16
 """Prompt tokens that cost an engine about as much as one more sequence in its steps"""
 
 

@@ -22,8 +22,8 @@ from tokenwire.session import completion_session
 ASKED: dict[str, Any] = {"temperature": 1.0, "seed": 231, "ignore_eos": True}
 TOKENS = 240
 HANG_SECONDS = 120
-SERVING = completion.EngineStatus.STATE_SERVING
-REFUSED = completion.EngineStatus.STATE_REFUSED
+SERVING = completion.ENGINE_STATE_SERVING
+REFUSED = completion.ENGINE_STATE_REFUSED
 
 
 class Fleet:

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from starlette.types import Message
 
-from services.http_shim.backends.backend import Submission
 from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.backends.submission import Submission
 from services.http_shim.endpoints import stream_sender
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.errors import ClientGoneError

@@ -1,0 +1,38 @@
+"""Connection to one tokenizer service: a Session for generation, unary calls for the rest."""
+
+import asyncio
+
+from tokenwire.channel import connect
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+from tokenwire.serving.health import reports_serving
+from tokenwire.session import completion_session
+
+__all__ = ["TokenizerLink"]
+
+_SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name
+
+
+class TokenizerLink:
+    """One tokenizer service, by its address."""
+
+    def __init__(self, target: str, lost_seconds: float) -> None:
+        self.target = target
+        self._channel = connect(target, lost_seconds)
+        self.session = completion_session(self._channel)
+        self.completion = CompletionServiceStub(self._channel)
+        self.tokenizer = TokenizerServiceStub(self._channel)
+        self.probe: asyncio.Task[None] | None = None
+        """Asks whether the service is ready again; None = it is in use"""
+
+    async def is_ready(self) -> bool:
+        """Return whether the service accepts completions."""
+        return await reports_serving(self._channel, _SERVICE)
+
+    async def close(self) -> None:
+        """End the Session and abort its requests."""
+        if self.probe is not None:
+            self.probe.cancel()
+        await self.session.close()
+        await self._channel.close()
