@@ -12,6 +12,8 @@ ENGINE_PORT ?= 50052
 GRAMMAR_PORT ?= 50053
 ENGINE_ARGS ?=
 REPLICAS ?= 1
+FAULTS ?= 500
+SEED ?= 1
 OPEN ?=
 CORS_ORIGINS ?=
 ALLOWED_HOSTS ?=
@@ -34,7 +36,7 @@ COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(shell find protos services/engine/kernels/src -type f)
 
-.PHONY: help serve test coverage lint breaking docs bench images clean
+.PHONY: help serve test chaos coverage lint breaking docs bench images clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +55,9 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 test: .venv/.dev ## Run the tests (without those of containers): WORKERS, PYTEST_ARGS
 	@echo "running about 6,200 tests in $(WORKERS) processes: 6 to 15 minutes on 2 cores" >&2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p tests.progress -n $(WORKERS) --dist loadfile tests $(PYTEST_ARGS)
+
+chaos: .venv/.dev ## Inflict faults on a fleet under load, and compare all answers: FAULTS=500, SEED=1
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.chaos --faults "$(FAULTS)" --seed "$(SEED)"
 
 coverage: .venv/.dev ## Run the tests slowly, and print the share of lines that they reach
 	$(BIN)/pytest -q tests --cov --cov-report=term $(PYTEST_ARGS)
