@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenwire.channel import connect
 from tokenwire.pb.engine.v1.engine_pb2 import Load, WatchLoadRequest
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.tls import ClientTls
 
 __all__ = [
     "MortalEngine",
@@ -119,10 +120,11 @@ async def running_service(
     log: Path,
     launcher: Sequence[str] = (),
     port: int | None = None,
+    tls: ClientTls | None = None,
 ) -> AsyncIterator[RunningService]:
     """Run `python -m services.NAME` on `port` or a free one. Yield it when it is healthy.
 
-    `launcher` is inserted between python and -m.
+    `launcher` is inserted between python and -m. `tls`: for health checks of a service with TLS.
     """
     if port is None:
         [port] = free_ports(1)
@@ -130,7 +132,7 @@ async def running_service(
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(*command, stderr=stderr)
     service = RunningService(f"127.0.0.1:{port}", process, log)
-    serving = asyncio.ensure_future(_serving(service.target))
+    serving = asyncio.ensure_future(_serving(service.target, tls))
     died = asyncio.ensure_future(process.wait())
     try:
         await asyncio.wait([serving, died], return_when=asyncio.FIRST_COMPLETED)
@@ -305,10 +307,10 @@ def is_idle(load: Load) -> bool:
     )
 
 
-async def _serving(target: str) -> None:
+async def _serving(target: str, tls: ClientTls | None) -> None:
     """Wait until the service's health check is SERVING."""
     status = health_pb2.HealthCheckResponse.ServingStatus
-    async with connect(target) as channel:
+    async with connect(target, tls=tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service="")
         async for answer in stub.Watch(request, wait_for_ready=True):

@@ -4,6 +4,8 @@ from typing import Any
 
 import grpc
 
+from tokenwire.tls import ClientTls
+
 __all__ = ["LOST_SECONDS", "MESSAGE_LIMIT", "MESSAGE_LIMITS", "QUIET", "connect"]
 
 LOST_SECONDS = 20.0
@@ -35,8 +37,16 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def connect(target: str, lost_seconds: float = LOST_SECONDS) -> grpc.aio.Channel:
+def connect(
+    target: str,
+    lost_seconds: float = LOST_SECONDS,
+    tls: ClientTls | None = None,
+    server_name: str = "",
+) -> grpc.aio.Channel:
     """Open a channel to "host:port"; gRPC connects it, and reconnects it after every loss.
+
+    tls: None for plaintext. server_name: name that the server's certificate must have, if it is not
+    the target's host. Raises TlsError if the files can't be used.
 
     A server that answers no ping for `lost_seconds` counts as lost, and the calls to it fail. Pings
     are sent at half that interval; Tokenwire's servers refuse more than 4 pings a second.
@@ -48,4 +58,9 @@ def connect(target: str, lost_seconds: float = LOST_SECONDS) -> grpc.aio.Channel
         # Otherwise gRPC's own timeout of 60 s applies to every ping.
         ("grpc.http2.ping_timeout_ms", half),
     ]
-    return grpc.aio.insecure_channel(target, options=[*_OPTIONS, *pings])
+    options = [*_OPTIONS, *pings]
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return grpc.aio.secure_channel(target, tls.credentials(), options=options)

@@ -63,11 +63,13 @@ from tokenwire.session import (
     engine_session,
 )
 from tokenwire.stream import AsyncResource, ChatStream, CompletionStream, GenerationStream
+from tokenwire.tls import ClientTls
 
 __all__ = [
     "ChatOptions",
     "ChatStream",
     "Client",
+    "ClientTls",
     "CompleteOptions",
     "CompletionStream",
     "DryParams",
@@ -100,8 +102,9 @@ class _Connection(AsyncResource, Generic[AnySession]):
 class Client(_Connection[CompletionSession]):
     """Client for text: talks to the tokenizer service at "host:port"."""
 
-    def __init__(self, target: str = "127.0.0.1:50051") -> None:
-        self._channel = connect(target)
+    def __init__(self, target: str = "127.0.0.1:50051", tls: ClientTls | None = None) -> None:
+        """tls: None for plaintext. Raises TlsError for files that can't be used."""
+        self._channel = connect(target, tls=tls)
         self._session = completion_session(self._channel)
         self._completions = CompletionServiceStub(self._channel)
         self._tokenizer = TokenizerServiceStub(self._channel)
@@ -195,8 +198,9 @@ class Client(_Connection[CompletionSession]):
 class EngineClient(_Connection[EngineSession]):
     """Client for token ids: talks to an engine at "host:port"."""
 
-    def __init__(self, target: str = "127.0.0.1:50052") -> None:
-        self._channel = connect(target)
+    def __init__(self, target: str = "127.0.0.1:50052", tls: ClientTls | None = None) -> None:
+        """tls: None for plaintext. Raises TlsError for files that can't be used."""
+        self._channel = connect(target, tls=tls)
         self._session = engine_session(self._channel)
         self._control = EngineControlServiceStub(self._channel)
 

@@ -179,8 +179,10 @@ async def _drain(application: Application, health: _Health, grace: float) -> Non
 
 
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    place = address(settings.host, settings.port)
+    place, tls = address(settings.host, settings.port), settings.tls
     try:
+        if tls is not None:
+            return server.add_secure_port(place, tls.credentials())
         return server.add_insecure_port(place)
     except RuntimeError:  # gRPC's error doesn't say why
         why = why_unusable(settings.host, settings.port) or "gRPC gives no reason"

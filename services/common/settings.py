@@ -18,15 +18,18 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from tokenwire.serving.addresses import LAST_PORT, METRICS_PORT_OFFSET
 from tokenwire.serving.checkpoint_folder import CheckpointFolderError, require_readable
+from tokenwire.tls import ClientTls, ServerTls, TlsError
 
 __all__ = [
     "INSTANT",
     "LAST_PORT",
+    "PeerSettings",
     "ServerSettings",
     "StartupError",
     "StreamSettings",
     "parse",
     "require_checkpoint",
+    "server_tls",
     "setting",
 ]
 
@@ -70,6 +73,11 @@ class ServerSettings:
         most=LAST_PORT,
     )
     grace: float = setting(30.0, "Seconds that running requests get after SIGTERM.")
+    tls_cert: str = setting("", "Certificate of the server (PEM); empty = plaintext.")
+    tls_key: str = setting("", "Key of the certificate (PEM).")
+    tls_client_ca: str = setting(
+        "", "Authorities that must sign the clients' certificates (PEM); empty = any client."
+    )
     hold_on_error: float = setting(
         0.0, "Seconds to stay up after a failed start, so that health checks give its reason."
     )
@@ -80,6 +88,55 @@ class ServerSettings:
         "",
         "URL of an OTLP collector (gRPC) for traces; empty = OTEL_EXPORTER_OTLP_ENDPOINT, or none.",
     )
+
+    @property
+    def tls(self) -> ServerTls | None:
+        """The server's certificates; None = plaintext. Raises StartupError."""
+        return server_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerSettings:
+    """Settings of services that call others."""
+
+    peer_ca: str = setting(
+        "", "Authorities that must sign the certificates of called services; empty = plaintext."
+    )
+    peer_cert: str = setting("", "Certificate that called services are shown (PEM).")
+    peer_key: str = setting("", "Key of that certificate (PEM).")
+
+    @property
+    def peer_tls(self) -> ClientTls | None:
+        """Certificates for calls; None = plaintext. Raises StartupError."""
+        if bool(self.peer_cert) != bool(self.peer_key):
+            raise StartupError("--peer-cert and --peer-key need each other.")
+        if not self.peer_ca:
+            if self.peer_cert:
+                raise StartupError("--peer-cert needs --peer-ca.")
+            return None
+        own = (Path(self.peer_cert), Path(self.peer_key)) if self.peer_cert else (None, None)
+        tls = ClientTls(Path(self.peer_ca), *own)
+        try:
+            tls.credentials()
+        except TlsError as error:
+            raise StartupError(str(error)) from None
+        return tls
+
+
+def server_tls(certificate: str, key: str, client_ca: str) -> ServerTls | None:
+    """Return the files of --tls-cert, --tls-key and --tls-client-ca. Raises StartupError."""
+    if bool(certificate) != bool(key):
+        raise StartupError("--tls-cert and --tls-key need each other.")
+    if not certificate:
+        if client_ca:
+            raise StartupError("--tls-client-ca needs --tls-cert.")
+        return None
+    tls = ServerTls(Path(certificate), Path(key), Path(client_ca) if client_ca else None)
+    try:
+        tls.require()
+    except TlsError as error:
+        raise StartupError(str(error)) from None
+    return tls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from services.common.settings import StartupError
 from tokenwire.serving.addresses import DNS_SCHEME, split_targets
@@ -26,9 +26,12 @@ class Discovery:
     """Follows the addresses of some targets. Those of a DNS name change with its records."""
 
     def __init__(
-        self, targets: Sequence[str], on_addresses: Callable[[Collection[str]], None]
+        self, targets: Sequence[str], on_addresses: Callable[[Mapping[str, str]], None]
     ) -> None:
-        """on_addresses: called with all addresses, at first and whenever they change."""
+        """on_addresses: called with all addresses, at first and whenever they change.
+
+        The value of each is the name that it was found by; empty for an address that was given.
+        """
         self._static = [target for target in targets if not target.startswith(DNS_SCHEME)]
         self._names = [target for target in targets if target.startswith(DNS_SCHEME)]
         self._on_addresses = on_addresses
@@ -75,8 +78,12 @@ class Discovery:
         self._resolved[target] = sorted({_address(*where[:2]) for *_, where in found})
 
     def _report(self) -> None:
-        resolved = [address for name in self._names for address in self._resolved[name]]
-        self._on_addresses(dict.fromkeys([*self._static, *resolved]).keys())
+        addresses = dict.fromkeys(self._static, "")
+        for target in self._names:
+            name = target.removeprefix(DNS_SCHEME).rpartition(":")[0]
+            for address in self._resolved[target]:
+                addresses.setdefault(address, name)
+        self._on_addresses(addresses)
 
 
 def _address(host: str | int, port: str | int) -> str:

@@ -4,7 +4,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.settings import INSTANT, LAST_PORT, StartupError, StreamSettings, setting
+from services.common.settings import (
+    INSTANT,
+    LAST_PORT,
+    PeerSettings,
+    StartupError,
+    StreamSettings,
+    setting,
+)
 from tokenwire.channel import LOST_SECONDS
 
 __all__ = ["EngineSettings", "parse_bytes"]
@@ -13,7 +20,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(StreamSettings):
+class EngineSettings(StreamSettings, PeerSettings):
     """The engine: token ids in, token ids out."""
 
     port: int = setting(50052, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)

@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,10 +86,13 @@ async def serve(settings: HttpShimSettings) -> None:
         check(settings)
         models, gate = _models(settings), Gate()
         describe_build("http_shim")
-        server = _server(settings, models, gate, keyring)
+        context = None if settings.tls is None else settings.tls.context()
+        server = _server(settings, models, gate, keyring, context)
         if settings.metrics_port > 0:
             serve_metrics(settings.host, settings.metrics_port)
-        watching = _watch(keyring)
+        watching = [_watch(keyring)]
+        if settings.tls is not None and context is not None:
+            watching.append(asyncio.ensure_future(settings.tls.follow(context)))
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
         gc.freeze()  # start-up objects live as long as the process; collections can skip them
         await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -100,18 +104,24 @@ async def serve(settings: HttpShimSettings) -> None:
             _LOG.warning("requests still ran after %g s and were aborted", settings.grace)
         server.should_exit = True
         await serving
-    watching.cancel()
+    for each in watching:
+        each.cancel()
     await models.close()
     _LOG.info("stopped")
 
 
 def _server(
-    settings: HttpShimSettings, models: ModelSource, gate: Gate, keyring: Keyring | None
+    settings: HttpShimSettings,
+    models: ModelSource,
+    gate: Gate,
+    keyring: Keyring | None,
+    context: ssl.SSLContext | None,
 ) -> Server:
     return Server(
         uvicorn.Config(
             create_app(models, gate, settings, keyring),
             http=protocol_class(settings.stall_seconds),
+            ssl_context_factory=None if context is None else lambda *_: context,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -126,7 +136,9 @@ def _server(
 
 def _models(settings: HttpShimSettings) -> ModelSource:
     """Return the models of the catalog, reloaded on SIGHUP, or of the one tokenizer service."""
-    retry_policy = RetryPolicy(settings.tokenizer_wait, settings.max_waiting, settings.lost_seconds)
+    retry_policy = RetryPolicy(
+        settings.tokenizer_wait, settings.max_waiting, settings.lost_seconds, settings.peer_tls
+    )
     if not settings.catalog:
         return SingleBackend(settings.tokenizer, retry_policy)
     catalog = Catalog(Path(settings.catalog), retry_policy)

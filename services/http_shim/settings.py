@@ -2,18 +2,26 @@
 
 import dataclasses
 
-from services.common.settings import INSTANT, LAST_PORT, StartupError, setting
+from services.common.settings import (
+    INSTANT,
+    LAST_PORT,
+    PeerSettings,
+    StartupError,
+    server_tls,
+    setting,
+)
 from services.common.targets import parse_targets
 from services.http_shim.http.cors import origins_of
 from services.http_shim.images.remote_urls import AllowedSources
 from tokenwire.channel import LOST_SECONDS
 from tokenwire.serving.addresses import is_loopback, why_closed
+from tokenwire.tls import ServerTls
 
 __all__ = ["HttpShimSettings", "check"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HttpShimSettings:
+class HttpShimSettings(PeerSettings):
     """Serves the OpenAI API over HTTP, in front of the tokenizer service."""
 
     host: str = setting(
@@ -24,6 +32,11 @@ class HttpShimSettings:
         -1,
         "Inherited listening socket, in place of --host and --port; systemd passes 3. -1 = none.",
         least=-1,
+    )
+    tls_cert: str = setting("", "Certificate of the HTTP server (PEM); empty = plain HTTP.")
+    tls_key: str = setting("", "Key of the certificate (PEM).")
+    tls_client_ca: str = setting(
+        "", "Authorities that must sign the clients' certificates (PEM); empty = any client."
     )
     open: bool = setting(False, "Serve anyone who reaches the port, without keys.")
     keys: str = setting("", "File of API keys (`tokenwire keys`); empty = requests need no key.")
@@ -96,6 +109,11 @@ class HttpShimSettings:
         if self.trust_scheduling_headers == "auto":
             return not self.keys and is_loopback(self.host)
         return self.trust_scheduling_headers == "always"
+
+    @property
+    def tls(self) -> ServerTls | None:
+        """The HTTP server's certificates; None = plain HTTP. Raises StartupError."""
+        return server_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property
     def image_sources(self) -> AllowedSources:

@@ -9,6 +9,7 @@ import grpc
 from services.common.server import Application
 from services.common.settings import (
     LAST_PORT,
+    PeerSettings,
     StartupError,
     StreamSettings,
     require_checkpoint,
@@ -43,7 +44,7 @@ __all__ = ["TokenizerApplication", "TokenizerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerSettings(StreamSettings):
+class TokenizerSettings(StreamSettings, PeerSettings):
     """Encoding and decoding of text, and completions and chats in text."""
 
     port: int = setting(50051, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
@@ -110,6 +111,7 @@ class TokenizerApplication(Application):
             wait_seconds=settings.engine_wait,
             lost_seconds=settings.lost_seconds,
             max_waiting=settings.max_waiting,
+            tls=settings.peer_tls,
         )
         self._pool = EnginePool(pool_settings, vocabulary, self.set_serving)
         self._registry = CompletionRegistry(self._pool)

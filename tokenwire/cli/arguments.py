@@ -5,9 +5,11 @@ import os
 import re
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeAlias
 
 from tokenwire.errors import invalid
+from tokenwire.tls import ClientTls, TlsError
 
 __all__ = [
     "Command",
@@ -15,9 +17,11 @@ __all__ = [
     "add_command",
     "add_json",
     "add_target",
+    "add_tls",
     "amount_of_memory",
     "number",
     "read_text",
+    "tls_of",
     "whole_number",
 ]
 
@@ -55,6 +59,29 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"Tokenizer service; the variable {_VARIABLE} sets it too (default: %(default)s).",
     )
+    add_tls(parser)
+
+
+def add_tls(parser: argparse.ArgumentParser) -> None:
+    """Add --ca, --cert and --key, whose defaults may come from the environment."""
+    for flag, meaning in (
+        ("--ca", "Authorities (PEM) that sign the server's certificate; without them, plaintext."),
+        ("--cert", "Certificate (PEM) to show the server."),
+        ("--key", "Key of --cert (PEM)."),
+    ):
+        variable = f"TOKENWIRE_{flag[2:].upper()}"
+        default = os.environ.get(variable)
+        parser.add_argument(flag, metavar="FILE", default=default, help=f"{meaning} [{variable}]")
+
+
+def tls_of(options: argparse.Namespace) -> ClientTls | None:
+    """Return the certificates of the options; None for plaintext. Raises TlsError."""
+    if not options.ca:
+        return None
+    if bool(options.cert) != bool(options.key):
+        raise TlsError("--cert and --key need each other.")
+    own = (Path(options.cert), Path(options.key)) if options.cert else (None, None)
+    return ClientTls(Path(options.ca), *own)
 
 
 def add_json(parser: argparse.ArgumentParser, meaning: str = "Print one JSON object.") -> None:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from tokenwire.cli import generation, health, keys, serve, shell_completion, text
+from tokenwire.cli.arguments import tls_of
 from tokenwire.cli.output import discard_output, print_error
 from tokenwire.errors import ServiceError
+from tokenwire.tls import TlsError
 
 __all__ = ["main"]
 
@@ -48,6 +50,9 @@ def _run(options: argparse.Namespace) -> int:
     except ServiceError as error:
         print_error(_sentence(options, error))
         return 1
+    except TlsError as error:
+        print_error(str(error))
+        return 2
     except UnicodeError as error:  # an argument, standard input, or the terminal's encoding
         print_error(f"The text can't be read or written: {error}.")
         return 1
@@ -64,7 +69,7 @@ def _sentence(options: argparse.Namespace, error: ServiceError) -> str:
     option = {"images": "image"}.get(name, name)
     if option in _OPTIONS and option in options:
         return f"--{option.replace('_', '-')}: {error.message}"
-    return asyncio.run(explain(options.target, error))
+    return asyncio.run(explain(options.target, error, tls_of(options)))
 
 
 _OPTIONS = {

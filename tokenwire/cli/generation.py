@@ -12,6 +12,7 @@ from tokenwire.cli.arguments import (
     add_target,
     number,
     read_text,
+    tls_of,
     whole_number,
 )
 from tokenwire.cli.output import print_json
@@ -93,7 +94,7 @@ async def _complete(options: argparse.Namespace) -> int:
     if images := _read_images(options):
         request["images"] = images
         prompt = with_image_marks(prompt, len(images))
-    async with Client(options.target) as client:
+    async with Client(options.target, tls_of(options)) as client:
         if not options.stream:
             completion = await client.complete(prompt, **request)
             if options.json:
@@ -119,7 +120,7 @@ async def _chat(options: argparse.Namespace) -> int:
     if options.system is not None:
         messages.insert(0, Message("system", options.system))
     request = _request_options(options)
-    async with Client(options.target) as client:
+    async with Client(options.target, tls_of(options)) as client:
         if not options.stream:
             answer = await client.chat(messages, **request)
             if options.json:

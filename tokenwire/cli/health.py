@@ -2,7 +2,7 @@
 
 import argparse
 
-from tokenwire.cli.arguments import Commands, add_command, add_json
+from tokenwire.cli.arguments import Commands, add_command, add_json, add_tls, tls_of
 from tokenwire.cli.output import print_error, print_json
 
 __all__ = ["add_commands"]
@@ -18,17 +18,21 @@ def add_commands(commands: Commands) -> None:
         "health 127.0.0.1:50052",
         "health http://127.0.0.1:8000/ready",
     )
-    health.add_argument("target", help="host:port of a gRPC service, or an http:// URL.")
+    health.add_argument("target", help="host:port of a gRPC service, or an http(s):// URL.")
+    add_tls(health)
     add_json(health)
 
 
 async def _health(options: argparse.Namespace) -> int:
     from tokenwire.serving.health import why_not_ready, why_not_serving
 
-    target = options.target
-    probe = why_not_ready if target.startswith("http://") else why_not_serving
+    target, tls = options.target, tls_of(options)
+    is_url = target.startswith(("http://", "https://"))
     try:
-        why = await probe(target)
+        if is_url:
+            why = await why_not_ready(target, None if tls is None else tls.context())
+        else:
+            why = await why_not_serving(target, tls)
     except ValueError as error:
         print_error(f"{target} is not a valid target: {error}.")
         return 1

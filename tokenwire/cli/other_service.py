@@ -15,6 +15,7 @@ from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
 from tokenwire.serving.reach import speaks_http, why_unreachable
+from tokenwire.tls import ClientTls
 
 __all__ = ["explain"]
 
@@ -24,13 +25,13 @@ _OF_CHANNEL = {"UNREACHABLE", "SESSION_LOST", "UNKNOWN"}
 """Reasons of errors that no service of Tokenwire has sent"""
 
 
-async def explain(target: str, error: ServiceError) -> str:
+async def explain(target: str, error: ServiceError, tls: ClientTls | None) -> str:
     """Return the sentence that says why a call to a tokenizer service failed."""
     if error.code not in _NO_ANSWER or error.reason not in _OF_CHANNEL:
         return error.message
     if why := await asyncio.to_thread(why_unreachable, target):
         return f"No server answers at {target} ({why})."
-    kind = await _kind(target)
+    kind = await _kind(target, tls)
     if kind is not None:
         return (
             f"{target} is {kind}. This command needs the tokenizer service, "
@@ -39,11 +40,11 @@ async def explain(target: str, error: ServiceError) -> str:
     return f"The server at {target} does not answer ({error.message.rstrip('.')})."
 
 
-async def _kind(target: str) -> str | None:
+async def _kind(target: str, tls: ClientTls | None) -> str | None:
     """Return the kind of a server; None for a tokenizer service."""
     if await asyncio.to_thread(speaks_http, target):
         return "an HTTP server"
-    async with connect(target) as channel:
+    async with connect(target, tls=tls) as channel:
         completions = CompletionServiceStub(channel)
         if await _offers(completions.ListModels, completion_pb2.ListModelsRequest()):
             return None

@@ -133,6 +133,10 @@ def _add_access(serve: argparse.ArgumentParser) -> None:
         "--open", action="store_true", help="Allow a host beyond loopback without keys."
     )
     serve.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="Certificate (PEM); HTTPS in place of HTTP."
+    )
+    serve.add_argument("--tls-key", type=Path, metavar="FILE", help="Key of --tls-cert (PEM).")
+    serve.add_argument(
         "--cors-origins",
         default="",
         help="Origins whose web pages may use the API, separated by commas; * = all.",

@@ -3,15 +3,18 @@
 import asyncio
 import http.client
 import json
+import ssl
 from typing import cast
 from urllib.parse import urlsplit
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tokenwire.channel import connect
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.serving.reach import speaks_http, why_unreachable
+from tokenwire.tls import ClientTls
 
 __all__ = [
     "REASON_KEY",
@@ -29,9 +32,9 @@ _TIMEOUT_SECONDS = 2.0
 _LATE = f"no answer within {_TIMEOUT_SECONDS:g} s"
 
 
-async def is_serving(target: str) -> bool:
+async def is_serving(target: str, tls: ClientTls | None = None) -> bool:
     """Return whether the gRPC server at "host:port" reports SERVING."""
-    async with grpc.aio.insecure_channel(target) as channel:
+    async with connect(target, tls=tls) as channel:
         return await reports_serving(channel)
 
 
@@ -66,9 +69,9 @@ async def until_idle(target: str) -> None:
             return
 
 
-async def why_not_serving(target: str) -> str | None:
+async def why_not_serving(target: str, tls: ClientTls | None = None) -> str | None:
     """Return why the gRPC server at "host:port" does not report SERVING; None if it does."""
-    async with grpc.aio.insecure_channel(target) as channel:
+    async with connect(target, tls=tls) as channel:
         request = health_pb2.HealthCheckRequest()
         call = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_TIMEOUT_SECONDS)
         try:
@@ -95,20 +98,29 @@ async def _why_no_health(target: str, error: grpc.aio.AioRpcError) -> str:
     return error.details() or error.code().name
 
 
-async def is_ready(url: str) -> bool:
-    """Return whether a GET answers 200; no proxy is used. Raises ValueError for an invalid URL."""
-    return await why_not_ready(url) is None
+async def is_ready(url: str, context: ssl.SSLContext | None = None) -> bool:
+    """Return whether a GET answers 200; no proxy is used. Raises ValueError for an invalid URL.
+
+    context: for https; None = the system's authorities.
+    """
+    return await why_not_ready(url, context) is None
 
 
-async def why_not_ready(url: str) -> str | None:
+async def why_not_ready(url: str, context: ssl.SSLContext | None = None) -> str | None:
     """Return why a GET does not answer 200; None if it does. Raises ValueError as `is_ready`."""
-    return await asyncio.to_thread(_why_not_200, url)
+    return await asyncio.to_thread(_why_not_200, url, context)
 
 
-def _why_not_200(url: str) -> str | None:
+def _why_not_200(url: str, context: ssl.SSLContext | None) -> str | None:
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port
-    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS)
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        connection = http.client.HTTPSConnection(
+            host, port, timeout=_TIMEOUT_SECONDS, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS)
     try:
         connection.request("GET", parts.path or "/")
         answer = connection.getresponse()
@@ -117,6 +129,8 @@ def _why_not_200(url: str) -> str | None:
         return f"HTTP {answer.status}{_reason(answer.read(_BODY_BYTES))}"
     except TimeoutError:
         return _LATE
+    except ssl.SSLError as error:
+        return f"TLS fails: {error.reason or error}"
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, http.client.HTTPException):
             return "it does not speak HTTP"

@@ -92,6 +92,9 @@ class ServeOptions:
     """Origins whose web pages may use the API, separated by commas; "*" = all"""
     allowed_hosts: str = ""
     """Host names that HTTP requests may use besides those of loopback, separated by commas"""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    """Certificate and key of the HTTP server (PEM); None = plain HTTP"""
     grace: float = 30.0
     """Seconds that running requests may take when the stack stops"""
     otlp_endpoint: str = ""
@@ -100,6 +103,11 @@ class ServeOptions:
     """Directory of a log file per service; None = stderr"""
     log_size: int = 64 * 2**20
     """Bytes at which a log file is full and a new one begins; 0 = no limit"""
+
+    @property
+    def scheme(self) -> str:
+        """Of the HTTP server's URL."""
+        return "http" if self.tls_cert is None else "https"
 
     @property
     def logs(self) -> "LogPlace | None":
@@ -221,7 +229,11 @@ def _shim(options: ServeOptions, *models: str) -> Service:
     beyond = ("--open",) if options.open else ()
     pages = ("--cors-origins", options.cors_origins) if options.cors_origins else ()
     hosts = ("--allowed-hosts", options.allowed_hosts) if options.allowed_hosts else ()
-    arguments = (*listen, *models, *_common(options), *keys, *beyond, *pages, *hosts)
+    tls = [
+        *(() if options.tls_cert is None else ("--tls-cert", str(options.tls_cert))),
+        *(() if options.tls_key is None else ("--tls-key", str(options.tls_key))),
+    ]
+    arguments = (*listen, *models, *_common(options), *keys, *beyond, *pages, *hosts, *tls)
     return Service("http_shim", arguments, address(reachable(options.host), options.port))
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -119,7 +120,9 @@ class _Stack:
         require_free_ports(self._options)
         self._listener = _listen(self._options)
         await self._start(self._processes, [shim, *backend])
-        await self._while_alive(_until_ready(backend, f"http://{shim.target}/ready"))
+        await self._while_alive(
+            _until_ready(backend, f"{self._options.scheme}://{shim.target}/ready")
+        )
         self._announce(shim)
         await self._while_alive(asyncio.Event().wait())
 
@@ -132,7 +135,9 @@ class _Stack:
         shim, backend = shim_of_catalog(self._options, resolved), _all_services(current)
         await self._start(self._processes, [shim, *backend])
         probe = "ready" if backend else "health"  # remote backends may start later
-        await self._while_alive(_until_ready(backend, f"http://{shim.target}/{probe}"))
+        await self._while_alive(
+            _until_ready(backend, f"{self._options.scheme}://{shim.target}/{probe}")
+        )
         self._announce(shim)
         _print_models(current)
         while True:
@@ -222,7 +227,7 @@ class _Stack:
     async def _mark_serving(self, process: ServiceProcess) -> None:
         target = process.service.target
         if process.service.name == "http_shim":
-            await _until(is_ready, f"http://{target}/health")
+            await _until(_answers, f"{self._options.scheme}://{target}/health")
         else:
             await _until(is_serving, target)
         if process not in self._processes or process.returncode is not None:
@@ -257,7 +262,8 @@ class _Stack:
         self._is_up = True
         self._serving.update(self._processes)
         seconds = time.monotonic() - self._began
-        print(f"Tokenwire serves http://{shim.target} (up in {seconds:.1f} s)", flush=True)
+        url = f"{self._options.scheme}://{shim.target}"
+        print(f"Tokenwire serves {url} (up in {seconds:.1f} s)", flush=True)
 
     async def _reload(self, current: CatalogPlan, resolved: Path) -> CatalogPlan:
         """Serve the catalog as it is now; one that can't be served changes nothing."""
@@ -337,12 +343,17 @@ def _print_models(plan: CatalogPlan) -> None:
 async def _until_ready(services: Sequence[Service], url: str) -> None:
     """Wait until every gRPC service is SERVING and the shim answers 200."""
     await _until_serving(services)
-    await _until(is_ready, url)
+    await _until(_answers, url)
 
 
 async def _until_serving(services: Sequence[Service]) -> None:
     for service in reversed(services):
         await _until(is_serving, service.target)
+
+
+async def _answers(url: str) -> bool:
+    """Return whether the shim answers; its certificate is for other names than this machine's."""
+    return await is_ready(url, ssl._create_unverified_context())
 
 
 async def _until(probe: Callable[[str], Awaitable[bool]], where: str) -> None:

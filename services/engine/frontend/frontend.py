@@ -143,6 +143,7 @@ class Frontend:
                 on_failed=lambda handle, error: self._fail(handle, error, "failed"),
                 lost_seconds=settings.lost_seconds,
                 wait_seconds=settings.grammar_wait,
+                tls=settings.peer_tls,
             )
 
     async def stop(self) -> None:

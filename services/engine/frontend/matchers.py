@@ -17,6 +17,7 @@ from services.engine.messages import DraftTokens, Mask, Token
 from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
+from tokenwire.tls import ClientTls
 
 __all__ = ["Matchers"]
 
@@ -70,10 +71,11 @@ class Matchers:
         on_failed: Callable[[int, ServiceError], None],
         lost_seconds: float = LOST_SECONDS,
         wait_seconds: float = 60.0,
+        tls: ClientTls | None = None,
     ) -> None:
         """wait_seconds: time limit of constrained requests that wait for a lost grammar service."""
         self._wait_seconds = wait_seconds
-        self._channel = connect(target, lost_seconds)
+        self._channel = connect(target, lost_seconds, tls)
         self._grammar = GrammarClient(self._channel)
         self._masks = MaskStream(
             self._channel,

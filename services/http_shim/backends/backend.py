@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.session import Listener
+from tokenwire.tls import ClientTls
 
 __all__ = ["Backend", "RetryPolicy"]
 
@@ -40,6 +41,8 @@ class RetryPolicy:
     """Most requests that wait; more are refused"""
     lost_seconds: float = LOST_SECONDS
     """Silence after which a service counts as lost, in seconds"""
+    tls: ClientTls | None = None
+    """Certificates for the calls; None = plaintext"""
 
 
 class Backend:
@@ -230,15 +233,16 @@ class Backend:
         else:
             self._some_serves.clear()
 
-    def _on_addresses(self, addresses: Collection[str]) -> None:
+    def _on_addresses(self, addresses: Mapping[str, str]) -> None:
         """Connect to new services; those that are gone from DNS end their requests first."""
         for target in [each for each in self._links if each not in addresses]:
             closing = asyncio.ensure_future(_close_when_idle(self._links.pop(target)))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-        for target in addresses:
+        policy = self._retry_policy
+        for target, name in addresses.items():
             if target not in self._links:
-                self._links[target] = TokenizerLink(target, self._retry_policy.lost_seconds)
+                self._links[target] = TokenizerLink(target, policy.lost_seconds, policy.tls, name)
         self._note_serving()
 
 

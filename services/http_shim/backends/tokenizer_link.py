@@ -8,6 +8,7 @@ from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.serving.health import reports_serving
 from tokenwire.session import completion_session
+from tokenwire.tls import ClientTls
 
 __all__ = ["TokenizerLink"]
 
@@ -17,9 +18,16 @@ _SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_
 class TokenizerLink:
     """One tokenizer service, by its address."""
 
-    def __init__(self, target: str, lost_seconds: float) -> None:
+    def __init__(
+        self,
+        target: str,
+        lost_seconds: float,
+        tls: ClientTls | None = None,
+        server_name: str = "",
+    ) -> None:
+        """The arguments are those of `connect`."""
         self.target = target
-        self._channel = connect(target, lost_seconds)
+        self._channel = connect(target, lost_seconds, tls, server_name)
         self.session = completion_session(self._channel)
         self.completion = CompletionServiceStub(self._channel)
         self.tokenizer = TokenizerServiceStub(self._channel)

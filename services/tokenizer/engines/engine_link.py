@@ -18,6 +18,7 @@ from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.serving.health import reports_serving
 from tokenwire.session import engine_session
+from tokenwire.tls import ClientTls
 
 __all__ = ["EngineLink", "EngineRefusedError", "LinkOwner"]
 
@@ -50,7 +51,15 @@ class LinkOwner(Protocol):
 class EngineLink:
     """One engine, from the first mention of its address to the last."""
 
-    def __init__(self, target: str, lost_seconds: float, owner: LinkOwner) -> None:
+    def __init__(
+        self,
+        target: str,
+        owner: LinkOwner,
+        lost_seconds: float,
+        tls: ClientTls | None = None,
+        server_name: str = "",
+    ) -> None:
+        """The last three arguments are those of `connect`."""
         self.target = target
         self.model: engine_pb2.GetModelResponse | None = None
         """Last answer of the engine; None before the first"""
@@ -67,7 +76,7 @@ class EngineLink:
         """Tokens of their prompts that are not computed yet"""
         self._owner = owner
         self._load = engine_pb2.Load()
-        self._channel = connect(target, lost_seconds)
+        self._channel = connect(target, lost_seconds, tls, server_name)
         self._control = EngineControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._tasks: set[asyncio.Task[None]] = set()

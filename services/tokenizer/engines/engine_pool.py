@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -21,6 +21,7 @@ from tokenwire.channel import LOST_SECONDS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.tls import ClientTls
 
 __all__ = ["EnginePool", "PoolSettings"]
 
@@ -45,6 +46,8 @@ class PoolSettings:
     """Seconds of silence after which an engine is lost"""
     max_waiting: int = 1024
     """New requests that may wait for an engine"""
+    tls: ClientTls | None = None
+    """Certificates for the calls of engines; None = plaintext"""
 
 
 class EnginePool:
@@ -252,12 +255,13 @@ class EnginePool:
         elif self._discovery.is_static and len(refusals) == len(self._links):
             self._started.set_exception(StartupError(refusals[0]))
 
-    def _on_addresses(self, addresses: Collection[str]) -> None:
+    def _on_addresses(self, addresses: Mapping[str, str]) -> None:
         for target in [each for each in self._links if each not in addresses]:
             self._retire(self._links.pop(target))
-        for target in addresses:
+        settings = self._settings
+        for target, name in addresses.items():
             if target not in self._links:
-                link = EngineLink(target, self._settings.lost_seconds, self)
+                link = EngineLink(target, self, settings.lost_seconds, settings.tls, name)
                 self._links[target] = link
                 link.start()
         if len(self._links) > 1:
