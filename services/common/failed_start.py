@@ -28,7 +28,10 @@ async def tell_reason(settings: ServerSettings, why: str) -> None:
     health_pb2_grpc.add_HealthServicer_to_server(_Health(why), server)
     server.add_generic_rpc_handlers((_Refusal(why),))
     try:
-        server.add_insecure_port(address(settings.host, settings.port))
+        is_socket = settings.host.startswith("unix:")
+        server.add_insecure_port(
+            settings.host if is_socket else address(settings.host, settings.port)
+        )
     except RuntimeError:
         return
     await server.start()

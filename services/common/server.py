@@ -22,11 +22,12 @@ from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import ServerSettings, StartupError, parse
 from services.common.telemetry import serve_metrics
 from tokenwire.channel import MESSAGE_LIMITS, QUIET
-from tokenwire.serving.addresses import METRICS_PORT_OFFSET, address, why_unusable
+from tokenwire.serving.addresses import METRICS_PORT_OFFSET, address, is_loopback, why_unusable
 
 __all__ = ["SERVER_OPTIONS", "Application", "main"]
 
 _LOG = logging.getLogger("server")
+_UNIX = "unix:"
 S = TypeVar("S", bound=ServerSettings)
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
@@ -111,11 +112,9 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     application.on_serving(health.set_serving)
     health.register(server)
     port = _bind(server, settings)
-    if settings.metrics_port >= 0:
-        metrics_port = settings.metrics_port or port + METRICS_PORT_OFFSET
-        serve_metrics(settings.host, metrics_port, application.model)
+    _serve_metrics(settings, port, application.model)
     await server.start()
-    _LOG.info("listening on %s", address(settings.host, port), extra={"port": port})
+    _LOG.info("listening on %s", _place(settings, port), extra={"port": port})
     starting: asyncio.Future[Any] = asyncio.ensure_future(application.start())
     ends = (stop, application.failed)
     code = 0
@@ -178,12 +177,35 @@ async def _drain(application: Application, health: _Health, grace: float) -> Non
         _LOG.warning("requests still ran after %g s and were aborted", grace)
 
 
+def _serve_metrics(settings: ServerSettings, port: int, model: str) -> None:
+    """Serve the metrics, beside a socket on loopback only if they have a port of their own."""
+    if settings.host.startswith(_UNIX):
+        if settings.metrics_port > 0:
+            serve_metrics("127.0.0.1", settings.metrics_port, model)
+    elif settings.metrics_port >= 0:
+        serve_metrics(settings.host, settings.metrics_port or port + METRICS_PORT_OFFSET, model)
+
+
+def _place(settings: ServerSettings, port: int) -> str:
+    is_socket = settings.host.startswith(_UNIX)
+    return settings.host if is_socket else address(settings.host, port)
+
+
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    place, tls = address(settings.host, settings.port), settings.tls
+    """Listen, and return the port. Raises StartupError."""
+    place, tls = _place(settings, settings.port), settings.tls
+    is_local = settings.host.startswith(_UNIX) or is_loopback(settings.host)
+    if tls is None and not settings.plaintext and not is_local:
+        raise StartupError(
+            f"{settings.host} is served only with --tls-cert and --tls-key, or with --plaintext "
+            "(anyone who reaches the port can use it)."
+        )
     try:
         if tls is not None:
             return server.add_secure_port(place, tls.credentials())
         return server.add_insecure_port(place)
     except RuntimeError:  # gRPC's error doesn't say why
-        why = why_unusable(settings.host, settings.port) or "gRPC gives no reason"
+        why = "the socket's folder is not writable, or the path is too long"
+        if not settings.host.startswith(_UNIX):
+            why = why_unusable(settings.host, settings.port) or "gRPC gives no reason"
         raise StartupError(f"Can't listen on {place}: {why}.") from None

@@ -64,7 +64,10 @@ def setting(
 class ServerSettings:
     """Settings of all gRPC services."""
 
-    host: str = setting("127.0.0.1", "Address to listen on.")
+    host: str = setting(
+        "127.0.0.1",
+        "Address to listen on, or unix:/path. Other than loopback needs --tls-cert or --plaintext.",
+    )
     port: int = setting(0, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     metrics_port: int = setting(
         0,
@@ -78,6 +81,7 @@ class ServerSettings:
     tls_client_ca: str = setting(
         "", "Authorities that must sign the clients' certificates (PEM); empty = any client."
     )
+    plaintext: bool = setting(False, "Serve anyone who reaches the port, without TLS.")
     hold_on_error: float = setting(
         0.0, "Seconds to stay up after a failed start, so that health checks give its reason."
     )

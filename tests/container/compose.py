@@ -258,6 +258,16 @@ def test_two_engines_run_side_by_side(compose: Compose) -> None:
     while not completes(compose.url):  # the tokenizer service connects to the new engines
         assert time.monotonic() < deadline
         time.sleep(1)
+    while states(compose.url) != ["serving", "serving"]:
+        assert time.monotonic() < deadline, states(compose.url)
+        time.sleep(1)
+
+
+def states(url: str) -> list[str]:
+    """Return the states of the engines that the tokenizer service has found."""
+    with urllib.request.urlopen(f"{url}/status.json", timeout=60) as answer:
+        [model] = json.load(answer)["models"]
+    return [engine["state"] for engine in model["engines"] or ()]
 
 
 def completes(url: str) -> bool:

@@ -185,3 +185,32 @@ async def test_unusable_files_end_the_service_with_a_sentence(
     with pytest.raises(AssertionError, match=sentence):
         async with running_service("tokenizer", *arguments, log=tmp_path / "log"):
             pass
+
+
+async def test_plaintext_beyond_loopback_needs_consent(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    arguments = ("--model", str(embedded_model), "--host", "0.0.0.0")
+    with pytest.raises(AssertionError, match="only with --tls-cert and --tls-key, or with --plain"):
+        async with running_service("grammar", *arguments, log=tmp_path / "refused"):
+            pass
+    async with running_service("grammar", *arguments, "--plaintext", log=tmp_path / "log"):
+        pass
+
+
+async def test_services_of_one_machine_meet_at_a_socket(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    checkpoint, socket = ("--model", str(embedded_model)), f"unix:{tmp_path}/engine.sock"
+    command = ("-m", "services.engine", *checkpoint, *FEW, "--host", socket)
+    engine = await asyncio.create_subprocess_exec(sys.executable, *command)
+    try:
+        arguments = (*checkpoint, "--engine", socket)
+        async with (
+            running_service("tokenizer", *arguments, log=tmp_path / "log") as service,
+            Client(service.target) as client,
+        ):
+            assert (await client.complete("import", max_tokens=4)).text
+    finally:
+        engine.terminate()
+        await engine.wait()

@@ -16,6 +16,7 @@ from tokenwire.serving.addresses import (
     LAST_PORT,
     METRICS_PORT_OFFSET,
     address,
+    is_loopback,
     reachable,
     why_closed,
     why_unusable,
@@ -251,7 +252,8 @@ def _backend(
     grammar = f"127.0.0.1:{ports.grammar}"  # only the engines call it
 
     def service(name: str, host: str, port: int, *further: str) -> Service:
-        listen = ("--host", host, "--port", str(port), *_common(options))
+        plain = () if is_loopback(host) else ("--plaintext",)
+        listen = ("--host", host, "--port", str(port), *plain, *_common(options))
         arguments = (*listen, *checkpoint, *named, *further)
         return Service(name, arguments, address(reachable(host), port), model.full_name)
 
