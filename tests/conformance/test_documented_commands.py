@@ -18,6 +18,7 @@ NOT_RUN = {
     "tokenwire serve": "does not end",
     "python -m services.": "does not end",
     "torchrun ": "does not end",
+    "kubectl ": "needs a cluster; tests/unit/deploy checks the manifests",
     "docker compose up": "tests/container runs it",
     "MODEL=$HOME/Qwen2.5-Coder-0.5B ": "needs a downloaded model",
     ".venv/bin/hf download": "needs the network",
