@@ -15,12 +15,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import httpx
 
 from tests.faults.fleet import Fleet, Node, running_fleet
 from tests.faults.link import Link
-from tests.faults.workload import Answer, Asked, ask, difference, requests
+from tests.faults.workload import Answer, Asked, ask, difference, is_tie, requests
 from tokenwire.serving.stack_layout import embedded_checkpoint
 
 __all__ = ["Report", "chaos"]
@@ -46,6 +47,8 @@ class Report:
     """Complete answers by kind"""
     differences: list[str] = field(default_factory=list)
     """Answers that are lost, doubled or changed, with the request's kind"""
+    ties: int = 0
+    """Answers that parted from the undisturbed one at a draw between two tokens"""
     leaks: list[str] = field(default_factory=list)
 
 
@@ -62,8 +65,11 @@ async def chaos(model: Path, logs: Path, *, faults: int, seed: int) -> Report:
         calm = [await ask(http, fleet.urls, asked) for asked in wanted]
         assert not any(answer.failure for answer in calm), [a.failure for a in calm if a.failure]
         over = asyncio.Event()
+        suspects: list[_Suspect] = []
         clients = [
-            asyncio.ensure_future(_client(http, fleet, wanted, calm, report, over, seed + number))
+            asyncio.ensure_future(
+                _client(http, fleet, wanted, calm, report, suspects, over, seed + number)
+            )
             for number in range(_STREAMS)
         ]
         try:
@@ -71,6 +77,12 @@ async def chaos(model: Path, logs: Path, *, faults: int, seed: int) -> Report:
         finally:
             over.set()
             await asyncio.gather(*clients)
+        for asked, answer, undisturbed in suspects:
+            if await is_tie(http, fleet.urls, asked, answer, undisturbed):
+                report.ties += 1
+            else:
+                why = difference(answer, undisturbed)
+                report.differences.append(f"{asked.kind}, seed {asked.body['seed']}: {why}")
         report.leaks = await fleet.leaks()
     return report
 
@@ -81,10 +93,11 @@ async def _client(
     wanted: Sequence[Asked],
     calm: Sequence[Answer],
     report: Report,
+    suspects: "list[_Suspect]",
     over: asyncio.Event,
     seed: int,
 ) -> None:
-    """Send one request after the other, to the shims in random order."""
+    """Send one request after the other, to the shims in random order; note what is not right."""
     chance = random.Random(seed)
     while not over.is_set():
         number = chance.randrange(len(wanted))
@@ -95,8 +108,8 @@ async def _client(
                 answer = await ask(http, urls, asked)
         except TimeoutError:
             answer = Answer(failure=f"no end within {_STREAM_SECONDS:g} s")
-        if why := difference(answer, calm[number]):
-            report.differences.append(f"{asked.kind}, seed {asked.body['seed']}: {why}")
+        if difference(answer, calm[number]):
+            suspects.append((asked, answer, calm[number]))
         else:
             report.answers[asked.kind] += 1
 
@@ -122,7 +135,9 @@ async def _inflict(fleet: Fleet, chance: random.Random, count: int, report: Repo
     await asyncio.gather(*running)
 
 
-Fault = tuple[str, str, Callable[[], Awaitable[None]]]
+_Suspect: TypeAlias = tuple[Asked, Answer, Answer]
+"""A request, its answer, and the undisturbed one"""
+Fault: TypeAlias = tuple[str, str, Callable[[], Awaitable[None]]]
 
 
 def _faults(fleet: Fleet) -> list[Fault]:

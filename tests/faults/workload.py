@@ -1,5 +1,12 @@
-"""Requests of many kinds, and the comparison of their answers with undisturbed ones."""
+"""Requests of many kinds, and the comparison of their answers with undisturbed ones.
 
+An engine that takes a request over computes its context anew, in steps of other sizes, so its
+scores differ in the last digits. Where a draw lies that close to the boundary between two tokens,
+the answer may go on with the other one: a tie. A tie also flips, without a fault, where the
+temperature changes in the fifth or sixth digit.
+"""
+
+import itertools
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -8,7 +15,7 @@ from typing import Any
 
 import httpx
 
-__all__ = ["KINDS", "Answer", "Asked", "ask", "difference", "requests"]
+__all__ = ["KINDS", "Answer", "Asked", "ask", "difference", "is_tie", "requests"]
 
 _PROMPTS = ("import json\n\n", "def load(path):\n", "class Reader:\n", "for line in lines:\n")
 _GRAMMAR = {"type": "regex", "value": "([a-z ]{4}[0-9]{2},){400}"}
@@ -44,6 +51,9 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 }
 _CHATS = ("chat", "tool")
 _READ_SECONDS = 120.0
+_TIE_CHANGES = tuple(sign * size for size in (1e-6, 3e-6, 1e-5, 3e-5) for sign in (1, -1))
+"""Relative changes of the temperature, which move the boundaries between tokens"""
+_TOKEN_CHARACTERS = 6
 _SAME_LOGPROB = 1e-3
 """Two engines add the same numbers in another order"""
 
@@ -137,6 +147,36 @@ def _take(answer: Answer, line: str) -> None:
         answer.logprobs.setdefault(index, []).extend(scores)
         if choice["finish_reason"]:
             answer.reasons[index] = choice["finish_reason"]
+
+
+async def is_tie(
+    http: httpx.AsyncClient, urls: Sequence[str], asked: Asked, answer: Answer, calm: Answer
+) -> bool:
+    """Return whether an undisturbed request also parts from `calm` where `answer` does."""
+    place = _parting(answer, calm)
+    temperature = asked.body["temperature"]
+    if answer.failure or place is None or not temperature:
+        return False
+    for change in _TIE_CHANGES:
+        body = {**asked.body, "temperature": temperature * (1 + change)}
+        near = await ask(http, urls, Asked(asked.kind, asked.path, body))
+        other = _parting(near, calm)
+        if other is not None and place[0] == other[0]:
+            if abs(place[1] - other[1]) <= _TOKEN_CHARACTERS:
+                return True
+    return False
+
+
+def _parting(answer: Answer, calm: Answer) -> tuple[tuple[str, int], int] | None:
+    """Return the text, and the place in it, where an answer parts from another; None if nowhere."""
+    for name in ("texts", "calls"):
+        for index, text in getattr(calm, name).items():
+            other = getattr(answer, name).get(index, "")
+            if other != text:
+                pairs = zip(text, other, strict=False)
+                alike = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+                return (name, index), sum(1 for _ in alike)
+    return None
 
 
 def difference(answer: Answer, calm: Answer) -> str:
