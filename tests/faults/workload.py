@@ -161,9 +161,10 @@ async def is_tie(
         body = {**asked.body, "temperature": temperature * (1 + change)}
         near = await ask(http, urls, Asked(asked.kind, asked.path, body))
         other = _parting(near, calm)
-        if other is not None and place[0] == other[0]:
-            if abs(place[1] - other[1]) <= _TOKEN_CHARACTERS:
-                return True
+        if other is None or place[0] != other[0]:
+            continue
+        if abs(place[1] - other[1]) <= _TOKEN_CHARACTERS:
+            return True
     return False
 
 
