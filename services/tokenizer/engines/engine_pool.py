@@ -242,6 +242,7 @@ class EnginePool:
         """Close a retired engine whose last request has ended."""
         if link in self._retired:
             self._retired.discard(link)
+            metrics.PLACED.remove(link.target)  # addresses of pods come and go without end
             closing = asyncio.ensure_future(link.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
