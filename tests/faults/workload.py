@@ -152,32 +152,35 @@ def _take(answer: Answer, line: str) -> None:
 async def is_tie(
     http: httpx.AsyncClient, urls: Sequence[str], asked: Asked, answer: Answer, calm: Answer
 ) -> bool:
-    """Return whether an undisturbed request also parts from `calm` where `answer` does."""
-    place = _parting(answer, calm)
+    """Return whether undisturbed requests part from `calm` too where `answer` does."""
+    left = _partings(answer, calm)
     temperature = asked.body["temperature"]
-    if answer.failure or place is None or not temperature:
+    if answer.failure or not left or not temperature:
         return False
     for change in _TIE_CHANGES:
         body = {**asked.body, "temperature": temperature * (1 + change)}
-        near = await ask(http, urls, Asked(asked.kind, asked.path, body))
-        other = _parting(near, calm)
-        if other is None or place[0] != other[0]:
-            continue
-        if abs(place[1] - other[1]) <= _TOKEN_CHARACTERS:
+        near = _partings(await ask(http, urls, Asked(asked.kind, asked.path, body)), calm)
+        left = {
+            text: place
+            for text, place in left.items()
+            if text not in near or abs(near[text] - place) > _TOKEN_CHARACTERS
+        }
+        if not left:
             return True
     return False
 
 
-def _parting(answer: Answer, calm: Answer) -> tuple[tuple[str, int], int] | None:
-    """Return the text, and the place in it, where an answer parts from another; None if nowhere."""
+def _partings(answer: Answer, calm: Answer) -> dict[tuple[str, int], int]:
+    """Return the place where each text of an answer parts from another answer's."""
+    partings = {}
     for name in ("texts", "calls"):
         for index, text in getattr(calm, name).items():
             other = getattr(answer, name).get(index, "")
             if other != text:
                 pairs = zip(text, other, strict=False)
                 alike = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-                return (name, index), sum(1 for _ in alike)
-    return None
+                partings[name, index] = sum(1 for _ in alike)
+    return partings
 
 
 def difference(answer: Answer, calm: Answer) -> str:
