@@ -1,4 +1,7 @@
-"""TLS of gRPC: certificates of servers and clients, from PEM files that may be replaced."""
+"""TLS: certificates of servers and clients, from PEM files that may be replaced.
+
+gRPC is imported where it is used: processes that fork read settings without it.
+"""
 
 import asyncio
 import logging
@@ -6,8 +9,10 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import grpc
+if TYPE_CHECKING:
+    import grpc
 
 __all__ = ["ClientTls", "ServerTls", "TlsError", "stamp"]
 
@@ -27,8 +32,10 @@ class ClientTls:
     certificate: Path | None = None
     key: Path | None = None
 
-    def credentials(self) -> grpc.ChannelCredentials:
+    def credentials(self) -> "grpc.ChannelCredentials":
         """Read the files. Raises TlsError."""
+        import grpc
+
         _require_authorities(self.ca)
         if self.certificate is None or self.key is None:
             return grpc.ssl_channel_credentials(_read(self.ca))
@@ -66,15 +73,17 @@ class ServerTls:
         if self.client_ca is not None:
             _require_authorities(self.client_ca)
 
-    def credentials(self) -> grpc.ServerCredentials:
+    def credentials(self) -> "grpc.ServerCredentials":
         """Return credentials that follow the files; unusable ones change nothing. Raises TlsError.
 
         Connections that exist keep the certificate with which they began.
         """
+        import grpc
+
         self.require()
         seen = stamp(self.files)
 
-        def newer() -> grpc.ServerCertificateConfiguration | None:
+        def newer() -> "grpc.ServerCertificateConfiguration | None":
             nonlocal seen
             if (now := stamp(self.files)) == seen:
                 return None
@@ -121,7 +130,9 @@ class ServerTls:
             else:
                 _LOG.info("the certificate %s is in use", self.certificate)
 
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+    def _configuration(self) -> "grpc.ServerCertificateConfiguration":
+        import grpc
+
         pairs = [(_read(self.key), _read(self.certificate))]
         authorities = None if self.client_ca is None else _read(self.client_ca)
         return grpc.ssl_server_certificate_configuration(pairs, authorities)
