@@ -60,9 +60,8 @@ class Workload:
 
 @dataclass(slots=True)
 class Tally:
-    """What one policy reached."""
+    """Result of one policy."""
 
-    prompt_tokens: int = 0
     hit_tokens: int = 0
     possible_tokens: int = 0
     """Tokens that one cache without limits would have had"""
@@ -242,7 +241,6 @@ class _Round:
         )
         assert stream.usage is not None
         tally = self.tally
-        tally.prompt_tokens += len(prompt)
         tally.hit_tokens += stream.usage.cached_tokens
         tally.possible_tokens += possible * self._fleet.block_size
         tally.first_token_seconds.append(first)

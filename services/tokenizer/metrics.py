@@ -12,6 +12,7 @@ __all__ = [
     "ENGINES",
     "FIRST_TOKEN_SECONDS",
     "INTER_TOKEN_SECONDS",
+    "LACKING_TOKENS",
     "MOVED",
     "PLACED",
     "PROMPT_TOKENS",
@@ -50,4 +51,8 @@ MOVED = Counter(
 )
 CACHE_GAPS = Counter(
     "tokenwire_tokenizer_cache_gaps", "Times that an engine's account of its cache was refused."
+)
+LACKING_TOKENS = Counter(
+    "tokenwire_tokenizer_lacking_prefix_tokens",
+    "Prompt tokens that engines reported as cached and did not have.",
 )

@@ -39,7 +39,7 @@ _SLOW_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Report:
-    """What happened."""
+    """Faults, answers, and what was wrong with them."""
 
     seed: int
     faults: Counter[str] = field(default_factory=Counter)

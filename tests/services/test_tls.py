@@ -134,6 +134,30 @@ async def test_only_known_clients_are_served_from_the_edge_to_the_engine(
         assert b"TLS fails" in run.stderr
 
 
+async def test_certificates_that_do_not_match_are_told(
+    embedded_model: Path, tmp_path: Path, ours: Authority
+) -> None:
+    """The tokenizer service waits for an engine; its operator must learn for what."""
+    theirs = authority(tmp_path / "theirs")
+    model = ("--model", str(embedded_model))
+    async with running_service(
+        "engine", *model, *FEW, *theirs.server, log=tmp_path / "engine", tls=theirs.client
+    ) as engine:
+        command = ("-m", "services.tokenizer", "--port", "0", "--metrics-port", "-1", *model)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, *command, "--engine", engine.target, *ours.peer),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stderr is not None
+        async for line in process.stderr:
+            if f"the engine at {engine.target} is not reachable".encode() in line:
+                break
+        else:
+            raise AssertionError("the log says nothing")
+        process.kill()
+        await process.communicate()
+
+
 async def test_replaced_certificate_is_used_without_a_restart(
     embedded_model: Path, tmp_path: Path, ours: Authority
 ) -> None:

@@ -86,12 +86,7 @@ class EngineControlServicer(EngineControlServiceServicer):
     async def WatchLoad(
         self, request: engine_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[engine_pb2.WatchLoadResponse]:
-        interval = request.interval_seconds if request.HasField("interval_seconds") else 0.5
-        if not 0.05 <= interval <= 60:
-            raise invalid(
-                "interval_seconds",
-                f"interval_seconds must be between 0.05 and 60, got {interval:g}.",
-            )
+        interval = _interval(request, default=0.5, least=0.05)
         while True:
             version = self._frontend.version
             yield engine_pb2.WatchLoadResponse(load=self._load())
@@ -101,12 +96,7 @@ class EngineControlServicer(EngineControlServiceServicer):
     async def WatchCache(
         self, request: engine_pb2.WatchCacheRequest, context: Context
     ) -> AsyncIterator[engine_pb2.WatchCacheResponse]:
-        interval = request.interval_seconds if request.HasField("interval_seconds") else 0.05
-        if not 0.01 <= interval <= 60:
-            raise invalid(
-                "interval_seconds",
-                f"interval_seconds must be between 0.01 and 60, got {interval:g}.",
-            )
+        interval = _interval(request, default=0.05, least=0.01)
         assert self._frontend.model  # raises UNAVAILABLE while it loads
         with self._frontend.cache.watch() as watch:
             for number in itertools.count(1):
@@ -157,3 +147,17 @@ class EngineControlServicer(EngineControlServiceServicer):
             tokens_per_second=self._frontend.tokens_per_second,
             draining=self._frontend.draining,
         )
+
+
+def _interval(
+    request: engine_pb2.WatchLoadRequest | engine_pb2.WatchCacheRequest,
+    *,
+    default: float,
+    least: float,
+) -> float:
+    """Return the seconds between two responses of a watch. Raises INVALID_ARGUMENT."""
+    interval = request.interval_seconds if request.HasField("interval_seconds") else default
+    if not least <= interval <= 60:
+        message = f"interval_seconds must be between {least:g} and 60, got {interval:g}."
+        raise invalid("interval_seconds", message)
+    return interval

@@ -13,7 +13,7 @@ from services.common.logging import request_id, traceparent
 from services.common.targets import Discovery, parse_targets
 from services.http_shim.accounts.account import GenerationRequest
 from services.http_shim.backends.submission import Submission
-from services.http_shim.backends.tokenizer_link import TokenizerLink
+from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.channel import LOST_SECONDS
 from tokenwire.errors import ServiceError
@@ -26,8 +26,6 @@ __all__ = ["Backend", "RetryPolicy"]
 
 _CALL_SECONDS = 30.0
 _PROBE_SECONDS = 0.2
-_MAX_LOSSES = 3
-"""Losses of a service that a call survives; the call itself may crash the service"""
 Answer = TypeVar("Answer")
 
 
@@ -153,7 +151,7 @@ class Backend:
         statuses = [each for each in answers if isinstance(each, completion_pb2.ModelStatus)]
         if not statuses:
             failures = [each for each in answers if isinstance(each, BaseException)]
-            raise failures[0] if failures else _unknown()
+            raise failures[0] if failures else no_service()
         return _sum(statuses)
 
     async def tokenizer(self, model: str) -> tokenizer_pb2.GetTokenizerResponse:
@@ -202,7 +200,7 @@ class Backend:
                 return await call(link)
             except grpc.aio.AioRpcError as failure:
                 error = ServiceError.from_rpc_error(failure)
-            if error.code is not grpc.StatusCode.UNAVAILABLE or losses == _MAX_LOSSES:
+            if error.code is not grpc.StatusCode.UNAVAILABLE or losses == MAX_LOSSES:
                 raise error
             losses += 1
             self.doubt(link)
@@ -211,7 +209,7 @@ class Backend:
     def _require_link(self) -> TokenizerLink:
         link = self.choose()
         if link is None:
-            raise _unknown()
+            raise no_service()
         return link
 
     async def _status(self, link: TokenizerLink) -> completion_pb2.ModelStatus:
@@ -271,11 +269,6 @@ def _sum(statuses: Sequence[completion_pb2.ModelStatus]) -> completion_pb2.Model
         total.outcomes.add(outcome=outcome, requests=requests)
     total.engines.extend(engines.values())
     return total
-
-
-def _unknown() -> ServiceError:
-    message = "No address of a tokenizer service is known yet."
-    return ServiceError(grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", message, retry_seconds=1)
 
 
 def _context() -> dict[str, Any]:

@@ -4,18 +4,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-import grpc
-
-from services.http_shim.backends.tokenizer_link import TokenizerLink
+from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.session import Listener
 
 __all__ = ["Submission", "TokenizerChoice"]
 
-_MAX_LOSSES = 3
-"""Losses of a service that a request survives; the request itself may crash the service"""
-_RETRIED = frozenset({"SESSION_LOST", "DRAINING"})
+_RETRIED = frozenset({"SESSION_LOST", "DRAINING", "NO_SERVICE"})
 """Reasons after which a request that was not yet admitted is submitted again"""
 
 
@@ -84,7 +80,7 @@ class Submission:
         self._losses += error.reason == "SESSION_LOST"
         if error.reason in _RETRIED and self._link is not None:
             self._services.doubt(self._link)
-        if error.reason in _RETRIED and self._losses <= _MAX_LOSSES and not self._cancelled:
+        if error.reason in _RETRIED and self._losses <= MAX_LOSSES and not self._cancelled:
             self._retry = asyncio.ensure_future(self._submit_again(error))
         else:
             self._listener.on_error(error)
@@ -112,9 +108,7 @@ class Submission:
         assert self._command is not None  # the request is not admitted
         self._link = self._services.choose()
         if self._link is None:
-            message = "No address of a tokenizer service is known yet."
-            code = grpc.StatusCode.UNAVAILABLE
-            self.on_error(ServiceError(code, "DRAINING", message, retry_seconds=1))
+            self.on_error(no_service())
             return
         self._handle = self._link.session.open(self)
         self._send(self._command)

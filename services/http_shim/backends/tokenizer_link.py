@@ -2,7 +2,10 @@
 
 import asyncio
 
+import grpc
+
 from tokenwire.channel import connect
+from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
@@ -10,7 +13,10 @@ from tokenwire.serving.health import reports_serving
 from tokenwire.session import completion_session
 from tokenwire.tls import ClientTls
 
-__all__ = ["TokenizerLink"]
+__all__ = ["MAX_LOSSES", "TokenizerLink", "no_service"]
+
+MAX_LOSSES = 3
+"""Losses of a service that a request survives; the request itself may crash the service"""
 
 _SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name
 
@@ -44,3 +50,9 @@ class TokenizerLink:
             self.probe.cancel()
         await self.session.close()
         await self._channel.close()
+
+
+def no_service() -> ServiceError:
+    """Return the error of a request for which no address is known."""
+    message = "No address of a tokenizer service is known yet."
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_SERVICE", message, retry_seconds=1)

@@ -28,9 +28,6 @@ class CachedBlocks:
         self.trust = 1.0
         """Share of the promised tokens that the engine had, of late"""
 
-    def __len__(self) -> int:
-        return len(self._reported)
-
     def forget(self) -> None:
         """Drop what the engine has reported: it was lost, or reports all of it anew."""
         self._reported = set()

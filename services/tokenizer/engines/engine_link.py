@@ -27,7 +27,9 @@ _SERVICE = "tokenwire.engine.v1.EngineService"
 _RETRY_SECONDS = 0.5
 _CALL_SECONDS = 10.0
 _LOAD_SECONDS = 1.0  # a status page asks again soon, and shows an engine without answer as away
+_SILENT_SECONDS = 5.0  # after which the log says that the engine does not answer
 _WATCH_SECONDS = 0.1  # between two reports of load
+_LEAST_TRUST = 0.5
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -81,6 +83,7 @@ class EngineLink:
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_followed = False
+        self._is_loss_logged = False
         self._probe: asyncio.Task[bool] | None = None
         self.session = engine_session(self._channel)
 
@@ -146,6 +149,17 @@ class EngineLink:
         self._sent_sequences += placement.sequences
         self._sent_tokens += placement.waiting_tokens
 
+    def on_admitted(self, promised: int, found: int) -> None:
+        """Note the prompt tokens that the engine had, of those that it had reported."""
+        trust = self.cached.trust
+        self.cached.on_admitted(promised, found)
+        metrics.LACKING_TOKENS.inc(max(0, promised - found))
+        if self.cached.trust < _LEAST_TRUST <= trust:
+            _LOG.warning(
+                "the engine at %s has fewer than half of the cached tokens that it reports",
+                self.target,
+            )
+
     def on_computed(self, tokens: int) -> None:
         """Count these prompt tokens no more."""
         self._sent_tokens -= tokens
@@ -206,25 +220,41 @@ class EngineLink:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _watch_health(self) -> None:
-        is_loss_logged = False
         while True:
+            silence = asyncio.ensure_future(self._tell_silence())
             try:
                 request = health_pb2.HealthCheckRequest(service=_SERVICE)
                 async for answer in self._health.Watch(request, wait_for_ready=True):
+                    silence.cancel()
+                    if answer.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+                        raise EngineRefusedError(f"The server at {self.target} is no engine.")
                     serves = answer.status == _SERVING
                     if serves:
                         await self._read_model()
                     self._change(serves)
-                    is_loss_logged = False
+                    self._is_loss_logged = False
             except EngineRefusedError as error:
                 self._refuse(str(error))
             except grpc.aio.AioRpcError as error:
-                if not is_loss_logged:
-                    reason = error.details()
-                    _LOG.warning("the engine at %s is not reachable: %s", self.target, reason)
-                    is_loss_logged = True
+                self._log_loss(error)
+            finally:
+                silence.cancel()
             self._change(is_serving=False)  # whichever engine comes back must say what it serves
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _tell_silence(self) -> None:
+        """Log why the engine does not answer: the watch waits for it without a word."""
+        await asyncio.sleep(_SILENT_SECONDS)
+        request = health_pb2.HealthCheckRequest(service=_SERVICE)
+        try:
+            await self._health.Check(request, timeout=_CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            self._log_loss(error)
+
+    def _log_loss(self, error: grpc.aio.AioRpcError) -> None:
+        if not self._is_loss_logged:
+            self._is_loss_logged = True
+            _LOG.warning("the engine at %s is not reachable: %s", self.target, error.details())
 
     async def _read_model(self) -> None:
         model = await self._control.GetModel(engine_pb2.GetModelRequest(), timeout=_CALL_SECONDS)

@@ -60,7 +60,7 @@ class Placement:
 
     def on_admitted(self, cached_tokens: Sequence[int]) -> None:
         """Take the engine's own count of what it found."""
-        self.link.cached.on_admitted(self._promised, sum(cached_tokens))
+        self.link.on_admitted(self._promised, sum(cached_tokens))
 
     def on_output(self) -> None:
         """Note the first output: the prompt is computed."""

@@ -247,6 +247,17 @@ async def test_engines_are_found_by_dns(embedded_model: Path, tmp_path: Path) ->
         assert (await client.complete("import", max_tokens=4)).text
 
 
+async def test_server_that_is_no_engine_is_refused_by_name(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    model = ("--model", str(embedded_model))
+    async with running_service("grammar", *model, log=tmp_path / "grammar") as grammar:
+        log = tmp_path / "log"
+        with pytest.raises(AssertionError, match=f"The server at {grammar.target} is no engine"):
+            async with running_service("tokenizer", *model, "--engine", grammar.target, log=log):
+                pass
+
+
 @pytest.mark.parametrize("target", ["nowhere", "host:0", ","])
 async def test_unusable_target_ends_the_service_with_a_sentence(
     embedded_model: Path, tmp_path: Path, target: str
