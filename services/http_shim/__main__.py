@@ -27,6 +27,7 @@ from services.http_shim.backends.catalog import Catalog
 from services.http_shim.backends.model_source import ModelSource, SingleBackend
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.protocol import protocol_class
+from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.settings import HttpShimSettings, check
 from tokenwire.serving.addresses import address, listen, why_unusable
 from tokenwire.serving.catalog_file import CatalogError
@@ -137,7 +138,11 @@ def _server(
 def _models(settings: HttpShimSettings) -> ModelSource:
     """Return the models of the catalog, reloaded on SIGHUP, or of the one tokenizer service."""
     retry_policy = RetryPolicy(
-        settings.tokenizer_wait, settings.max_waiting, settings.lost_seconds, settings.peer_tls
+        settings.tokenizer_wait,
+        settings.max_waiting,
+        settings.lost_seconds,
+        settings.peer_tls,
+        KeptImages(settings.max_kept_image_bytes),
     )
     if not settings.catalog:
         return SingleBackend(settings.tokenizer, retry_policy)

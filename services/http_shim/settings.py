@@ -81,6 +81,11 @@ class HttpShimSettings(PeerSettings):
         "with 503.",
         least=1,
     )
+    max_kept_image_bytes: int = setting(
+        256 * 1024 * 1024,
+        "Most bytes of the images of running requests, which continue with them if a tokenizer "
+        "service is lost; the oldest are dropped first.",
+    )
     fetch_images: bool = setting(
         False, "Fetch images that requests give as http(s) URLs, from hosts with public addresses."
     )

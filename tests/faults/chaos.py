@@ -162,9 +162,14 @@ def _faults(fleet: Fleet) -> list[Fault]:
             ("drain grammar", "grammar", partial(_drain, node)),
             ("freeze grammar", "grammar", partial(_freeze, node)),
         ]
-    for service in ("tokenizer", "http_shim"):
-        for node in fleet.of(service):
-            found.append((f"drain {service}", service, partial(_drain, node)))
+    for node in fleet.of("tokenizer"):
+        found += [
+            ("kill tokenizer", "tokenizer", partial(_kill, node)),
+            ("drain tokenizer", "tokenizer", partial(_drain, node)),
+            ("freeze tokenizer", "tokenizer", partial(_freeze, node)),
+        ]
+    for node in fleet.of("http_shim"):
+        found.append(("drain http_shim", "http_shim", partial(_drain, node)))
     return found
 
 

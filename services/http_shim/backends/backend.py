@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
@@ -12,14 +12,15 @@ import grpc
 from services.common.logging import request_id, traceparent
 from services.common.targets import Discovery, parse_targets
 from services.http_shim.accounts.account import GenerationRequest
+from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
 from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
+from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.channel import LOST_SECONDS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
-from tokenwire.session import Listener
 from tokenwire.tls import ClientTls
 
 __all__ = ["Backend", "RetryPolicy"]
@@ -41,6 +42,8 @@ class RetryPolicy:
     """Silence after which a service counts as lost, in seconds"""
     tls: ClientTls | None = None
     """Certificates for the calls; None = plaintext"""
+    kept_images: KeptImages = field(default_factory=KeptImages)
+    """Images of the running requests of all models"""
 
 
 class Backend:
@@ -59,7 +62,7 @@ class Backend:
     def submit(
         self,
         request: GenerationRequest,
-        listener: Listener[completion_pb2.SessionEvent],
+        collector: OutputCollector[Any],
         *,
         tenant: str,
         priority: int,
@@ -67,13 +70,13 @@ class Backend:
         images: RequestImages | None = None,
         on_admitted: Callable[[], None] = lambda: None,
     ) -> Submission:
-        """Start a completion or a chat, whose events go to `listener`.
+        """Start a completion or a chat, whose events go to `collector`.
 
         tenant: tenant whose prefix cache the request uses.
         priority: scheduling priority, higher first.
         credit: tokens per choice that may be sent before more are granted; None = unlimited.
-        images: images of the request, which move into the command.
-        on_admitted: called when the request is admitted, and its images are no longer in memory.
+        images: images of the request. After admission they belong to `kept_images`.
+        on_admitted: called when the request is admitted.
         """
         context = completion_pb2.RequestContext(
             request_id=request_id.get(),
@@ -81,20 +84,19 @@ class Backend:
             tenant=tenant,
             priority=priority,
         )
-        command = completion_pb2.SessionCommand()
-        start: completion_pb2.StartChat | completion_pb2.StartComplete
-        if isinstance(request, completion_pb2.ChatRequest):
-            start = command.start_chat
-            start.request.CopyFrom(request)
-        else:
-            start = command.start_complete
-            start.request.CopyFrom(request)
-        start.context.CopyFrom(context)
-        if credit is not None:
-            start.credit = credit
-        if images is not None:
-            images.move_into(start.request)
-        return Submission(self, command, listener, on_admitted)
+        return Submission(
+            self,
+            request,
+            context,
+            collector,
+            credit=credit,
+            images=images or None,
+            on_admitted=on_admitted,
+        )
+
+    @property
+    def kept_images(self) -> KeptImages:
+        return self._retry_policy.kept_images
 
     def choose(self) -> TokenizerLink | None:
         """Return the service with the fewest open requests; None if no address is known.

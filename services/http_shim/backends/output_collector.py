@@ -1,8 +1,10 @@
 """Output of a completion or chat that arrived and is not yet sent to the client."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Generic, cast
 
+from services.http_shim.backends.received_output import ReceivedOutput
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.formats.responses import Delta
 from tokenwire.errors import ServiceError
@@ -28,6 +30,7 @@ class OutputCollector(Generic[Delta]):
         "gone",
         "pending",
         "prompt_logprobs",
+        "received",
         "usage",
     )
 
@@ -39,6 +42,8 @@ class OutputCollector(Generic[Delta]):
         self.finished: dict[int, completion_pb2.ChoiceFinished] = {}
         self.prompt_logprobs: dict[int, list[completion_pb2.PromptLogprobs]] = {}
         self.usage: types_pb2.Usage | None = None
+        self.received = ReceivedOutput()
+        """All output, also what was taken"""
         self.error: ServiceError | None = None
         self.gone = False
 
@@ -48,14 +53,23 @@ class OutputCollector(Generic[Delta]):
         match response.WhichOneof("event"):
             case "delta":
                 delta = cast(Delta, response.delta)
+                if delta.index in self.received.ended:
+                    return
+                self.received.ids[delta.index].extend(_generated_ids(delta))
                 self.pending.setdefault(delta.index, []).append(delta)
             case "finished":
                 finished = response.finished
+                if finished.index in self.received.ended:
+                    return
+                self.received.ended[finished.index] = finished.completion_tokens
                 self.finished[finished.index] = finished
             case "prompt_logprobs":
                 run = response.prompt_logprobs
+                self.received.scored[run.prompt] += len(run.tokens.ids)
                 self.prompt_logprobs.setdefault(run.prompt, []).append(run)
             case "accepted":
+                if self.accepted is not None:  # a lost request was resumed
+                    return
                 self.accepted = response.accepted
             case "completed":
                 self.usage = response.completed.usage
@@ -121,3 +135,9 @@ class OutputCollector(Generic[Delta]):
             raise self.error
         if self.gone:
             raise ClientGoneError
+
+
+def _generated_ids(delta: completion_pb2.ChoiceDelta | completion_pb2.ChatDelta) -> Sequence[int]:
+    if isinstance(delta, completion_pb2.ChatDelta):
+        return delta.token_ids
+    return () if delta.is_prompt else delta.tokens.ids

@@ -1,22 +1,29 @@
-"""One completion or chat on a tokenizer service, until it is admitted."""
+"""One completion or chat, on one tokenizer service after the other if they are lost."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+from services.http_shim.accounts.account import GenerationRequest
+from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
+from services.http_shim.images.kept_images import KeptImages
+from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.session import Listener
 
 __all__ = ["Submission", "TokenizerChoice"]
 
 _RETRIED = frozenset({"SESSION_LOST", "DRAINING", "NO_SERVICE"})
-"""Reasons after which a request that was not yet admitted is submitted again"""
+"""Reasons after which a request continues on another service, or when one is back"""
 
 
 class TokenizerChoice(Protocol):
     """The tokenizer services that a request may use."""
+
+    @property
+    def kept_images(self) -> KeptImages:
+        """Images of admitted requests."""
 
     def choose(self) -> TokenizerLink | None:
         """Return the service for a new request; None if no service is known."""
@@ -29,21 +36,25 @@ class TokenizerChoice(Protocol):
 
 
 class Submission:
-    """A submitted completion or chat: grants credit and cancels.
+    """A submitted completion or chat: hands its events to a collector, grants credit and cancels.
 
-    A submission listens to its request until admission. The client has received nothing until
-    then, so a request that loses its service is submitted again, to another one or when it is
-    back. Its images are in memory until then.
+    A request that loses its service is submitted again with what the collector has received, and
+    continues behind it. A request with best_of is repeated with its seed: it sends each choice
+    whole, and the collector skips those that it has.
     """
 
     __slots__ = (
         "_cancelled",
-        "_command",
+        "_collector",
+        "_context",
+        "_credit",
+        "_fruitless_losses",
         "_handle",
+        "_images",
         "_link",
-        "_listener",
-        "_losses",
         "_on_admitted",
+        "_progress",
+        "_request",
         "_retry",
         "_services",
     )
@@ -51,15 +62,27 @@ class Submission:
     def __init__(
         self,
         services: TokenizerChoice,
-        command: completion_pb2.SessionCommand,
-        listener: Listener[completion_pb2.SessionEvent],
+        request: GenerationRequest,
+        context: completion_pb2.RequestContext,
+        collector: OutputCollector[Any],
+        *,
+        credit: int | None,
+        images: RequestImages | None,
         on_admitted: Callable[[], None],
     ) -> None:
+        """The arguments are those of `Backend.submit`; `images` are part of the request."""
         self._services = services
-        self._command: completion_pb2.SessionCommand | None = command
+        self._request = request
+        self._context = context
+        self._collector = collector
+        self._credit = credit
+        """Tokens per choice granted so far; None = unlimited"""
+        self._images = images
         self._on_admitted = on_admitted
-        self._listener = listener
-        self._losses = 0
+        self._fruitless_losses = 0
+        """Losses in a row without new output: the request itself may crash the service"""
+        self._progress = 0
+        """Output received before the last loss"""
         self._cancelled = False
         self._retry: asyncio.Task[None] | None = None
         self._link: TokenizerLink | None = None
@@ -68,36 +91,60 @@ class Submission:
         self._submit()
 
     def on_event(self, event: completion_pb2.SessionEvent) -> None:
-        """Hand the admission, and all later events directly, to the listener."""
-        assert self._link is not None
-        self._command = None
-        self._on_admitted()
-        self._link.session.hand_over(self._handle, self._listener)
-        self._listener.on_event(event)
+        """Hand an event to the collector."""
+        if self._collector.accepted is None:
+            self._on_admitted()
+            if self._images is not None:
+                self._services.kept_images.keep(self._images)
+        self._collector.on_event(event)
+        if self._images is not None and not self._collector.is_open():
+            self._services.kept_images.drop(self._images)
 
     def on_error(self, error: ServiceError) -> None:
-        """Submit the request again if it lost its service, else hand the error to the listener."""
-        self._losses += error.reason == "SESSION_LOST"
+        """Submit the request again if it lost its service, else hand the error to the collector."""
         if error.reason in _RETRIED and self._link is not None:
             self._services.doubt(self._link)
-        if error.reason in _RETRIED and self._losses <= MAX_LOSSES and not self._cancelled:
+        if error.reason == "SESSION_LOST":
+            self._count_loss()
+        if error.reason in _RETRIED and not self._cancelled and self._may_continue():
+            self._link = None
             self._retry = asyncio.ensure_future(self._submit_again(error))
         else:
-            self._listener.on_error(error)
+            self._fail(error)
 
     def grant(self, tokens: int) -> None:
         """Let every choice send that many more tokens."""
+        if self._credit is not None:
+            self._credit += tokens
         credit = completion_pb2.Credit(tokens=tokens)
         self._send(completion_pb2.SessionCommand(credit=credit))
 
     def cancel(self) -> None:
-        """Abort the request; its listener gets no more events."""
+        """Abort the request; its collector gets no more events."""
         self._cancelled = True
+        if self._images is not None:
+            self._services.kept_images.drop(self._images)
         if self._retry is not None:
             self._retry.cancel()
         if self._link is not None:
             self._link.session.detach(self._handle)
         self._send(completion_pb2.SessionCommand(cancel=completion_pb2.Cancel()))
+
+    def _count_loss(self) -> None:
+        progress = self._collector.received.progress
+        if progress > self._progress:
+            self._fruitless_losses = 0
+        self._progress = progress
+        self._fruitless_losses += 1
+
+    def _may_continue(self) -> bool:
+        has_images = self._images is None or self._images.is_held
+        return has_images and self._fruitless_losses <= MAX_LOSSES
+
+    def _fail(self, error: ServiceError) -> None:
+        if self._images is not None:
+            self._services.kept_images.drop(self._images)
+        self._collector.on_error(error)
 
     def _send(self, command: completion_pb2.SessionCommand) -> None:
         if self._link is not None:
@@ -105,18 +152,44 @@ class Submission:
             self._link.session.send(command)
 
     def _submit(self) -> None:
-        assert self._command is not None  # the request is not admitted
         self._link = self._services.choose()
         if self._link is None:
             self.on_error(no_service())
             return
         self._handle = self._link.session.open(self)
-        self._send(self._command)
+        self._send(self._start_command())
+
+    def _start_command(self) -> completion_pb2.SessionCommand:
+        command = completion_pb2.SessionCommand()
+        start: completion_pb2.StartChat | completion_pb2.StartComplete
+        if isinstance(self._request, completion_pb2.ChatRequest):
+            start = command.start_chat
+            start.request.CopyFrom(self._request)
+        else:
+            start = command.start_complete
+            start.request.CopyFrom(self._request)
+        start.context.CopyFrom(self._context)
+        if self._credit is not None:
+            start.credit = self._credit
+        if self._images is not None:
+            self._images.copy_into(start.request)
+        if self._collector.accepted is not None:
+            start.request.sampling.seed = self._collector.accepted.seed
+            if not _ranks_choices(self._request):
+                start.request.resume.CopyFrom(self._collector.received.resumption())
+        return command
 
     async def _submit_again(self, error: ServiceError) -> None:
         try:
             await self._services.wait_until_serving(error)
         except ServiceError as refusal:
-            self._listener.on_error(refusal)
+            self._fail(refusal)
         else:
             self._submit()
+
+
+def _ranks_choices(request: GenerationRequest) -> bool:
+    """Return whether best_of selects from all choices, so that none can be continued alone."""
+    if isinstance(request, completion_pb2.ChatRequest):
+        return False
+    return request.best_of > (request.n if request.HasField("n") else 1)

@@ -225,7 +225,7 @@ async def _rendered(
 ) -> tokenizer_pb2.RenderChatResponse:
     request = to_render_request(asked.body, with_texts=with_texts)
     request.model = model
-    asked.images.move_into(request)
+    asked.images.copy_into(request)
     with client_field_names(lambda path: rendered_param_of(path, asked.body)):
         return await backend.render(request)
 

@@ -28,7 +28,7 @@ class RemoteImage:
 
 
 class RequestImages:
-    """The images of one request, in order, outside of its message until it is sent.
+    """The images of one request, in order, outside of its message.
 
     A request lives as long as its answer. Images inside it would hold up to 48 MiB that long.
     """
@@ -39,6 +39,7 @@ class RequestImages:
         """Bytes of all images"""
         self.url_length = 0
         """Characters of the data URLs"""
+        self._is_dropped = False
 
     def __len__(self) -> int:
         return len(self._items)
@@ -77,16 +78,25 @@ class RequestImages:
         """Put the bytes of a fetched image, which `grow` has counted, in place of its URL."""
         self._items[index] = data
 
-    def move_into(
+    @property
+    def is_held(self) -> bool:
+        """True unless the images were dropped."""
+        return not self._is_dropped
+
+    def drop(self) -> None:
+        """Hold the images no longer."""
+        self._items.clear()
+        self._is_dropped = True
+
+    def copy_into(
         self,
         request: completion_pb2.CompleteRequest
         | completion_pb2.ChatRequest
         | tokenizer_pb2.RenderChatRequest,
     ) -> None:
-        """Fill the request's empty places for images, and hold the images no longer."""
-        items, self._items = self._items, []
-        images = [item for item in items if isinstance(item, bytes)]
-        assert len(images) == len(items), "images must be fetched before the request is sent"
+        """Fill the request's empty places for images."""
+        images = [item for item in self._items if isinstance(item, bytes)]
+        assert len(images) == len(self._items), "images must be fetched before the request is sent"
         if isinstance(request, completion_pb2.CompleteRequest):
             request.images[:] = images
             return

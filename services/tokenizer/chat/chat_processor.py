@@ -144,15 +144,22 @@ class ChatProcessor:
             plan.engine_request.images.extend(images.messages([rendered.images]))
         table = templates.table if plan.choice.skip_special_tokens else plan.full_table
         hidden = table.hidden if plan.choice.scored else None
+        echo = _last_answer(request) if request.echo else ""
         tools = arguments_schemas(() if self._hides_tools else request.tools)
+        resumed = {choice.index for choice in request.resume.choices}
         self._messages = [
-            self._message(state, tools, hidden)
-            for _ in range(request.n if request.HasField("n") else 1)
+            self._message(state, tools, hidden, "" if index in resumed else echo)
+            for index in range(request.n if request.HasField("n") else 1)
         ]
         if grammar is not None:
             plan = replace(plan, remap_error=grammar.remap_error, ignored=grammar.ignored)
         return replace(
-            plan, table=table, begins_text=not request.continue_last_message, writes_one_large=True
+            plan,
+            table=table,
+            begins_text=not request.continue_last_message,
+            # scores of content that is held back are sent later than its ids
+            generates_again=plan.generates_again or plan.choice.scored,
+            writes_one_large=True,
         )
 
     def write_choice(
@@ -165,7 +172,7 @@ class ChatProcessor:
         return event.chat
 
     def _message(
-        self, state: ReasoningState, tools: Parameters, hidden: Container[int] | None
+        self, state: ReasoningState, tools: Parameters, hidden: Container[int] | None, echo: str
     ) -> ChatMessage:
         """Return the writer of an answer; `hidden` are ids without text, None if unscored."""
         request, templates = self._request, self._templates
@@ -175,7 +182,7 @@ class ChatProcessor:
             turn_ends=templates.turn_end_ids.difference(request.stopping.stop_token_ids),
             single_call=request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
             is_forced=request.tool_choice.WhichOneof("choice") == "name",
-            echo=_last_answer(request) if request.echo else "",
+            echo=echo,
         )
 
     def _kept_tokens(self, context: int) -> int | None:
@@ -224,6 +231,7 @@ class ChatProcessor:
             dry_sequence_breakers=request.dry_sequence_breakers,
             no_dry_sequence_breakers=request.no_dry_sequence_breakers,
             bad_words=request.bad_words,
+            resume=request.resume if request.HasField("resume") else None,
         )
         for name in ("skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"):
             if request.HasField(name):

@@ -15,7 +15,7 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["Choice", "ChoiceOutput", "Outcome"]
+__all__ = ["Choice", "ChoiceOutput", "Outcome", "SkippedOutput"]
 
 _LARGE_COLUMNS = 1_000  # scored tokens, whose columns take megabytes
 
@@ -38,10 +38,19 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class SkippedOutput:
+    """Output that the client of a resumed choice has received before."""
+
+    text: str
+    columns: Columns
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceOutput:
     """Output of one choice since the last: an echo, then new tokens, then the end."""
 
     index: int
+    skipped: "SkippedOutput"
     echo: Echo | None
     position: int
     """Tokens of the choice before those of `columns`"""
@@ -92,7 +101,7 @@ class Choice:
         self.received: list[int] = []
         """Ids so far, through the one that completed a stop string"""
         self.sent = 0
-        """Number of tokens that were taken"""
+        """Number of tokens that were taken, or received before the choice was resumed"""
         self._plan = plan
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(plan.stops) if plan.stops is not None else None
@@ -104,10 +113,13 @@ class Choice:
         self._logprobs: list[float] = []  # of all received tokens, for best_of
         self._text = ""  # ready to be taken, as are the columns
         self._columns = Columns()
+        self._skip: Sequence[int] = ()  # tokens at the start that the client has received
+        self._skipped_text = ""
+        self._skipped_columns = Columns()
         # held back, if tokens are tracked; offsets in code points of the generated text
         self._held: list[_HeldToken] = []
+        self._released = 0  # tokens that are held no longer
         self._unsettled = 0  # tokens at the end of _held that may still get text
-        self._held_text = ""
         self._decoded = 0
         self._is_end_taken = False
 
@@ -121,42 +133,92 @@ class Choice:
         return bool(self._columns.ids or self._text or self._echo or self.outcome)
 
     @property
+    def completion_tokens(self) -> int:
+        """Number of generated tokens, for the usage."""
+        return self.outcome.completion_tokens if self.outcome else len(self.received)
+
+    @property
+    def awaits_echo(self) -> bool:
+        """True before `put_echo`, if there is an echo that the client has not received."""
+        return self._awaits_echo
+
+    @property
+    def is_taken(self) -> bool:
+        """True if the end was taken, or received before the choice was resumed."""
+        return self._is_end_taken
+
+    @property
     def kept_logprobs(self) -> Sequence[float]:
         """Logprobs of the tokens before any cut, once the choice ended; for best_of only."""
         return self._logprobs[: self.sent + len(self._columns.ids)]
 
     def put_echo(self, echo: Echo) -> None:
-        """Set the echo, which comes before all other output."""
-        self._echo = echo
+        """Set the echo, which comes before all other output, unless the client has received it."""
+        if self._awaits_echo:
+            self._echo = echo
+            self._awaits_echo = False
+
+    def skip(self, ids: Sequence[int]) -> None:
+        """Put the echo and these first tokens into the `skipped` part of the output.
+
+        The client has received them before its stream was lost. Call it before any token is added.
+        """
+        self._skip = ids
+        self.sent = len(ids)
         self._awaits_echo = False
+
+    def skip_all(self, completion_tokens: int) -> None:
+        """End the choice without output: the client has received all of it."""
+        reason = types_pb2.FINISH_REASON_UNSPECIFIED  # the client knows it
+        self.outcome = Outcome(reason, None, completion_tokens)
+        self._awaits_echo = False
+        self._is_end_taken = True
+
+    def replay(self) -> None:
+        """Add the skipped tokens, for the state that they leave; they have no scores."""
+        self._feed(self._skip, None)
 
     def add(self, position: int, tokens: types_pb2.TokenColumns) -> None:
         """Add generated tokens, the first of which is number `position` of the choice.
 
         Tokens that were received before are skipped, and so are those behind a stop string.
-        Raises INTERNAL if tokens are missing in between.
+        Raises INTERNAL if tokens are missing in between, or differ from those to skip.
         """
         if self.outcome is not None:
             return
-        skip = len(self.received) - position
-        if skip < 0:
-            raise ServiceError(
-                grpc.StatusCode.INTERNAL, "TOKENS_LOST", "Tokens from the engine were lost."
-            )
-        ids: Sequence[int] = tokens.ids[skip:] if skip else tokens.ids
+        known = len(self.received) - position
+        if known < 0:
+            raise _tokens_lost("Tokens from the engine were lost.")
+        ids: Sequence[int] = tokens.ids[known:] if known else tokens.ids
+        if len(self.received) < len(self._skip):
+            self._require_skipped(ids)
         if self._plan.ranked:
-            self._logprobs.extend(tokens.logprobs[skip:])
+            self._logprobs.extend(tokens.logprobs[known:])
+        self._feed(ids, read_scores(tokens)[known:] if self._plan.scored else None)
+
+    def _require_skipped(self, ids: Sequence[int]) -> None:
+        """Raise INTERNAL if the engine generates other ids than those that the client received."""
+        expected = self._skip[len(self.received) :]
+        if any(token != before for token, before in zip(ids, expected, strict=False)):
+            raise _tokens_lost("The resumed choice can't be continued: rounding changed its start.")
+
+    def _feed(self, ids: Sequence[int], scores: Sequence[Score] | None) -> None:
         if self._tracked:
-            scores = read_scores(tokens)[skip:] if self._plan.scored else None
             self._add_tracked(ids, scores)
             return
+        if (left := len(self._skip) - len(self.received)) > 0:
+            self._skipped_text += self._decode(ids[:left])
+            ids = ids[left:]
+        self._text += self._decode(ids)
+        self._columns.ids.extend(ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
         end_ids, feed, text = self._plan.end_ids, self._detokenizer.feed, ""
         for token in ids:
             if token not in end_ids:
                 text += feed(token)
         self.received.extend(ids)
-        self._columns.ids.extend(ids)
-        self._text += text
+        return text
 
     def end(
         self, reason: "types_pb2.FinishReason.ValueType", match: types_pb2.StopMatch | None
@@ -176,12 +238,17 @@ class Choice:
         echo, self._echo = self._echo, None
         if echo is not None and self._ends_prompt:
             echo = echo.ended or echo
+        skipped = SkippedOutput(self._skipped_text, self._skipped_columns)
+        if skipped.text or skipped.columns.ids:
+            self._skipped_text, self._skipped_columns = "", Columns()
         text, self._text = self._text, ""
         columns, self._columns = self._columns, Columns()
         position, self.sent = self.sent, self.sent + len(columns.ids)
         self._is_end_taken = self.outcome is not None
         suffix = self._plan.suffix if self._is_end_taken else ""
-        return ChoiceOutput(self.index, echo, position, text, columns, suffix, self.outcome)
+        return ChoiceOutput(
+            self.index, skipped, echo, position, text, columns, suffix, self.outcome
+        )
 
     def _add_tracked(self, ids: Sequence[int], scores: Sequence[Score] | None) -> None:
         detokenizer = self._detokenizer
@@ -239,7 +306,6 @@ class Choice:
     def _grow(self, held: _HeldToken, text: str) -> bool:
         """Add text to a held token. Returns whether the text completes a stop string."""
         held.text += text
-        self._held_text += text
         self._decoded += len(text)
         if self._matcher is None:
             return False
@@ -256,7 +322,6 @@ class Choice:
         stand directly before the cut stay too.
         """
         cut = match.end if self._plan.include_stop else match.start
-        self._held_text = self._held_text[: len(self._held_text) - (self._decoded - cut)]
         is_silent = self._detokenizer.is_silent
         # end at the first token that goes: a later one without bytes would leave a gap
         self._held = list(
@@ -279,26 +344,28 @@ class Choice:
         return not self._detokenizer.is_silent(held.token)
 
     def _release(self, limit: int) -> None:
-        """Make the tokens ready that end at `limit` or before.
-
-        Without scores, the text up to `limit` is ready too, even within a token.
-        """
+        """Make the tokens ready that end at `limit` or before, with their text."""
         count = 0
         for held in self._held[: len(self._held) - self._unsettled]:
             if held.start + len(held.text) > limit or self._begins_held_text(held, limit):
                 break
             count += 1
         ready, self._held = self._held[:count], self._held[count:]
-        if not self._plan.scored:
-            self._columns.ids.extend([held.token for held in ready])
-            size = len(self._held_text) - (self._decoded - limit)
-            self._text += self._held_text[:size]
-            self._held_text = self._held_text[size:]
-            return
         for held in ready:
-            if held.score is not None:
-                offset = self._base + held.start
-                shown = held.text if held.name is None else held.name
-                self._columns.append(held.token, shown, offset, held.score, held.candidate_texts)
-            self._text += held.text
-            self._held_text = self._held_text[len(held.text) :]
+            is_skipped = self._released < len(self._skip)
+            self._released += 1
+            if is_skipped:
+                self._skipped_text += held.text
+            else:
+                self._text += held.text
+            columns = self._skipped_columns if is_skipped else self._columns
+            if held.score is None:
+                columns.ids.append(held.token)
+                continue
+            offset = self._base + held.start
+            shown = held.text if held.name is None else held.name
+            columns.append(held.token, shown, offset, held.score, held.candidate_texts)
+
+
+def _tokens_lost(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INTERNAL, "TOKENS_LOST", message)

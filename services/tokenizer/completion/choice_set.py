@@ -1,11 +1,12 @@
 """Choices of one completion, and the order in which clients get them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import fsum, inf
 
 from services.tokenizer.completion.choice import Choice, ChoiceOutput
 from services.tokenizer.completion.plan import CompletionPlan
 from services.tokenizer.text.detokenizer import Detokenizer
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["ChoiceSet", "rank"]
 
@@ -35,10 +36,32 @@ class ChoiceSet:
     def __iter__(self) -> Iterator[Choice]:
         return iter(self._choices)
 
+    def resume(self, resumed: Iterable[completion_pb2.ResumedChoice], *, replays: bool) -> None:
+        """Skip what the client has received before its stream was lost.
+
+        replays: whether the engine continues behind the received ids, instead of generating them
+        again.
+        """
+        for each in resumed:
+            choice = self._choices[each.index]
+            if each.HasField("completion_tokens"):
+                choice.skip_all(each.completion_tokens)
+                continue
+            choice.skip(list(each.generated.ids))
+            if replays:
+                choice.replay()
+            if choice.has_output:  # the received ids complete a stop string
+                self.update(choice)
+
     @property
     def received(self) -> int:
         """Generated tokens of all choices."""
-        return sum(len(choice.received) for choice in self._choices)
+        return sum(choice.completion_tokens for choice in self._choices)
+
+    @property
+    def await_echo(self) -> bool:
+        """True if a choice has no echo yet."""
+        return any(choice.awaits_echo for choice in self._choices)
 
     @property
     def running(self) -> list[Choice]:
@@ -74,13 +97,12 @@ class ChoiceSet:
     def _next_whole(self) -> Choice | None:
         """Return the next choice in the order of index, if it has ended."""
         choices = self._rank_candidates() if self._plan.choice.ranked else self._choices
+        while self._whole_taken < len(choices) and choices[self._whole_taken].is_taken:
+            self._whole_taken += 1
         if self._whole_taken == len(choices):
             return None
         choice = choices[self._whole_taken]
-        if choice.outcome is None or not choice.has_output:
-            return None
-        self._whole_taken += 1
-        return choice
+        return choice if choice.outcome is not None and choice.has_output else None
 
     def _rank_candidates(self) -> Sequence[Choice]:
         """Return the selected choices of all prompts whose candidates have ended."""

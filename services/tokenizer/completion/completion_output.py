@@ -39,6 +39,8 @@ class CompletionOutput:
         """State of Mirostat by sequence, which ids do not restore"""
         self._began = began
         self._last_token_at: dict[int, float] = {}
+        if plan.resume is not None:
+            self.choices.resume(plan.resume.choices, replays=not plan.generates_again)
 
     @property
     def is_admitted(self) -> bool:
@@ -124,7 +126,7 @@ class CompletionOutput:
                     generated=types_pb2.TokenIds(ids=choice.received),
                     mirostat_mu=self._mirostat_mu.get(sequence),
                 )
-        if self._prompt_scores.is_complete:
+        if not self._prompt_scores.lacks_runs and not self.choices.await_echo:
             request.ClearField("prompt_logprobs")
         return request
 

@@ -176,6 +176,8 @@ class CompletionStream(Generic[Response]):
         remap_error = output.plan.remap_error if output is not None else None
         if remap_error is not None and error.field.startswith("grammar"):
             remap_error(error)
+        elif error.field.startswith("resume["):
+            error.field = "resume.choices"  # the engine numbers those that run
         may_retry = self._leave_for(error)
         if output is None or not may_retry:
             self._fail(error)

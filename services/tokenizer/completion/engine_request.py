@@ -101,8 +101,11 @@ class EngineRequest:
         if plan.whole:
             self._granted = None
         elif self._is_windowed and plan.engine_request.stopping.max_tokens > _WINDOW:
-            self._granted = _WINDOW
-        self._open(plan.engine_request, taken=0)
+            self._granted = _WINDOW + max(choice.sent for choice in output.choices)
+        if plan.resume is None:
+            self._open(plan.engine_request, taken=0)
+        else:
+            self.resubmit(output.remaining_request(), output)
 
     def resubmit(self, request: engine_pb2.GenerateRequest, output: CompletionOutput) -> None:
         """Open `request`, which continues the running choices. Raises as `submit`."""

@@ -78,6 +78,10 @@ class CompletionPlan:
     """Texts of all tokens, special ones included"""
     begins_text: bool
     """True if each output begins a text, instead of continuing its prompt's"""
+    resume: completion_pb2.Resumption | None = None
+    """What the client has received of the request before; None for a new request"""
+    generates_again: bool = False
+    """True if a resumed choice starts anew on the engine: ids do not restore all of its state"""
     writes_one_large: bool = False
     """True if `write` ends after a large output, because parsing it takes long"""
 
@@ -144,6 +148,8 @@ def plan_completion(
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         full_table=vocabulary.full_table,
         begins_text=False,
+        resume=request.resume if request.HasField("resume") else None,
+        generates_again=request.sampling.HasField("mirostat"),
     )
 
 

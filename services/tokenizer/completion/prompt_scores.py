@@ -19,6 +19,11 @@ class PromptScores:
         self._plan = plan
         self._scores: list[list[Score]] = [[] for _ in plan.prompts]
         self._runs: deque[completion_pb2.PromptLogprobs] = deque()
+        self._sent = [0] * len(plan.prompts)
+        """Scores that the client received before the request was resumed"""
+        if plan.resume is not None:
+            for index, count in enumerate(plan.resume.scored_prompt_tokens):
+                self._sent[index] = count
 
     @property
     def received(self) -> int:
@@ -26,9 +31,14 @@ class PromptScores:
         return sum(map(len, self._scores))
 
     @property
-    def is_complete(self) -> bool:
-        """True if every prompt is scored."""
-        return all(map(self._is_scored, range(len(self._scores))))
+    def lacks_runs(self) -> bool:
+        """True if the client gets runs for which scores are missing."""
+        return self._plan.prompt_logprobs is not None and any(
+            max(len(scores), sent) < len(prompt.ids) - 1
+            for scores, sent, prompt in zip(
+                self._scores, self._sent, self._plan.prompts, strict=True
+            )
+        )
 
     @property
     def has_runs(self) -> bool:
@@ -40,9 +50,10 @@ class PromptScores:
         known = self._scores[scores.prompt]
         skip = max(0, len(known) + 1 - scores.position)
         fresh = read_scores(scores.tokens)[skip:]
-        if fresh and self._plan.prompt_logprobs is not None:
-            ids = scores.tokens.ids[skip:]
-            self._runs.append(self._run(scores.prompt, len(known) + 1, ids, fresh))
+        sent = max(0, self._sent[scores.prompt] - len(known))
+        if fresh[sent:] and self._plan.prompt_logprobs is not None:
+            ids = scores.tokens.ids[skip + sent :]
+            self._runs.append(self._run(scores.prompt, len(known) + sent + 1, ids, fresh[sent:]))
         known.extend(fresh)
         return bool(fresh)
 

@@ -83,6 +83,8 @@ def check_complete(
     if request.delivery not in completion_pb2.Delivery.values():
         raise invalid("delivery", "delivery must be one of the known values.")
     _check_tools(request, limits)
+    if request.HasField("resume"):
+        _check_resume(request, limits)
 
 
 def _check_prompts(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
@@ -334,6 +336,28 @@ def _check_tools(request: completion_pb2.CompleteRequest, limits: ModelLimits) -
     if request.HasField("grammar"):
         raise invalid("grammar", "Tool calls are already constrained: leave out grammar.")
     require(limits, engine_pb2.CAPABILITY_GRAMMAR, "tools")
+
+
+def _check_resume(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
+    require(limits, engine_pb2.CAPABILITY_RESUME, "resume")
+    if not request.sampling.HasField("seed"):
+        raise invalid("sampling.seed", "A resumed request needs the seed of its CompleteAccepted.")
+    n = request.n if request.HasField("n") else 1
+    if request.best_of > n:
+        raise invalid("resume", "A request with best_of above n can't be resumed: start it anew.")
+    if len(request.resume.scored_prompt_tokens) > len(request.prompts):
+        raise invalid("resume.scored_prompt_tokens", "There are more numbers than prompts.")
+    seen: set[int] = set()
+    for place, choice in enumerate(request.resume.choices):
+        field = f"resume.choices[{place}]"
+        if choice.index >= len(request.prompts) * n or choice.index in seen:
+            message = f"Choice {choice.index} does not exist or is resumed twice."
+            raise invalid(f"{field}.index", message)
+        seen.add(choice.index)
+        if len(choice.generated.ids) > limits.context_length:
+            message = f"A choice has at most {limits.context_length:,} tokens."
+            raise invalid(f"{field}.generated.ids", message)
+        check_ids(f"{field}.generated.ids", choice.generated.ids, limits.vocabulary_size)
 
 
 def _check_grammar(grammar: types_pb2.GrammarSpec, limits: ModelLimits) -> None:

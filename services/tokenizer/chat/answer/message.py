@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from services.tokenizer.chat.answer.content_tokens import ContentTokens
 from services.tokenizer.chat.answer.message_parser import MessageParser, Segment, SegmentKind
-from services.tokenizer.completion.choice import ChoiceOutput, Outcome
+from services.tokenizer.completion.choice import ChoiceOutput, Outcome, SkippedOutput
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -47,6 +47,7 @@ class ChatMessage:
 
     def write(self, output: ChoiceOutput, add: Callable[[], completion_pb2.ChatResponse]) -> None:
         """Write new tokens of the choice, or its end, or both, as responses from `add`."""
+        self._skip(output.skipped)
         if self._echo:
             delta = completion_pb2.ChatDelta(index=output.index, content=self._echo)
             add().delta.CopyFrom(delta)
@@ -73,6 +74,18 @@ class ChatMessage:
             add().delta.CopyFrom(answer)
         if outcome is not None:
             self._write_end(output.index, outcome, add().finished)
+
+    def _skip(self, skipped: SkippedOutput) -> None:
+        """Read output that the client has received before, and write nothing."""
+        if not skipped.text and not skipped.columns.ids:
+            return
+        segments = self._parser.feed(skipped.text)
+        if self._tokens is not None:
+            self._tokens.extend(skipped.text, skipped.columns)
+        unsent = completion_pb2.ChatDelta()
+        self._write(unsent, segments)
+        if self._tokens is not None:
+            self._tokens.write(unsent)
 
     def _write_end(
         self, index: int, outcome: Outcome, event: completion_pb2.ChoiceFinished

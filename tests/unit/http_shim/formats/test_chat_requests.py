@@ -338,7 +338,7 @@ def test_images_stay_apart_from_the_messages_until_they_are_sent() -> None:
     assert b"AAEC" not in msgspec.json.encode(body)
     for request in (to_chat_request(body), to_render_request(TemplateBody(messages=body.messages))):
         assert [part.image for part in request.messages[1].parts] == [b"", b"", b""]
-    images.move_into(request)
+    images.copy_into(request)
     assert [part.image for part in request.messages[1].parts] == [b"\0\1\2", b"", b"\xff"]
     assert request.messages[1].parts[1].text == "a"
 

@@ -69,7 +69,7 @@ def test_images_stay_apart_from_the_request_until_it_is_sent() -> None:
     assert body.images == ["", ""]
     request = to_complete_request(body)
     assert list(request.images) == [b"", b""]
-    images.move_into(request)
+    images.copy_into(request)
     assert list(request.images) == [b"\0\1\2", b"\xff"]
     assert len(images) == 0
 

@@ -301,7 +301,7 @@ async def test_urls_of_a_request_become_images_in_its_order() -> None:
         sizes: list[int] = []
         await fetch_remote(fetcher_of(web), images, sizes.append)
     request = completion_pb2.CompleteRequest(images=[b""] * 3)
-    images.move_into(request)
+    images.copy_into(request)
     assert list(request.images) == [b"two", b"\0\1\2", b"one"]
     assert sizes[-1] == 9
 

@@ -146,7 +146,7 @@ def test_fetched_images_stand_in_the_order_of_the_request() -> None:
     images.replace(2, b"second")
     images.replace(0, b"first")
     request = completion_pb2.CompleteRequest(images=[b""] * 3)
-    images.move_into(request)
+    images.copy_into(request)
     assert list(request.images) == [b"first", b"\0\1\2", b"second"]
 
 

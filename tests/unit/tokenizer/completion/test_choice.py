@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import pytest
 from hypothesis import example, given, settings
@@ -138,16 +139,27 @@ def _write(choice: Choice) -> Iterator[completion_pb2.CompleteResponse]:
     yield from responses
 
 
-def _run(
-    choice: Choice, ids: Sequence[int], cuts: Sequence[int], scored: bool
-) -> list[completion_pb2.CompleteResponse]:
-    responses: list[completion_pb2.CompleteResponse] = []
+_Responses = list[completion_pb2.CompleteResponse]
+
+
+def _run(choice: Choice, ids: Sequence[int], cuts: Sequence[int], scored: bool) -> _Responses:
+    return _flat(_writes(choice, ids, cuts, scored))
+
+
+def _flat(writes: Sequence[_Responses]) -> _Responses:
+    return list(chain.from_iterable(writes))
+
+
+def _writes(
+    choice: Choice, ids: Sequence[int], cuts: Sequence[int], scored: bool, position: int = 0
+) -> list[_Responses]:
+    """Return the responses of each write. A Session sends those of one write together."""
+    writes: list[_Responses] = []
     for begin, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
-        choice.add(begin, _columns(ids[begin:end], begin, scored))
-        responses += _write(choice)
-    reason = types_pb2.FINISH_REASON_LENGTH
-    choice.end(reason, None)
-    return [*responses, *_write(choice)]
+        choice.add(position + begin, _columns(ids[begin:end], position + begin, scored))
+        writes.append(list(_write(choice)))
+    choice.end(types_pb2.FINISH_REASON_LENGTH, None)
+    return [*writes, list(_write(choice))]
 
 
 @st.composite
@@ -222,23 +234,74 @@ def test_scores_and_offsets_stay_with_their_tokens(
 
 
 @given(st.lists(st.sampled_from(_IDS[:-1]), max_size=16), _STOPS)
-def test_text_is_sent_as_soon_as_no_stop_string_can_contain_it(
+def test_text_of_a_token_is_sent_as_soon_as_no_stop_string_can_contain_it(
     ids: list[int], stops: list[str]
 ) -> None:
     """A client would see text later than the model generates it."""
     plan = _plan(stops)
     choice = Choice(0, plan, Detokenizer(_TABLE), None)
-    decoded, sent = "", ""
+    decoded, sent, ends, settled = "", "", [0], 0
     detokenizer = Detokenizer(_TABLE)
     proper = {stop[:size] for stop in stops for size in range(1, len(stop))}
     for position, token in enumerate(ids):
         choice.add(position, _columns([token], position, scored=False))
         if choice.outcome is not None:
             return
-        decoded += detokenizer.feed(token)
+        text = detokenizer.feed(token)
+        if text or not detokenizer.holds_back:  # a character that begins may belong to the token
+            settled = len(decoded) if detokenizer.holds_back else len(decoded + text)
+        decoded += text
         sent += "".join(response.delta.text for response in _write(choice))
+        ends.append(len(decoded))
         held = [size for size in range(1, len(decoded) + 1) if decoded[-size:] in proper]
-        assert sent == decoded[: len(decoded) - max(held, default=0)]
+        limit = min(settled, len(decoded) - max(held, default=0))
+        assert sent == decoded[: max(end for end in ends if end <= limit)]
+
+
+@given(_cases(), st.integers(0, 16), st.booleans(), st.booleans())
+@example(([_UNFINISHED, _IDS[1], _IDS[1]], [], ["\ufffdbb"], False, 0), 1, True, False)
+@settings(max_examples=500)
+def test_resumed_choice_continues_behind_what_was_received(
+    case: tuple[list[int], list[int], list[str], bool, int],
+    received: int,
+    scored: bool,
+    again: bool,
+) -> None:
+    """A client would get text twice, or miss some.
+
+    The engine continues behind the received ids, or generates them `again`.
+    """
+    ids, _, stops, include, min_tokens = case
+    plan = _plan(stops, scored=scored, include=include, min_tokens=min_tokens)
+    choice = Choice(0, plan, Detokenizer(_TABLE), None)
+    writes = _writes(choice, ids, range(1, len(ids)), scored)
+    before, after = _flat(writes[:received]), _flat(writes[received:])
+    if any(response.HasField("finished") for response in before):
+        return
+    known = [token for response in before for token in response.delta.tokens.ids]
+    resumed = Choice(0, plan, Detokenizer(_TABLE), None)
+    resumed.skip(known)
+    if not again:
+        resumed.replay()
+    begin = 0 if again else len(known)
+    rest = _writes(resumed, ids[begin:], range(1, len(ids) - begin), scored, begin)
+    assert _joined(_flat(rest)) == _joined(after)
+
+
+def _joined(responses: _Responses) -> completion_pb2.ChoiceDelta:
+    """Return all deltas as one; repeated fields and texts are joined, the end is in `tokens`."""
+    joined = completion_pb2.ChoiceDelta()
+    for response in responses:
+        delta = response.delta
+        joined.text += delta.text
+        joined.token_texts.extend(delta.token_texts)
+        joined.text_offsets.extend(delta.text_offsets)
+        joined.tokens.ids.extend(delta.tokens.ids)
+        joined.tokens.logprobs.extend(delta.tokens.logprobs)
+        if response.HasField("finished"):
+            joined.position = response.finished.completion_tokens
+            joined.top_texts.append(response.finished.match.stop_string)
+    return joined
 
 
 def test_tokens_repeated_after_a_resume_count_once() -> None:
