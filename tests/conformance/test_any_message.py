@@ -44,6 +44,9 @@ PROMPT = st.one_of(
 )
 
 
+CHOICE_IDS = st.lists(st.sampled_from([5, 6, 207]), max_size=3)
+
+
 def optional(**fields: Values) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=fields)
 
@@ -80,6 +83,12 @@ SENSE: dict[str, Values] = {
     "truncate_prompt_tokens": st.sampled_from([-1, 1, 4]),
     "prompt_logprobs": st.integers(0, 5),
     "bad_words": WORDS,
+    "resume": optional(
+        choices=st.just([{}])
+        | st.lists(optional(generated=optional(ids=CHOICE_IDS)), max_size=1)
+        | st.just([{"index": 0, "completion_tokens": 2}]),
+        scored_prompt_tokens=st.just([1]),
+    ),
 }  # fmt: skip
 NONSENSE: dict[str, Values] = {
     "model": LETTERS,
@@ -107,6 +116,17 @@ NONSENSE: dict[str, Values] = {
     "truncate_prompt_tokens": st.sampled_from([0, -2, 2_048, 2**31 - 1]),
     "prompt_logprobs": COUNT,
     "bad_words": st.lists(LETTERS, max_size=130),
+    "resume": optional(
+        choices=st.lists(
+            optional(
+                index=COUNT,
+                generated=optional(ids=st.lists(COUNT, max_size=3)),
+                completion_tokens=COUNT,
+            ),
+            max_size=3,
+        ),
+        scored_prompt_tokens=st.lists(COUNT, max_size=3),
+    ),
 }  # fmt: skip
 
 

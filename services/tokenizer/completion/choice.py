@@ -11,7 +11,7 @@ from services.tokenizer.completion.echo import Echo
 from services.tokenizer.completion.plan import ChoicePlan
 from services.tokenizer.completion.stops import StopMatcher, StopStringMatch
 from services.tokenizer.text.detokenizer import Detokenizer
-from tokenwire.errors import ServiceError
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -182,13 +182,16 @@ class Choice:
         """Add generated tokens, the first of which is number `position` of the choice.
 
         Tokens that were received before are skipped, and so are those behind a stop string.
-        Raises INTERNAL if tokens are missing in between, or differ from those to skip.
+        Raises INTERNAL if tokens are missing in between, INVALID_ARGUMENT if they differ from those
+        to skip.
         """
         if self.outcome is not None:
             return
         known = len(self.received) - position
         if known < 0:
-            raise _tokens_lost("Tokens from the engine were lost.")
+            raise ServiceError(
+                grpc.StatusCode.INTERNAL, "TOKENS_LOST", "Tokens from the engine were lost."
+            )
         ids: Sequence[int] = tokens.ids[known:] if known else tokens.ids
         if len(self.received) < len(self._skip):
             self._require_skipped(ids)
@@ -197,10 +200,14 @@ class Choice:
         self._feed(ids, read_scores(tokens)[known:] if self._plan.scored else None)
 
     def _require_skipped(self, ids: Sequence[int]) -> None:
-        """Raise INTERNAL if the engine generates other ids than those that the client received."""
+        """Raise INVALID_ARGUMENT if the engine generates other ids than the client received."""
         expected = self._skip[len(self.received) :]
         if any(token != before for token, before in zip(ids, expected, strict=False)):
-            raise _tokens_lost("The resumed choice can't be continued: rounding changed its start.")
+            message = (
+                f"Choice {self.index} can't be resumed: the model does not generate these ids with "
+                "this seed, or rounding changed a draw. Repeat the whole request."
+            )
+            raise invalid("resume.choices", message, reason="OTHER_TOKENS")
 
     def _feed(self, ids: Sequence[int], scores: Sequence[Score] | None) -> None:
         if self._tracked:
@@ -365,7 +372,3 @@ class Choice:
             offset = self._base + held.start
             shown = held.text if held.name is None else held.name
             columns.append(held.token, shown, offset, held.score, held.candidate_texts)
-
-
-def _tokens_lost(message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.INTERNAL, "TOKENS_LOST", message)

@@ -354,9 +354,13 @@ def _check_resume(request: completion_pb2.CompleteRequest, limits: ModelLimits) 
             message = f"Choice {choice.index} does not exist or is resumed twice."
             raise invalid(f"{field}.index", message)
         seen.add(choice.index)
-        if len(choice.generated.ids) > limits.context_length:
-            message = f"A choice has at most {limits.context_length:,} tokens."
-            raise invalid(f"{field}.generated.ids", message)
+        for name, tokens in (
+            ("generated.ids", len(choice.generated.ids)),
+            ("completion_tokens", choice.completion_tokens),
+        ):
+            if tokens > limits.context_length:
+                message = f"A choice has at most {limits.context_length:,} tokens, got {tokens:,}."
+                raise invalid(f"{field}.{name}", message)
         check_ids(f"{field}.generated.ids", choice.generated.ids, limits.vocabulary_size)
 
 

@@ -203,6 +203,10 @@ async def test_request_continues_behind_what_arrived(session: CompletionSession,
             "resume.choices[0].generated.ids",
             [completion.ResumedChoice(generated=types.TokenIds(ids=[5] * 100_000))],
         ),
+        (
+            "resume.choices[0].completion_tokens",
+            [completion.ResumedChoice(completion_tokens=2**31)],
+        ),
     ],
 )
 async def test_impossible_resumption_is_refused(
@@ -224,6 +228,15 @@ async def test_resumption_needs_the_seed_and_no_best_of(session: CompletionSessi
     with pytest.raises(ServiceError) as refused:
         await events_of(session, ranked)
     assert refused.value.field == "resume"
+
+
+async def test_ids_that_the_model_does_not_generate_are_refused(session: CompletionSession) -> None:
+    """Ids alone do not restore Mirostat, so the model generates them again."""
+    choice = completion.ResumedChoice(generated=types.TokenIds(ids=[300, 300, 300]))
+    resume = completion.Resumption(choices=[choice])
+    with pytest.raises(ServiceError) as refused:
+        await events_of(session, complete(sampling=MIROSTAT, resume=resume))
+    assert (refused.value.field, refused.value.reason) == ("resume.choices", "OTHER_TOKENS")
 
 
 async def test_ids_that_the_grammar_forbids_are_refused(session: CompletionSession) -> None:

@@ -254,9 +254,8 @@ def test_every_field_of_the_proto_has_a_json_field() -> None:
     )  # fmt: skip
     without_breakers = translated(dry_multiplier=1, dry_sequence_breakers=[])
     fields = [*complete.ListFields(), *without_breakers.ListFields()]
-    assert {field.name for field, _ in fields} == {
-        field.name for field in completion_pb2.ChatRequest.DESCRIPTOR.fields
-    }
+    names = {field.name for field in completion_pb2.ChatRequest.DESCRIPTOR.fields}
+    assert {field.name for field, _ in fields} == names - {"resume"}  # the shim itself resumes
 
 
 @pytest.mark.parametrize(

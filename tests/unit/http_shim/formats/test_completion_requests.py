@@ -71,6 +71,7 @@ def test_images_stay_apart_from_the_request_until_it_is_sent() -> None:
     assert list(request.images) == [b"", b""]
     images.copy_into(request)
     assert list(request.images) == [b"\0\1\2", b"\xff"]
+    images.drop()
     assert len(images) == 0
 
 
