@@ -30,6 +30,7 @@ from services.tokenizer.engines.engine_pool import EnginePool, PoolSettings
 from services.tokenizer.images.families import image_tokens, read_image_family
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.processor_settings import read_processor_settings
+from services.tokenizer.orca_service import OrcaServicer
 from services.tokenizer.text.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tokenizer_service import TokenizerServicer
@@ -89,7 +90,7 @@ class TokenizerSettings(StreamSettings, PeerSettings):
 
 
 class TokenizerApplication(Application):
-    """The two gRPC services, and their connection to the engines."""
+    """The gRPC services, and their connection to the engines."""
 
     def __init__(self, settings: TokenizerSettings) -> None:
         """Load the checkpoint. Raises StartupError if it, or a setting, is unusable."""
@@ -134,13 +135,15 @@ class TokenizerApplication(Application):
         self._tokenizer_servicer = TokenizerServicer(
             vocabulary, infill, self._templates, self._images, self._pool, model
         )
+        self._orca_servicer = OrcaServicer(self._pool)
 
     @property
     def model(self) -> str:
         return self._model
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
-        """Add both services to the server; return their full names."""
+        """Add the services to the server; return their full names."""
+        self._orca_servicer.register(server)
         add_CompletionServiceServicer_to_server(self._completion_servicer, server)
         add_TokenizerServiceServicer_to_server(self._tokenizer_servicer, server)
         return [
@@ -156,6 +159,7 @@ class TokenizerApplication(Application):
 
     async def drain(self) -> None:
         """Refuse new completions; return when the running ones have ended."""
+        self._orca_servicer.drain()
         await self._registry.drain()
 
     async def stop(self) -> None:

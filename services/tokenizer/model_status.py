@@ -11,7 +11,7 @@ from services.tokenizer import metrics
 from services.tokenizer.recent_times import percentile
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["model_status"]
+__all__ = ["model_status", "outcomes", "running_requests"]
 
 _BEGAN = time.monotonic()
 
@@ -25,18 +25,26 @@ def model_status(
         model=model,
         version=version("tokenwire"),
         uptime_seconds=now - _BEGAN,
-        running_requests=_count(metrics.RUNNING),
+        running_requests=running_requests(),
         outcomes=[
-            completion_pb2.OutcomeCount(
-                outcome=sample.labels["outcome"], requests=int(sample.value)
-            )
-            for sample in _samples(metrics.REQUESTS)
+            completion_pb2.OutcomeCount(outcome=outcome, requests=requests)
+            for outcome, requests in outcomes().items()
         ],
         prompt_tokens=_count(metrics.PROMPT_TOKENS),
         completion_tokens=_count(metrics.COMPLETION_TOKENS),
         first_token=_first_token(now),
         engines=engines,
     )
+
+
+def running_requests() -> int:
+    """Return the completions and chats that have not ended."""
+    return _count(metrics.RUNNING)
+
+
+def outcomes() -> dict[str, int]:
+    """Return the ended completions and chats by outcome."""
+    return {sample.labels["outcome"]: int(sample.value) for sample in _samples(metrics.REQUESTS)}
 
 
 def _first_token(now: float) -> completion_pb2.RecentTimes:

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.tokenizer import metrics
 from services.tokenizer.engines.cached_blocks import CachedBlocks, CacheEventError
+from services.tokenizer.engines.engine_load import EngineLoad
 from services.tokenizer.engines.placement import Need, Placement
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
@@ -83,6 +84,7 @@ class EngineLink:
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_followed = False
+        self._is_load_followed = False
         self._is_loss_logged = False
         self._probe: asyncio.Task[bool] | None = None
         self.session = engine_session(self._channel)
@@ -93,10 +95,16 @@ class EngineLink:
 
     def follow(self) -> None:
         """Follow the engine's load and cache too: there is a choice between engines."""
+        self.follow_load()
         if not self._is_followed:
             self._is_followed = True
-            self._spawn(self._repeat(self._watch_load))
             self._spawn(self._repeat(self._watch_cache))
+
+    def follow_load(self) -> None:
+        """Follow the engine's load too."""
+        if not self._is_load_followed:
+            self._is_load_followed = True
+            self._spawn(self._repeat(self._watch_load))
 
     async def close(self) -> None:
         """End the Session; the engine aborts its requests."""
@@ -113,6 +121,18 @@ class EngineLink:
     def block_size(self) -> int:
         """Tokens of a KV block."""
         return self.model.block_size if self.model is not None else 1
+
+    @property
+    def load(self) -> EngineLoad:
+        """Last report of `follow_load`; nothing runs before the first one."""
+        load, model = self._load, self.model
+        return EngineLoad(
+            running=load.running_sequences,
+            waiting=load.waiting_sequences,
+            places=model.max_running_sequences if model is not None else 0,
+            used_blocks=load.total_blocks - load.free_blocks,
+            total_blocks=load.total_blocks,
+        )
 
     @property
     def sequences(self) -> int:

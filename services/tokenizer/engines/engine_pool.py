@@ -14,6 +14,7 @@ from services.common.settings import StartupError
 from services.common.targets import Discovery
 from services.tokenizer import metrics
 from services.tokenizer.engines.engine_link import EngineLink, EngineRefusedError
+from services.tokenizer.engines.engine_load import EngineLoad
 from services.tokenizer.engines.placement import Need, Placement
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -73,6 +74,7 @@ class EnginePool:
         self._closing: set[asyncio.Task[None]] = set()
         self._waiting = 0
         """New requests that wait for an engine"""
+        self._follows_load = False
 
     @property
     def limits(self) -> ModelLimits:
@@ -120,6 +122,16 @@ class EnginePool:
     async def statuses(self) -> Sequence[completion_pb2.EngineStatus]:
         """Return each engine with its current load."""
         return await asyncio.gather(*(link.status() for link in self._links.values()))
+
+    def follow_load(self) -> None:
+        """Follow the load of all engines, even of a single one, for `loads`."""
+        self._follows_load = True
+        for link in self._links.values():
+            link.follow_load()
+
+    def loads(self) -> Sequence[EngineLoad]:
+        """Return the load of each engine that serves, as last reported."""
+        return [link.load for link in self._serving]
 
     # the choice
 
@@ -265,6 +277,8 @@ class EnginePool:
                 link = EngineLink(target, self, settings.lost_seconds, settings.tls, name)
                 self._links[target] = link
                 link.start()
+                if self._follows_load:
+                    link.follow_load()
         if len(self._links) > 1:
             for link in self._links.values():
                 link.follow()

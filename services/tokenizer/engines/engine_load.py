@@ -1,0 +1,33 @@
+"""Load of one engine, and the share of its capacity that is in use."""
+
+from dataclasses import dataclass
+
+__all__ = ["EngineLoad"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine does now, and what it has room for."""
+
+    running: int
+    """Sequences that run"""
+    waiting: int
+    """Sequences that wait"""
+    places: int
+    """Sequences that may run at once"""
+    used_blocks: int
+    """KV blocks that sequences hold"""
+    total_blocks: int
+    """KV blocks in all"""
+
+    @property
+    def block_share(self) -> float:
+        """Share of the KV blocks in use, from 0 to 1."""
+        return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    @property
+    def utilization(self) -> float:
+        """Share of the places or of the blocks in use, whichever are scarcer; waiting ones add."""
+        if not self.places:
+            return self.block_share
+        return max(self.running / self.places, self.block_share) + self.waiting / self.places

@@ -1,0 +1,68 @@
+"""Load of this service for balancers: averages of its request rates and of its engines' load."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.tokenizer.engines.engine_load import EngineLoad
+from tokenwire.pb.orca.v1 import orca_pb2
+
+__all__ = ["LoadAverage", "RequestCounts"]
+
+_WINDOW_SECONDS = 5.0
+"""Time constant of the averages: a change shows to two thirds after it"""
+_LEAST_UTILIZATION = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """Requests since the start of the process."""
+
+    begun: int
+    failed: int
+    """Ended by no fault of the client"""
+
+
+class LoadAverage:
+    """Averages in which a measurement counts exponentially less with its age."""
+
+    def __init__(self, now: float, counts: RequestCounts, cpu_seconds: float) -> None:
+        """All times are in seconds; `cpu_seconds` is what the process has used so far."""
+        self._now = now
+        self._counts = counts
+        self._cpu_seconds = cpu_seconds
+        self._requests = self._failures = self._cpu = self._engines = 0.0
+        self._loads: Sequence[EngineLoad] = ()
+
+    def add(
+        self, now: float, counts: RequestCounts, cpu_seconds: float, loads: Sequence[EngineLoad]
+    ) -> None:
+        """Take a measurement; `loads` are those of the engines that serve, none = all is full."""
+        passed = now - self._now
+        if passed <= 0:
+            return
+        engines = sum(load.utilization for load in loads) / len(loads) if loads else 1.0
+        weight = -math.expm1(-passed / _WINDOW_SECONDS)
+        self._requests += weight * ((counts.begun - self._counts.begun) / passed - self._requests)
+        self._failures += weight * ((counts.failed - self._counts.failed) / passed - self._failures)
+        self._cpu += weight * ((cpu_seconds - self._cpu_seconds) / passed - self._cpu)
+        self._engines += weight * (engines - self._engines)
+        self._now, self._counts, self._cpu_seconds = now, counts, cpu_seconds
+        self._loads = loads
+
+    def report(self) -> orca_pb2.OrcaLoadReport:
+        """Return the load as ORCA has it."""
+        loads = self._loads
+        total = sum(load.total_blocks for load in loads)
+        used = sum(load.used_blocks for load in loads)
+        return orca_pb2.OrcaLoadReport(
+            cpu_utilization=self._cpu,
+            rps_fractional=self._requests,
+            eps=self._failures,
+            named_metrics={
+                "num_requests_running": sum(load.running for load in loads),
+                "num_requests_waiting": sum(load.waiting for load in loads),
+                "kv_cache_usage_perc": used / total if total else 0.0,
+            },
+            application_utilization=max(self._engines, self._cpu, _LEAST_UTILIZATION),
+        )
