@@ -19,6 +19,7 @@ NOT_RUN = {
     "python -m services.": "does not end",
     "torchrun ": "does not end",
     "kubectl ": "needs a cluster; tests/unit/deploy checks the manifests",
+    "envoy -c ": "does not end; tests/services/test_envoy.py runs it",
     "docker compose up": "tests/container runs it",
     "MODEL=$HOME/Qwen2.5-Coder-0.5B ": "needs a downloaded model",
     ".venv/bin/hf download": "needs the network",
