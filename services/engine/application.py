@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY
 from services.common.server import Application
 from services.common.settings import require_checkpoint
 from services.common.telemetry import describe_build
+from services.engine.frontend import metrics
 from services.engine.frontend.control_service import EngineControlServicer
 from services.engine.frontend.engine_service import EngineServicer
 from services.engine.frontend.frontend import Frontend
@@ -66,6 +67,7 @@ class EngineApplication(Application):
             model.kv_bytes / 2**30,
         )
         describe_build("engine", model.kernels)
+        metrics.KV_BLOCK_SIZE.set(model.block_size)
         if self._has_vllm_metrics:
             REGISTRY.register(VllmMetrics(self.model, model.block_size, model.total_blocks))
         if model.kernels == "none":

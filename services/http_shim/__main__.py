@@ -14,12 +14,14 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
+from prometheus_client import REGISTRY
 
 from services.common import logging as service_logging
 from services.common import tracing
 from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
 from services.common.telemetry import describe_build, serve_metrics
+from services.common.vllm_metrics import VllmLoadMetrics
 from services.http_shim.accounts.keyring import Keyring
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import RetryPolicy
@@ -28,6 +30,7 @@ from services.http_shim.backends.model_source import ModelSource, SingleBackend
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.protocol import protocol_class
 from services.http_shim.images.kept_images import KeptImages
+from services.http_shim.router_metrics import RouterMetrics
 from services.http_shim.settings import HttpShimSettings, check
 from tokenwire.serving.addresses import address, listen, why_unusable
 from tokenwire.serving.catalog_file import CatalogError
@@ -92,6 +95,10 @@ async def serve(settings: HttpShimSettings) -> None:
         if settings.metrics_port > 0:
             serve_metrics(settings.host, settings.metrics_port)
         watching = [_watch(keyring)]
+        if settings.vllm_metrics:
+            router_metrics = RouterMetrics(models)
+            REGISTRY.register(VllmLoadMetrics(router_metrics.loads))
+            watching.append(asyncio.ensure_future(router_metrics.follow()))
         if settings.tls is not None and context is not None:
             watching.append(asyncio.ensure_future(settings.tls.follow(context)))
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))

@@ -71,6 +71,9 @@ class HttpShimSettings(PeerSettings):
     metrics_port: int = setting(
         0, "Port of /metrics; 0 = the HTTP port, -1 = none.", least=-1, most=LAST_PORT
     )
+    vllm_metrics: bool = setting(
+        False, "Serve the models' load also under vLLM's names, for routers that know them."
+    )
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "Largest request body without its images, in bytes.", least=1
     )

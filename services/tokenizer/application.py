@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from prometheus_client import REGISTRY
 
 from services.common.server import Application
 from services.common.settings import (
@@ -17,6 +18,7 @@ from services.common.settings import (
 )
 from services.common.targets import parse_targets
 from services.common.telemetry import describe_build
+from services.common.vllm_metrics import ModelLoad, VllmLoadMetrics
 from services.tokenizer.chat.answer.tool_formats import (
     JSON_FORMAT,
     REASONING_FORMATS,
@@ -30,6 +32,7 @@ from services.tokenizer.engines.engine_pool import EnginePool, PoolSettings
 from services.tokenizer.images.families import image_tokens, read_image_family
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.processor_settings import read_processor_settings
+from services.tokenizer.model_status import model_load
 from services.tokenizer.orca_service import OrcaServicer
 from services.tokenizer.text.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -87,6 +90,9 @@ class TokenizerSettings(StreamSettings, PeerSettings):
         "Form of the model's reasoning; auto = by its chat templates.",
         choices=("auto", "none", *(form.name for form in REASONING_FORMATS)),
     )
+    vllm_metrics: bool = setting(
+        False, "Serve the load of the engines also under vLLM's names, for routers that know them."
+    )
 
 
 class TokenizerApplication(Application):
@@ -136,6 +142,7 @@ class TokenizerApplication(Application):
             vocabulary, infill, self._templates, self._images, self._pool, model
         )
         self._orca_servicer = OrcaServicer(self._pool)
+        self._has_vllm_metrics = settings.vllm_metrics
 
     @property
     def model(self) -> str:
@@ -154,6 +161,9 @@ class TokenizerApplication(Application):
     async def start(self) -> None:
         """Wait until an engine serves."""
         describe_build("tokenizer")
+        if self._has_vllm_metrics:
+            self._pool.follow_load()
+            REGISTRY.register(VllmLoadMetrics(self._loads))
         self._templates.start()
         await self._pool.start(self._registry.move_from)
 
@@ -167,6 +177,10 @@ class TokenizerApplication(Application):
         self._images.close()
         await self._pool.close()
         await self._templates.stop()
+
+    def _loads(self) -> Sequence[ModelLoad]:
+        load = model_load(self._model, self._pool.loads())
+        return [] if load is None else [load]
 
 
 def _infill_template(setting: str, vocabulary: Vocabulary) -> InfillTemplate | None:

@@ -6,6 +6,7 @@ from services.common.telemetry import INTER_TOKEN_BUCKETS, LATENCY_BUCKETS
 from services.tokenizer.recent_times import RecentTimes
 
 __all__ = [
+    "CACHED_TOKENS",
     "CACHE_GAPS",
     "COMPLETION_TOKENS",
     "ENCODE_SECONDS",
@@ -26,6 +27,9 @@ REQUESTS = Counter(
 )
 RUNNING = Gauge("tokenwire_tokenizer_running_requests", "Running completions.")
 PROMPT_TOKENS = Counter("tokenwire_tokenizer_prompt_tokens", "Tokens of admitted prompts.")
+CACHED_TOKENS = Counter(
+    "tokenwire_tokenizer_cached_tokens", "Prompt tokens that engines found in their prefix caches."
+)
 COMPLETION_TOKENS = Counter("tokenwire_tokenizer_completion_tokens", "Generated tokens.")
 FIRST_TOKEN_SECONDS = Histogram(
     "tokenwire_tokenizer_time_to_first_token_seconds",

@@ -7,11 +7,13 @@ from importlib.metadata import version
 from prometheus_client import Counter, Gauge
 from prometheus_client.samples import Sample
 
+from services.common.vllm_metrics import ModelLoad
 from services.tokenizer import metrics
+from services.tokenizer.engines.engine_load import EngineLoad
 from services.tokenizer.recent_times import percentile
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["model_status", "outcomes", "running_requests"]
+__all__ = ["model_load", "model_status", "outcomes", "running_requests"]
 
 _BEGAN = time.monotonic()
 
@@ -34,6 +36,24 @@ def model_status(
         completion_tokens=_count(metrics.COMPLETION_TOKENS),
         first_token=_first_token(now),
         engines=engines,
+        cached_tokens=_count(metrics.CACHED_TOKENS),
+    )
+
+
+def model_load(model: str, engines: Sequence[EngineLoad]) -> ModelLoad | None:
+    """Return the load of the engines that serve, with the counts; None if there is none."""
+    if not engines:
+        return None
+    return ModelLoad(
+        model=model,
+        running=sum(engine.running for engine in engines),
+        waiting=sum(engine.waiting for engine in engines),
+        block_size=engines[0].block_size,
+        used_blocks=sum(engine.used_blocks for engine in engines),
+        total_blocks=sum(engine.total_blocks for engine in engines),
+        prompt_tokens=_count(metrics.PROMPT_TOKENS),
+        cached_tokens=_count(metrics.CACHED_TOKENS),
+        generated_tokens=_count(metrics.COMPLETION_TOKENS),
     )
 
 

@@ -134,6 +134,8 @@ class Frontend:
             self._images is not None,
         )
         self.load = LoadSnapshot(free_blocks=model.total_blocks, total_blocks=model.total_blocks)
+        self._load_metrics.observe(self.load)
+        self.notify()  # who has watched the load since before must learn of the blocks
         if settings.grammar:
             self._matchers = Matchers(
                 settings.grammar,

@@ -13,6 +13,7 @@ __all__ = [
     "IMAGE_CACHE_BYTES",
     "INTER_TOKEN_SECONDS",
     "KV_BLOCKS",
+    "KV_BLOCK_SIZE",
     "KV_FREE_BLOCKS",
     "KV_USED_RATIO",
     "PREEMPTIONS",
@@ -63,6 +64,7 @@ WAITING = Gauge("tokenwire_engine_waiting_sequences", "Sequences that wait.")
 QUEUED_TOKENS = Gauge("tokenwire_engine_queued_tokens", "Tokens that wait and are not cached.")
 KV_USED_RATIO = Gauge("tokenwire_engine_kv_used_ratio", "Share of KV blocks that sequences hold.")
 KV_BLOCKS = Gauge("tokenwire_engine_kv_blocks", "KV blocks in all.")
+KV_BLOCK_SIZE = Gauge("tokenwire_engine_kv_block_size", "Tokens of a KV block.")
 KV_FREE_BLOCKS = Gauge(
     "tokenwire_engine_kv_free_blocks", "KV blocks that no sequence holds; they may be cached."
 )

@@ -6,6 +6,7 @@ from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
+from services.common.vllm_metrics import cache_config, labels_of
 from services.engine.frontend import metrics
 
 __all__ = ["VllmMetrics"]
@@ -14,11 +15,14 @@ _NAMES: dict[str, MetricWrapperBase] = {
     "num_requests_running": metrics.RUNNING,
     "num_requests_waiting": metrics.WAITING,
     "kv_cache_usage_perc": metrics.KV_USED_RATIO,  # from 0 to 1, despite its name
+    "gpu_cache_usage_perc": metrics.KV_USED_RATIO,  # its older name
     "num_preemptions": metrics.PREEMPTIONS,
     "prompt_tokens": metrics.PROMPT_TOKENS,
     "generation_tokens": metrics.GENERATED_TOKENS,
     "prefix_cache_queries": metrics.PROMPT_TOKENS,
     "prefix_cache_hits": metrics.CACHED_TOKENS,
+    "gpu_prefix_cache_queries": metrics.PROMPT_TOKENS,
+    "gpu_prefix_cache_hits": metrics.CACHED_TOKENS,
     "time_to_first_token_seconds": metrics.FIRST_TOKEN_SECONDS,
     "inter_token_latency_seconds": metrics.INTER_TOKEN_SECONDS,
     "e2e_request_latency_seconds": metrics.REQUEST_SECONDS,
@@ -33,14 +37,14 @@ class VllmMetrics(Collector):
     """Copies of the engine's metrics at each scrape, with vLLM's names and labels."""
 
     def __init__(self, model: str, block_size: int, total_blocks: int) -> None:
-        self._labels = {"model_name": model, "engine": "0"}
+        self._labels = labels_of(model)
         self._cache = {"block_size": str(block_size), "num_gpu_blocks": str(total_blocks)}
 
     def collect(self) -> Iterator[Metric]:
         for name, source in _NAMES.items():
             for metric in source.collect():
                 yield self._renamed(metric, f"vllm:{name}")
-        cache = Metric("vllm:cache_config_info", "The KV cache.", "gauge")
+        cache = cache_config()
         cache.add_sample(cache.name, self._labels | self._cache, 1.0)
         yield cache
 

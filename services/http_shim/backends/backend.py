@@ -259,6 +259,7 @@ def _sum(statuses: Sequence[completion_pb2.ModelStatus]) -> completion_pb2.Model
     total.uptime_seconds = min(each.uptime_seconds for each in statuses)
     total.running_requests = sum(each.running_requests for each in statuses)
     total.prompt_tokens = sum(each.prompt_tokens for each in statuses)
+    total.cached_tokens = sum(each.cached_tokens for each in statuses)
     total.completion_tokens = sum(each.completion_tokens for each in statuses)
     outcomes: Counter[str] = Counter()
     engines: dict[str, completion_pb2.EngineStatus] = {}

@@ -39,6 +39,7 @@ class EngineStatus(Struct):
     waiting_sequences: int | None = None
     kv_blocks: int | None = None
     kv_used_blocks: int | None = None
+    kv_block_size: int | None = None
     draining: bool | None = None
 
 
@@ -52,6 +53,7 @@ class ModelStatus(Struct):
     running_requests: int | None = None
     requests: dict[str, int] | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     completion_tokens: int | None = None
     first_token: RecentTimes | None = None
     engines: list[EngineStatus] | None = None
@@ -77,6 +79,7 @@ def model_status(id_: str, answer: completion_pb2.ModelStatus | None) -> ModelSt
         running_requests=answer.running_requests,
         requests={each.outcome: each.requests for each in answer.outcomes},
         prompt_tokens=answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
         completion_tokens=answer.completion_tokens,
         first_token=_recent_times(answer.first_token),
         engines=[_engine_status(each) for each in answer.engines],
@@ -107,5 +110,6 @@ def _engine_status(engine: completion_pb2.EngineStatus) -> EngineStatus:
         waiting_sequences=engine.waiting_sequences,
         kv_blocks=engine.total_blocks,
         kv_used_blocks=engine.used_blocks,
+        kv_block_size=engine.block_size,
         draining=engine.draining,
     )

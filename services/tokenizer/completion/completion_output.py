@@ -58,6 +58,7 @@ class CompletionOutput:
             return False
         self._admission = admission
         metrics.PROMPT_TOKENS.inc(self.plan.prompt_tokens)
+        metrics.CACHED_TOKENS.inc(sum(admission.cached_tokens))
         if self.plan.echo:
             for index in range(len(self.plan.prompts)):
                 self._put_echo(index)

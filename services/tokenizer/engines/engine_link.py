@@ -132,6 +132,7 @@ class EngineLink:
             places=model.max_running_sequences if model is not None else 0,
             used_blocks=load.total_blocks - load.free_blocks,
             total_blocks=load.total_blocks,
+            block_size=self.block_size,
         )
 
     @property
@@ -215,6 +216,7 @@ class EngineLink:
         status.total_blocks = load.total_blocks
         status.used_blocks = load.total_blocks - load.free_blocks
         status.draining = load.draining
+        status.block_size = model.block_size
         return status
 
     # the engine's health

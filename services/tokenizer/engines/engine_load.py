@@ -19,6 +19,8 @@ class EngineLoad:
     """KV blocks that sequences hold"""
     total_blocks: int
     """KV blocks in all"""
+    block_size: int
+    """Tokens of a KV block"""
 
     @property
     def block_share(self) -> float:

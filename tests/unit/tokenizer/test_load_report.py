@@ -6,11 +6,15 @@ from services.tokenizer.engines.engine_load import EngineLoad
 from services.tokenizer.load_report import LoadAverage, RequestCounts
 from tokenwire.pb.orca.v1 import orca_pb2
 
-IDLE = EngineLoad(running=0, waiting=0, places=8, used_blocks=0, total_blocks=100)
-HALF = EngineLoad(running=4, waiting=0, places=8, used_blocks=10, total_blocks=100)
-FULL = EngineLoad(running=8, waiting=0, places=8, used_blocks=50, total_blocks=100)
-QUEUED = EngineLoad(running=8, waiting=12, places=8, used_blocks=50, total_blocks=100)
-OUT_OF_BLOCKS = EngineLoad(running=2, waiting=0, places=8, used_blocks=90, total_blocks=100)
+IDLE = EngineLoad(running=0, waiting=0, places=8, used_blocks=0, total_blocks=100, block_size=32)
+HALF = EngineLoad(running=4, waiting=0, places=8, used_blocks=10, total_blocks=100, block_size=32)
+FULL = EngineLoad(running=8, waiting=0, places=8, used_blocks=50, total_blocks=100, block_size=32)
+QUEUED = EngineLoad(
+    running=8, waiting=12, places=8, used_blocks=50, total_blocks=100, block_size=32
+)
+OUT_OF_BLOCKS = EngineLoad(
+    running=2, waiting=0, places=8, used_blocks=90, total_blocks=100, block_size=32
+)
 
 
 def settled(
@@ -35,7 +39,7 @@ def test_utilization_is_of_the_scarcer_of_places_and_blocks_and_counts_the_queue
 
 
 def test_engine_that_has_not_reported_has_no_load() -> None:
-    assert EngineLoad(0, 0, 0, 0, 0).utilization == 0
+    assert EngineLoad(0, 0, 0, 0, 0, 32).utilization == 0
 
 
 def test_report_has_the_mean_of_the_engines_and_the_rates() -> None:

@@ -1,0 +1,50 @@
+"""Load of the models for routers, which read the shim's metrics."""
+
+import asyncio
+from collections.abc import Sequence
+
+from services.common.vllm_metrics import ModelLoad
+from services.http_shim.backends.model_source import ModelSource
+from services.http_shim.formats.model_statuses import ModelStatus
+
+__all__ = ["RouterMetrics"]
+
+_ASK_SECONDS = 0.5
+"""Age of a load, at most: metrics are read many times a second, by several routers"""
+
+
+class RouterMetrics:
+    """The load of each model, asked of its tokenizer services regularly."""
+
+    def __init__(self, models: ModelSource) -> None:
+        self._models = models
+        self._loads: Sequence[ModelLoad] = ()
+
+    def loads(self) -> Sequence[ModelLoad]:
+        """Return the last loads, without models that have no engine. Any thread may call it."""
+        return self._loads
+
+    async def follow(self) -> None:
+        """Ask again and again."""
+        while True:
+            statuses = await self._models.statuses()
+            self._loads = [load for each in statuses if (load := _load(each)) is not None]
+            await asyncio.sleep(_ASK_SECONDS)
+
+
+def _load(status: ModelStatus) -> ModelLoad | None:
+    """Return the load of the engines that serve; None if there is none."""
+    engines = [each for each in status.engines or () if each.state == "serving"]
+    if not engines:
+        return None
+    return ModelLoad(
+        model=status.id,
+        running=sum(each.running_sequences or 0 for each in engines),
+        waiting=sum(each.waiting_sequences or 0 for each in engines),
+        block_size=engines[0].kv_block_size or 0,
+        used_blocks=sum(each.kv_used_blocks or 0 for each in engines),
+        total_blocks=sum(each.kv_blocks or 0 for each in engines),
+        prompt_tokens=status.prompt_tokens or 0,
+        cached_tokens=status.cached_tokens or 0,
+        generated_tokens=status.completion_tokens or 0,
+    )
