@@ -17,6 +17,7 @@ TOKENIZER, GRAMMAR = (
     "tokenwire.tokenizer.v1.TokenizerService",
     "tokenwire.grammar.v1.GrammarService",
 )
+ORCA = "xds.service.orca.v3.OpenRcaService"
 NO_MESSAGE = b"\xff\xff\xff"
 
 
@@ -32,7 +33,13 @@ def assert_blames_the_client(error: grpc.aio.AioRpcError) -> None:
 
 @pytest.mark.parametrize(
     ("service", "method"),
-    [(ENGINE, "Generate"), (COMPLETION, "Complete"), (TOKENIZER, "Encode"), (GRAMMAR, "Compile")],
+    [
+        (ENGINE, "Generate"),
+        (COMPLETION, "Complete"),
+        (TOKENIZER, "Encode"),
+        (GRAMMAR, "Compile"),
+        (ORCA, "StreamCoreMetrics"),
+    ],
 )
 async def test_invalid_protobuf_request_is_refused(stack: Stack, service: str, method: str) -> None:
     async with connect(target_of(stack, service)) as channel:

@@ -123,7 +123,7 @@ class EngineLink:
         return self.model.block_size if self.model is not None else 1
 
     @property
-    def load(self) -> EngineLoad:
+    def usage(self) -> EngineLoad:
         """Last report of `follow_load`; nothing runs before the first one."""
         load, model = self._load, self.model
         return EngineLoad(

@@ -131,7 +131,7 @@ class EnginePool:
 
     def loads(self) -> Sequence[EngineLoad]:
         """Return the load of each engine that serves, as last reported."""
-        return [link.load for link in self._serving]
+        return [link.usage for link in self._serving]
 
     # the choice
 
