@@ -294,12 +294,17 @@ async def test_stopped_shim_costs_no_request(edge: Edge) -> None:
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
 
 
-async def test_killed_tokenizer_service_costs_no_new_request(edge: Edge) -> None:
+async def test_tokenizer_service_that_stops_or_is_killed_costs_no_new_request(edge: Edge) -> None:
+    """While it drains, Envoy does not know it yet: what it refuses goes to the other one."""
+    first = edge.tokenizers[0]
     async with connect(edge.grpc, tls=edge.client) as channel:
         stub = CompletionServiceStub(channel)
         await complete(stub)
-        edge.tokenizers[0].process.kill()
-        await edge.tokenizers[0].process.wait()
+        async with load(first):
+            first.process.terminate()
+            await complete(stub, 8)
+            first.process.kill()
+            await first.process.wait()
         await complete(stub, 8)
         await edge.until_healthy("tokenizers", 1)
         await complete(stub, 8)
