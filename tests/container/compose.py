@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -61,6 +62,23 @@ class Compose:
     def container(self, service: str) -> str:
         return self.run("ps", "-q", service)
 
+    def metrics(self, container: str, port: int) -> str:
+        """Return the metrics of a container, read within the project's network."""
+        networks = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
+        address = docker("inspect", "-f", networks, container)
+        get = f"urllib.request.urlopen('http://{address}:{port}/metrics').read().decode()"
+        return self.run(
+            "exec", "-T", "grammar", "python", "-c", f"import urllib.request; print({get})"
+        )
+
+    def answered(self, container: str) -> bool:
+        """Return whether a tokenizer service has answered a completion."""
+        metrics = self.metrics(container, METRICS_PORTS["tokenizer"])
+        ok = re.findall(
+            r'^tokenwire_tokenizer_requests_total\{.*outcome="ok".*\} (.+)$', metrics, re.M
+        )
+        return any(map(float, ok))
+
     def health(self, service: str) -> str:
         return docker("inspect", "-f", "{{.State.Health.Status}}", self.container(service))
 
@@ -112,12 +130,8 @@ def test_http_returns_a_completion_of_the_requested_length(compose: Compose) -> 
 
 def test_metrics_of_every_container_are_served_at_its_address(compose: Compose) -> None:
     """Prometheus asks for them by address, because a name has several containers."""
-    networks = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
     for service, port in METRICS_PORTS.items():
-        address = docker("inspect", "-f", networks, compose.container(service))
-        get = f"urllib.request.urlopen('http://{address}:{port}/metrics').read().decode()"
-        program = f"import urllib.request; print({get})"
-        metrics = compose.run("exec", "-T", "grammar", "python", "-c", program)
+        metrics = compose.metrics(compose.container(service), port)
         assert 'tokenwire_build_info{kernels="' in metrics
         assert f'service="{service}"' in metrics
 
@@ -239,28 +253,30 @@ def test_killed_engine_is_started_again(compose: Compose) -> None:
         time.sleep(1)
 
 
-def test_two_engines_run_side_by_side(compose: Compose) -> None:
-    two = Compose(
+def test_engines_and_tokenizer_services_are_scaled(compose: Compose) -> None:
+    """They find each other by DNS, and the requests reach all of them."""
+    first = int(compose.tokenizer.rpartition(":")[2])
+    many = Compose(
         url=compose.url,
         tokenizer=compose.tokenizer,
         engine=compose.engine,
         command=(*compose.command[:-4], "-f", "docker-compose.yml"),
-        environment=compose.environment,
+        environment=compose.environment | {"TOKENIZER_PORT": f"{first}-{first + 9}"},
     )
-    two.run("up", "-d", "--no-build", "--scale", "engine=2")
-    engines = two.run("ps", "-q", "engine").split()
-    assert len(engines) == 2
+    many.run("up", "-d", "--no-build", "--scale", "engine=3", "--scale", "tokenizer=2")
+    containers = {name: many.container(name).split() for name in ("engine", "tokenizer")}
+    assert {name: len(each) for name, each in containers.items()} == {"engine": 3, "tokenizer": 2}
     deadline = time.monotonic() + START_SECONDS
-    for engine in engines:
-        while docker("inspect", "-f", "{{.State.Health.Status}}", engine) != "healthy":
-            assert time.monotonic() < deadline, docker("logs", "--tail", "20", engine)
+    for container in [*containers["engine"], *containers["tokenizer"]]:
+        while docker("inspect", "-f", "{{.State.Health.Status}}", container) != "healthy":
+            assert time.monotonic() < deadline, docker("logs", "--tail", "20", container)
             time.sleep(1)
-    while not completes(compose.url):  # the tokenizer service connects to the new engines
-        assert time.monotonic() < deadline
-        time.sleep(1)
-    while states(compose.url) != ["serving", "serving"]:
+    while not completes(compose.url) or states(compose.url) != ["serving"] * 3:
         assert time.monotonic() < deadline, states(compose.url)
         time.sleep(1)
+    while not all(map(compose.answered, containers["tokenizer"])):
+        assert time.monotonic() < deadline, "a tokenizer service gets no request"
+        assert completes(compose.url)
 
 
 def states(url: str) -> list[str]:
