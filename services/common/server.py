@@ -35,6 +35,7 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     *QUIET,
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail instead of sharing it
     ("grpc.http2.min_ping_interval_without_data_ms", 250),
+    ("grpc.http2.max_ping_strikes", 0),  # gateways ping while a call waits for its only message
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 

@@ -1,8 +1,10 @@
 """Settings and lifecycle of the tokenizer service."""
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from prometheus_client import REGISTRY
@@ -43,6 +45,9 @@ from tokenwire.pb.completion.v1.completion_pb2_grpc import add_CompletionService
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import add_TokenizerServiceServicer_to_server
 from tokenwire.serving.checkpoint_folder import served_name
+
+if TYPE_CHECKING:
+    from services.tokenizer.vllm_api.facade import VllmFacade
 
 __all__ = ["TokenizerApplication", "TokenizerSettings"]
 
@@ -93,6 +98,10 @@ class TokenizerSettings(StreamSettings, PeerSettings):
     vllm_metrics: bool = setting(
         False, "Serve the load of the engines also under vLLM's names, for routers that know them."
     )
+    vllm_api: bool = setting(
+        False,
+        "Serve vLLM's gRPC too, for gateways. It tells its clients the prompts' token ids.",
+    )
 
 
 class TokenizerApplication(Application):
@@ -119,6 +128,7 @@ class TokenizerApplication(Application):
             lost_seconds=settings.lost_seconds,
             max_waiting=settings.max_waiting,
             tls=settings.peer_tls,
+            knows_blocks=settings.vllm_api,
         )
         self._pool = EnginePool(pool_settings, vocabulary, self.set_serving)
         self._registry = CompletionRegistry(self._pool)
@@ -130,9 +140,10 @@ class TokenizerApplication(Application):
             tool_format=settings.tool_format,
             reasoning_format=settings.reasoning_format,
         )
+        processors = ProcessorFactory(vocabulary, infill, self._templates, self._images)
         self._completion_servicer = CompletionServicer(
             self._registry,
-            ProcessorFactory(vocabulary, infill, self._templates, self._images),
+            processors,
             self._pool,
             model,
             int((directory / "tokenizer.json").stat().st_mtime),
@@ -143,6 +154,10 @@ class TokenizerApplication(Application):
         )
         self._orca_servicer = OrcaServicer(self._pool)
         self._has_vllm_metrics = settings.vllm_metrics
+        self._facade: VllmFacade | None = None
+        if settings.vllm_api:
+            make = _facade_type()
+            self._facade = make(self._registry, processors, self._pool, model, directory, settings)
 
     @property
     def model(self) -> str:
@@ -156,6 +171,7 @@ class TokenizerApplication(Application):
         return [
             completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name,
             tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name,
+            *(self._facade.register(server) if self._facade is not None else ()),
         ]
 
     async def start(self) -> None:
@@ -181,6 +197,17 @@ class TokenizerApplication(Application):
     def _loads(self) -> Sequence[ModelLoad]:
         load = model_load(self._model, self._pool.loads())
         return [] if load is None else [load]
+
+
+def _facade_type() -> "type[VllmFacade]":
+    """Import the façade, whose messages are an extra's dependency. Raises StartupError."""
+    if importlib.util.find_spec("smg_grpc_proto") is None:
+        raise StartupError(
+            "--vllm-api needs the package smg-grpc-proto: pip install 'tokenwire[vllm_api]'."
+        )
+    from services.tokenizer.vllm_api.facade import VllmFacade
+
+    return VllmFacade
 
 
 def _infill_template(setting: str, vocabulary: Vocabulary) -> InfillTemplate | None:

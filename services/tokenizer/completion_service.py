@@ -1,20 +1,12 @@
 """CompletionService: completions and chats, each as its own call or many over one Session."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import grpc
-
-from services.common.errors import cut_stalled
-from services.common.interceptor import (
-    metadata_priority,
-    metadata_value,
-    sane_request_id,
-    sane_traceparent,
-)
+from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
 from services.common.settings import StreamSettings
 from services.tokenizer.chat.chat_processor import ChatProcessor
@@ -28,6 +20,13 @@ from services.tokenizer.completion.completion_registry import CompletionRegistry
 from services.tokenizer.completion.completion_span import start_span
 from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
+from services.tokenizer.completion_call import (
+    CompletionCall,
+    Context,
+    StalledCalls,
+    context_of_call,
+    deadline_after,
+)
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.model_status import model_status
@@ -42,12 +41,10 @@ from tokenwire.time_slice import TimeSlice
 
 __all__ = ["CompletionServicer", "ProcessorFactory"]
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Stream = CompletionStream[Any]
 Request = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
 _FULL_BYTES = 4 * 1024 * 1024  # size at which a message of a Session takes no more output
 _CHECK_EVERY = 8  # streams between two looks at the size, which their output rarely reaches
-_NO_DEADLINE_SECONDS = 1e8  # a call without a deadline reports one centuries ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ class CompletionServicer(CompletionServiceServicer):
         self._model = model
         self._created = created
         self._settings = settings
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._stalled = StalledCalls(settings)
 
     async def Complete(
         self, request: completion_pb2.CompleteRequest, context: Context
@@ -120,9 +117,9 @@ class CompletionServicer(CompletionServiceServicer):
         client = _ClientSession(self._registry, self._processors, send_queue)
 
         def abandon() -> None:
-            self._spawn(client.abandon())
+            self._stalled.spawn(client.abandon())
 
-        send_queue.start(partial(self._cut, context, abandon))
+        send_queue.start(partial(self._stalled.cut, context, abandon))
         reader = asyncio.ensure_future(client.read(request_iterator))
         reader.add_done_callback(partial(_wake_writer, send_queue))
         try:
@@ -169,49 +166,15 @@ class CompletionServicer(CompletionServiceServicer):
         engines = await self._pool.statuses()
         return completion_pb2.GetStatusResponse(models=[model_status(self._model, engines)])
 
-    async def _answer(
+    def _answer(
         self,
         processor: RequestProcessor[Response],
         call: CallContext,
         context: Context,
         make: type[Response],
     ) -> AsyncIterator[Response]:
-        send_queue: SendQueue[Stream] = SendQueue(self._settings)
-        stream = self._registry.start(processor, call, send_queue, is_windowed=True)
-        send_queue.start(partial(self._cut, context, stream.abandon))
-        responses: list[Response] = []
-
-        def add() -> Response:
-            responses.append(make())
-            return responses[-1]
-
-        try:
-            while not stream.is_written:
-                is_heartbeat_due = await send_queue.wait()
-                send_queue.clear()
-                if is_heartbeat_due and stream.is_admitted:
-                    add().heartbeat.SetInParent()
-                stream.write(add)
-                for response in responses:
-                    yield response
-                    send_queue.sent()
-                responses.clear()
-                stream.extend_window()
-                if stream.error is not None:
-                    raise stream.error
-        finally:
-            stream.abandon()
-            send_queue.close()
-
-    def _cut(self, context: Context, abandon: Callable[[], None]) -> None:
-        """End a call whose client reads nothing."""
-        abandon()
-        self._spawn(cut_stalled(context, self._settings.stall_seconds))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        completion = CompletionCall(self._registry, processor, call, self._settings)
+        return completion.responses(context, self._stalled, make)
 
 
 class _ClientSession:
@@ -323,17 +286,9 @@ def _wake_writer(send_queue: SendQueue[Stream], reader: asyncio.Task[None]) -> N
 
 
 def _context_of_call(context: Context, request: Request) -> CallContext:
-    priority = metadata_priority(context)
-    span = start_span(request, traceparent.get(), request_id.get())
-    traceparent.set(span.traceparent)  # for the log line of the call
-    return CallContext(
-        request_id=request_id.get(),
-        span=span,
-        tenant=metadata_value(context, "x-tenant") or "",
-        priority=priority,
-        deadline=_deadline(context.time_remaining()),
-        user=request.user,
-    )
+    identity = request_id.get()
+    start = partial(start_span, request, traceparent.get(), identity)
+    return context_of_call(context, identity, start, user=request.user)
 
 
 def _context_of_start(context: completion_pb2.RequestContext, request: Request) -> CallContext:
@@ -343,15 +298,8 @@ def _context_of_start(context: completion_pb2.RequestContext, request: Request) 
         span=start_span(request, sane_traceparent(context.traceparent), identity),
         tenant=context.tenant,
         priority=context.priority,
-        deadline=_deadline(
+        deadline=deadline_after(
             context.timeout_seconds if context.HasField("timeout_seconds") else None
         ),
         user=request.user,
     )
-
-
-def _deadline(seconds: float | None) -> float | None:
-    """Return the loop time after `seconds`; None without a deadline. NaN stays: it is refused."""
-    if seconds is None or seconds > _NO_DEADLINE_SECONDS:
-        return None
-    return asyncio.get_running_loop().time() + seconds

@@ -1,17 +1,17 @@
 """Conversion of the constraint fields to a grammar."""
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import msgspec
 
-from services.http_shim.formats.constraint_fields import (
+from services.common.constraint_texts import (
     JsonObject,
     StructuralTagFormat,
-    StructuredOutputs,
-    TaggedStructure,
+    grammar_of_text,
+    structural_tag_of,
 )
+from services.http_shim.formats.constraint_fields import StructuredOutputs
 from services.http_shim.formats.request_bodies import (
     GenerationBody,
     Grammar,
@@ -28,9 +28,6 @@ from tokenwire.pb.types.v1 import types_pb2
 __all__ = ["constraint_of", "constraint_param", "json_text", "schema_location"]
 
 _Spec: TypeAlias = types_pb2.GrammarSpec
-# a Lark grammar has the rule `start`, a GBNF grammar the rule `root`
-_LARK = re.compile(r"^\s*(?:%llguidance\b|\??start(?:\.\d+)?\s*:(?!:=))", re.MULTILINE)
-_TAG = msgspec.json.Decoder(StructuralTagFormat)
 
 
 def constraint_of(body: GenerationBody) -> _Spec | None:
@@ -92,7 +89,7 @@ def _given(body: GenerationBody) -> Iterator[tuple[str, Any, Callable[[Any, str]
         ("structured_outputs.regex", outputs.regex, _of_regex),
         ("structured_outputs.choice", outputs.choice, _of_choice),
         ("structured_outputs.grammar", outputs.grammar, _of_text),
-        ("structured_outputs.structural_tag", outputs.structural_tag, _of_tag),
+        ("structured_outputs.structural_tag", outputs.structural_tag, structural_tag_of),
         ("guided_json", body.guided_json, _of_json),
         ("guided_regex", body.guided_regex, _of_regex),
         ("guided_choice", body.guided_choice, _of_choice),
@@ -101,7 +98,7 @@ def _given(body: GenerationBody) -> Iterator[tuple[str, Any, Callable[[Any, str]
         ("regex", body.regex, _of_regex),
         ("choice", body.choice, _of_choice),
         ("ebnf", body.ebnf, _of_ebnf),
-        ("structural_tag", body.structural_tag, _of_tag),
+        ("structural_tag", body.structural_tag, structural_tag_of),
     ):
         if value is not None:
             yield name, value, make
@@ -115,7 +112,7 @@ def _of_response_format(
             raise invalid(name, "response_format.json_schema.schema is required.")
         return _Spec(json_schema=json_text(form.json_schema.schema))
     if isinstance(form, StructuralTagFormat):
-        return _of_tag(form, name)
+        return structural_tag_of(form, name)
     if form.schema is not None:
         return _Spec(json_schema=json_text(form.schema))
     return _Spec(json_object=types_pb2.JsonObject())
@@ -131,11 +128,11 @@ def _of_grammar(grammar: Grammar | str, name: str) -> _Spec:
             return _Spec(lark=grammar.value)
         case LlguidanceGrammar():
             return _Spec(llguidance=json_text(grammar.value))
-    return _of_text(grammar, name)
+    return grammar_of_text(grammar)
 
 
 def _of_text(value: str, _: str) -> _Spec:
-    return _Spec(lark=value) if _LARK.search(value) else _Spec(gbnf=value)
+    return grammar_of_text(value)
 
 
 def _of_ebnf(value: str, _: str) -> _Spec:
@@ -152,21 +149,3 @@ def _of_regex(value: str, _: str) -> _Spec:
 
 def _of_choice(value: list[str], _: str) -> _Spec:
     return _Spec(choice=types_pb2.ChoiceList(choices=value))
-
-
-def _of_tag(value: str | StructuralTagFormat, name: str) -> _Spec:
-    if isinstance(value, str):
-        try:
-            value = _TAG.decode(value)
-        except msgspec.DecodeError as error:
-            raise invalid(name, f"{name} is not a structural tag: {error}.") from None
-    if value.format is not None:
-        raise invalid(name, f"{name}.format is not supported; use structures and triggers.")
-    structures = [_structure(structure) for structure in value.structures or ()]
-    tag = types_pb2.StructuralTag(structures=structures, triggers=value.triggers)
-    return _Spec(structural_tag=tag)
-
-
-def _structure(structure: TaggedStructure) -> types_pb2.TaggedStructure:
-    schema = "" if structure.schema is None else msgspec.json.encode(structure.schema).decode()
-    return types_pb2.TaggedStructure(begin=structure.begin, schema=schema, end=structure.end)

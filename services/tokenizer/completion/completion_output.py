@@ -1,7 +1,7 @@
 """Output of one completion: events of the engine in, responses out."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from services.tokenizer import metrics
 from services.tokenizer.completion.choice_set import ChoiceSet
@@ -51,6 +51,12 @@ class CompletionOutput:
     def progress(self) -> int:
         """Tokens and scores that the engine sent."""
         return self.choices.received + self._prompt_scores.received
+
+    def computed_sequences(self) -> Iterator[list[int]]:
+        """Yield the ids of each sequence that an engine computed: the last one drawn is not."""
+        n = self.plan.engine_request.n
+        for sequence, choice in enumerate(self.choices):
+            yield [*self.plan.prompts[sequence // n].ids, *choice.received[:-1]]
 
     def accept(self, admission: engine_pb2.Accepted) -> bool:
         """Take the engine's admission. Later ones, after a resubmission, change nothing."""
@@ -164,4 +170,5 @@ class CompletionOutput:
         accepted.seed = plan.engine_request.sampling.seed
         accepted.max_tokens.extend(admission.max_tokens)
         accepted.ignored.extend(plan.ignored)
+        accepted.cached_tokens.extend(admission.cached_tokens)
         self.is_admission_written = True

@@ -22,7 +22,8 @@ class CompletionRegistry:
         self._running: set[CompletionStream[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._is_draining = False
+        self.is_draining = False
+        """True if new completions are refused"""
 
     def start(
         self,
@@ -50,7 +51,7 @@ class CompletionRegistry:
         self._running.add(stream)
         self._idle.clear()
         metrics.RUNNING.inc()
-        stream.start(is_draining=self._is_draining)
+        stream.start(is_draining=self.is_draining)
         return stream
 
     def move_from(self, link: EngineLink) -> None:
@@ -60,7 +61,7 @@ class CompletionRegistry:
 
     async def drain(self) -> None:
         """Refuse new completions; return when the running ones have ended."""
-        self._is_draining = True
+        self.is_draining = True
         await self._idle.wait()
 
     def _discard(self, stream: CompletionStream[Any]) -> None:

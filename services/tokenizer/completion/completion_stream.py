@@ -316,6 +316,8 @@ class CompletionStream(Generic[Response]):
         metrics.REQUESTS.labels(outcome).inc()
         self._on_end(self)
         output = self._output
+        if output is not None and not output.plan.engine_request.images:
+            self._pool.learn(self._context.tenant, output.computed_sequences())
         end_span(self._context.span, output, outcome, **why)
         _LOG.info(
             "completion %s",

@@ -1,7 +1,7 @@
 """KV blocks that one engine holds, as far as this process knows."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from services.common.block_hash import HASH_BYTES
 from tokenwire.pb.engine.v1 import engine_pb2
@@ -19,7 +19,12 @@ class CacheEventError(Exception):
 class CachedBlocks:
     """Hashes that the engine has reported, and those that it computes for this process."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        on_changed: Callable[[Collection[bytes], Collection[bytes]], None] = lambda *_: None,
+    ) -> None:
+        """on_changed: called with the hashes that were stored and removed, after a change."""
+        self._on_changed = on_changed
         self._reported: set[bytes] = set()
         self._expected: Counter[bytes] = Counter()
         """Blocks of open prompts, which the engine holds or will compute first"""
@@ -30,8 +35,18 @@ class CachedBlocks:
 
     def forget(self) -> None:
         """Drop what the engine has reported: it was lost, or reports all of it anew."""
-        self._reported = set()
+        reported, self._reported = self._reported, set()
         self._number = 0
+        self._on_changed((), reported)
+
+    @property
+    def num_reported(self) -> int:
+        """Blocks that the engine says it holds."""
+        return len(self._reported)
+
+    def has_reported(self, block_hash: bytes) -> bool:
+        """Return whether the engine says that it holds the block."""
+        return block_hash in self._reported
 
     def apply(self, update: engine_pb2.WatchCacheResponse, most: int) -> None:
         """Take a response of WatchCache. Raises CacheEventError; `forget` then, and watch again.
@@ -41,12 +56,15 @@ class CachedBlocks:
         if update.number != self._number + 1:
             raise CacheEventError(f"response {update.number} follows response {self._number}")
         self._number += 1
+        removed, stored = list(_split(update.removed)), list(_split(update.stored))
         if update.is_whole:
+            removed.extend(self._reported)
             self._reported = set()
-        self._reported.difference_update(_split(update.removed))
-        self._reported.update(_split(update.stored))
+        self._reported.difference_update(removed)
+        self._reported.update(stored)
         if len(self._reported) > most:
             raise CacheEventError(f"it reports {len(self._reported):,} blocks, and has {most:,}")
+        self._on_changed(stored, removed)
 
     def expect(self, hashes: Sequence[bytes]) -> None:
         """Count on the blocks of a prompt that the engine is about to compute."""

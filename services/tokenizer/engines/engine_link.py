@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -50,6 +50,9 @@ class LinkOwner(Protocol):
     def on_idle(self, link: "EngineLink") -> None:
         """Note that no request is left on the engine."""
 
+    def on_cache_changed(self, stored: Collection[bytes], removed: Collection[bytes]) -> None:
+        """Note the hashes of blocks that an engine now holds, and of those it holds no longer."""
+
 
 class EngineLink:
     """One engine, from the first mention of its address to the last."""
@@ -70,7 +73,7 @@ class EngineLink:
         """True if the engine serves this checkpoint, and was not lost since it said so"""
         self.refusal = ""
         """Why the engine is not used although it answers; empty = it is used"""
-        self.cached = CachedBlocks()
+        self.cached = CachedBlocks(owner.on_cache_changed)
         self.num_requests = 0
         """Requests of this process on the engine"""
         self._sent_sequences = 0
@@ -94,7 +97,7 @@ class EngineLink:
         self._spawn(self._watch_health())
 
     def follow(self) -> None:
-        """Follow the engine's load and cache too: there is a choice between engines."""
+        """Follow the engine's load and cache too: somebody chooses by them, or is told of them."""
         self.follow_load()
         if not self._is_followed:
             self._is_followed = True
@@ -134,6 +137,11 @@ class EngineLink:
             total_blocks=load.total_blocks,
             block_size=self.block_size,
         )
+
+    @property
+    def load(self) -> engine_pb2.Load:
+        """Last report; empty before the first, and while the engine does not answer."""
+        return self._load
 
     @property
     def sequences(self) -> int:
@@ -218,6 +226,19 @@ class EngineLink:
         status.draining = load.draining
         status.block_size = model.block_size
         return status
+
+    async def flush_cache(self) -> int:
+        """Evict the cached prefixes that no running sequence holds; return the number of blocks.
+
+        Raises UNAVAILABLE if the engine does not answer.
+        """
+        try:
+            answer = await self._control.FlushCache(
+                engine_pb2.FlushCacheRequest(), timeout=_CALL_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            raise ServiceError.from_rpc_error(error) from None
+        return answer.freed_blocks
 
     # the engine's health
 

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -15,6 +15,7 @@ from services.common.targets import Discovery
 from services.tokenizer import metrics
 from services.tokenizer.engines.engine_link import EngineLink, EngineRefusedError
 from services.tokenizer.engines.engine_load import EngineLoad
+from services.tokenizer.engines.known_blocks import KnownBlocks
 from services.tokenizer.engines.placement import Need, Placement
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -49,6 +50,8 @@ class PoolSettings:
     """New requests that may wait for an engine"""
     tls: ClientTls | None = None
     """Certificates for the calls of engines; None = plaintext"""
+    knows_blocks: bool = False
+    """Whether to keep the token ids of the engines' KV blocks, for those who watch them"""
 
 
 class EnginePool:
@@ -72,6 +75,8 @@ class EnginePool:
         self._started: asyncio.Future[None] | None = None
         self._probe: asyncio.Task[bool] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self.blocks = KnownBlocks(self._is_cached) if settings.knows_blocks else None
+        """Blocks with known token ids; None if nobody watches them"""
         self._waiting = 0
         """New requests that wait for an engine"""
         self._follows_load = False
@@ -119,6 +124,18 @@ class EnginePool:
         for link in [*self._links.values(), *self._retired]:
             await link.close()
 
+    @property
+    def serving(self) -> Sequence[EngineLink]:
+        """Engines that serve."""
+        return self._serving
+
+    async def flush_caches(self) -> int:
+        """Evict the cached prefixes that no running sequence holds; return the number of blocks.
+
+        Raises UNAVAILABLE if an engine does not answer.
+        """
+        return sum(await asyncio.gather(*(link.flush_cache() for link in self._serving)))
+
     async def statuses(self) -> Sequence[completion_pb2.EngineStatus]:
         """Return each engine with its current load."""
         return await asyncio.gather(*(link.status() for link in self._links.values()))
@@ -149,7 +166,18 @@ class EnginePool:
         need = Need(request, tenant)
         link = serving[0] if len(serving) == 1 else _cheapest(serving, need)
         metrics.PLACED.labels(link.target).inc()
+        if not request.images:
+            self.learn(tenant, (prompt.ids for prompt in request.prompts))
         return Placement(link, need)
+
+    def learn(self, tenant: str, sequences: Iterable[Sequence[int]]) -> None:
+        """Take token ids that engines compute, for those who watch the blocks.
+
+        The ids of a tenant are told to nobody.
+        """
+        if self.blocks is not None and self._serving and not tenant:
+            for ids in sequences:
+                self.blocks.learn(ids, self._serving[0].block_size)
 
     def has_other(self, links: Collection[EngineLink]) -> bool:
         """Return whether an engine besides these serves."""
@@ -259,6 +287,14 @@ class EnginePool:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
+    def on_cache_changed(self, stored: Collection[bytes], removed: Collection[bytes]) -> None:
+        """Pass on a change of an engine's cache."""
+        if self.blocks is not None:
+            self.blocks.on_changed(stored, removed)
+
+    def _is_cached(self, block_hash: bytes) -> bool:
+        return any(link.cached.has_reported(block_hash) for link in self._links.values())
+
     def _note_start(self) -> None:
         if self._started is None or self._started.done():
             return
@@ -279,7 +315,7 @@ class EnginePool:
                 link.start()
                 if self._follows_load:
                     link.follow_load()
-        if len(self._links) > 1:
+        if len(self._links) > 1 or self.blocks is not None:
             for link in self._links.values():
                 link.follow()
         self._count()

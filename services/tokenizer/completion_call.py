@@ -1,0 +1,121 @@
+"""Completions that have a gRPC call of their own: their context, stream and end."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
+from typing import Any, Generic
+
+import grpc
+
+from services.common.errors import cut_stalled
+from services.common.interceptor import metadata_priority, metadata_value
+from services.common.logging import traceparent
+from services.common.settings import StreamSettings
+from services.common.span import Span
+from services.tokenizer.completion.complete_processor import RequestProcessor, Response
+from services.tokenizer.completion.completion_registry import CompletionRegistry
+from services.tokenizer.completion.completion_stream import CompletionStream
+from services.tokenizer.completion.engine_request import CallContext
+from services.tokenizer.send_queue import SendQueue
+
+__all__ = ["CompletionCall", "Context", "StalledCalls", "context_of_call", "deadline_after"]
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_NO_DEADLINE_SECONDS = 1e8  # a call without a deadline reports one centuries ahead
+
+
+class StalledCalls:
+    """Ends calls whose clients read nothing."""
+
+    def __init__(self, settings: StreamSettings) -> None:
+        self._seconds = settings.stall_seconds
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def cut(self, context: Context, abandon: Callable[[], None]) -> None:
+        """End a call; `abandon` ends what it runs."""
+        abandon()
+        self.spawn(cut_stalled(context, self._seconds))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that nobody awaits."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class CompletionCall(Generic[Response]):
+    """One completion, whose output is the stream of one call."""
+
+    def __init__(
+        self,
+        registry: CompletionRegistry,
+        processor: RequestProcessor[Response],
+        call: CallContext,
+        settings: StreamSettings,
+    ) -> None:
+        """Start the completion."""
+        self._send_queue: SendQueue[CompletionStream[Any]] = SendQueue(settings)
+        self.stream: CompletionStream[Response] = registry.start(
+            processor, call, self._send_queue, is_windowed=True
+        )
+
+    async def responses(
+        self, context: Context, stalled: StalledCalls, make: Callable[[], Response]
+    ) -> AsyncGenerator[Response, None]:
+        """Yield the responses, which `make` creates. Raises the completion's error at its end.
+
+        A client that leaves, or reads nothing, ends the completion.
+        """
+        stream, send_queue = self.stream, self._send_queue
+        send_queue.start(partial(stalled.cut, context, stream.abandon))
+        responses: list[Response] = []
+
+        def add() -> Response:
+            responses.append(make())
+            return responses[-1]
+
+        try:
+            while not stream.is_written:
+                is_heartbeat_due = await send_queue.wait()
+                send_queue.clear()
+                if is_heartbeat_due and stream.is_admitted:
+                    add().heartbeat.SetInParent()
+                stream.write(add)
+                for response in responses:
+                    yield response
+                    send_queue.sent()
+                responses.clear()
+                stream.extend_window()
+                if stream.error is not None:
+                    raise stream.error
+        finally:
+            stream.abandon()
+            send_queue.close()
+
+
+def context_of_call(
+    context: Context, identity: str, start_span: Callable[[], Span], *, user: str = ""
+) -> CallContext:
+    """Return the origin of a call's request, from its metadata.
+
+    identity: the request's id. start_span: starts its span, if the metadata is valid.
+    Raises INVALID_ARGUMENT for x-priority.
+    """
+    priority = metadata_priority(context)
+    span = start_span()
+    traceparent.set(span.traceparent)  # for the log line of the call
+    return CallContext(
+        request_id=identity,
+        span=span,
+        tenant=metadata_value(context, "x-tenant") or "",
+        priority=priority,
+        deadline=deadline_after(context.time_remaining()),
+        user=user,
+    )
+
+
+def deadline_after(seconds: float | None) -> float | None:
+    """Return the loop time after `seconds`; None without a deadline. NaN stays: it is refused."""
+    if seconds is None or seconds > _NO_DEADLINE_SECONDS:
+        return None
+    return asyncio.get_running_loop().time() + seconds

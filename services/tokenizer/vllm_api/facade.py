@@ -1,0 +1,41 @@
+"""The gRPC services that gateways call, and what they share."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+from smg_grpc_proto.generated import vllm_engine_pb2
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
+
+from services.common.settings import StreamSettings
+from services.tokenizer.completion.completion_registry import CompletionRegistry
+from services.tokenizer.completion_service import ProcessorFactory
+from services.tokenizer.engines.engine_pool import EnginePool
+from services.tokenizer.vllm_api.engine_service import VllmEngine
+from services.tokenizer.vllm_api.generate_calls import GenerateCalls
+from services.tokenizer.vllm_api.model_info import ModelInfo
+
+__all__ = ["VllmFacade"]
+
+
+class VllmFacade:
+    """vLLM's services in front of the tokenizer service's own."""
+
+    def __init__(
+        self,
+        registry: CompletionRegistry,
+        processors: ProcessorFactory,
+        pool: EnginePool,
+        model: str,
+        directory: Path,
+        settings: StreamSettings,
+    ) -> None:
+        """`pool` keeps the ids of its engines' blocks; `directory` is the checkpoint's."""
+        calls = GenerateCalls(registry, processors, settings)
+        info = ModelInfo(model, directory, processors.vocabulary)
+        self._engine = VllmEngine(calls, pool, info)
+
+    def register(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Add the services to the server; return their full names."""
+        add_VllmEngineServicer_to_server(self._engine, server)  # type: ignore[no-untyped-call]
+        return [vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name]

@@ -1,0 +1,88 @@
+"""Running calls of gateways, by the ids that they gave them."""
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import partial
+from typing import Any
+
+from services.common.errors import draining_error
+from services.common.interceptor import sane_request_id
+from services.common.logging import request_id, traceparent
+from services.common.settings import StreamSettings
+from services.tokenizer.completion.completion_registry import CompletionRegistry
+from services.tokenizer.completion.completion_span import start_span
+from services.tokenizer.completion.completion_stream import CompletionStream
+from services.tokenizer.completion_call import (
+    CompletionCall,
+    Context,
+    StalledCalls,
+    context_of_call,
+)
+from services.tokenizer.completion_service import ProcessorFactory
+from services.tokenizer.vllm_api.generate_processor import GenerateProcessor
+from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["GenerateCalls"]
+
+
+class GenerateCalls:
+    """Runs translated requests as completions."""
+
+    def __init__(
+        self, registry: CompletionRegistry, processors: ProcessorFactory, settings: StreamSettings
+    ) -> None:
+        self._registry = registry
+        self._processors = processors
+        self._settings = settings
+        self._stalled = StalledCalls(settings)
+        self._streams: defaultdict[str, set[CompletionStream[Any]]] = defaultdict(set)
+        """By the client's request id, which need not be unique"""
+
+    @property
+    def count(self) -> int:
+        """Calls that have not ended."""
+        return sum(map(len, self._streams.values()))
+
+    async def run(
+        self,
+        request: completion_pb2.CompleteRequest,
+        identity: str,
+        name_field: Callable[[str], str],
+        context: Context,
+    ) -> AsyncGenerator[completion_pb2.CompleteResponse, None]:
+        """Yield the responses of a completion.
+
+        identity: the client's id of the request; empty = the call's.
+        name_field: returns the client's name of a field of `request`, for errors.
+        """
+        factory = self._processors
+        processor = GenerateProcessor(request, factory.vocabulary, factory.infill, factory.images)
+        known_as = sane_request_id(identity) if identity else request_id.get()
+        start = partial(start_span, request, traceparent.get(), known_as)
+        origin = context_of_call(context, known_as, start)
+        call = CompletionCall(self._registry, processor, origin, self._settings)
+        self._streams[identity].add(call.stream)
+        responses = call.responses(context, self._stalled, completion_pb2.CompleteResponse)
+        try:
+            async for response in responses:
+                yield response
+        except ServiceError as error:
+            error.field = name_field(error.field)
+            raise
+        finally:
+            await responses.aclose()
+            self._streams[identity].discard(call.stream)
+            if not self._streams[identity]:
+                del self._streams[identity]
+
+    def require_open(self) -> None:
+        """Raise UNAVAILABLE if the service drains."""
+        if self._registry.is_draining:
+            raise draining_error()
+
+    def abort(self, identities: Iterable[str]) -> None:
+        """Cancel requests; their clients get what was generated. Unknown ids have no effect."""
+        for identity in identities:
+            for stream in tuple(self._streams.get(identity, ())):
+                stream.cancel()

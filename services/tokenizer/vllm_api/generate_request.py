@@ -1,0 +1,184 @@
+"""Translation of vLLM's GenerateRequest to a CompleteRequest."""
+
+import base64
+import binascii
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
+
+from services.common.constraint_texts import grammar_of_text, structural_tag_of
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = ["name_field", "to_complete_request"]
+
+_MANY_TOKENS = 2**31 - 1
+"""max_tokens without a limit but the context"""
+_SAMPLING = "sampling_params"
+_DATA_URL = "data:"
+_UNSUPPORTED = {
+    "kv_transfer_params": "KV blocks can't be moved between engines",
+    "kv_transfer_params_json": "KV blocks can't be moved between engines",
+    "mm_inputs": "images are taken as media_refs, not as tensors",
+}
+_PLACES = (
+    ("prompts[0].token_ids.ids", "tokenized.input_ids"),
+    ("prompts[0].text", "text"),
+    ("prompts[0]", "input"),
+    ("prompts", "input"),
+    ("images", "media_refs.items"),
+)
+"""Paths of a CompleteRequest, and what they are called in a GenerateRequest"""
+
+
+def to_complete_request(
+    request: vllm_engine_pb2.GenerateRequest,
+) -> completion_pb2.CompleteRequest:
+    """Return the same request in Tokenwire's terms.
+
+    The answer has no text, so the tokens of a stop string stay in it, for the gateway to cut.
+    Raises INVALID_ARGUMENT and UNIMPLEMENTED, with the path of the field at fault.
+    """
+    _refuse_unsupported(request)
+    params = request.sampling_params
+    completion = completion_pb2.CompleteRequest(
+        prompts=[_prompt(request)],
+        sampling=_sampling(params),
+        stopping=_stopping(params),
+        stop=params.stop,
+        include_stop_string=True,
+        n=params.n or 1,
+        skip_special_tokens=params.skip_special_tokens,
+        delivery=completion_pb2.DELIVERY_DELTAS
+        if request.stream
+        else completion_pb2.DELIVERY_WHOLE,
+        images=list(_images(request)),
+    )
+    for name in ("logprobs", "prompt_logprobs"):
+        if params.HasField(name):
+            setattr(completion, name, _candidates(name, getattr(params, name)))
+    if params.HasField("truncate_prompt_tokens"):
+        completion.truncate_prompt_tokens = params.truncate_prompt_tokens
+    grammar = _grammar(params)
+    if grammar is not None:
+        completion.grammar.CopyFrom(grammar)
+    return completion
+
+
+def name_field(path: str, request: vllm_engine_pb2.GenerateRequest) -> str:
+    """Return what a field of the CompleteRequest is called in the client's request."""
+    for prefix, name in _PLACES:
+        if path.startswith(prefix):
+            return name + path.removeprefix(prefix)
+    head, _, rest = path.partition(".")
+    if head == "grammar":
+        _, _, inner = rest.partition(".")
+        names = (_SAMPLING, request.sampling_params.WhichOneof("constraint") or "", inner)
+        return ".".join(filter(None, names))
+    return f"{_SAMPLING}.{rest if head in ('sampling', 'stopping') else path}" if path else ""
+
+
+def _refuse_unsupported(request: vllm_engine_pb2.GenerateRequest) -> None:
+    for name, why in _UNSUPPORTED.items():
+        if request.HasField(name):
+            _refuse(name, why)
+    if request.extra_mm_inputs:
+        _refuse("extra_mm_inputs", _UNSUPPORTED["mm_inputs"])
+    if request.data_parallel_rank > 0:
+        raise invalid("data_parallel_rank", "There is one rank, 0.")
+
+
+def _prompt(request: vllm_engine_pb2.GenerateRequest) -> completion_pb2.Prompt:
+    match request.WhichOneof("input"):
+        case "tokenized":
+            ids = types_pb2.TokenIds(ids=request.tokenized.input_ids)
+            return completion_pb2.Prompt(token_ids=ids)
+        case "text":
+            return completion_pb2.Prompt(text=request.text)
+    raise invalid("input", "A request must have tokenized or text.")
+
+
+def _sampling(params: vllm_engine_pb2.SamplingParams) -> types_pb2.SamplingParams:
+    """Return the sampling settings. In vLLM's message, 0 means unset for most of them."""
+    sampling = types_pb2.SamplingParams(
+        top_k=params.top_k,
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+    )
+    if params.HasField("temperature"):
+        sampling.temperature = params.temperature
+    if params.top_p:
+        sampling.top_p = params.top_p
+    if params.repetition_penalty:
+        sampling.repetition_penalty = params.repetition_penalty
+    if params.HasField("seed"):
+        sampling.seed = params.seed
+    for token, bias in params.logit_bias.items():
+        if token < 0:
+            raise invalid(f"{_SAMPLING}.logit_bias[{token}]", "Token ids must be at least 0.")
+        sampling.logit_bias[token] = bias
+    return sampling
+
+
+def _stopping(params: vllm_engine_pb2.SamplingParams) -> types_pb2.StoppingParams:
+    if params.HasField("max_tokens") and not params.max_tokens:
+        raise invalid(f"{_SAMPLING}.max_tokens", "max_tokens must be at least 1.")
+    return types_pb2.StoppingParams(
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else _MANY_TOKENS,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=params.stop_token_ids,
+    )
+
+
+def _candidates(name: str, count: int) -> int:
+    if count < 0:
+        message = f"{name} must be at least 0, got {count}: not all candidates can be sent."
+        raise invalid(f"{_SAMPLING}.{name}", message)
+    return count
+
+
+def _grammar(params: vllm_engine_pb2.SamplingParams) -> types_pb2.GrammarSpec | None:
+    match params.WhichOneof("constraint"):
+        case "json_schema":
+            return types_pb2.GrammarSpec(json_schema=params.json_schema)
+        case "regex":
+            return types_pb2.GrammarSpec(regex=params.regex)
+        case "grammar":
+            return grammar_of_text(params.grammar)
+        case "structural_tag":
+            return structural_tag_of(params.structural_tag, f"{_SAMPLING}.structural_tag")
+        case "json_object":
+            if not params.json_object:
+                raise invalid(f"{_SAMPLING}.json_object", "json_object must be true or absent.")
+            return types_pb2.GrammarSpec(json_object=types_pb2.JsonObject())
+        case "choice":
+            choices = types_pb2.ChoiceList(choices=params.choice.choices)
+            return types_pb2.GrammarSpec(choice=choices)
+    return None
+
+
+def _images(request: vllm_engine_pb2.GenerateRequest) -> Iterator[bytes]:
+    items: Sequence[vllm_engine_pb2.MediaRef] = request.media_refs.items
+    if items and request.WhichOneof("input") != "tokenized":
+        raise invalid("media_refs", "media_refs need tokenized.")
+    for index, item in enumerate(items):
+        field = f"media_refs.items[{index}]"
+        if item.modality not in (common_pb2.MODALITY_UNSPECIFIED, common_pb2.IMAGE):
+            _refuse(f"{field}.modality", "only images are taken")
+        head, comma, data = item.url.partition(",")
+        if not (head.startswith(_DATA_URL) and head.endswith(";base64") and comma):
+            _refuse(f"{field}.url", "only data URLs in base64 are taken")
+        try:
+            yield base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise invalid(f"{field}.url", f"The URL is not base64: {error}.") from None
+
+
+def _refuse(field: str, why: str) -> NoReturn:
+    code = grpc.StatusCode.UNIMPLEMENTED
+    raise ServiceError(code, "NOT_IMPLEMENTED", f"{field} is not supported: {why}.", field=field)
