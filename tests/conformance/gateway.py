@@ -1,0 +1,100 @@
+"""Gateways of other projects in front of Tokenwire stacks."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.stack import RunningService, free_ports, running_service
+
+__all__ = ["Gateway", "Worker", "running_gateway", "running_workers"]
+
+_HANG_SECONDS = 90
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A tokenizer service that speaks vLLM's gRPC, and the one engine behind it."""
+
+    tokenizer: RunningService
+    engine: RunningService
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A running gateway."""
+
+    http: httpx.AsyncClient
+    model: str
+    workers: Sequence[Worker]
+
+    async def post(self, path: str, **body: Any) -> Any:
+        """Return the JSON answer to a request for the model."""
+        answer = await self.http.post(path, json={"model": self.model, **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+@asynccontextmanager
+async def running_workers(model: Path, logs: Path, count: int) -> AsyncIterator[Sequence[Worker]]:
+    """Run a grammar service, and `count` engines with a tokenizer service each."""
+    checkpoint = ("--model", str(model))
+    few = ("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB")
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str, log: str, *flags: str) -> RunningService:
+            running = running_service(name, *checkpoint, *flags, log=logs / log)
+            return await stack.enter_async_context(running)
+
+        async def start_worker(number: int) -> Worker:
+            flags = (*few, "--grammar", grammar.target)
+            engine = await start("engine", f"engine-{number}.log", *flags)
+            flags = ("--engine", engine.target, "--vllm-api")
+            return Worker(await start("tokenizer", f"tokenizer-{number}.log", *flags), engine)
+
+        grammar = await start("grammar", "grammar.log")
+        yield [await start_worker(number) for number in range(count)]
+
+
+@asynccontextmanager
+async def running_gateway(
+    module: str, arguments: Sequence[str], workers: Sequence[Worker], model: str, log: Path
+) -> AsyncIterator[Gateway]:
+    """Run `python -m MODULE ARGUMENTS --worker-urls …` until it answers a chat."""
+    [port, metrics] = free_ports(2)
+    command = [
+        *(sys.executable, "-m", module, *arguments),
+        *("--worker-urls", *(f"grpc://{worker.tokenizer.target}" for worker in workers)),
+        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)),
+    ]
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=_HANG_SECONDS) as http:
+            gateway = Gateway(http, model, workers)
+            async with asyncio.timeout(_HANG_SECONDS):
+                while not await _answers(gateway):
+                    assert process.returncode is None, log.read_text()  # noqa: ASYNC240
+                    await asyncio.sleep(_POLL_SECONDS)
+            yield gateway
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _answers(gateway: Gateway) -> bool:
+    """Return whether the gateway knows its workers and their tokenizer."""
+    messages = [{"role": "user", "content": "x"}]
+    body = {"model": gateway.model, "messages": messages, "max_tokens": 1}
+    try:
+        return (await gateway.http.post("/v1/chat/completions", json=body)).status_code == 200
+    except httpx.TransportError:
+        return False
