@@ -28,7 +28,7 @@ if (ROOT / "models").is_dir():  # the build of a container image leaves it out
     IN_WHEEL.append("tokenwire.models")
     FOLDERS["tokenwire.models"] = "models"
 
-_STUB_IMPORT = re.compile(r"^from tokenwire\.(?=\w+\.v1 import)", re.MULTILINE)
+_STUB_IMPORT = re.compile(r"^from (?:tokenwire\.(?=\w+\.v1 import)|(?=vllm import))", re.MULTILINE)
 _SERVICE = re.compile(
     r"(?<![\w.])services\."
     r"(?=(?:common|engine|grammar|http_shim|tokenizer)\b|\{)"  # { of an f-string
@@ -36,13 +36,13 @@ _SERVICE = re.compile(
 
 
 def generate_stubs() -> None:
-    """Write *_pb2.py, *_pb2_grpc.py and their .pyi below tokenwire/pb, from protos/tokenwire."""
+    """Write *_pb2.py, *_pb2_grpc.py and their .pyi below tokenwire/pb, from protos."""
     with tempfile.TemporaryDirectory() as output:
         _run_protoc(output)
-        generated = sorted(Path(output, "tokenwire").rglob("*.py*"))
         shutil.rmtree(STUBS, ignore_errors=True)
-        for source in generated:
-            target = STUBS / source.relative_to(Path(output, "tokenwire"))
+        for source in sorted(Path(output).rglob("*.py*")):
+            parts = source.relative_to(output).parts
+            target = STUBS.joinpath(*(parts[1:] if parts[0] == "tokenwire" else parts))
             target.parent.mkdir(parents=True, exist_ok=True)
             # protoc derives module names from the files' places below protos/
             target.write_text(_STUB_IMPORT.sub("from tokenwire.pb.", source.read_text()))
@@ -60,7 +60,7 @@ def _run_protoc(output: str) -> None:
     if None in plugins:
         raise SystemExit("mypy-protobuf is not installed: pip install mypy-protobuf")
     google_protobuf = Path(protoc.__file__).parent / "_proto"
-    files = sorted(str(path) for path in (ROOT / "protos" / "tokenwire").rglob("*.proto"))
+    files = sorted(str(path) for path in (ROOT / "protos").rglob("*.proto"))
     arguments = [
         "protoc",
         *(f"--proto_path={path}" for path in (ROOT / "protos", google_protobuf, _google_rpc())),

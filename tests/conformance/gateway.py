@@ -1,6 +1,7 @@
 """Gateways of other projects in front of Tokenwire stacks."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,12 +11,23 @@ from typing import Any
 
 import httpx
 
-from tests.stack import RunningService, free_ports, running_service
+from tests.stack import (
+    RunningService,
+    free_ports,
+    is_busy,
+    is_idle,
+    metrics_of,
+    running_service,
+    watch_load,
+)
 
 __all__ = ["Gateway", "Worker", "running_gateway", "running_workers"]
 
 _HANG_SECONDS = 90
 _POLL_SECONDS = 0.1
+_GENERATED = "tokenwire_engine_generated_tokens_total"
+_LONG = 1_500
+"""Tokens of an answer that nobody waits for"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,20 @@ class Gateway:
         answer = await self.http.post(path, json={"model": self.model, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    async def leave_early(self, path: str, **body: Any) -> None:
+        """Ask for a long answer and leave. Assert that no engine computes it, or keeps blocks."""
+        engines = [worker.engine.target for worker in self.workers]
+        before = [(await metrics_of(engine))[_GENERATED] for engine in engines]
+        busy = [asyncio.ensure_future(watch_load(each, until=is_busy)) for each in engines]
+        request = {"model": self.model, "max_tokens": _LONG, **body}
+        leaving = asyncio.ensure_future(self.http.post(path, json=request))
+        await asyncio.wait(busy, return_when=asyncio.FIRST_COMPLETED)
+        for task in (leaving, *busy):
+            task.cancel()
+        for engine, count in zip(engines, before, strict=True):
+            await watch_load(engine, until=is_idle)
+            assert (await metrics_of(engine))[_GENERATED] - count < _LONG
 
 
 @asynccontextmanager
@@ -64,9 +90,9 @@ async def running_workers(model: Path, logs: Path, count: int) -> AsyncIterator[
 
 @asynccontextmanager
 async def running_gateway(
-    module: str, arguments: Sequence[str], workers: Sequence[Worker], model: str, log: Path
+    module: str, arguments: Sequence[str], workers: Sequence[Worker], model: Path, log: Path
 ) -> AsyncIterator[Gateway]:
-    """Run `python -m MODULE ARGUMENTS --worker-urls …` until it answers a chat."""
+    """Run `python -m MODULE ARGUMENTS --worker-urls …`; yield it once it answers a chat."""
     [port, metrics] = free_ports(2)
     command = [
         *(sys.executable, "-m", module, *arguments),
@@ -74,11 +100,16 @@ async def running_gateway(
         *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)),
     ]
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"VLLM_ROUTER_TOKENIZER": str(model)},
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=_HANG_SECONDS) as http:
-            gateway = Gateway(http, model, workers)
+            gateway = Gateway(http, model.name, workers)
             async with asyncio.timeout(_HANG_SECONDS):
                 while not await _answers(gateway):
                     assert process.returncode is None, log.read_text()  # noqa: ASYNC240

@@ -10,7 +10,6 @@ import pytest
 import pytest_asyncio
 
 from tests.conformance.gateway import Gateway, running_gateway, running_workers
-from tests.stack import is_busy, is_idle, metrics_of, watch_load
 from tokenwire.chat import Message
 from tokenwire.client import Client
 
@@ -22,8 +21,6 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-LONG = 1_500
-"""Tokens of an answer that nobody waits for"""
 FLAGS = (
     *("launch", "--policy", "cache_aware", "--log-level", "info"),
     *("--worker-startup-check-interval", "1", "--retry-initial-backoff-ms", "50"),
@@ -38,9 +35,7 @@ async def smg(
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         workers = await enter(running_workers(embedded_model, logs, count=2))
-        yield await enter(
-            running_gateway("smg", FLAGS, workers, embedded_model.name, logs / "smg.log")
-        )
+        yield await enter(running_gateway("smg", FLAGS, workers, embedded_model, logs / "smg.log"))
 
 
 async def test_chat_is_what_tokenwire_answers_itself(smg: Gateway) -> None:
@@ -176,18 +171,7 @@ async def test_later_turns_find_what_the_first_computed(smg: Gateway) -> None:
 
 
 async def test_client_that_leaves_frees_its_blocks(smg: Gateway) -> None:
-    generated = "tokenwire_engine_generated_tokens_total"
-    engines = [worker.engine.target for worker in smg.workers]
-    before = [(await metrics_of(engine))[generated] for engine in engines]
-    busy = [asyncio.ensure_future(watch_load(each, until=is_busy)) for each in engines]
-    body = {"model": smg.model, "prompt": "x = 1\n", "max_tokens": LONG, "ignore_eos": True}
-    leaving = asyncio.ensure_future(smg.http.post("/v1/completions", json=body))
-    await asyncio.wait(busy, return_when=asyncio.FIRST_COMPLETED)
-    for task in (leaving, *busy):
-        task.cancel()
-    for engine, count in zip(engines, before, strict=True):
-        await watch_load(engine, until=is_idle)
-        assert (await metrics_of(engine))[generated] - count < LONG
+    await smg.leave_early("/v1/completions", prompt="x = 1", ignore_eos=True)
 
 
 async def test_requests_go_on_when_a_worker_is_killed(smg: Gateway) -> None:

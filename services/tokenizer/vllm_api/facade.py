@@ -13,7 +13,10 @@ from services.tokenizer.completion_service import ProcessorFactory
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.vllm_api.engine_service import VllmEngine
 from services.tokenizer.vllm_api.generate_calls import GenerateCalls
+from services.tokenizer.vllm_api.inference_service import VllmInference
 from services.tokenizer.vllm_api.model_info import ModelInfo
+from tokenwire.pb.vllm import inference_pb2
+from tokenwire.pb.vllm.inference_pb2_grpc import add_InferenceServicer_to_server
 
 __all__ = ["VllmFacade"]
 
@@ -34,8 +37,13 @@ class VllmFacade:
         calls = GenerateCalls(registry, processors, settings)
         info = ModelInfo(model, directory, processors.vocabulary)
         self._engine = VllmEngine(calls, pool, info)
+        self._inference = VllmInference(calls)
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
         """Add the services to the server; return their full names."""
         add_VllmEngineServicer_to_server(self._engine, server)  # type: ignore[no-untyped-call]
-        return [vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name]
+        add_InferenceServicer_to_server(self._inference, server)
+        return [
+            vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
+            inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+        ]

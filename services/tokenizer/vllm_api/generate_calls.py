@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,17 +51,27 @@ class GenerateCalls:
         identity: str,
         name_field: Callable[[str], str],
         context: Context,
+        *,
+        salt: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[completion_pb2.CompleteResponse, None]:
         """Yield the responses of a completion.
 
         identity: the client's id of the request; empty = the call's.
         name_field: returns the client's name of a field of `request`, for errors.
+        salt: the client's own salt of the prefix cache, beside the tenant.
+        priority: 0 = the metadata's.
         """
         factory = self._processors
         processor = GenerateProcessor(request, factory.vocabulary, factory.infill, factory.images)
         known_as = sane_request_id(identity) if identity else request_id.get()
         start = partial(start_span, request, traceparent.get(), known_as)
-        origin = context_of_call(context, known_as, start)
+        origin = context_of_call(context, known_as, start, user=request.user)
+        origin = replace(
+            origin,
+            tenant=f"{origin.tenant}/{salt}" if salt else origin.tenant,
+            priority=priority or origin.priority,
+        )
         call = CompletionCall(self._registry, processor, origin, self._settings)
         self._streams[identity].add(call.stream)
         responses = call.responses(context, self._stalled, completion_pb2.CompleteResponse)

@@ -1,15 +1,12 @@
 """Translation of vLLM's GenerateRequest to a CompleteRequest."""
 
-import base64
-import binascii
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
-import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 from services.common.constraint_texts import grammar_of_text, structural_tag_of
-from tokenwire.errors import ServiceError, invalid
+from services.tokenizer.vllm_api.refusals import image_of_data_url, refuse
+from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -18,7 +15,6 @@ __all__ = ["name_field", "to_complete_request"]
 _MANY_TOKENS = 2**31 - 1
 """max_tokens without a limit but the context"""
 _SAMPLING = "sampling_params"
-_DATA_URL = "data:"
 _UNSUPPORTED = {
     "kv_transfer_params": "KV blocks can't be moved between engines",
     "kv_transfer_params_json": "KV blocks can't be moved between engines",
@@ -84,9 +80,9 @@ def name_field(path: str, request: vllm_engine_pb2.GenerateRequest) -> str:
 def _refuse_unsupported(request: vllm_engine_pb2.GenerateRequest) -> None:
     for name, why in _UNSUPPORTED.items():
         if request.HasField(name):
-            _refuse(name, why)
+            refuse(name, why)
     if request.extra_mm_inputs:
-        _refuse("extra_mm_inputs", _UNSUPPORTED["mm_inputs"])
+        refuse("extra_mm_inputs", _UNSUPPORTED["mm_inputs"])
     if request.data_parallel_rank > 0:
         raise invalid("data_parallel_rank", "There is one rank, 0.")
 
@@ -169,16 +165,5 @@ def _images(request: vllm_engine_pb2.GenerateRequest) -> Iterator[bytes]:
     for index, item in enumerate(items):
         field = f"media_refs.items[{index}]"
         if item.modality not in (common_pb2.MODALITY_UNSPECIFIED, common_pb2.IMAGE):
-            _refuse(f"{field}.modality", "only images are taken")
-        head, comma, data = item.url.partition(",")
-        if not (head.startswith(_DATA_URL) and head.endswith(";base64") and comma):
-            _refuse(f"{field}.url", "only data URLs in base64 are taken")
-        try:
-            yield base64.b64decode(data, validate=True)
-        except binascii.Error as error:
-            raise invalid(f"{field}.url", f"The URL is not base64: {error}.") from None
-
-
-def _refuse(field: str, why: str) -> NoReturn:
-    code = grpc.StatusCode.UNIMPLEMENTED
-    raise ServiceError(code, "NOT_IMPLEMENTED", f"{field} is not supported: {why}.", field=field)
+            refuse(f"{field}.modality", "only images are taken")
+        yield image_of_data_url(item.url, f"{field}.url")
