@@ -5,7 +5,8 @@
 Conversations with shared system prompts take turns; each turn sends all that was said before. The
 tokenizer service places the requests by prefix and load. Beside it, each engine has a tokenizer
 service of its own, over which the client spreads the same turns round robin, or to the one with
-the fewest requests. The best possible is one cache without limits for all engines.
+the fewest requests, or the gateway smg by its policy cache_aware (over HTTP). The best possible is
+one cache without limits for all engines.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import random
 import re
 import statistics
@@ -42,6 +44,8 @@ Choose: TypeAlias = Callable[[], int]
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 1.0
 _MOST_ID = 4_000
+_SMG = "smg cache_aware"
+_POLICIES = ("prefix and load", "round robin", "least requests", _SMG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +108,66 @@ class _Service:
     """URL"""
 
 
-class _Fleet:
-    """Engines, a tokenizer service for all, and one for each."""
+@dataclass(slots=True)
+class _Answer:
+    """Output of one turn."""
 
-    def __init__(self, engines: Sequence[_Service], shared: Client, own: Sequence[Client]) -> None:
+    ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    first_token_at: float = 0.0
+    """On the monotonic clock"""
+
+    def take(self, ids: Sequence[int]) -> None:
+        self.first_token_at = self.first_token_at or time.monotonic()
+        self.ids += ids
+
+
+class _Gateway:
+    """smg in front of the tokenizer services that have one engine each."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
+        self._http = http
+        self._model = model
+
+    async def until_ready(self, workers: int) -> None:
+        while await self._count_ready() < workers:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def ask(self, prompt: Sequence[int], tokens: int) -> _Answer:
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = {"model": self._model, "input_ids": prompt, "sampling_params": sampling}
+        answer = _Answer()
+        async with self._http.stream("POST", "/generate", json=body | {"stream": True}) as stream:
+            stream.raise_for_status()
+            async for line in stream.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    answer.take(event["output_ids"])
+                    answer.cached_tokens = event["meta_info"]["cached_tokens"]
+        return answer
+
+    async def _count_ready(self) -> int:
+        try:
+            answer = await self._http.get("/workers")
+        except httpx.TransportError:
+            return 0
+        return sum(worker["status"] == "ready" for worker in answer.json()["workers"])
+
+
+class _Fleet:
+    """Engines, a tokenizer service for all, one for each, and a gateway before the latter."""
+
+    def __init__(
+        self,
+        engines: Sequence[_Service],
+        shared: Client,
+        own: Sequence[Client],
+        gateway: _Gateway,
+    ) -> None:
         self.engines = engines
         self.shared = shared
         self.own = own
+        self.gateway = gateway
         self.block_size = 0
 
     async def flush(self) -> None:
@@ -152,6 +209,27 @@ async def _service(name: str, *arguments: str) -> AsyncIterator[_Service]:
 
 
 @asynccontextmanager
+async def _gateway(workers: Sequence[_Service], model: str) -> AsyncIterator[_Gateway]:
+    port, metrics = free_port(), free_port()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "smg", "launch", "--policy", "cache_aware"),
+        *("--worker-urls", *(f"grpc://{worker.target}" for worker in workers)),
+        *("--port", str(port), "--prometheus-port", str(metrics), "--log-level", "error"),
+        *("--worker-startup-check-interval", "1"),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=None) as http:
+            gateway = _Gateway(http, model)
+            await gateway.until_ready(len(workers))
+            yield gateway
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
 async def _fleet(model: Path, count: int) -> AsyncIterator[_Fleet]:
     few = ("--kv-memory", "96MiB", "--threads", "1", "--dtype", "float32")
     async with AsyncExitStack() as stack:
@@ -159,12 +237,14 @@ async def _fleet(model: Path, count: int) -> AsyncIterator[_Fleet]:
         checkpoint = ("--model", str(model))
         engines = [await enter(_service("engine", *checkpoint, *few)) for _ in range(count)]
         targets = [engine.target for engine in engines]
-        own = [await enter(_service("tokenizer", *checkpoint, "--engine", e)) for e in targets]
+        each = ("tokenizer", *checkpoint, "--vllm-api", "--engine")
+        own = [await enter(_service(*each, target)) for target in targets]
         every = ("--engine", ",".join(targets))
         shared = await enter(_service("tokenizer", *checkpoint, *every))
         await _until_all_serve(shared.target, count)
         clients = [await enter(Client(each.target)) for each in [shared, *own]]
-        yield _Fleet(engines, clients[0], clients[1:])
+        gateway = await enter(_gateway(own, model.name))
+        yield _Fleet(engines, clients[0], clients[1:], gateway)
 
 
 async def _until_all_serve(tokenizer: str, count: int) -> None:
@@ -219,32 +299,39 @@ class _Round:
             said += await self._ask(said)
 
     async def _ask(self, prompt: list[int]) -> Sequence[int]:
+        began = time.monotonic()
+        hashes = prefix_hashes(prompt[:-1], tenant_salt(""), self._fleet.block_size)
+        possible = next((i for i, h in enumerate(hashes) if h not in self._seen), len(hashes))
+        self._seen.update(hashes)
+        if self._policy == _SMG:
+            answer = await self._fleet.gateway.ask(prompt, self._workload.answer_tokens)
+        else:
+            answer = await self._complete(prompt)
+        self._seen.update(
+            prefix_hashes([*prompt, *answer.ids[:-1]], tenant_salt(""), self._fleet.block_size)
+        )
+        tally = self.tally
+        tally.hit_tokens += answer.cached_tokens
+        tally.possible_tokens += possible * self._fleet.block_size
+        tally.first_token_seconds.append(answer.first_token_at - began)
+        return answer.ids
+
+    async def _complete(self, prompt: list[int]) -> _Answer:
         place = self._choose()
         client = self._fleet.shared if place is None else self._fleet.own[place]
         if place is not None:
             self._open[place] += 1
-        began, first = time.monotonic(), 0.0
-        ids: list[int] = []
-        hashes = prefix_hashes(prompt[:-1], tenant_salt(""), self._fleet.block_size)
-        possible = next((i for i, h in enumerate(hashes) if h not in self._seen), len(hashes))
-        self._seen.update(hashes)
         tokens = self._workload.answer_tokens
         fields: Any = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        answer = _Answer()
         async with client.stream(prompt, **fields) as stream:
             async for delta in stream:
-                first = first or time.monotonic() - began
-                ids += delta.token_ids
+                answer.take(delta.token_ids)
         if place is not None:
             self._open[place] -= 1
-        self._seen.update(
-            prefix_hashes([*prompt, *ids[:-1]], tenant_salt(""), self._fleet.block_size)
-        )
         assert stream.usage is not None
-        tally = self.tally
-        tally.hit_tokens += stream.usage.cached_tokens
-        tally.possible_tokens += possible * self._fleet.block_size
-        tally.first_token_seconds.append(first)
-        return ids
+        answer.cached_tokens = stream.usage.cached_tokens
+        return answer
 
     def _choose(self) -> int | None:
         """Return the number of the engine; None leaves the choice to the tokenizer service."""
@@ -275,14 +362,13 @@ async def _measure(arguments: argparse.Namespace) -> None:
     workload = Workload(
         arguments.conversations, arguments.systems, 512, arguments.turns, 48, 24, arguments.pause
     )
-    policies = ("prefix and load", "round robin", "least requests")
-    tallies: dict[str, list[Tally]] = {policy: [] for policy in policies}
+    tallies: dict[str, list[Tally]] = {policy: [] for policy in _POLICIES}
     async with _fleet(arguments.model, arguments.engines) as fleet:
         for number in range(arguments.rounds):
-            for policy in policies:
+            for policy in _POLICIES:
                 round_ = _Round(fleet, workload, arguments.seed + 1000 * number, policy)
                 tallies[policy].append(await round_.run())
-    figures = [_figures(policy, tallies[policy]) for policy in policies]
+    figures = [_figures(policy, tallies[policy]) for policy in _POLICIES]
     print("| policy | hits of the possible | load, max ÷ mean | seconds | TTFT p50 | p95 |")
     print("|---|---|---|---|---|---|")
     for each in figures:
