@@ -1,6 +1,7 @@
 """vLLM's gRPC at the tokenizer service: translation, refusals, tokenizer files, cache events."""
 
 import asyncio
+import base64
 import hashlib
 import io
 import zipfile
@@ -26,6 +27,8 @@ from tests.stack import (
     running_service,
     watch_load,
 )
+from tests.unit.engine.vision_checkpoints import png
+from tests.vision import write_whole
 from tokenwire.channel import connect
 from tokenwire.client import Client
 from tokenwire.errors import ServiceError
@@ -427,6 +430,52 @@ async def test_inference_refuses_fields_of_later_versions(facade: Facade) -> Non
     )
     error = await refusal(facade.inference.GenerateStream(request))
     assert error.field == "127"
+
+
+async def test_images_come_as_data_urls(tmp_path: Path) -> None:
+    """Both protocols bring ids with one image token for each image."""
+    model, image = write_whole(tmp_path / "tiny-llava", "llava"), png(40, 40, 1)
+    flags = ("--model", str(model), "--dtype", "float32", "--kv-memory", "64MiB")
+    async with running_service("engine", *flags, log=tmp_path / "engine.log") as engine:
+        flags = ("--model", str(model), "--engine", engine.target, "--vllm-api")
+        async with (
+            running_service("tokenizer", *flags, log=tmp_path / "tokenizer.log") as service,
+            connect(service.target) as channel,
+            Client(service.target) as client,
+        ):
+            text = "<image>def a("
+            answer = await client.complete(text, images=[image], temperature=0, max_tokens=6)
+            ids = (await client.encode(text)).ids
+            expected = list(answer.choices[0].token_ids)
+            stub: Any = VllmEngineStub(channel)  # type: ignore[no-untyped-call]
+            request = asked(stream=False, max_tokens=6)
+            request.tokenized.input_ids.extend(ids)
+            data = base64.b64encode(image).decode()
+            request.media_refs.items.add(modality=1, url=f"data:image/png;base64,{data}")
+            [whole] = [part async for part in stub.Generate(request)]
+            assert whole.complete.output_ids == expected
+            assert whole.complete.prompt_tokens == answer.usage.prompt_tokens > len(ids)
+            server = await stub.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest())
+            assert server.mm_media_ref_schemes == "data"
+            for url, reason in (
+                ("https://a/b.png", "NOT_IMPLEMENTED"),
+                ("data:image/png;base64,!", "INVALID_FIELD"),
+                ("data:image/png;base64,AAAA", "INVALID_FIELD"),
+            ):
+                request.media_refs.items[0].url = url
+                error = await refusal(stub.Generate(request))
+                assert (error.reason, error.field[:19]) == (reason, "media_refs.items[0]")
+            inference = InferenceStub(channel)
+            streams = inference.GenerateStream(
+                inference_pb2.GenerateRequest(
+                    token_ids=inference_pb2.TokenIds(ids=ids),
+                    media=[inference_pb2.MediaItem(raw_bytes=image)],
+                    stopping=inference_pb2.StoppingCriteria(max_new_tokens=6),
+                    response=inference_pb2.ResponseOptions(output_token_ids=True),
+                )
+            )
+            parts = [part async for part in streams]
+            assert [each for part in parts for each in part.outputs.token_ids] == expected
 
 
 async def test_service_without_the_flag_serves_its_own_protocol_only(
