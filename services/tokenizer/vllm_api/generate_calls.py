@@ -73,7 +73,8 @@ class GenerateCalls:
             priority=priority or origin.priority,
         )
         call = CompletionCall(self._registry, processor, origin, self._settings)
-        self._streams[identity].add(call.stream)
+        name = identity or known_as
+        self._streams[name].add(call.stream)
         responses = call.responses(context, self._stalled, completion_pb2.CompleteResponse)
         try:
             async for response in responses:
@@ -83,9 +84,9 @@ class GenerateCalls:
             raise
         finally:
             await responses.aclose()
-            self._streams[identity].discard(call.stream)
-            if not self._streams[identity]:
-                del self._streams[identity]
+            self._streams[name].discard(call.stream)
+            if not self._streams[name]:
+                del self._streams[name]
 
     def require_open(self) -> None:
         """Raise UNAVAILABLE if the service drains."""

@@ -46,7 +46,7 @@ async def kv_event_batches(
         while True:
             wake.clear()
             if (update := watch.take()) is not None:
-                for batch in stream.of_update(update, blocks):
+                for batch in stream.of_update(update):
                     yield batch
             elif stream.is_load_due:
                 yield stream.of_load()
@@ -78,12 +78,10 @@ class _Batches:
         """Return a batch without events, which repeats the last number."""
         return self._batch((), is_alone=True)
 
-    def of_update(
-        self, update: BlockUpdate, blocks: KnownBlocks
-    ) -> Iterator[common_pb2.KvEventBatch]:
+    def of_update(self, update: BlockUpdate) -> Iterator[common_pb2.KvEventBatch]:
         """Yield the batches of an update."""
         if update.is_whole:
-            yield from self._snapshot(update.stored, blocks)
+            yield from self._snapshot(update.stored)
             return
         for hashes in _parts(update.removed):
             removed = common_pb2.KvBlocksRemoved(block_hashes=map(_number, hashes))
@@ -92,10 +90,10 @@ class _Batches:
             yield self._numbered([self._event(stored=run) for run in _runs(some)])
 
     def _snapshot(
-        self, stored: Sequence[tuple[bytes, KnownBlock]], blocks: KnownBlocks
+        self, stored: Sequence[tuple[bytes, KnownBlock]]
     ) -> Iterator[common_pb2.KvEventBatch]:
-        reported = sum(link.cached.num_reported for link in self._pool.serving)
-        is_partial = reported > len(stored)  # other clients' prompts, or those of tenants
+        # an engine may hold other services' prompts, and those of tenants
+        is_partial = any(link.cached.num_reported > len(stored) for link in self._pool.serving)
         chunks = [*_parts(stored)] or [()]
         for index, some in enumerate(chunks):
             events = [common_pb2.KvCacheEvent(stored=run) for run in _runs(some)]
