@@ -79,10 +79,10 @@ async def running_workers(model: Path, logs: Path, count: int) -> AsyncIterator[
             return await stack.enter_async_context(running)
 
         async def start_worker(number: int) -> Worker:
-            flags = (*few, "--grammar", grammar.target)
-            engine = await start("engine", f"engine-{number}.log", *flags)
-            flags = ("--engine", engine.target, "--vllm-api")
-            return Worker(await start("tokenizer", f"tokenizer-{number}.log", *flags), engine)
+            log, flags = f"engine-{number}.log", (*few, "--grammar", grammar.target)
+            engine = await start("engine", log, *flags)
+            log, before = f"tokenizer-{number}.log", ("--engine", engine.target, "--vllm-api")
+            return Worker(await start("tokenizer", log, *before), engine)
 
         grammar = await start("grammar", "grammar.log")
         yield [await start_worker(number) for number in range(count)]

@@ -93,12 +93,10 @@ def inference_field(path: str, request: inference_pb2.GenerateRequest) -> str:
 
 def _refuse_unknown(message: Message, path: str) -> None:
     """Refuse fields of later versions, which would have no effect."""
-    for unknown in UnknownFieldSet(message):
-        where = path.removesuffix(".") or "The request"
-        raise invalid(
-            f"{path}{unknown.field_number}",
-            f"{where} has the unknown field number {unknown.field_number}.",
-        )
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        where, number = path.removesuffix(".") or "The request", unknown[0].field_number
+        raise invalid(f"{path}{number}", f"{where} has the unknown field number {number}.")
     for field, value in message.ListFields():
         if field.message_type is not None and not field.is_repeated:
             _refuse_unknown(value, f"{path}{field.name}.")

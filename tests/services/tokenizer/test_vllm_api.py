@@ -45,7 +45,7 @@ class Facade:
     """A tokenizer service with --vllm-api, by all of its services."""
 
     engine: Any
-    inference: "InferenceStub"
+    inference: Any
     sglang: Any
     client: Client
     engine_target: str
@@ -437,9 +437,9 @@ async def test_images_come_as_data_urls(tmp_path: Path) -> None:
     model, image = write_whole(tmp_path / "tiny-llava", "llava"), png(40, 40, 1)
     flags = ("--model", str(model), "--dtype", "float32", "--kv-memory", "64MiB")
     async with running_service("engine", *flags, log=tmp_path / "engine.log") as engine:
-        flags = ("--model", str(model), "--engine", engine.target, "--vllm-api")
+        before = ("--model", str(model), "--engine", engine.target, "--vllm-api")
         async with (
-            running_service("tokenizer", *flags, log=tmp_path / "tokenizer.log") as service,
+            running_service("tokenizer", *before, log=tmp_path / "tokenizer.log") as service,
             connect(service.target) as channel,
             Client(service.target) as client,
         ):
@@ -465,7 +465,7 @@ async def test_images_come_as_data_urls(tmp_path: Path) -> None:
                 request.media_refs.items[0].url = url
                 error = await refusal(stub.Generate(request))
                 assert (error.reason, error.field[:19]) == (reason, "media_refs.items[0]")
-            inference = InferenceStub(channel)
+            inference: Any = InferenceStub(channel)
             streams = inference.GenerateStream(
                 inference_pb2.GenerateRequest(
                     token_ids=inference_pb2.TokenIds(ids=ids),
