@@ -1,7 +1,7 @@
 """Output of one completion: events of the engine in, responses out."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from services.tokenizer import metrics
 from services.tokenizer.completion.choice_set import ChoiceSet
@@ -52,11 +52,14 @@ class CompletionOutput:
         """Tokens and scores that the engine sent."""
         return self.choices.received + self._prompt_scores.received
 
-    def computed_sequences(self) -> Iterator[list[int]]:
-        """Yield the ids of each sequence that an engine computed: the last one drawn is not."""
-        n = self.plan.engine_request.n
-        for sequence, choice in enumerate(self.choices):
-            yield [*self.plan.prompts[sequence // n].ids, *choice.received[:-1]]
+    def computed(self) -> Iterator[tuple[Sequence[int], Iterator[Sequence[int]]]]:
+        """Yield the ids of each prompt, and those of its choices that an engine computed.
+
+        The last id that was drawn is computed with the next one only.
+        """
+        for index, prompt in enumerate(self.plan.prompts):
+            choices = self.choices.of_prompt(index)
+            yield prompt.ids, (choice.received[:-1] for choice in choices)
 
     def accept(self, admission: engine_pb2.Accepted) -> bool:
         """Take the engine's admission. Later ones, after a resubmission, change nothing."""

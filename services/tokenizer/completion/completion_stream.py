@@ -317,7 +317,8 @@ class CompletionStream(Generic[Response]):
         self._on_end(self)
         output = self._output
         if output is not None and not output.plan.engine_request.images:
-            self._pool.learn(self._context.tenant, output.computed_sequences())
+            for prompt, outputs in output.computed():
+                self._pool.learn(self._context.tenant, prompt, outputs)
         end_span(self._context.span, output, outcome, **why)
         _LOG.info(
             "completion %s",

@@ -167,17 +167,19 @@ class EnginePool:
         link = serving[0] if len(serving) == 1 else _cheapest(serving, need)
         metrics.PLACED.labels(link.target).inc()
         if not request.images:
-            self.learn(tenant, (prompt.ids for prompt in request.prompts))
+            for prompt in request.prompts:
+                self.learn(tenant, prompt.ids)
         return Placement(link, need)
 
-    def learn(self, tenant: str, sequences: Iterable[Sequence[int]]) -> None:
-        """Take token ids that engines compute, for those who watch the blocks.
+    def learn(
+        self, tenant: str, prompt: Sequence[int], outputs: Iterable[Sequence[int]] = ()
+    ) -> None:
+        """Take the token ids of a prompt and its outputs, for those who watch the blocks.
 
         The ids of a tenant are told to nobody.
         """
         if self.blocks is not None and self._serving and not tenant:
-            for ids in sequences:
-                self.blocks.learn(ids, self._serving[0].block_size)
+            self.blocks.learn(prompt, self._serving[0].block_size, outputs)
 
     def has_other(self, links: Collection[EngineLink]) -> bool:
         """Return whether an engine besides these serves."""

@@ -3,7 +3,7 @@
 import asyncio
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -95,23 +95,14 @@ class KnownBlocks:
         """Blocks that watchers were told of, parents before their children"""
         self._watches: set[BlockWatch] = set()
 
-    def learn(self, ids: Sequence[int], block_size: int) -> None:
-        """Take the token ids of a prompt, or of a prompt and its output."""
-        parent = _SALT
-        for place, block_hash in enumerate(prefix_hashes(ids, _SALT, block_size)):
-            if block_hash in self._held:
-                pass
-            elif block_hash in self._idle:
-                self._idle.move_to_end(block_hash)
-            else:
-                begin = place * block_size
-                block = KnownBlock(parent, array("I", ids[begin : begin + block_size]))
-                self._idle[block_hash] = block
-            if (before := self._find(parent)) is not None:
-                before.children.add(block_hash)
-            if block_hash in self._idle and self._is_reported(block_hash):
-                self._hold(block_hash)
-            parent = block_hash
+    def learn(
+        self, prompt: Sequence[int], block_size: int, outputs: Iterable[Sequence[int]] = ()
+    ) -> None:
+        """Take the token ids of a prompt, and of the outputs that follow it."""
+        full = len(prompt) // block_size * block_size
+        last = self._learn_run(_SALT, prompt[:full], block_size)
+        for output in outputs:
+            self._learn_run(last, [*prompt[full:], *output], block_size)
         self._forget_oldest()
 
     def on_changed(self, stored: Collection[bytes], removed: Collection[bytes]) -> None:
@@ -144,6 +135,24 @@ class KnownBlocks:
     def num_held(self) -> int:
         """Blocks that watchers are told of."""
         return len(self._held)
+
+    def _learn_run(self, parent: bytes, ids: Sequence[int], block_size: int) -> bytes:
+        """Take ids that follow the block `parent`. Return the hash of their last full block."""
+        for place, block_hash in enumerate(prefix_hashes(ids, parent, block_size)):
+            if block_hash in self._held:
+                pass
+            elif block_hash in self._idle:
+                self._idle.move_to_end(block_hash)
+            else:
+                begin = place * block_size
+                block = KnownBlock(parent, array("I", ids[begin : begin + block_size]))
+                self._idle[block_hash] = block
+            if (before := self._find(parent)) is not None:
+                before.children.add(block_hash)
+            if block_hash in self._idle and self._is_reported(block_hash):
+                self._hold(block_hash)
+            parent = block_hash
+        return parent
 
     def _forget_oldest(self) -> None:
         while len(self._idle) > _MOST_IDLE:
