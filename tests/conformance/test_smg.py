@@ -35,7 +35,16 @@ async def smg(
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         workers = await enter(running_workers(embedded_model, logs, count=2))
-        yield await enter(running_gateway("smg", FLAGS, workers, embedded_model, logs / "smg.log"))
+        log = logs / "smg.log"
+        gateway = await enter(running_gateway("smg", FLAGS, workers, embedded_model, log))
+        while await count_ready(gateway) < len(workers):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.1)
+        yield gateway
+
+
+async def count_ready(gateway: Gateway) -> int:
+    workers = (await gateway.http.get("/workers")).json()["workers"]
+    return sum(worker["status"] == "ready" for worker in workers)
 
 
 async def test_chat_is_what_tokenwire_answers_itself(smg: Gateway) -> None:
