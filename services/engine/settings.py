@@ -12,6 +12,7 @@ from services.common.settings import (
     StreamSettings,
     setting,
 )
+from services.common.targets import parse_targets
 from tokenwire.channel import LOST_SECONDS
 
 __all__ = ["EngineSettings", "parse_bytes"]
@@ -41,7 +42,11 @@ class EngineSettings(StreamSettings, PeerSettings):
         "Device of the computation; auto = a GPU if there is one.",
         choices=("auto", "cpu", "cuda"),
     )
-    grammar: str = setting("", "host:port of the grammar service; empty = no grammars.")
+    grammar: str = setting(
+        "",
+        "Grammar services: host:port, dns:///name:port or unix:/path, separated by commas; "
+        "empty = no grammars.",
+    )
     grammar_wait: float = setting(
         60.0, "Seconds that constrained requests wait for a lost grammar service."
     )
@@ -90,6 +95,8 @@ class EngineSettings(StreamSettings, PeerSettings):
     def __post_init__(self) -> None:
         if self.kv_memory != "auto":
             parse_bytes(self.kv_memory)
+        if self.grammar:
+            parse_targets(self.grammar, "--grammar")
         parse_bytes(self.image_memory)
         parse_bytes(self.held_image_memory)
 

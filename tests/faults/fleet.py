@@ -122,12 +122,10 @@ async def running_fleet(model: Path, logs: Path, engines: int = 4) -> AsyncItera
     checkpoint = ("--model", str(model), "--lost-seconds", _LOST_SECONDS)
     few = ("--dtype", "float32", "--kv-memory", "64MiB", "--threads", "1")
     grammars = [Node("grammar", i, next(ports), ("--model", str(model)), logs) for i in range(2)]
+    grammar = ("--grammar", ",".join(node.target for node in grammars))
     nodes = list(grammars)
     links = []
     for number in range(engines):
-        # each engine prefers another grammar service, and goes to the other if that one is lost
-        order = grammars if number % 2 else grammars[::-1]
-        grammar = ("--grammar", "ipv4:" + ",".join(node.target for node in order))
         engine = Node("engine", number, next(ports), (*checkpoint, *few, *grammar), logs)
         nodes.append(engine)
         links.append(Link(engine.name, engine.target))

@@ -214,7 +214,7 @@ async def test_abort_after_the_deadline_timer_reports_aborted(embedded_model: Pa
     settings = EngineSettings(model=embedded_model, grammar="127.0.0.1:1")
     frontend = Frontend(settings, lambda why: None)
     matchers = Matchers(
-        settings.grammar,
+        [settings.grammar],
         vocabulary_size=8192,
         eos_token_ids=[0],
         on_masks=lambda masks: None,

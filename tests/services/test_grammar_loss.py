@@ -116,7 +116,7 @@ async def test_output_is_unchanged_when_the_grammar_service_is_lost(
 ) -> None:
     """The first loss has a running replica; the second waits for a service to start."""
     ports = free_ports(3)
-    target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
+    target = ",".join(f"127.0.0.1:{port}" for port in ports)
     arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
     async with AsyncExitStack() as running:
         engine = await running.enter_async_context(
@@ -166,13 +166,13 @@ def credit(tokens: int) -> list[SessionCommand]:
 
 
 def matchers_of(
-    target: str,
+    targets: Sequence[str],
     masks: asyncio.Queue[Sequence[Mask]],
     failed: asyncio.Queue[tuple[int, ServiceError]],
 ) -> Matchers:
-    """Return the engine's client of a grammar service, which reports to the queues."""
+    """Return the engine's client of grammar services, which reports to the queues."""
     return Matchers(
-        target,
+        targets,
         vocabulary_size=8192,
         eos_token_ids=[0],
         on_masks=masks.put_nowait,
@@ -188,9 +188,9 @@ async def test_matchers_reopen_when_the_grammar_service_restarts(
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar-1.log") as service:
-        ours = matchers_of(service.target, masks, failed)
+        ours = matchers_of([service.target], masks, failed)
         spec = GrammarSpec(regex="[ab][cd]")
-        ours.open(5, 1, await ours.compile(spec), spec, {})
+        ours.open(5, 1, await ours.compile(spec), {})
         await masks.get()
         assert await service.stop() == 0
     port = int(service.target.rpartition(":")[2])
@@ -210,9 +210,9 @@ async def test_constrained_requests_fail_when_the_service_does_not_return_in_tim
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
-        ours = matchers_of(service.target, masks, failed)
+        ours = matchers_of([service.target], masks, failed)
         spec = GrammarSpec(regex="[ab]+")
-        ours.open(5, 1, await ours.compile(spec), spec, {})
+        ours.open(5, 1, await ours.compile(spec), {})
         [mask] = await masks.get()
         assert (mask.handle, mask.sequence, mask.position) == (5, 0, 0)
         ours._wait_seconds = 0.5  # only from now on: a busy service may take longer to start
@@ -236,9 +236,9 @@ async def test_constrained_requests_fail_when_the_service_does_not_answer_in_tim
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
-        ours = matchers_of(service.target, masks, failed)
+        ours = matchers_of([service.target], masks, failed)
         spec = GrammarSpec(regex="[ab]+")
-        ours.open(5, 1, await ours.compile(spec), spec, {})
+        ours.open(5, 1, await ours.compile(spec), {})
         [mask] = await masks.get()
         token = min(allows(mask))
         ours._wait_seconds = 0.5  # only from now on: a busy service may take longer to start
@@ -262,9 +262,9 @@ async def test_constrained_request_resumes_when_a_frozen_service_does(
     masks = asyncio.Queue[Sequence[Mask]]()
     failed = asyncio.Queue[tuple[int, ServiceError]]()
     async with grammar_service(embedded_model, tmp_path / "grammar.log") as service:
-        ours = matchers_of(service.target, masks, failed)
+        ours = matchers_of([service.target], masks, failed)
         spec = GrammarSpec(regex="[ab][cd]")
-        ours.open(5, 1, await ours.compile(spec), spec, {})
+        ours.open(5, 1, await ours.compile(spec), {})
         await masks.get()
         service.process.send_signal(signal.SIGSTOP)
         ours.feed([Token(5, 0, 0, ids["a"], None)])
@@ -286,7 +286,7 @@ async def test_tokens_generated_before_an_answer_are_not_fed_twice(
     async with AsyncExitStack() as running:
         log = tmp_path / "grammar.log"
         service = await running.enter_async_context(grammar_service(embedded_model, log))
-        ours = matchers_of(service.target, masks, failed)
+        ours = matchers_of([service.target], masks, failed)
 
         running.push_async_callback(ours.aclose)
 
@@ -297,7 +297,7 @@ async def test_tokens_generated_before_an_answer_are_not_fed_twice(
 
         async def open_one(handle: int, regex: str) -> None:
             spec = GrammarSpec(regex=regex)
-            ours.open(handle, 1, await ours.compile(spec), spec, {})
+            ours.open(handle, 1, await ours.compile(spec), {})
             [mask] = await masks.get()
             assert (mask.handle, mask.position, mask.end) == (handle, 0, 0)
 

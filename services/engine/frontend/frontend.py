@@ -18,13 +18,14 @@ from services.common.block_hash import tenant_salt
 from services.common.contract import MAX_SEQUENCES
 from services.common.errors import draining_error, internal_error
 from services.common.logging import request_fields
+from services.common.targets import parse_targets
 from services.engine.frontend import events, request_accounting
 from services.engine.frontend.admission import Admission
 from services.engine.frontend.cache_mirror import CacheMirror
 from services.engine.frontend.image_client import ImageClient
 from services.engine.frontend.image_placement import place_images
 from services.engine.frontend.loop_client import LoopClient
-from services.engine.frontend.matchers import Matchers
+from services.engine.frontend.matchers import CompiledGrammar, Matchers
 from services.engine.frontend.preparations import Preparations, deadline_exceeded, queue_full
 from services.engine.frontend.request_span import RequestSpan
 from services.engine.frontend.sink import Sink
@@ -50,6 +51,7 @@ from services.engine.messages import (
     StepOutput,
     Token,
 )
+from services.engine.model.checkpoint.fingerprint import tokenizer_fingerprint
 from services.engine.settings import EngineSettings, parse_bytes
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest
@@ -138,11 +140,12 @@ class Frontend:
         self.notify()  # who has watched the load since before must learn of the blocks
         if settings.grammar:
             self._matchers = Matchers(
-                settings.grammar,
+                parse_targets(settings.grammar, "--grammar"),
                 vocabulary_size=model.vocabulary_size,
                 eos_token_ids=model.eos_token_ids,
                 on_masks=lambda masks: self._loop.send(SetMasks(masks)),
                 on_failed=lambda handle, error: self._fail(handle, error, "failed"),
+                fingerprint=tokenizer_fingerprint(settings.model),
                 lost_seconds=settings.lost_seconds,
                 wait_seconds=settings.grammar_wait,
                 tls=settings.peer_tls,
@@ -224,18 +227,16 @@ class Frontend:
         arrival = time.monotonic()
         span = RequestSpan(self.model_id, caller.request_id, caller.traceparent)
         try:
-            grammar_id, checked = await self._check(request, caller)
+            grammar, checked = await self._check(request, caller)
         except BaseException as error:  # also the cancellation of the call
             span.fail(error)
             raise
         handle = next(self._handles)
         latency = request_accounting.TokenLatency(arrival)
         self._enter(handle, _LiveRequest(caller, checked, sink, latency, span))
-        if self._matchers is not None and checked.constrained:
+        if self._matchers is not None and grammar is not None:
             generated = {resume.sequence: resume.generated for resume in checked.resume}
-            self._matchers.open(
-                handle, checked.num_sequences, grammar_id, request.grammar, generated
-            )
+            self._matchers.open(handle, checked.num_sequences, grammar, generated)
         if caller.timeout_seconds is not None:
             self._set_deadline(handle, arrival + caller.timeout_seconds)
         self._loop.send(
@@ -294,14 +295,16 @@ class Frontend:
         self._loop.send(FlushCache())
         return await flushed
 
-    async def _check(self, request: GenerateRequest, caller: Caller) -> tuple[str, CheckedRequest]:
+    async def _check(
+        self, request: GenerateRequest, caller: Caller
+    ) -> tuple[CompiledGrammar | None, CheckedRequest]:
         """Check a request and prepare it, as `_prepare` returns it. Raises ServiceError."""
         try:
             self._require_room()
             checked = self.admission.check(request)
             if not (checked.constrained or request.images):
-                return "", checked
-            grammar_id, checked = await self._preparations.run(
+                return None, checked
+            grammar, checked = await self._preparations.run(
                 lambda: self._prepare(request, checked),
                 caller.request_id,
                 caller.timeout_seconds,
@@ -310,12 +313,12 @@ class Frontend:
         except ServiceError as error:
             request_accounting.count_error(error.reason)
             raise
-        return grammar_id, checked
+        return grammar, checked
 
     async def _prepare(
         self, request: GenerateRequest, checked: CheckedRequest
-    ) -> tuple[str, CheckedRequest]:
-        """Return the grammar's id, empty without one, and the request with its images placed."""
+    ) -> tuple[CompiledGrammar | None, CheckedRequest]:
+        """Return the grammar, None without one, and the request with its images placed."""
         compiling = asyncio.ensure_future(self._compile(request, checked))
         encoding = asyncio.ensure_future(self._with_images(request, checked))
         try:
@@ -324,9 +327,11 @@ class Frontend:
             compiling.cancel()
             encoding.cancel()
 
-    async def _compile(self, request: GenerateRequest, checked: CheckedRequest) -> str:
+    async def _compile(
+        self, request: GenerateRequest, checked: CheckedRequest
+    ) -> CompiledGrammar | None:
         if self._matchers is None or not checked.constrained:
-            return ""
+            return None
         return await self._matchers.compile(request.grammar)
 
     async def _with_images(

@@ -19,11 +19,20 @@ from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
-__all__ = ["GRAMMAR_HANGS", "GrammarClient", "MaskState", "MaskStream"]
+__all__ = [
+    "ANOTHER_TOKENIZER",
+    "GRAMMAR_HANGS",
+    "GrammarClient",
+    "MaskState",
+    "MaskStream",
+    "lost_service",
+]
 
 _LOG = logging.getLogger("grammar")
 GRAMMAR_HANGS = "GRAMMAR_HANGS"
 """Error reason for a service that is reachable but sends no usable masks"""
+ANOTHER_TOKENIZER = "ANOTHER_TOKENIZER"
+"""Error reason for a service whose masks are for other ids"""
 _RETRY_SECONDS = 1.0
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 
@@ -49,28 +58,29 @@ class MaskState:
 class GrammarClient:
     """Compiles grammars."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, fingerprint: str = "") -> None:
+        """fingerprint: SHA-256 of the tokenizer.json that the service must have; empty = any."""
         self._stub = GrammarServiceStub(channel)
+        self._fingerprint = fingerprint
 
-    async def compile(
-        self, spec: GrammarSpec, timeout: float | None = None, *, waits: bool = False
-    ) -> str:
+    async def compile(self, spec: GrammarSpec, timeout: float | None = None) -> str:
         """Return the grammar's id.
 
-        timeout: seconds; waits: wait within the timeout for a service that is unreachable.
-        Raises ServiceError: INVALID_ARGUMENT with the invalid field, or UNAVAILABLE with the time
-        of a retry if the service is lost.
+        timeout: seconds. Raises ServiceError: INVALID_ARGUMENT with the invalid field, or
+        UNAVAILABLE with the time of a retry if the service is lost or has another tokenizer.
         """
         names = (("x-request-id", request_id.get()), ("traceparent", traceparent.get()))
         try:
             response = await self._stub.Compile(
                 grammar_pb2.CompileRequest(grammar=spec),
                 timeout=timeout,
-                wait_for_ready=waits,
                 metadata=[(key, value) for key, value in names if value],
             )
         except grpc.aio.AioRpcError as failure:
             raise _service_error(failure) from None
+        if self._fingerprint and response.tokenizer_fingerprint != self._fingerprint:
+            message = "The grammar service has another tokenizer.json than the engine."
+            raise lost_service(message, ANOTHER_TOKENIZER)
         return response.grammar_id
 
 
@@ -125,8 +135,9 @@ class MaskStream:
 
     def close(self, matcher: int) -> None:
         """Close a matcher. The service sends no answer; an earlier state may still arrive."""
-        command = grammar_pb2.MatcherClose()
-        self._send(grammar_pb2.MatcherCommand(matcher=matcher, close=command))
+        if self._running is not None:  # the service discards the matchers of a lost stream
+            command = grammar_pb2.MatcherClose()
+            self._send(grammar_pb2.MatcherCommand(matcher=matcher, close=command))
 
     async def aclose(self) -> None:
         """End the stream without calling `on_lost`."""
@@ -143,7 +154,7 @@ class MaskStream:
 
     async def _run(self) -> None:
         call = self._stub.Masks()
-        error = _lost("The stream of the grammar service ended.")
+        error = lost_service("The stream of the grammar service ended.")
         writer: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(None) as timeout:
@@ -154,10 +165,10 @@ class MaskStream:
             error = _service_error(failure)
         except TimeoutError:
             message = f"The grammar service sent no mask for {self._answer_seconds:g} s."
-            error = _lost(message, GRAMMAR_HANGS)
+            error = lost_service(message, GRAMMAR_HANGS)
         except Exception:  # an invalid answer: without a new stream all sequences would wait
             _LOG.exception("the stream of masks failed")
-            error = _lost("The grammar service sent an unreadable mask.", GRAMMAR_HANGS)
+            error = lost_service("The grammar service sent an unreadable mask.", GRAMMAR_HANGS)
         finally:
             if writer is not None:
                 writer.cancel()
@@ -237,14 +248,15 @@ class _AnswerClock:
             self._timeout.reschedule(deadline)
 
 
-def _lost(message: str, reason: str = "GRAMMAR_LOST") -> ServiceError:
+def lost_service(message: str, reason: str = "GRAMMAR_LOST") -> ServiceError:
+    """Return UNAVAILABLE with the time of a retry."""
     return ServiceError(grpc.StatusCode.UNAVAILABLE, reason, message, retry_seconds=_RETRY_SECONDS)
 
 
 def _service_error(failure: grpc.aio.AioRpcError) -> ServiceError:
     error = ServiceError.from_rpc_error(failure)
     if error.code is grpc.StatusCode.UNAVAILABLE:
-        return _lost(
+        return lost_service(
             "The grammar service is unreachable; only requests without a grammar are served."
         )
     return error

@@ -1,10 +1,11 @@
-"""Matchers of all constrained sequences in the grammar service, restored after a loss.
+"""Matchers of all constrained sequences in the grammar services, restored after a loss.
 
 All of it runs on the event loop. A matcher's state follows from its tokens: a lost matcher is
-opened again, there or at another replica, with the tokens that its sequence has generated.
+opened again, there or at another service, with the tokens that its sequence has generated.
 """
 
 import asyncio
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,22 +13,40 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from services.engine.frontend.mask_stream import GRAMMAR_HANGS, GrammarClient, MaskState, MaskStream
+from services.engine.frontend.grammar_link import GrammarLink
+from services.engine.frontend.grammar_pool import GrammarPool
+from services.engine.frontend.mask_stream import GRAMMAR_HANGS, MaskState, MaskStream
+from services.engine.frontend.metrics import MOVED_MATCHERS
 from services.engine.messages import DraftTokens, Mask, Token
 from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 from tokenwire.tls import ClientTls
 
-__all__ = ["Matchers"]
+__all__ = ["CompiledGrammar", "Matchers"]
 
 _ANSWER_SECONDS = 10.0
 """Time limit of an answer; a service that takes longer counts as hanging"""
+_COMPILE_SECONDS = 20.0
+"""Time limit of a compilation that another service can take over"""
 _RETRY_SECONDS = 0.1
 """Time between attempts to reach the service"""
 _MAX_RESTORES = 3
-"""Times that a sequence may lose its grammar or meet a hanging service"""
+"""Losses without an answer between them that a sequence survives; it may cause them itself"""
 _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar that a service has compiled."""
+
+    grammar_id: str
+    """The same at all services"""
+    spec: GrammarSpec
+    key: bytes
+    """Digest of the grammar, by which its service is chosen"""
+    link: GrammarLink
+    """The service"""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,22 +54,23 @@ class _Matcher:
     """Matcher of one constrained sequence."""
 
     number: int
+    """At its service. Another one after each loss, so that late answers are recognized"""
     handle: int
     sequence: int
-    grammar_id: str
-    spec: GrammarSpec
+    grammar: CompiledGrammar
     generated: list[int]
     num_consumed: int
     """Tokens that the service has been fed or has forced"""
     resume_index: int | None
     """Index within the request's `resume`; None = a new sequence"""
-    is_open: bool = True
-    """False while the matcher waits to be opened again"""
+    link: GrammarLink | None = None
+    """Where the matcher is open; None while it waits to be opened"""
     asked_at: float | None = field(default_factory=time.monotonic)
     """time.monotonic() of the command that the service has not answered; None = it has"""
     mask_seconds: float = 0.0
     """Time that the answers took"""
     restores: int = 0
+    """Losses since the last answer"""
     draft: Sequence[int] = ()
     """Draft tokens whose masks the last command requested"""
 
@@ -63,28 +83,27 @@ class Matchers:
 
     def __init__(
         self,
-        target: str,
+        targets: Sequence[str],
         *,
         vocabulary_size: int,
         eos_token_ids: Sequence[int],
         on_masks: Callable[[Sequence[Mask]], None],
         on_failed: Callable[[int, ServiceError], None],
+        fingerprint: str = "",
         lost_seconds: float = LOST_SECONDS,
         wait_seconds: float = 60.0,
         tls: ClientTls | None = None,
     ) -> None:
-        """wait_seconds: time limit of constrained requests that wait for a lost grammar service."""
+        """targets: the grammar services, as `parse_targets` returns them.
+
+        fingerprint: SHA-256 of the tokenizer.json that they must have; empty = any.
+        wait_seconds: time limit of constrained requests that wait for a lost grammar service.
+        """
         self._wait_seconds = wait_seconds
-        self._channel = connect(target, lost_seconds, tls)
-        self._grammar = GrammarClient(self._channel)
-        self._masks = MaskStream(
-            self._channel,
-            vocabulary_size=vocabulary_size,
-            eos_token_ids=eos_token_ids,
-            on_states=self._on_states,
-            on_lost=self._on_lost,
-            answer_seconds=_ANSWER_SECONDS,
-        )
+        self._lost_seconds = lost_seconds
+        self._tls = tls
+        self._fingerprint = fingerprint
+        self._vocabulary_size = vocabulary_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._on_masks = on_masks
         self._on_failed = on_failed
@@ -94,33 +113,44 @@ class Matchers:
         self._by_sequence: dict[tuple[int, int], _Matcher] = {}
         """By handle and sequence"""
         self._restoring: dict[str, asyncio.Task[None]] = {}
-        """Running compilations of lost grammars, by grammar id"""
+        """Running compilations for matchers that wait, by grammar id"""
+        self._pool = GrammarPool(targets, self._connect, self._on_leaving)
 
-    async def compile(self, spec: GrammarSpec) -> str:
-        """Return the grammar's id, once the service is reachable.
+    async def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile a grammar at the service that should have its sequences, once one serves.
 
         Raises ServiceError, also when no service compiles the grammar in time.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_seconds
+        content = spec.SerializeToString(deterministic=True)
+        key = hashlib.blake2b(content, digest_size=16).digest()
+        tried: set[GrammarLink] = set()
         while True:
+            link = await self._pool.wait_and_choose(key, deadline, tried)
+            tried.add(link)
+            has_other = self._pool.has_other(tried)
+            left = deadline - loop.time()
             try:
-                return await self._grammar.compile(spec, deadline - loop.time(), waits=True)
+                grammar_id = await link.compile(
+                    spec, min(left, _COMPILE_SECONDS) if has_other else left
+                )
+                return CompiledGrammar(grammar_id, spec, key, link)
             except ServiceError as error:
                 if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    message = "The grammar service is unreachable or does not answer."
-                    code = grpc.StatusCode.UNAVAILABLE
-                    raise ServiceError(code, "GRAMMAR_LOST", message, retry_seconds=1) from None
+                    link.doubt()
+                    error = self._pool.unreachable()
                 if error.code not in _TRANSIENT or loop.time() + _RETRY_SECONDS >= deadline:
-                    raise
-            await asyncio.sleep(_RETRY_SECONDS)
+                    raise error from None
+            if not has_other:
+                tried.clear()
+                await asyncio.sleep(_RETRY_SECONDS)
 
     def open(
         self,
         handle: int,
         count: int,
-        grammar_id: str,
-        spec: GrammarSpec,
+        grammar: CompiledGrammar,
         generated: Mapping[int, Sequence[int]],
     ) -> None:
         """Open matchers for the sequences of a request.
@@ -128,21 +158,25 @@ class Matchers:
         generated: tokens of resumed sequences, in the order of the request's `resume`.
         """
         resume_indices = {sequence: index for index, sequence in enumerate(generated)}
+        elsewhere = []
         for sequence in range(count):
             tokens = list(generated.get(sequence, ()))
             matcher = _Matcher(
                 next(self._numbers),
                 handle,
                 sequence,
-                grammar_id,
-                spec,
+                grammar,
                 tokens,
                 len(tokens),
                 resume_indices.get(sequence),
             )
             self._matchers[matcher.number] = matcher
             self._by_sequence[handle, sequence] = matcher
-            self._masks.open(matcher.number, grammar_id, tokens)
+            if self._pool.choose(grammar.key) is grammar.link:
+                self._open(matcher, grammar.link)
+            else:
+                elsewhere.append(matcher)
+        self._restore(elsewhere)
 
     def feed(self, outputs: Iterable[Token | DraftTokens]) -> None:
         """Feed the tokens of a step, and request masks for its draft tokens."""
@@ -165,18 +199,32 @@ class Matchers:
         if matcher is None:
             return 0.0
         del self._matchers[matcher.number]
-        if matcher.is_open:
-            self._masks.close(matcher.number)
+        self._detach(matcher)
         return matcher.mask_seconds
 
     async def aclose(self) -> None:
-        """End the stream of masks and the channel."""
+        """End the streams of masks and the channels."""
         tasks = list(self._restoring.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._masks.aclose()
-        await self._channel.close()
+        await self._pool.aclose()
+
+    def _connect(self, target: str, name: str) -> GrammarLink:
+        """Return the link to a grammar service. name: that of its certificate, if not its host."""
+        channel = connect(target, self._lost_seconds, self._tls, name)
+
+        def masks(link: GrammarLink) -> MaskStream:
+            return MaskStream(
+                channel,
+                vocabulary_size=self._vocabulary_size,
+                eos_token_ids=tuple(self._eos_token_ids),
+                on_states=self._on_states,
+                on_lost=lambda error: self._on_lost(link, error),
+                answer_seconds=_ANSWER_SECONDS,
+            )
+
+        return GrammarLink(target, channel, masks, self._fingerprint)
 
     def _on_states(self, states: Sequence[MaskState]) -> None:
         masks: list[Mask] = []
@@ -184,11 +232,12 @@ class Matchers:
         for state in states:
             matcher = self._matchers.get(state.matcher)
             if matcher is None:
-                continue  # the sequence has ended in the meantime
+                continue  # the sequence has ended, or moved to another service
             if matcher.asked_at is not None:
                 matcher.mask_seconds += now - matcher.asked_at
                 matcher.asked_at = None
             if state.error is None:
+                matcher.restores = 0
                 draft, matcher.draft = matcher.draft[len(state.forced) :], ()
                 masks.append(
                     Mask(
@@ -218,53 +267,84 @@ class Matchers:
         The pending answer may force some of these tokens, which the service has then consumed.
         """
         unconsumed = matcher.generated[matcher.num_consumed :]
-        if not unconsumed or matcher.asked_at is not None or not matcher.is_open:
+        if not unconsumed or matcher.asked_at is not None or matcher.link is None:
             return
         matcher.num_consumed = len(matcher.generated)
         if unconsumed[-1] in self._eos_token_ids:
             return
         matcher.asked_at, matcher.draft = time.monotonic(), draft
-        self._masks.accept(matcher.number, unconsumed)
-        if draft:
-            self._masks.ask_draft_masks(matcher.number, draft)
+        matcher.link.accept(matcher.number, unconsumed, draft)
 
-    def _on_lost(self, error: ServiceError) -> None:
-        lost = [matcher for matcher in self._matchers.values() if matcher.is_open]
+    def _on_lost(self, link: GrammarLink, error: ServiceError) -> None:
+        """Open the matchers of a lost stream again, except those that may be the cause."""
+        lost = [matcher for matcher in self._matchers.values() if matcher.link is link]
+        failed = []
+        for matcher in lost:
+            matcher.restores += matcher.asked_at is not None
+            if matcher.restores > _MAX_RESTORES:
+                failed.append(matcher)
+        self._restore([matcher for matcher in lost if matcher not in failed])
         if error.reason == GRAMMAR_HANGS:
-            for matcher in [each for each in lost if each.asked_at is not None]:
-                matcher.restores += 1
-                if matcher.restores > _MAX_RESTORES:
-                    lost.remove(matcher)
-                    matcher.is_open = False
-                    self._on_failed(matcher.handle, error)
-        self._restore([matcher for matcher in lost if matcher.number in self._matchers])
+            link.doubt()
+        for matcher in failed:
+            self._on_failed(matcher.handle, error)
+
+    def _on_leaving(self, link: GrammarLink) -> None:
+        """Move the matchers of a service that stops, is lost or is gone from DNS."""
+        self._restore([matcher for matcher in self._matchers.values() if matcher.link is link])
+
+    def _open(self, matcher: _Matcher, link: GrammarLink) -> None:
+        matcher.link = link
+        matcher.asked_at = time.monotonic()
+        matcher.num_consumed = len(matcher.generated)
+        link.open(matcher.number, matcher.grammar.grammar_id, matcher.generated)
+
+    def _detach(self, matcher: _Matcher) -> None:
+        """Close a matcher where it is open."""
+        link, matcher.link = matcher.link, None
+        if link is not None:
+            link.close(matcher.number)
 
     def _restore(self, matchers: Sequence[_Matcher]) -> None:
-        """Compile the grammars of lost matchers, and then open the matchers again."""
+        """Compile the grammars of these matchers where they should be, and open them there."""
         for matcher in matchers:
-            matcher.is_open = False
-            if matcher.grammar_id not in self._restoring:
-                self._restoring[matcher.grammar_id] = asyncio.ensure_future(
-                    self._restore_grammar(matcher.grammar_id, matcher.spec)
+            if matcher.link is not None:
+                MOVED_MATCHERS.inc()
+                self._detach(matcher)
+                del self._matchers[matcher.number]
+                matcher.number = next(self._numbers)
+                self._matchers[matcher.number] = matcher
+            grammar = matcher.grammar
+            if grammar.grammar_id not in self._restoring:
+                self._restoring[grammar.grammar_id] = asyncio.ensure_future(
+                    self._restore_grammar(grammar)
                 )
 
-    async def _restore_grammar(self, grammar_id: str, spec: GrammarSpec) -> None:
+    async def _restore_grammar(self, grammar: CompiledGrammar) -> None:
+        """Open the waiting matchers of a grammar. Services take their shares one by one."""
         failure: ServiceError | None = None
+        waiting: list[_Matcher] = []
         try:
-            await self.compile(spec)
+            while waiting := self._waiting(grammar.grammar_id):
+                compiled = await self.compile(grammar.spec)
+                self._open(waiting[0], compiled.link)
+                for matcher in waiting[1:]:
+                    if self._pool.choose(grammar.key) is compiled.link:
+                        self._open(matcher, compiled.link)
         except ServiceError as error:
             failure = error
         finally:
-            del self._restoring[grammar_id]
-        for matcher in list(self._matchers.values()):
-            if matcher.grammar_id != grammar_id or matcher.is_open:
-                continue
-            if failure is not None:
+            del self._restoring[grammar.grammar_id]
+        if failure is not None:
+            for matcher in self._waiting(grammar.grammar_id):
                 self._on_failed(matcher.handle, failure)
-            else:
-                matcher.is_open, matcher.asked_at = True, time.monotonic()
-                matcher.num_consumed = len(matcher.generated)
-                self._masks.open(matcher.number, grammar_id, matcher.generated)
+
+    def _waiting(self, grammar_id: str) -> list[_Matcher]:
+        """Return the matchers of a grammar that are open nowhere."""
+        matchers = self._matchers.values()
+        return [
+            each for each in matchers if each.link is None and each.grammar.grammar_id == grammar_id
+        ]
 
 
 def _name_field(matcher: _Matcher, error: ServiceError) -> None:

@@ -9,6 +9,7 @@ __all__ = [
     "FINISHED",
     "FIRST_TOKEN_SECONDS",
     "GENERATED_TOKENS",
+    "GRAMMAR_SERVICES",
     "IMAGES",
     "IMAGE_CACHE_BYTES",
     "INTER_TOKEN_SECONDS",
@@ -16,6 +17,7 @@ __all__ = [
     "KV_BLOCK_SIZE",
     "KV_FREE_BLOCKS",
     "KV_USED_RATIO",
+    "MOVED_MATCHERS",
     "PREEMPTIONS",
     "PROMPT_TOKENS",
     "QUEUED_TOKENS",
@@ -76,4 +78,10 @@ IMAGES = Counter(
 WAITING_IMAGES = Gauge("tokenwire_engine_waiting_images", "Images that wait for the encoder.")
 IMAGE_CACHE_BYTES = Gauge(
     "tokenwire_engine_image_cache_bytes", "Bytes of encoded images that requests may use again."
+)
+GRAMMAR_SERVICES = Gauge(
+    "tokenwire_engine_grammar_services", "Grammar services: serving, away, refused.", ["state"]
+)
+MOVED_MATCHERS = Counter(
+    "tokenwire_engine_moved_matchers", "Constrained sequences whose grammar service changed."
 )

@@ -1,9 +1,9 @@
-"""Fingerprint of a checkpoint's weights: cheap to compute, the same on every machine."""
+"""Fingerprints of a checkpoint: cheap to compute, the same on every machine."""
 
 import hashlib
 from pathlib import Path
 
-__all__ = ["weights_fingerprint"]
+__all__ = ["tokenizer_fingerprint", "weights_fingerprint"]
 
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
@@ -27,3 +27,11 @@ def weights_fingerprint(directory: Path, weights: str = "full") -> str:
     if weights != "full":
         digest.update(weights.encode())
     return digest.hexdigest()
+
+
+def tokenizer_fingerprint(directory: Path) -> str:
+    """Return the SHA-256 of tokenizer.json, in hex; empty if the directory has none."""
+    try:
+        return hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return ""
