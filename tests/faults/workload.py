@@ -9,6 +9,7 @@ temperature changes in the fifth or sixth digit.
 import itertools
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +78,8 @@ class Answer:
     reasons: dict[int, str] = field(default_factory=dict)
     failure: str = ""
     """Why the answer is not complete"""
+    longest_pause: float = 0.0
+    """Seconds between two chunks, or between the request and the first one"""
 
 
 def requests(count: int, tokens: int, seed: int) -> list[Asked]:
@@ -100,6 +103,7 @@ async def ask(http: httpx.AsyncClient, urls: Sequence[str], asked: Asked) -> Ans
     As a load balancer does, it leaves a server that restarts: one that says so, refuses the
     connection, or ends it before it answers.
     """
+    last = time.monotonic()
     for url in urls:
         answer = Answer()
         try:
@@ -112,7 +116,7 @@ async def ask(http: httpx.AsyncClient, urls: Sequence[str], asked: Asked) -> Ans
                     return answer
                 answer.failure = "the stream ended without [DONE]"
                 async for line in response.aiter_lines():
-                    _take(answer, line)
+                    last = _take(answer, line, last)
                 return answer
         except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as error:
             if answer.texts or answer.calls:
@@ -124,16 +128,19 @@ async def ask(http: httpx.AsyncClient, urls: Sequence[str], asked: Asked) -> Ans
     return Answer(failure="no server takes connections")
 
 
-def _take(answer: Answer, line: str) -> None:
+def _take(answer: Answer, line: str, last: float) -> float:
+    """Read a line. Return the time of the last chunk; comments do not count."""
     if not line.startswith("data: "):
-        return
+        return last
     if line == "data: [DONE]":
         answer.failure = answer.failure.removeprefix("the stream ended without [DONE]")
-        return
+        return last
+    now = time.monotonic()
+    answer.longest_pause = max(answer.longest_pause, now - last)
     event = json.loads(line.removeprefix("data: "))
     if "error" in event:
         answer.failure = str(event["error"])[:300]
-        return
+        return now
     for choice in event["choices"]:
         index = choice["index"]
         delta = choice.get("delta", {})
@@ -147,6 +154,7 @@ def _take(answer: Answer, line: str) -> None:
         answer.logprobs.setdefault(index, []).extend(scores)
         if choice["finish_reason"]:
             answer.reasons[index] = choice["finish_reason"]
+    return now
 
 
 async def is_tie(
