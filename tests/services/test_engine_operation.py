@@ -232,6 +232,29 @@ async def test_abort_after_the_deadline_timer_reports_aborted(embedded_model: Pa
     await matchers.aclose()
 
 
+async def test_refused_requests_hold_nothing_and_are_told_different_times(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """If all came again at the same time, most of them would be refused again."""
+    few = ("--max-running", "1", "--max-waiting", "2", "--kv-memory", "64MiB")
+    arguments = ("--model", str(embedded_model), "--dtype", "float32", *few)
+    long = make_request([1, 2], max_tokens=1_900)
+    async with (
+        running_service("engine", *arguments, log=tmp_path / "log") as service,
+        connect(service.target) as channel,
+    ):
+        await generate(channel, make_request([1, 2], max_tokens=100))  # a length to judge by
+        session = SessionClient(channel)
+        await session.send(*(start(handle, long) for handle in (1, 2, 3)))
+        await session.until("delta", 1)
+        times = [(await refused(channel, long)).retry_seconds or 0 for _ in range(6)]
+        assert times == sorted(times)
+        assert 1 <= times[0] < times[-1] or times[-1] == 300
+        session.call.cancel()
+        await watch_load(service.target, until=is_idle)
+        assert ids_of(await generate(channel, make_request([1, 2], max_tokens=4)))
+
+
 async def test_request_that_never_fits_is_invalid(checkpoint: Path, tmp_path: Path) -> None:
     few = ("--max-running", "4", "--max-waiting", "2", "--kv-memory", "16MiB")
     arguments = ("--model", str(checkpoint), "--dtype", "float32", *few)

@@ -28,6 +28,7 @@ from services.engine.frontend.loop_client import LoopClient
 from services.engine.frontend.matchers import CompiledGrammar, Matchers
 from services.engine.frontend.preparations import Preparations, deadline_exceeded, queue_full
 from services.engine.frontend.request_span import RequestSpan
+from services.engine.frontend.retry_clock import RetryClock
 from services.engine.frontend.sink import Sink
 from services.engine.messages import (
     AddRequest,
@@ -106,6 +107,7 @@ class Frontend:
         self._handles = itertools.count(1)
         self._flushes: deque[asyncio.Future[int]] = deque()
         self._token_rate = request_accounting.TokenRate()
+        self._retry_clock = RetryClock()
         self._load_metrics = request_accounting.LoadMetrics()
         self._last_output = 0.0
         """time.monotonic() of the loop's last output, or of the first request after idling"""
@@ -311,6 +313,8 @@ class Frontend:
             )
             self._require_image_memory(checked)
         except ServiceError as error:
+            sequences = max(1, len(request.prompts)) * max(1, request.n)  # not checked yet
+            self._set_retry(error, min(sequences, MAX_SEQUENCES))
             request_accounting.count_error(error.reason)
             raise
         return grammar, checked
@@ -356,6 +360,12 @@ class Frontend:
             # the loop would refuse it too, but counting its sequences there costs a step time
             raise queue_full(f"{self.num_requests} requests are here already; try again.")
 
+    def _set_retry(self, error: ServiceError, sequences: int) -> None:
+        """Tell a request that found no room when to come again."""
+        if error.reason == "QUEUE_FULL":
+            rate = self._token_rate.while_busy
+            error.retry_seconds = self._retry_clock.turn(sequences, self.load.waiting, rate)
+
     def _require_image_memory(self, checked: CheckedRequest) -> None:
         held, size = self._image_bytes, checked.image_bytes
         if held and held + size > parse_bytes(self._settings.held_image_memory):
@@ -396,6 +406,7 @@ class Frontend:
                 case Finished():
                     self._close_matchers(item.handle, live, (item.sequence,))
                     request_accounting.count_finished(item.cause)
+                    self._retry_clock.on_finished(item.completion_tokens)
                     finished = events.finished(item)
                     live.span.on_finished(finished)
                     live.sink.on_finished(finished)
@@ -422,6 +433,7 @@ class Frontend:
         self._leave(refused.handle)
         request_accounting.count_error(refused.reason)
         error = events.refusal(refused)
+        self._set_retry(error, live.checked.num_sequences)
         if error.code is grpc.StatusCode.INTERNAL:
             names = request_fields(live.caller.request_id, live.span.traceparent)
             _LOG.error(refused.message, extra=names)

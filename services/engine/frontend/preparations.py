@@ -75,7 +75,7 @@ class Preparations:
 
 
 def queue_full(message: str) -> ServiceError:
-    """Return the error of a request that finds no room."""
+    """Return the error of a request that finds no room; the frontend sets its time of a retry."""
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     return ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
 

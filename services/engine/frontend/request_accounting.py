@@ -35,6 +35,7 @@ _REASONS = {
 """Reason in the metrics, by cause"""
 _RATE_SECONDS = 5.0
 """Window of the token rate"""
+_LEAST_RATE_SECONDS = 0.1
 
 
 def count_request(outcome: str) -> None:
@@ -119,6 +120,15 @@ class TokenRate:
         """Average over the window."""
         self._drop_old()
         return sum(tokens for _, tokens in self._steps) / _RATE_SECONDS
+
+    @property
+    def while_busy(self) -> float:
+        """Average since the first step in the window; 0 without one."""
+        self._drop_old()
+        if not self._steps:
+            return 0.0
+        seconds = time.monotonic() - self._steps[0][0]
+        return sum(tokens for _, tokens in self._steps) / max(seconds, _LEAST_RATE_SECONDS)
 
     def _drop_old(self) -> None:
         horizon = time.monotonic() - _RATE_SECONDS

@@ -1,0 +1,46 @@
+"""Times at which refused requests should come again, so that they then find a place."""
+
+import time
+from collections.abc import Callable
+
+__all__ = ["RetryClock"]
+
+_MEMORY = 32
+"""Sequences over which the mean length is taken"""
+_LEAST_SECONDS = 1.0
+_MOST_SECONDS = 300.0
+"""Limit of what clients that never come again cost the others"""
+
+
+class RetryClock:
+    """Gives each refused request a turn after the queue, and after those refused before it.
+
+    If all were told the same time, they would come together and most would be refused again. The
+    clock reserves nothing: a client that stays away leaves its turn to others.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._mean_tokens = 0.0
+        """Tokens of a sequence; 0 before the first one has ended"""
+        self._next_turn = 0.0
+        """Time at which all who were refused have come again"""
+
+    def on_finished(self, tokens: int) -> None:
+        """Note the length of a sequence that has ended."""
+        if not self._mean_tokens:
+            self._mean_tokens = float(max(1, tokens))
+        self._mean_tokens += (max(1, tokens) - self._mean_tokens) / _MEMORY
+
+    def turn(self, sequences: int, waiting: int, tokens_per_second: float) -> float:
+        """Return the seconds after which a request of so many sequences should come again.
+
+        waiting: sequences in the queue. tokens_per_second: what the engine generates now.
+        """
+        now = self._now()
+        if not (self._mean_tokens and tokens_per_second):
+            return _LEAST_SECONDS  # nothing is known yet
+        seconds = self._mean_tokens / tokens_per_second  # from the end of a sequence to the next
+        begin = max(self._next_turn, now + waiting * seconds)
+        self._next_turn = min(begin + sequences * seconds, now + _MOST_SECONDS)
+        return max(self._next_turn - now, _LEAST_SECONDS)
