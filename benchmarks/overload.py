@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.queues import Queue
@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.processes import Launch, ProcessTree, free_port, running
+from benchmarks.processes import Launch, ProcessTree, ServiceUse, free_port, running
 from benchmarks.tables import markdown
 from tokenwire.serving.stack_layout import embedded_checkpoint
 
@@ -59,7 +59,7 @@ class Requests:
 
 
 class Client:
-    """Sends requests for a number of tokens."""
+    """Sends requests for half to one and a half times as many tokens, so that no two keep step."""
 
     def __init__(self, http: httpx.AsyncClient, url: str, tokens: int) -> None:
         self._http = http
@@ -69,7 +69,8 @@ class Client:
 
     async def ask(self, seen: Requests) -> int | None:
         """Send a request. Return the seconds of Retry-After if it is refused, else None."""
-        body: dict[str, Any] = {"model": "default", "ignore_eos": True, "max_tokens": self._tokens}
+        tokens = self._seeds.randint(self._tokens // 2, self._tokens * 3 // 2)
+        body: dict[str, Any] = {"model": "default", "ignore_eos": True, "max_tokens": tokens}
         body |= {"prompt": f"import {self._seeds.randrange(10**6)}\n", "temperature": 0.8}
         try:
             answer = await self._http.post(self._url + _PATH, json=body)
@@ -161,13 +162,13 @@ async def _measure(arguments: argparse.Namespace, url: str, tree: ProcessTree) -
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     async with httpx.AsyncClient(timeout=_CLIENT_SECONDS, limits=limits, trust_env=False) as http:
         client = Client(http, url, arguments.tokens)
-        capacities = [await _capacity(client, arguments.running, arguments.seconds / 2)]
-        before = tree.resident_bytes()
+        capacities = [await _capacity(client, arguments.running, arguments.seconds)]
+        before = tree.by_service()
         rate = arguments.times * capacities[0] / arguments.tokens
         with _probing(url) as latencies:
             seen, goodput = await _flood(client, rate, arguments.seconds)
-        after = tree.resident_bytes()
-        capacities.append(await _capacity(client, arguments.running, arguments.seconds / 2))
+        after = tree.by_service()
+        capacities.append(await _capacity(client, arguments.running, arguments.seconds))
     return _describe(seen, capacities, goodput, rate, (before, after), latencies)
 
 
@@ -176,7 +177,7 @@ def _describe(
     capacities: Sequence[float],
     goodput: float,
     rate: float,
-    resident: tuple[int, int],
+    uses: tuple[Mapping[str, ServiceUse], Mapping[str, ServiceUse]],
     latencies: Sequence[float],
 ) -> str:
     capacity = statistics.mean(capacities)
@@ -193,10 +194,17 @@ def _describe(
             f"{statistics.median(seen.waits or [0]):.0f} s, {max(seen.waits, default=0)} s",
         ],
         ["failed", f"{len(seen.failures)}"],
-        ["memory", f"{resident[0] / 2**20:,.0f} MiB before, {resident[1] / 2**20:,.0f} MiB after"],
         ["/ready, p99", f"{1000 * sorted(latencies)[int(0.99 * len(latencies))]:.0f} ms"],
+        *(
+            [f"{name}, before and after", f"{_mebibytes(use)} and {_mebibytes(uses[1][name])} MiB"]
+            for name, use in uses[0].items()
+        ),
     ]
     return "\n".join([markdown(rows), *sorted(set(seen.failures))])
+
+
+def _mebibytes(use: ServiceUse) -> str:
+    return f"{use.resident_bytes / 2**20:,.0f}"
 
 
 def main() -> None:

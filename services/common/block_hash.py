@@ -2,12 +2,30 @@
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
-__all__ = ["HASH_BYTES", "hash_block", "prefix_hashes", "tenant_salt"]
+__all__ = [
+    "HASH_BYTES",
+    "ImagePlaces",
+    "hash_block",
+    "image_digest",
+    "prefix_hashes",
+    "tenant_salt",
+]
 
 HASH_BYTES = 16
 """Bytes of a hash"""
+
+
+class ImagePlaces(NamedTuple):
+    """An image of a prompt."""
+
+    digest: bytes
+    """As `image_digest` returns it"""
+    places: Sequence[int]
+    """Indices of the ids that stand for its parts, rising"""
 
 
 def tenant_salt(tenant: str) -> bytes:
@@ -15,21 +33,35 @@ def tenant_salt(tenant: str) -> bytes:
     return hashlib.blake2b(tenant.encode(), digest_size=HASH_BYTES).digest()
 
 
+def image_digest(data: bytes) -> bytes:
+    """Return the digest of an encoded image. Takes about 20 ms for the largest."""
+    return hashlib.blake2b(data, digest_size=HASH_BYTES).digest()
+
+
 def hash_block(parent: bytes, ids: bytes, images: bytes = b"") -> bytes:
     """Return the hash of a full block over its parent's hash and its own ids.
 
     parent: hash of the block before; the tenant's salt for the first. ids: int32, little-endian.
-    images: the digests of the images that some of the ids stand for.
+    images: the digests of the images that some of the ids stand for, in order.
     """
     return hashlib.blake2b(ids + images, key=parent[:64], digest_size=HASH_BYTES).digest()
 
 
-def prefix_hashes(ids: Sequence[int], salt: bytes, block_size: int) -> list[bytes]:
-    """Return the hashes of all full blocks of a prompt without images."""
+def prefix_hashes(
+    ids: Sequence[int], salt: bytes, block_size: int, images: Sequence[ImagePlaces] = ()
+) -> list[bytes]:
+    """Return the hashes of all full blocks of a prompt with these images, in order."""
     hashes = []
     parent, data = salt, array("i", ids).tobytes()
-    size = block_size * 4
-    for start in range(0, len(ids) // block_size * size, size):
-        parent = hash_block(parent, data[start : start + size])
+    for start in range(0, len(ids) // block_size * block_size, block_size):
+        end = start + block_size
+        digests = b"".join(image.digest for image in images if _is_within(image, start, end))
+        parent = hash_block(parent, data[4 * start : 4 * end], digests)
         hashes.append(parent)
     return hashes
+
+
+def _is_within(image: ImagePlaces, start: int, end: int) -> bool:
+    """Return whether one of the ids from `start` to `end` stands for a part of the image."""
+    first = bisect_left(image.places, start)
+    return first < len(image.places) and image.places[first] < end

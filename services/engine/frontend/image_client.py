@@ -1,7 +1,6 @@
 """Client of the image encoder: batches, a cache by content, and restarts."""
 
 import asyncio
-import hashlib
 import logging
 import socket
 from collections import OrderedDict
@@ -12,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from services.common.block_hash import image_digest
 from services.common.settings import StartupError
 from services.engine.frontend import metrics
 from services.engine.frontend.child_process import ChildProcess
@@ -44,7 +44,7 @@ class ClientImage:
     """An image of a client, encoded."""
 
     digest: bytes
-    """Hash of the file, 16 bytes"""
+    """As `image_digest` returns it"""
     encoded: EncodedImage | UnreadableImage
 
 
@@ -125,7 +125,7 @@ class ImageClient:
 
     async def encode(self, files: Sequence[bytes]) -> list[ClientImage]:
         """Return the images in order; equal ones are encoded once. Raises ServiceError."""
-        digests = await asyncio.to_thread(lambda: [_digest(file) for file in files])
+        digests = await asyncio.to_thread(lambda: [image_digest(file) for file in files])
         wanted: dict[bytes, _Waiting] = {}
         results: dict[bytes, EncodedImage | UnreadableImage] = {}
         try:
@@ -251,10 +251,6 @@ class _EncodedImages:
 def _encoder_lost(message: str) -> ServiceError:
     code = grpc.StatusCode.UNAVAILABLE
     return ServiceError(code, "IMAGE_ENCODER_LOST", message, retry_seconds=1)
-
-
-def _digest(file: bytes) -> bytes:
-    return hashlib.blake2b(file, digest_size=16).digest()
 
 
 def _run(settings: EngineSettings, link: socket.socket) -> None:

@@ -142,6 +142,8 @@ class ChatProcessor:
             raise
         if images is not None and rendered.images is not None:
             plan.engine_request.images.extend(images.messages([rendered.images]))
+            places = images.places([rendered.images], [prompt.ids for prompt in plan.prompts])
+            plan = replace(plan, images=places)
         table = templates.table if plan.choice.skip_special_tokens else plan.full_table
         hidden = table.hidden if plan.choice.scored else None
         echo = _last_answer(request) if request.echo else ""

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.block_hash import ImagePlaces
 from services.common.logging import request_fields
 from services.common.span import Span
 from services.tokenizer.completion.choice import Choice
 from services.tokenizer.completion.completion_output import CompletionOutput
 from services.tokenizer.engines.engine_link import EngineLink
 from services.tokenizer.engines.engine_pool import EnginePool
-from services.tokenizer.engines.placement import Placement
+from services.tokenizer.engines.placement import Need, Placement
 from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.session import Listener
@@ -103,14 +104,14 @@ class EngineRequest:
         elif self._is_windowed and plan.engine_request.stopping.max_tokens > _WINDOW:
             self._granted = _WINDOW + max(choice.sent for choice in output.choices)
         if plan.resume is None:
-            self._open(plan.engine_request, taken=0)
+            self._open(plan.engine_request, plan.images, taken=0)
         else:
             self.resubmit(output.remaining_request(), output)
 
     def resubmit(self, request: engine_pb2.GenerateRequest, output: CompletionOutput) -> None:
         """Open `request`, which continues the running choices. Raises as `submit`."""
         taken = min((len(choice.received) for choice in output.choices.running), default=0)
-        self._open(request, taken)
+        self._open(request, output.plan.images, taken)
         if ended := output.choices.ended_sequences:
             self.cancel(ended)
 
@@ -173,7 +174,12 @@ class EngineRequest:
             self.on_closed()
         return self._pool.has_other(self._full)
 
-    def _open(self, request: engine_pb2.GenerateRequest, taken: int) -> None:
+    def _open(
+        self,
+        request: engine_pb2.GenerateRequest,
+        images: Sequence[Sequence[ImagePlaces]],
+        taken: int,
+    ) -> None:
         """Open a request whose running choices have received at least `taken` tokens each."""
         command = engine_pb2.SessionCommand()
         start = command.start
@@ -193,7 +199,8 @@ class EngineRequest:
             start.timeout_seconds = max(left - _MARGIN_SECONDS, left / 2)
         if self._granted is not None:
             start.credit = min(max(0, self._granted - taken), _MAX_CREDIT)
-        self._placement = self._pool.place(start.request, self._context.tenant, self._full)
+        need = Need(start.request, self._context.tenant, images)
+        self._placement = self._pool.place(need, self._full)
         self._handle = self._placement.link.session.open(self._listener)
         self._send(command)
 

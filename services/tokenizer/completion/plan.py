@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from services.common.annotations import unenforced_in
+from services.common.block_hash import ImagePlaces
 from services.common.contract import DEFAULT_MAX_TOKENS, MAX_BAD_IDS, MAX_BAD_SPELLINGS
 from services.tokenizer.completion.prompt_encoding import (
     EncodedPrompt,
@@ -82,6 +83,8 @@ class CompletionPlan:
     """What the client has received of the request before; None for a new request"""
     generates_again: bool = False
     """True if a resumed choice starts anew on the engine: ids do not restore all of its state"""
+    images: Sequence[Sequence[ImagePlaces]] = ()
+    """Images of each prompt; empty without any"""
     writes_one_large: bool = False
     """True if `write` ends after a large output, because parsing it takes long"""
 
@@ -150,6 +153,7 @@ def plan_completion(
         begins_text=False,
         resume=request.resume if request.HasField("resume") else None,
         generates_again=request.sampling.HasField("mirostat"),
+        images=images.places(placed, [each.ids for each in prompts]) if images else (),
     )
 
 

@@ -152,9 +152,7 @@ class EnginePool:
 
     # the choice
 
-    def place(
-        self, request: engine_pb2.GenerateRequest, tenant: str, avoided: Collection[EngineLink]
-    ) -> Placement:
+    def place(self, need: Need, avoided: Collection[EngineLink]) -> Placement:
         """Place a request on the engine that costs least, if it can be on one that is not avoided.
 
         Raises UNAVAILABLE (NO_ENGINE) if none is left.
@@ -163,7 +161,6 @@ class EnginePool:
         if not serving:
             code = grpc.StatusCode.UNAVAILABLE
             raise ServiceError(code, "NO_ENGINE", "No engine serves at present.", retry_seconds=1)
-        need = Need(request, tenant)
         link = serving[0] if len(serving) == 1 else _cheapest(serving, need)
         metrics.PLACED.labels(link.target).inc()
         if not request.images:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from services.common.block_hash import prefix_hashes, tenant_salt
+from services.common.block_hash import ImagePlaces, prefix_hashes, tenant_salt
 from tokenwire.pb.engine.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -20,25 +20,32 @@ _REPORT_SECONDS = 1.0
 class Need:
     """Prompt tokens and sequences of a request, and the hashes of its prompts' blocks."""
 
-    def __init__(self, request: engine_pb2.GenerateRequest, tenant: str) -> None:
+    def __init__(
+        self,
+        request: engine_pb2.GenerateRequest,
+        tenant: str,
+        images: Sequence[Sequence[ImagePlaces]] = (),
+    ) -> None:
+        """images: those of each prompt; empty without any."""
         self.tokens = sum(len(prompt.ids) for prompt in request.prompts)
         self.sequences = len(request.prompts) * (request.n if request.HasField("n") else 1)
         self._request = request
+        self._images = images or [()] * len(request.prompts)
         self._salt = tenant_salt(tenant)
         self._hashes: dict[int, Sequence[Sequence[bytes]]] = {}
 
     def hashes(self, block_size: int) -> Sequence[Sequence[bytes]]:
         """Return, for each prompt, the hashes of the blocks that a prefix cache may serve.
 
-        At least the last token is always computed. Prompts with scores are computed whole, and the
-        hashes of images are not known here.
+        At least the last token is always computed. Prompts with scores are computed whole.
         """
         request = self._request
-        if request.HasField("prompt_logprobs") or request.images:
+        if request.HasField("prompt_logprobs"):
             return ()
         if block_size not in self._hashes:
             self._hashes[block_size] = [
-                prefix_hashes(prompt.ids[:-1], self._salt, block_size) for prompt in request.prompts
+                prefix_hashes(prompt.ids[:-1], self._salt, block_size, images)
+                for prompt, images in zip(request.prompts, self._images, strict=True)
             ]
         return self._hashes[block_size]
 

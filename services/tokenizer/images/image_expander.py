@@ -3,7 +3,9 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+from services.common.block_hash import ImagePlaces
 from services.tokenizer.images.image_family import Expansion, ImageFamily
 from services.tokenizer.images.request_images import RequestImage
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -139,6 +141,25 @@ class ImageExpander:
             for index, prompt in enumerate(placed)
             for _ in range(prompt.count)
         ]
+
+    def places(
+        self, placed: Sequence[ImagePrompt], prompts: Sequence[Sequence[int]]
+    ) -> list[list[ImagePlaces]]:
+        """Return the images of each prompt, which `place` put there, with their place in its ids.
+
+        Takes long for long prompts.
+        """
+        images = iter(zip(self._images, self._expansions, strict=True))
+        placeholder = self._family.placeholder
+        found = []
+        for prompt, ids in zip(placed, prompts, strict=True):
+            tokens = (i for i, token in enumerate(ids) if token == prompt.placeholder_id)
+            its_images = []
+            for image, expansion in islice(images, prompt.count):
+                parts = expansion.run * expansion.core.count(placeholder)
+                its_images.append(ImagePlaces(image.digest, list(islice(tokens, parts))))
+            found.append(its_images)
+        return found
 
     def _next(self) -> Expansion | None:
         """Return the expansion of the next mark; None beyond the last image."""

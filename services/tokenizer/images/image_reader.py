@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 
+from services.common.block_hash import image_digest
 from services.common.images import ImageError, decode, size_of
 from services.tokenizer.images.held_images import HeldImages
 from services.tokenizer.images.image_expander import ImageExpander
@@ -74,18 +76,19 @@ class ImageReader:
                 retry_seconds=1,
             )
         loop = asyncio.get_running_loop()
-        expansions = []
+        expansions, hashed = [], []
         self._waiting += 1
         try:
             for image in images:  # one at a time: other requests take turns
                 try:
-                    size = await loop.run_in_executor(self._threads, _read, image.data)
+                    size, digest = await loop.run_in_executor(self._threads, _read, image.data)
                     expansions.append(self._family.expand(size))
+                    hashed.append(replace(image, digest=digest))
                 except ImageError as error:
                     raise invalid(image.field, str(error)) from None
         finally:
             self._waiting -= 1
-        return ImageExpander(self._family, self._vocabulary, images, expansions)
+        return ImageExpander(self._family, self._vocabulary, hashed, expansions)
 
     def close(self) -> None:
         """End the threads after what they do now."""
@@ -96,8 +99,8 @@ def _takes_images(limits: ModelLimits) -> bool:
     return engine_pb2.CAPABILITY_IMAGES in limits.capabilities
 
 
-def _read(data: bytes) -> ImageSize:
-    """Return the size of an image that decodes. Raises ImageError."""
+def _read(data: bytes) -> tuple[ImageSize, bytes]:
+    """Return the size and the digest of an image that decodes. Raises ImageError."""
     width, height = size_of(data)
     decode(data).close()
-    return ImageSize(width, height)
+    return ImageSize(width, height), image_digest(data)

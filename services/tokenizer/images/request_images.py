@@ -17,6 +17,8 @@ class RequestImage:
 
     field: str
     data: bytes
+    digest: bytes = b""
+    """As `image_digest` returns it; empty before the image is read"""
 
 
 def has_images(

@@ -10,6 +10,8 @@ import pytest
 
 from tests.stack import MortalEngine, free_ports, metrics_of, mortal_engine, running_service
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.vision_checkpoints import png
+from tests.vision import write_whole
 from tokenwire.channel import connect
 from tokenwire.client import Client, CompletionStream
 from tokenwire.errors import ServiceError
@@ -149,6 +151,25 @@ async def test_prompts_go_where_their_prefix_is_and_others_spread(
                 answer = await many.client.complete(f"{text}# turn {turn}\n", **asked)
                 assert answer.usage.cached_tokens > answer.usage.prompt_tokens // 2
         assert "read anew" not in many.log.read_text()
+
+
+@pytest.mark.parametrize("name", ["llava", "mistral3"])
+async def test_prompts_with_images_go_where_their_prefix_is(name: str, tmp_path: Path) -> None:
+    """The text is the same, so the images alone tell the conversations apart."""
+    model = write_whole(tmp_path / "model", name)
+    asked: dict[str, Any] = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    pictures = [png(56, 56, seed) for seed in range(4)]
+    text = "<image>def a(b):\n" + "a b ab re turn return\n" * 12
+    async with fleet(model, tmp_path, 2) as many:
+        firsts = [many.client.complete(text, images=[each], **asked) for each in pictures]
+        await asyncio.gather(*firsts)
+        assert min((await many.placed()).values()) >= 1
+        for turn in range(5):
+            for each in pictures:
+                answer = await many.client.complete(f"{text}{turn}", images=[each], **asked)
+                assert answer.usage.cached_tokens > answer.usage.prompt_tokens // 2
+        lacking = "tokenwire_tokenizer_lacking_prefix_tokens_total"
+        assert (await metrics_of(many.target))[lacking] == 0
 
 
 async def test_engine_of_another_model_is_refused_and_told(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
+from services.common.block_hash import ImagePlaces, image_digest, prefix_hashes
 from services.engine.messages import PlacedImage
 from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.token_ids import Prompt, TokenIds
@@ -81,6 +82,22 @@ def test_swapped_images_share_nothing_behind_the_first() -> None:
         for names in ((b"cat", b"dog"), (b"dog", b"cat"))
     )
     assert not {*hashes_of(ids, one)} & {*hashes_of(ids, other)}
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, IMAGE]), min_size=1, max_size=8 * BLOCK),
+    st.integers(1, 4),
+)
+def test_those_who_choose_between_engines_compute_the_same_hashes(
+    ids: list[int], count: int
+) -> None:
+    """Else prompts with images would not go where their prefix is."""
+    places = [place for place, token in enumerate(ids) if token == IMAGE]
+    parts = max(1, -(-len(places) // count))
+    split = [places[i : i + parts] for i in range(0, len(places), parts)]
+    images = [ImagePlaces(image_digest(b"%d" % i), part) for i, part in enumerate(split)]
+    placed = [PlacedImage(image.digest, image.places, bytearray()) for image in images]
+    assert prefix_hashes(ids, b"salt", BLOCK, images) == hashes_of(ids, placed)
 
 
 def hashes(ids: list[int], digest: bytes | None, first: int = 2) -> list[bytes]:

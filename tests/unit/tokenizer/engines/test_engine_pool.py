@@ -4,6 +4,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.tokenizer.engines.engine_pool import EnginePool, PoolSettings
+from services.tokenizer.engines.placement import Need
 from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1 import engine_pb2
@@ -28,6 +29,6 @@ async def test_addresses_that_come_and_go_leave_no_engine(
     assert engines_in("away") == 0
     request = engine_pb2.GenerateRequest(prompts=[types_pb2.TokenIds(ids=[1])])
     with pytest.raises(ServiceError) as refused:
-        pool.place(request, "", ())
+        pool.place(Need(request, ""), ())
     assert refused.value.reason == "NO_ENGINE"
     await pool.close()
