@@ -64,7 +64,7 @@ async def roll(
         restarts = [Restart("none")]
         async with clients.running(streams, restarts[0]):
             await asyncio.sleep(_CALM_SECONDS)
-        for node in fleet.nodes * times:
+        for node in [*fleet.nodes] * times:
             restart = next((each for each in restarts if each.name == node.name), None)
             if restart is None:
                 restart = Restart(node.name)

@@ -163,9 +163,8 @@ class EnginePool:
             raise ServiceError(code, "NO_ENGINE", "No engine serves at present.", retry_seconds=1)
         link = serving[0] if len(serving) == 1 else _cheapest(serving, need)
         metrics.PLACED.labels(link.target).inc()
-        if not request.images:
-            for prompt in request.prompts:
-                self.learn(tenant, prompt.ids)
+        for ids in need.text_prompts:
+            self.learn(need.tenant, ids)
         return Placement(link, need)
 
     def learn(

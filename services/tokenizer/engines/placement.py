@@ -29,10 +29,17 @@ class Need:
         """images: those of each prompt; empty without any."""
         self.tokens = sum(len(prompt.ids) for prompt in request.prompts)
         self.sequences = len(request.prompts) * (request.n if request.HasField("n") else 1)
+        self.tenant = tenant
         self._request = request
         self._images = images or [()] * len(request.prompts)
         self._salt = tenant_salt(tenant)
         self._hashes: dict[int, Sequence[Sequence[bytes]]] = {}
+
+    @property
+    def text_prompts(self) -> Sequence[Sequence[int]]:
+        """Ids of the prompts; none with images, whose blocks the ids alone do not name."""
+        request = self._request
+        return () if request.images else [prompt.ids for prompt in request.prompts]
 
     def hashes(self, block_size: int) -> Sequence[Sequence[bytes]]:
         """Return, for each prompt, the hashes of the blocks that a prefix cache may serve.
