@@ -1,9 +1,11 @@
 """gRPC channels to the services, and the channel options that both ends share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
+from tokenwire.caller_channel import CallerChannel
 from tokenwire.tls import ClientTls
 
 __all__ = ["LOST_SECONDS", "MESSAGE_LIMIT", "MESSAGE_LIMITS", "QUIET", "connect"]
@@ -42,11 +44,13 @@ def connect(
     lost_seconds: float = LOST_SECONDS,
     tls: ClientTls | None = None,
     server_name: str = "",
+    token: Callable[[], str] | None = None,
 ) -> grpc.aio.Channel:
     """Open a channel to "host:port"; gRPC connects it, and reconnects it after every loss.
 
     tls: None for plaintext. server_name: name that the server's certificate must have, if it is not
-    the target's host. Raises TlsError if the files can't be used.
+    the target's host. token: API key or token that each call shows, asked for at its start; None =
+    none. Raises TlsError if the files can't be used. New calls use files that were replaced.
 
     A server that answers no ping for `lost_seconds` counts as lost, and the calls to it fail. Pings
     are sent at half that interval; Tokenwire's servers refuse more than 4 pings a second.
@@ -59,8 +63,14 @@ def connect(
         ("grpc.http2.ping_timeout_ms", half),
     ]
     options = [*_OPTIONS, *pings]
-    if tls is None:
-        return grpc.aio.insecure_channel(target, options=options)
-    if server_name:
+    if tls is not None and server_name:
         options.append(("grpc.ssl_target_name_override", server_name))
-    return grpc.aio.secure_channel(target, tls.credentials(), options=options)
+
+    def open_channel() -> grpc.aio.Channel:
+        if tls is None:
+            return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(target, tls.credentials(), options=options)
+
+    if tls is None and token is None:
+        return open_channel()
+    return CallerChannel(open_channel, () if tls is None else tls.files, token)

@@ -25,6 +25,7 @@ import grpc
 from tokenwire.channel import connect
 from tokenwire.chat import ChatAnswer, ChatChoice, Message
 from tokenwire.errors import ServiceError
+from tokenwire.loopback import is_local_target
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2 import Tool, ToolChoice
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
@@ -64,6 +65,7 @@ from tokenwire.session import (
 )
 from tokenwire.stream import AsyncResource, ChatStream, CompletionStream, GenerationStream
 from tokenwire.tls import ClientTls
+from tokenwire.token_file import TokenError, require_token
 
 __all__ = [
     "ChatOptions",
@@ -102,9 +104,20 @@ class _Connection(AsyncResource, Generic[AnySession]):
 class Client(_Connection[CompletionSession]):
     """Client for text: talks to the tokenizer service at "host:port"."""
 
-    def __init__(self, target: str = "127.0.0.1:50051", tls: ClientTls | None = None) -> None:
-        """tls: None for plaintext. Raises TlsError for files that can't be used."""
-        self._channel = connect(target, tls=tls)
+    def __init__(
+        self,
+        target: str = "127.0.0.1:50051",
+        tls: ClientTls | None = None,
+        key: str = "",
+        *,
+        plaintext: bool = False,
+    ) -> None:
+        """tls: None for plaintext. key: API key; empty = none.
+
+        plaintext: send the key beyond this machine in clear text. Raises TlsError for files that
+        can't be used, and TokenError for a key that is malformed or would need `plaintext`.
+        """
+        self._channel = _connect(target, tls, key, plaintext)
         self._session = completion_session(self._channel)
         self._completions = CompletionServiceStub(self._channel)
         self._tokenizer = TokenizerServiceStub(self._channel)
@@ -198,9 +211,16 @@ class Client(_Connection[CompletionSession]):
 class EngineClient(_Connection[EngineSession]):
     """Client for token ids: talks to an engine at "host:port"."""
 
-    def __init__(self, target: str = "127.0.0.1:50052", tls: ClientTls | None = None) -> None:
-        """tls: None for plaintext. Raises TlsError for files that can't be used."""
-        self._channel = connect(target, tls=tls)
+    def __init__(
+        self,
+        target: str = "127.0.0.1:50052",
+        tls: ClientTls | None = None,
+        key: str = "",
+        *,
+        plaintext: bool = False,
+    ) -> None:
+        """The arguments are those of `Client`."""
+        self._channel = _connect(target, tls, key, plaintext)
         self._session = engine_session(self._channel)
         self._control = EngineControlServiceStub(self._channel)
 
@@ -243,6 +263,17 @@ class EngineClient(_Connection[EngineSession]):
         """Return the engine's current load."""
         answer = await _answer(self._control.GetLoad, engine_pb2.GetLoadRequest())
         return Load.read(answer.load)
+
+
+def _connect(target: str, tls: ClientTls | None, key: str, plaintext: bool) -> grpc.aio.Channel:
+    if not key:
+        return connect(target, tls=tls)
+    require_token(key, "An API key")
+    if tls is None and not plaintext and not is_local_target(target):
+        raise TokenError(
+            f"The API key would go to {target} in clear text; use TLS, or allow it by plaintext."
+        )
+    return connect(target, tls=tls, token=lambda: key)
 
 
 async def _answer(rpc: Callable[[Any], Awaitable[Answer]], request: Any) -> Answer:

@@ -33,6 +33,7 @@ _MESSAGE_BYTES = MESSAGE_LIMIT // 4
 """Bytes of commands above which a new message starts"""
 _COMMAND_BYTES = MESSAGE_LIMIT - 16
 """Largest command in bytes; the rest is for the message around it"""
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 Command = TypeVar("Command")
 Event = TypeVar("Event")
@@ -53,8 +54,9 @@ class Session(Generic[Command, Event]):
     """Many requests over one stream. A request opens the stream where there is none.
 
     When the stream is lost or can't be opened, the listener of every open request gets UNAVAILABLE
-    (SESSION_LOST); the owner of the Session decides whether to submit them again. A request too
-    large for a message gets INVALID_ARGUMENT (REQUEST_TOO_LARGE); the others continue.
+    (SESSION_LOST); the owner of the Session decides whether to submit them again. Where the server
+    refuses the caller, they get UNAUTHENTICATED or PERMISSION_DENIED. A request too large for a
+    message gets INVALID_ARGUMENT (REQUEST_TOO_LARGE); the others continue.
     """
 
     def __init__(
@@ -123,7 +125,9 @@ class Session(Generic[Command, Event]):
                 for event in response.events:
                     self._dispatch(event)
         except grpc.aio.AioRpcError as failure:
-            error = _lost(ServiceError.from_rpc_error(failure).message)
+            error = ServiceError.from_rpc_error(failure)
+            if error.code not in _REFUSALS:
+                error = _lost(error.message)
         finally:
             writer.cancel()
             call.cancel()

@@ -32,6 +32,10 @@ class ClientTls:
     certificate: Path | None = None
     key: Path | None = None
 
+    @property
+    def files(self) -> Sequence[Path]:
+        return [each for each in (self.ca, self.certificate, self.key) if each is not None]
+
     def credentials(self) -> "grpc.ChannelCredentials":
         """Read the files. Raises TlsError."""
         import grpc

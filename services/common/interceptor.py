@@ -1,17 +1,20 @@
-"""The server interceptor of all RPCs: request ids, typed errors and one log line per call."""
+"""The server interceptor of all RPCs: callers, request ids, typed errors, one log line per call."""
 
 import inspect
 import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from services.common import tracing
+from services.common.accounts import identity
+from services.common.accounts.authenticator import Authenticator
+from services.common.accounts.identity import ANYONE, Identity
 from services.common.errors import abort, internal_error
 from services.common.logging import failure, request_id, traceparent
 from services.common.priority import PRIORITY_KEY, parse_priority
@@ -27,6 +30,7 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("rpc")
+_LOAD_REPORTS = "/xds.service.orca.v3.OpenRcaService/"
 _SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -57,7 +61,16 @@ def metadata_priority(context: grpc.aio.ServicerContext[Any, Any]) -> int:
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each handler to set request ids, turn ServiceErrors into statuses and log the call."""
+    """Wraps each handler to check the caller, set request ids, turn ServiceErrors into statuses and
+    log the call. Health checks and load reports are open to everyone: balancers show no token."""
+
+    def __init__(
+        self, authenticator: Authenticator | None = None, peer_methods: Collection[str] = ()
+    ) -> None:
+        """peer_methods: full names of the methods that only services of the installation may call;
+        authenticator: None = no caller is checked."""
+        self._authenticator = authenticator
+        self._peer_methods = peer_methods
 
     async def intercept_service(
         self,
@@ -68,25 +81,51 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith(("/grpc.health", "/grpc.reflection")):
+        if handler is None or method.startswith("/grpc.health"):
+            return handler  # type: ignore[no-any-return]
+        try:
+            caller = self._identify(handler_call_details)
+        except ServiceError as error:  # before a message is read
+            return grpc.stream_stream_rpc_method_handler(_stream(_refusal(error), method, None))
+        if method.startswith("/grpc.reflection"):
             return handler  # type: ignore[no-any-return]
         inner = handler.unary_unary or handler.unary_stream or handler.stream_unary
         inner = inner or handler.stream_stream
         if handler.response_streaming:
-            wrapped: Any = _stream(inner, method)
+            wrapped: Any = _stream(inner, method, caller)
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
         else:
-            wrapped = _unary(inner, method)
+            wrapped = _unary(inner, method, caller)
             make = (
                 grpc.stream_unary_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_unary_rpc_method_handler
             )
         return make(wrapped, _reader(handler.request_deserializer), handler.response_serializer)
+
+    def _identify(self, details: grpc.HandlerCallDetails) -> Identity:
+        if self._authenticator is None or details.method.startswith(_LOAD_REPORTS):
+            return ANYONE
+        metadata: Any = details.invocation_metadata or ()
+        given = next((value for key, value in metadata if key == "authorization"), None)
+        caller = self._authenticator.identify(given)
+        if details.method in self._peer_methods:
+            caller.require_peer(details.method.rpartition("/")[2])
+        return caller
+
+
+def _refusal(error: ServiceError) -> Any:
+    async def refuse(
+        requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[bytes]:
+        raise error
+        yield b""
+
+    return refuse
 
 
 _UNREADABLE = object()
@@ -121,19 +160,19 @@ async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield _readable(request)
 
 
-def _unary(inner: Any, method: str) -> Any:
+def _unary(inner: Any, method: str, caller: Identity) -> Any:
     is_poll = method.rpartition("/")[2].startswith("Get")  # a span a second would hide the others
 
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        async with _Rpc(method, context, is_traced=not is_poll):
+        async with _Rpc(method, context, caller, is_traced=not is_poll):
             return await inner(_readable(request), context)
 
     return handle
 
 
-def _stream(inner: Any, method: str) -> Any:
+def _stream(inner: Any, method: str, caller: Identity | None) -> Any:
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        async with _Rpc(method, context, is_traced=False):  # each request has its own span
+        async with _Rpc(method, context, caller, is_traced=False):  # each request has its own span
             responses = inner(_readable(request), context)
             if not inspect.isasyncgen(responses):
                 raise TypeError(f"{method} must be an async generator")
@@ -147,27 +186,36 @@ def _stream(inner: Any, method: str) -> Any:
 
 
 class _Rpc:
-    """The context of one call: its request ids and span, and its log line at the end."""
+    """The context of one call: its caller, request ids and span, and its log line at the end."""
 
     def __init__(
-        self, method: str, context: grpc.aio.ServicerContext[Any, Any], *, is_traced: bool
+        self,
+        method: str,
+        context: grpc.aio.ServicerContext[Any, Any],
+        caller: Identity | None,
+        *,
+        is_traced: bool,
     ) -> None:
+        """caller: None for one that is refused."""
         self._method = method
         self._context = context
+        self._caller = caller
         self._is_traced = is_traced
         self._span = Span("")
         self._began = time.monotonic()
 
     async def __aenter__(self) -> None:
-        identity = sane_request_id(metadata_value(self._context, "x-request-id"))
-        request_id.set(identity)
+        if self._caller is not None:
+            identity.current.set(self._caller)
+        own_id = sane_request_id(metadata_value(self._context, "x-request-id"))
+        request_id.set(own_id)
         parent = sane_traceparent(metadata_value(self._context, "traceparent"))
         if self._is_traced:
-            self._span = tracing.start(self._method.removeprefix("/"), parent, identity)
+            self._span = tracing.start(self._method.removeprefix("/"), parent, own_id)
             tracing.current.set(self._span)
             parent = self._span.traceparent
         traceparent.set(parent)
-        self._context.set_trailing_metadata((("x-request-id", identity),))
+        self._context.set_trailing_metadata((("x-request-id", own_id),))
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
@@ -196,4 +244,6 @@ class _Rpc:
     def _log(self, code: str, level: int, **fields: object) -> None:
         milliseconds = round((time.monotonic() - self._began) * 1e3, 2)
         extra = {"method": self._method, "code": code, "milliseconds": milliseconds, **fields}
+        if self._caller is not None and self._caller.key_id:
+            extra["key"] = self._caller.key_id
         _LOG.log(level, "%s %s", self._method, code, extra=extra)

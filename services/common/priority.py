@@ -1,12 +1,13 @@
-"""Scheduling priority, as clients write it in a header or in metadata."""
+"""Scheduling priority and tenant, as clients write them in a header or in metadata."""
 
 import re
 
 from tokenwire.errors import invalid
 
-__all__ = ["PRIORITY_KEY", "PRIORITY_LIMIT", "parse_priority"]
+__all__ = ["PRIORITY_KEY", "PRIORITY_LIMIT", "TENANT_KEY", "parse_priority"]
 
 PRIORITY_KEY = "x-priority"
+TENANT_KEY = "x-tenant"
 PRIORITY_LIMIT = 2**31
 """Priorities are int32: at least the negated limit, and less than the limit"""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")

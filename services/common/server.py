@@ -5,7 +5,8 @@ import gc
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -16,13 +17,16 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common import logging as service_logging
 from services.common import tracing
+from services.common.accounts.authenticator import Authenticator
+from services.common.accounts.keyring import Keyring
 from services.common.failed_start import tell_reason
 from services.common.interceptor import RpcInterceptor
 from services.common.process import raise_file_limit, stop_signal
-from services.common.settings import ServerSettings, StartupError, parse
+from services.common.settings import ServerSettings, StartupError, StreamSettings, parse
 from services.common.telemetry import serve_metrics
 from tokenwire.channel import MESSAGE_LIMITS, QUIET
 from tokenwire.serving.addresses import METRICS_PORT_OFFSET, address, is_loopback, why_unusable
+from tokenwire.serving.key_file import KeyFileError
 
 __all__ = ["SERVER_OPTIONS", "Application", "main"]
 
@@ -42,6 +46,9 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 class Application(ABC):
     """The part of a service that differs from other services."""
+
+    peer_methods: Collection[str] = ()
+    """Full names of the methods that are closed to holders of API keys"""
 
     def __init__(self) -> None:
         self._report_serving: Callable[[bool], None] = lambda serving: None
@@ -107,8 +114,10 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
 
 async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     stop = stop_signal()
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RpcInterceptor()])
+    authenticator = _authenticator(settings)
     application = make(settings)
+    interceptor = RpcInterceptor(authenticator, application.peer_methods)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
     health = _Health(application.register(server))
     application.on_serving(health.set_serving)
     health.register(server)
@@ -116,6 +125,9 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     _serve_metrics(settings, port, application.model)
     await server.start()
     _LOG.info("listening on %s", _place(settings, port), extra={"port": port})
+    watching = None
+    if authenticator.keyring is not None:
+        watching = asyncio.ensure_future(authenticator.keyring.watch())
     starting: asyncio.Future[Any] = asyncio.ensure_future(application.start())
     ends = (stop, application.failed)
     code = 0
@@ -135,8 +147,21 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     finally:
         await application.stop()
         await server.stop(1.0)
+        if watching is not None:
+            watching.cancel()
     _LOG.info("stopped")
     return code
+
+
+def _authenticator(settings: ServerSettings) -> Authenticator:
+    """Return the check of the callers. Raises StartupError."""
+    if not isinstance(settings, StreamSettings):
+        return Authenticator(None, settings.peer_token)
+    try:
+        keyring = Keyring(Path(settings.keys)) if settings.keys else None
+    except KeyFileError as error:
+        raise StartupError(str(error)) from None
+    return Authenticator(keyring, settings.peer_token, settings.trust_scheduling_headers)
 
 
 class _Health:
@@ -192,6 +217,10 @@ def _place(settings: ServerSettings, port: int) -> str:
     return settings.host if is_socket else address(settings.host, port)
 
 
+def _has_keys(settings: ServerSettings) -> bool:
+    return isinstance(settings, StreamSettings) and bool(settings.keys)
+
+
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
     """Listen, and return the port. Raises StartupError."""
     place, tls = _place(settings, settings.port), settings.tls
@@ -201,6 +230,8 @@ def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
             f"{settings.host} is served only with --tls-cert and --tls-key, or with --plaintext "
             "(anyone who reaches the port can use it)."
         )
+    if tls is None and not is_local and (settings.peer_token_file or _has_keys(settings)):
+        _LOG.warning("keys and tokens of callers cross the network in clear text: there is no TLS")
     try:
         if tls is not None:
             return server.add_secure_port(place, tls.credentials())

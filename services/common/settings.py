@@ -19,11 +19,13 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from tokenwire.serving.addresses import LAST_PORT, METRICS_PORT_OFFSET
 from tokenwire.serving.checkpoint_folder import CheckpointFolderError, require_readable
 from tokenwire.tls import ClientTls, ServerTls, TlsError
+from tokenwire.token_file import TokenError, TokenFile
 
 __all__ = [
     "INSTANT",
     "LAST_PORT",
     "PeerSettings",
+    "PeerTokenSettings",
     "ServerSettings",
     "StartupError",
     "StreamSettings",
@@ -44,6 +46,8 @@ class StartupError(Exception):
     """A service can't start. The message is one sentence for the person who started it."""
 
 
+_LEAST_TOKEN = 32
+"""Characters of a peer token, so that nobody guesses it"""
 _MOST = 2**31 - 1  # in seconds 68 years, which timers still support
 
 
@@ -61,7 +65,28 @@ def setting(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class PeerTokenSettings:
+    """Token by which the services of an installation know each other."""
+
+    peer_token_file: str = setting(
+        "",
+        "File of the token that the services of an installation show each other; servers take any "
+        "of its lines, callers show the first. Empty = none.",
+    )
+
+    @property
+    def peer_token(self) -> TokenFile | None:
+        """The token's file; None = there is none. Raises StartupError."""
+        if not self.peer_token_file:
+            return None
+        try:
+            return TokenFile(Path(self.peer_token_file), _LEAST_TOKEN)
+        except TokenError as error:
+            raise StartupError(str(error)) from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSettings(PeerTokenSettings):
     """Settings of all gRPC services."""
 
     host: str = setting(
@@ -100,7 +125,7 @@ class ServerSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PeerSettings:
+class PeerSettings(PeerTokenSettings):
     """Settings of services that call others."""
 
     peer_ca: str = setting(
@@ -147,6 +172,13 @@ def server_tls(certificate: str, key: str, client_ca: str) -> ServerTls | None:
 class StreamSettings(ServerSettings):
     """Further settings of services that stream to clients."""
 
+    keys: str = setting("", "File of API keys (`tokenwire keys`); empty = callers need no key.")
+    trust_scheduling_headers: str = setting(
+        "auto",
+        "Accept x-priority and x-tenant from callers; auto = from those with the peer token, and "
+        "from all if there are neither keys nor a peer token.",
+        choices=("auto", "always", "never"),
+    )
     heartbeat_seconds: float = setting(
         10.0, "Seconds of silence after which a stream sends a heartbeat.", least=INSTANT
     )

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from services.common.settings import StartupError
+from services.common.settings import PeerSettings, StartupError
+from tokenwire.loopback import is_local_target
 from tokenwire.serving.addresses import DNS_SCHEME, split_targets
 
-__all__ = ["Discovery", "parse_targets"]
+__all__ = ["Discovery", "parse_targets", "warn_of_clear_text"]
 
 _LOG = logging.getLogger("targets")
 _RESOLVE_SECONDS = 5.0
@@ -20,6 +21,13 @@ def parse_targets(text: str, flag: str) -> tuple[str, ...]:
         return split_targets(text)
     except ValueError as error:
         raise StartupError(f"{flag} must have {error}.") from None
+
+
+def warn_of_clear_text(targets: Iterable[str], settings: PeerSettings) -> None:
+    """Log the targets to which the services' token would go in clear text."""
+    for target in targets:
+        if settings.peer_token_file and not settings.peer_ca and not is_local_target(target):
+            _LOG.warning("the peer token goes to %s in clear text: there is no --peer-ca", target)
 
 
 class Discovery:

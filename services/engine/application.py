@@ -26,12 +26,17 @@ _WITHOUT_KERNELS = (
     "The CPU kernels were not built, so torch computes, several times slower. "
     "Install g++, then install Tokenwire again (in a checkout: make clean serve)."
 )
+_CONTROL = engine_pb2.DESCRIPTOR.services_by_name["EngineControlService"].full_name
 _NICENESS = 5
 """Niceness of the gRPC process: handling outputs must not delay the loop's next step"""
 
 
 class EngineApplication(Application):
     """The servicers and the frontend behind them."""
+
+    peer_methods = frozenset(
+        f"/{_CONTROL}/{method}" for method in ("Abort", "Drain", "FlushCache", "WatchCache")
+    )
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__()

@@ -18,11 +18,12 @@ from prometheus_client import REGISTRY
 
 from services.common import logging as service_logging
 from services.common import tracing
+from services.common.accounts.keyring import Keyring
 from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
+from services.common.targets import parse_targets, warn_of_clear_text
 from services.common.telemetry import describe_build, serve_metrics
 from services.common.vllm_metrics import VllmLoadMetrics
-from services.http_shim.accounts.keyring import Keyring
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.catalog import Catalog
@@ -149,9 +150,11 @@ def _models(settings: HttpShimSettings) -> ModelSource:
         settings.max_waiting,
         settings.lost_seconds,
         settings.peer_tls,
+        settings.peer_token,
         KeptImages(settings.max_kept_image_bytes),
     )
     if not settings.catalog:
+        warn_of_clear_text(parse_targets(settings.tokenizer, "--tokenizer"), settings)
         return SingleBackend(settings.tokenizer, retry_policy)
     catalog = Catalog(Path(settings.catalog), retry_policy)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, catalog.reload)

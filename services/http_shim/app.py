@@ -7,8 +7,8 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
+from services.common.accounts.keyring import Keyring
 from services.common.hosts import AllowedHosts
-from services.http_shim.accounts.keyring import Keyring
 from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.documentation.openapi import openapi
 from services.http_shim.documentation.pages import PAGES, page_routes

@@ -18,7 +18,7 @@ from services.common.settings import (
     require_checkpoint,
     setting,
 )
-from services.common.targets import parse_targets
+from services.common.targets import parse_targets, warn_of_clear_text
 from services.common.telemetry import describe_build
 from services.common.vllm_metrics import ModelLoad, VllmLoadMetrics
 from services.tokenizer.chat.answer.tool_formats import (
@@ -129,7 +129,9 @@ class TokenizerApplication(Application):
             max_waiting=settings.max_waiting,
             tls=settings.peer_tls,
             knows_blocks=settings.vllm_api,
+            token=settings.peer_token,
         )
+        warn_of_clear_text(pool_settings.targets, settings)
         self._pool = EnginePool(pool_settings, vocabulary, self.set_serving)
         self._registry = CompletionRegistry(self._pool)
         self._images = ImageReader(family, vocabulary, model)
@@ -157,6 +159,7 @@ class TokenizerApplication(Application):
         self._facade: VllmFacade | None = None
         if settings.vllm_api:
             make = _facade_type()
+            self.peer_methods = make.peer_methods
             self._facade = make(self._registry, processors, self._pool, model, directory, settings)
 
     @property

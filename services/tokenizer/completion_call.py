@@ -7,9 +7,14 @@ from typing import Any, Generic
 
 import grpc
 
+from services.common.accounts import identity
+from services.common.accounts.account import GenerationRequest
+from services.common.accounts.identity import Identity
+from services.common.accounts.metering import Meter
 from services.common.errors import cut_stalled
 from services.common.interceptor import metadata_priority, metadata_value
 from services.common.logging import traceparent
+from services.common.priority import PRIORITY_KEY, TENANT_KEY
 from services.common.settings import StreamSettings
 from services.common.span import Span
 from services.tokenizer.completion.complete_processor import RequestProcessor, Response
@@ -18,7 +23,14 @@ from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
 from services.tokenizer.send_queue import SendQueue
 
-__all__ = ["CompletionCall", "Context", "StalledCalls", "context_of_call", "deadline_after"]
+__all__ = [
+    "CompletionCall",
+    "Context",
+    "StalledCalls",
+    "context_of_call",
+    "deadline_after",
+    "meter_of",
+]
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _NO_DEADLINE_SECONDS = 1e8  # a call without a deadline reports one centuries ahead
@@ -94,24 +106,37 @@ class CompletionCall(Generic[Response]):
 
 
 def context_of_call(
-    context: Context, identity: str, start_span: Callable[[], Span], *, user: str = ""
+    context: Context,
+    request: GenerationRequest,
+    model: str,
+    request_id: str,
+    start_span: Callable[[], Span],
 ) -> CallContext:
     """Return the origin of a call's request, from its metadata.
 
-    identity: the request's id. start_span: starts its span, if the metadata is valid.
-    Raises INVALID_ARGUMENT for x-priority.
+    model: canonical id of the model that serves it. start_span: starts its span, if the metadata
+    is valid. Raises INVALID_ARGUMENT for x-priority, and PERMISSION_DENIED for what the caller may
+    not choose.
     """
-    priority = metadata_priority(context)
+    caller, tenant = identity.current.get(), metadata_value(context, TENANT_KEY) or ""
+    tenant = caller.tenant(tenant, TENANT_KEY)
+    priority = caller.priority(metadata_priority(context), PRIORITY_KEY)
     span = start_span()
     traceparent.set(span.traceparent)  # for the log line of the call
     return CallContext(
-        request_id=identity,
+        request_id=request_id,
         span=span,
-        tenant=metadata_value(context, "x-tenant") or "",
+        tenant=tenant,
         priority=priority,
         deadline=deadline_after(context.time_remaining()),
-        user=user,
+        user=request.user,
+        meter=meter_of(caller, request, model),
     )
+
+
+def meter_of(caller: Identity, request: GenerationRequest, model: str) -> Meter | None:
+    """Return what counts a request against the limits of its key; None without a key."""
+    return Meter(caller, request, model) if caller.account is not None else None
 
 
 def deadline_after(seconds: float | None) -> float | None:

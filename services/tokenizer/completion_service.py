@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from services.common.accounts import identity
+from services.common.accounts.identity import Identity
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
 from services.common.settings import StreamSettings
@@ -26,6 +28,7 @@ from services.tokenizer.completion_call import (
     StalledCalls,
     context_of_call,
     deadline_after,
+    meter_of,
 )
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.images.image_reader import ImageReader
@@ -33,7 +36,7 @@ from services.tokenizer.model_status import model_status
 from services.tokenizer.send_queue import SendQueue
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
-from tokenwire.errors import invalid
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceServicer
 from tokenwire.pb.engine.v1 import engine_pb2
@@ -89,7 +92,7 @@ class CompletionServicer(CompletionServiceServicer):
     ) -> AsyncIterator[completion_pb2.CompleteResponse]:
         """Stream one completion. The metadata goes out with the first message, the admission."""
         processor = self._processors.complete(request)
-        call = _context_of_call(context, request)
+        call = _context_of_call(context, request, self._model)
         async for response in self._answer(
             processor, call, context, completion_pb2.CompleteResponse
         ):
@@ -100,7 +103,7 @@ class CompletionServicer(CompletionServiceServicer):
     ) -> AsyncIterator[completion_pb2.ChatResponse]:
         """Stream one chat, as `Complete` does."""
         processor = self._processors.chat(request)
-        call = _context_of_call(context, request)
+        call = _context_of_call(context, request, self._model)
         async for response in self._answer(processor, call, context, completion_pb2.ChatResponse):
             yield response
 
@@ -114,7 +117,7 @@ class CompletionServicer(CompletionServiceServicer):
         """
         await context.send_initial_metadata(())
         send_queue: SendQueue[Stream] = SendQueue(self._settings)
-        client = _ClientSession(self._registry, self._processors, send_queue)
+        client = _ClientSession(self._registry, self._processors, send_queue, self._model)
 
         def abandon() -> None:
             self._stalled.spawn(client.abandon())
@@ -185,10 +188,13 @@ class _ClientSession:
         registry: CompletionRegistry,
         processors: ProcessorFactory,
         send_queue: SendQueue[Stream],
+        model: str,
     ) -> None:
         self._registry = registry
         self._processors = processors
         self._send_queue = send_queue
+        self._model = model
+        self._caller = identity.current.get()
         self._streams: dict[int, Stream] = {}
         self._handles: dict[Stream, int] = {}
 
@@ -271,7 +277,7 @@ class _ClientSession:
     ) -> None:
         stream = self._registry.start(
             processor,
-            _context_of_start(start.context, start.request),
+            _context_of_start(start.context, start.request, self._caller, self._model),
             self._send_queue,
             credit=start.credit if start.HasField("credit") else None,
         )
@@ -285,21 +291,30 @@ def _wake_writer(send_queue: SendQueue[Stream], reader: asyncio.Task[None]) -> N
     send_queue.wake()
 
 
-def _context_of_call(context: Context, request: Request) -> CallContext:
-    identity = request_id.get()
-    start = partial(start_span, request, traceparent.get(), identity)
-    return context_of_call(context, identity, start, user=request.user)
+def _context_of_call(context: Context, request: Request, model: str) -> CallContext:
+    start = partial(start_span, request, traceparent.get(), request_id.get())
+    return context_of_call(context, request, model, request_id.get(), start)
 
 
-def _context_of_start(context: completion_pb2.RequestContext, request: Request) -> CallContext:
-    identity = sane_request_id(context.request_id)
+def _context_of_start(
+    context: completion_pb2.RequestContext, request: Request, caller: Identity, model: str
+) -> CallContext:
+    request_id = sane_request_id(context.request_id)
+    tenant, priority, refusal = "", 0, None
+    try:
+        tenant = caller.tenant(context.tenant, "context.tenant")
+        priority = caller.priority(context.priority, "context.priority")
+    except ServiceError as error:  # of this request: the Session goes on
+        refusal = error
     return CallContext(
-        request_id=identity,
-        span=start_span(request, sane_traceparent(context.traceparent), identity),
-        tenant=context.tenant,
-        priority=context.priority,
+        request_id=request_id,
+        span=start_span(request, sane_traceparent(context.traceparent), request_id),
+        tenant=tenant,
+        priority=priority,
         deadline=deadline_after(
             context.timeout_seconds if context.HasField("timeout_seconds") else None
         ),
         user=request.user,
+        meter=meter_of(caller, request, model),
+        refusal=refusal,
     )

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import grpc
 
+from services.common.accounts import identity
+from services.common.accounts.metering import count_call
 from services.common.contract import MAX_DECODED_IDS
 from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates
 from services.tokenizer.completion.validation import check_ids, check_model, check_text_size
@@ -85,6 +87,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         self, request: tokenizer_pb2.EncodeRequest, context: Context
     ) -> tokenizer_pb2.EncodeResponse:
         """Encode texts."""
+        await count_call(identity.current.get(), self._model)
         check_model(request.model, self._model)
         if len(request.texts) > _MAX_BATCH:
             raise invalid("texts", f"A request must have at most {_MAX_BATCH:,} texts.")
@@ -104,6 +107,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         self, request: tokenizer_pb2.DecodeRequest, context: Context
     ) -> tokenizer_pb2.DecodeResponse:
         """Decode sequences of ids."""
+        await count_call(identity.current.get(), self._model)
         check_model(request.model, self._model)
         if len(request.sequences) > _MAX_BATCH:
             message = f"A request must have at most {_MAX_BATCH:,} sequences."
@@ -129,9 +133,11 @@ class TokenizerServicer(TokenizerServiceServicer):
         self, request_iterator: AsyncIterator[tokenizer_pb2.DecodeStreamRequest], context: Context
     ) -> AsyncIterator[tokenizer_pb2.DecodeStreamResponse]:
         """Decode ids as they arrive."""
+        caller = identity.current.get()
         sequences: dict[int, Detokenizer] = {}
         is_first = True
         async for request in request_iterator:
+            await count_call(caller, self._model)
             if is_first:
                 check_model(request.model, self._model)
                 is_first = False
@@ -143,6 +149,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         self, request: tokenizer_pb2.RenderChatRequest, context: Context
     ) -> tokenizer_pb2.RenderChatResponse:
         """Render messages and tools by the chat template."""
+        await count_call(identity.current.get(), self._model)
         check_model(request.model, self._model)
         images = await _run(partial(take_message_images, request.messages), request.ByteSize())
         if images:
@@ -171,6 +178,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         self, request: tokenizer_pb2.RenderInfillRequest, context: Context
     ) -> tokenizer_pb2.RenderInfillResponse:
         """Render a prefix and a suffix as an infill prompt."""
+        await count_call(identity.current.get(), self._model)
         check_model(request.model, self._model)
         template = self._infill
         if template is None:

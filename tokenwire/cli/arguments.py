@@ -6,10 +6,14 @@ import re
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tokenwire.errors import invalid
 from tokenwire.tls import ClientTls, TlsError
+from tokenwire.token_file import TokenFile
+
+if TYPE_CHECKING:
+    from tokenwire.client import Client
 
 __all__ = [
     "Command",
@@ -19,6 +23,7 @@ __all__ = [
     "add_target",
     "add_tls",
     "amount_of_memory",
+    "connected",
     "number",
     "read_text",
     "tls_of",
@@ -29,6 +34,7 @@ Command: TypeAlias = Callable[[argparse.Namespace], Awaitable[int]]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _VARIABLE = "TOKENWIRE_TARGET"
 _TARGET = "127.0.0.1:50051"
+_KEY_VARIABLE = "TOKENWIRE_API_KEY"
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _AMOUNT = re.compile(r"([0-9]{1,12})(|KiB|MiB|GiB)")
 
@@ -60,6 +66,28 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help=f"Tokenizer service; the variable {_VARIABLE} sets it too (default: %(default)s).",
     )
     add_tls(parser)
+    parser.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"File with the API key; the variable {_KEY_VARIABLE} may hold the key itself.",
+    )
+    parser.add_argument(
+        "--plaintext",
+        action="store_true",
+        help="Send the API key to another machine without TLS, in clear text.",
+    )
+
+
+def connected(options: argparse.Namespace) -> "Client":
+    """Return a client of the target. Raises TlsError, and TokenError for an unusable key."""
+    from tokenwire.client import Client
+
+    if options.key_file is not None:
+        key = TokenFile(options.key_file).first
+    else:
+        key = os.environ.get(_KEY_VARIABLE, "")
+    return Client(options.target, tls_of(options), key, plaintext=options.plaintext)
 
 
 def add_tls(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from tokenwire.cli.arguments import tls_of
 from tokenwire.cli.output import discard_output, print_error
 from tokenwire.errors import ServiceError
 from tokenwire.tls import TlsError
+from tokenwire.token_file import TokenError
 
 __all__ = ["main"]
 
@@ -50,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
     except ServiceError as error:
         print_error(_sentence(options, error))
         return 1
-    except TlsError as error:
+    except (TlsError, TokenError) as error:
         print_error(str(error))
         return 2
     except UnicodeError as error:  # an argument, standard input, or the terminal's encoding

@@ -10,9 +10,9 @@ from tokenwire.cli.arguments import (
     add_command,
     add_json,
     add_target,
+    connected,
     number,
     read_text,
-    tls_of,
     whole_number,
 )
 from tokenwire.cli.output import print_json
@@ -86,7 +86,6 @@ def _add_options(command: argparse.ArgumentParser, max_tokens: str, images: str)
 
 
 async def _complete(options: argparse.Namespace) -> int:
-    from tokenwire.client import Client
     from tokenwire.requests import with_image_marks
 
     prompt = read_text(options.prompt, "prompt")
@@ -94,7 +93,7 @@ async def _complete(options: argparse.Namespace) -> int:
     if images := _read_images(options):
         request["images"] = images
         prompt = with_image_marks(prompt, len(images))
-    async with Client(options.target, tls_of(options)) as client:
+    async with connected(options) as client:
         if not options.stream:
             completion = await client.complete(prompt, **request)
             if options.json:
@@ -113,14 +112,14 @@ async def _complete(options: argparse.Namespace) -> int:
 
 
 async def _chat(options: argparse.Namespace) -> int:
-    from tokenwire.client import Client, Message
+    from tokenwire.client import Message
 
     text = read_text(options.message, "message")
     messages = [Message("user", text, images=_read_images(options))]
     if options.system is not None:
         messages.insert(0, Message("system", options.system))
     request = _request_options(options)
-    async with Client(options.target, tls_of(options)) as client:
+    async with connected(options) as client:
         if not options.stream:
             answer = await client.chat(messages, **request)
             if options.json:

@@ -27,6 +27,8 @@ _OF_CHANNEL = {"UNREACHABLE", "SESSION_LOST", "UNKNOWN"}
 
 async def explain(target: str, error: ServiceError, tls: ClientTls | None) -> str:
     """Return the sentence that says why a call to a tokenizer service failed."""
+    if error.reason == "MISSING_API_KEY":
+        return f"{target} requires an API key: set TOKENWIRE_API_KEY, or use --key-file."
     if error.code not in _NO_ANSWER or error.reason not in _OF_CHANNEL:
         return error.message
     if why := await asyncio.to_thread(why_unreachable, target):

@@ -130,7 +130,18 @@ def _add_access(serve: argparse.ArgumentParser) -> None:
         "--keys", type=Path, metavar="FILE", help="File of API keys; by default none is required."
     )
     serve.add_argument(
+        "--peer-token-file",
+        type=Path,
+        metavar="FILE",
+        help="Token of the services among themselves; with --keys, one is made by default.",
+    )
+    serve.add_argument(
         "--open", action="store_true", help="Allow a host beyond loopback without keys."
+    )
+    serve.add_argument(
+        "--plaintext",
+        action="store_true",
+        help="With --keys, serve gRPC on --host too, where keys travel in clear text.",
     )
     serve.add_argument(
         "--tls-cert", type=Path, metavar="FILE", help="Certificate (PEM); HTTPS in place of HTTP."

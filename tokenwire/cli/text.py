@@ -3,7 +3,14 @@
 import argparse
 
 from tokenwire.cli import result_objects
-from tokenwire.cli.arguments import Commands, add_command, add_json, add_target, read_text, tls_of
+from tokenwire.cli.arguments import (
+    Commands,
+    add_command,
+    add_json,
+    add_target,
+    connected,
+    read_text,
+)
 from tokenwire.cli.output import print_json
 from tokenwire.errors import invalid
 
@@ -37,10 +44,8 @@ def add_commands(commands: Commands) -> None:
 
 
 async def _tokenize(options: argparse.Namespace) -> int:
-    from tokenwire.client import Client
-
     text = read_text(options.text, "text")
-    async with Client(options.target, tls_of(options)) as client:
+    async with connected(options) as client:
         encoding = await client.encode(text)
     tokens = [_readable(piece) for piece in encoding.pieces]
     if options.json:
@@ -52,13 +57,11 @@ async def _tokenize(options: argparse.Namespace) -> int:
 
 
 async def _detokenize(options: argparse.Namespace) -> int:
-    from tokenwire.client import Client
-
     words = [word for each in options.ids for word in read_text(each, "ids").split()]
     for word in words:
         if not (word.isascii() and word.isdigit()):
             raise invalid("", f"A token id must be a whole number, got {word!r}.")
-    async with Client(options.target, tls_of(options)) as client:
+    async with connected(options) as client:
         text = await client.decode(list(map(int, words)), skip_special_tokens=not options.special)
     if options.json:
         print_json({"text": text})
@@ -68,9 +71,7 @@ async def _detokenize(options: argparse.Namespace) -> int:
 
 
 async def _models(options: argparse.Namespace) -> int:
-    from tokenwire.client import Client
-
-    async with Client(options.target, tls_of(options)) as client:
+    async with connected(options) as client:
         models = await client.models()
     if options.json:
         print_json({"models": [result_objects.model(model) for model in models]})

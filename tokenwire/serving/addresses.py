@@ -1,9 +1,10 @@
 """Addresses that servers of this machine listen on: form, reach, availability."""
 
 import errno
-import ipaddress
 import os
 import socket
+
+from tokenwire.loopback import is_loopback
 
 __all__ = [
     "DNS_SCHEME",
@@ -39,16 +40,6 @@ def address(host: str, port: int) -> str:
 def reachable(host: str) -> str:
     """Return an address of this machine that reaches a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def why_closed(host: str, *, has_keys: bool, is_open: bool) -> str | None:

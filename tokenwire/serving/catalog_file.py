@@ -55,6 +55,8 @@ class CatalogModel:
     """All names under which requests find it"""
     target: str | None = None
     """host:port of its tokenizer service"""
+    peer_token_file: Path | None = None
+    """Token that the service at the target is shown; None = that of the whole server, if any"""
     path: Path | None = None
     """Directory of a checkpoint whose services `tokenwire serve` starts"""
     dtype: str = "auto"
@@ -82,6 +84,7 @@ class CatalogModel:
 
 class _Deployment(Struct, forbid_unknown_fields=True, kw_only=True):
     target: str | None = None
+    peer_token_file: str | None = None
     path: str | None = None
     dtype: str | None = None
     engine_args: str | None = None
@@ -110,6 +113,7 @@ def read_catalog(path: Path) -> tuple[CatalogModel, ...]:
         rows = msgspec.convert(content, _File).models
         models = tuple(model for row in rows for model in _models(row, path.parent))
         _require_distinct(models)
+        _require_one_token(models)
     except OSError as error:
         raise CatalogError(f"The catalog {path} can't be read: {error.strerror}.") from None
     except RecursionError:
@@ -151,9 +155,15 @@ def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> Catalo
         raise ValueError(f"model {model.full_name} has both target and path")
     if deployment.target is not None:
         _require_target(model, deployment.target)
-        model = replace(model, target=deployment.target, path=None)
+        model = replace(model, target=deployment.target, peer_token_file=None, path=None)
     if deployment.path is not None:
-        model = replace(model, target=None, path=(folder / deployment.path).absolute())
+        path = (folder / deployment.path).absolute()
+        model = replace(model, target=None, peer_token_file=None, path=path)
+    if deployment.peer_token_file is not None:
+        if model.target is None:
+            raise ValueError(f"peer_token_file of model {model.full_name} needs a target")
+        token = (folder / deployment.peer_token_file).absolute()
+        model = replace(model, peer_token_file=token)
     if model.path is None and (deployment.dtype or deployment.engine_args or deployment.replicas):
         raise ValueError(f"dtype, engine_args and replicas of model {model.full_name} need a path")
     if deployment.dtype is not None:
@@ -174,6 +184,15 @@ def _require_target(model: CatalogModel, target: str) -> None:
         split_targets(target)
     except ValueError as error:
         raise ValueError(f"the target of model {model.full_name} must have {error}") from None
+
+
+def _require_one_token(models: Sequence[CatalogModel]) -> None:
+    tokens: dict[str, Path | None] = {}
+    for model in models:
+        if model.target is None:
+            continue
+        if tokens.setdefault(model.target, model.peer_token_file) != model.peer_token_file:
+            raise ValueError(f"the target {model.target} has several values of peer_token_file")
 
 
 def _require_distinct(models: Sequence[CatalogModel]) -> None:
@@ -201,6 +220,8 @@ def _lines(model: CatalogModel) -> Iterator[str]:
             yield "placeholder = true"
     if model.target is not None:
         yield f"target = {_string(model.target)}"
+    if model.peer_token_file is not None:
+        yield f"peer_token_file = {_string(str(model.peer_token_file))}"
     if model.max_output_length is not None:
         yield f"max_output_length = {model.max_output_length}"
     if model.context is not None:

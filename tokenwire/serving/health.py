@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import ssl
+from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.serving.reach import speaks_http, why_unreachable
 from tokenwire.tls import ClientTls
+from tokenwire.token_file import TokenFile, shown
 
 __all__ = [
     "REASON_KEY",
@@ -57,9 +59,13 @@ async def reports_serving(
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def until_idle(target: str) -> None:
-    """Wait until the engine at "host:port" has no running or waiting sequence, or has ended."""
-    async with grpc.aio.insecure_channel(target) as channel:
+async def until_idle(target: str, token_file: Path | None = None) -> None:
+    """Wait until the engine at "host:port" has no running or waiting sequence, or has ended.
+
+    token_file: token of the engine's installation. Raises TokenError if it can't be used.
+    """
+    token = None if token_file is None else TokenFile(token_file)
+    async with connect(target, token=shown(token)) as channel:
         stub = EngineControlServiceStub(channel)
         try:
             async for answer in stub.WatchLoad(engine_pb2.WatchLoadRequest()):

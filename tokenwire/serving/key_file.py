@@ -61,6 +61,11 @@ class Tier(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     """Priority of the tier's requests; higher is served first"""
 
+    @property
+    def is_limited(self) -> bool:
+        """True if the tier limits what its keys may ask for, or how much."""
+        return msgspec.structs.replace(self, priority=0) != Tier()
+
 
 class Key(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Public part of a key."""

@@ -47,7 +47,10 @@ _LONGEST_GRACE = 2**31 - 1
 _REPLICA_PORTS = 10
 """Distance between the ports of a model's engines"""
 _MOST_REPLICAS = 64
-_RESERVED_FLAGS = {"--host", "--port", "--grace", "--model", "--model-id", "--dtype", "--grammar"}
+_RESERVED_FLAGS = {
+    *("--host", "--port", "--grace", "--model", "--model-id", "--dtype", "--grammar"),
+    *("--keys", "--peer-token-file"),
+}
 """Engine flags that only `tokenwire serve` may set: the other services rely on them"""
 Checkpoint: TypeAlias = tuple[Path, str, str, int]  # directory, dtype, engine's flags, replicas
 _INSTALLED = Path(__file__).resolve().parents[1] / "models"
@@ -79,7 +82,11 @@ class ServeOptions:
     catalog: Path | None = None
     """Models to serve instead; their services get free ports from `tokenizer_port` upwards"""
     keys: Path | None = None
-    """API keys; with them, only HTTP is served beyond loopback"""
+    """API keys of HTTP and gRPC; with them, gRPC is served beyond loopback only with `plaintext`"""
+    peer_token_file: Path | None = None
+    """Token that the services show each other; None = none, or with keys one of their own"""
+    plaintext: bool = False
+    """Serve gRPC beyond loopback although keys then cross the network in clear text"""
     dtype: str = "auto"
     engine_args: str = ""
     """Additional engine flags, quoted as in a shell"""
@@ -185,12 +192,12 @@ class CatalogPlan:
 
 def plan(options: ServeOptions) -> tuple[Service, ...]:
     """Return the services of one model in pipeline order, shim first. Raises ServeError."""
-    # gRPC checks no keys, so it stays on loopback where keys protect HTTP.
-    host = "127.0.0.1" if options.keys is not None and not options.open else options.host
+    host = _grpc_host(options)
     ports = _Ports(options.tokenizer_port, _engine_ports(options), options.grammar_port)
     model = CatalogModel(id="", path=options.model, replicas=options.replicas)
     backend = _backend(options, model, host, ports)
-    return (_shim(options, "--tokenizer", backend[0].target), *backend)
+    shim = _shim(options, "--tokenizer", backend[0].target, *_peer_token(options))
+    return (shim, *backend)
 
 
 def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> CatalogPlan:
@@ -211,7 +218,9 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
                 services[key] = running.get(key) or _backend(
                     options, model, "127.0.0.1", _free_ports(options, taken, model.replicas)
                 )
-            model = replace(model, target=services[key][0].target, path=None)
+            token = options.peer_token_file
+            target = services[key][0].target
+            model = replace(model, target=target, path=None, peer_token_file=token)
         models.append(model)
     return CatalogPlan(tuple(models), services)
 
@@ -238,6 +247,18 @@ def _shim(options: ServeOptions, *models: str) -> Service:
     return Service("http_shim", arguments, address(reachable(options.host), options.port))
 
 
+def _grpc_host(options: ServeOptions) -> str:
+    """Return the address of the tokenizer service and the engines."""
+    # API keys in clear text, which a proxy may keep from HTTP, need consent of their own
+    is_allowed = options.keys is None or options.open or options.plaintext
+    return options.host if is_allowed else "127.0.0.1"
+
+
+def _peer_token(options: ServeOptions) -> tuple[str, ...]:
+    token = options.peer_token_file
+    return () if token is None else ("--peer-token-file", str(token.absolute()))
+
+
 def _backend(
     options: ServeOptions, model: CatalogModel, host: str, ports: _Ports
 ) -> tuple[Service, ...]:
@@ -253,13 +274,15 @@ def _backend(
 
     def service(name: str, host: str, port: int, *further: str) -> Service:
         plain = () if is_loopback(host) else ("--plaintext",)
-        listen = ("--host", host, "--port", str(port), *plain, *_common(options))
+        common = (*_common(options), *_peer_token(options))
+        listen = ("--host", host, "--port", str(port), *plain, *common)
         arguments = (*listen, *checkpoint, *named, *further)
         return Service(name, arguments, address(reachable(host), port), model.full_name)
 
-    beyond = ("--dtype", dtype, "--grammar", grammar, *engine_args)
+    keys = () if options.keys is None else ("--keys", str(options.keys.absolute()))
+    beyond = ("--dtype", dtype, "--grammar", grammar, *keys, *engine_args)
     return (
-        service("tokenizer", host, ports.tokenizer, "--engine", ",".join(engines)),
+        service("tokenizer", host, ports.tokenizer, "--engine", ",".join(engines), *keys),
         *(
             replace(
                 service("engine", host, port, *beyond),
@@ -348,9 +371,10 @@ def _fixed_ports(options: ServeOptions) -> Iterator[tuple[str, str, int]]:
     yield "HTTP", options.host, options.port
     if options.catalog is not None:
         return
+    host = _grpc_host(options)
     grpc_ports = (
-        ("tokenizer", options.host, options.tokenizer_port),
-        *(("engine", options.host, port) for port in _engine_ports(options)),
+        ("tokenizer", host, options.tokenizer_port),
+        *(("engine", host, port) for port in _engine_ports(options)),
         ("grammar", "127.0.0.1", options.grammar_port),
     )
     yield from grpc_ports

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import socket
 import ssl
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,18 +46,29 @@ async def supervise(options: ServeOptions) -> None:
     again and reloads a catalog. Raises ServeError if the stack can't start, if a service ends
     before it serves, or if one had to be killed at the end.
     """
-    stack = _Stack(options)
-    try:
-        with contextlib.suppress(_Stopped):
-            if options.catalog is None:
-                await stack.run_model()
-            else:
-                with tempfile.TemporaryDirectory(prefix="tokenwire-") as folder:
-                    await stack.run_catalog(Path(folder) / "catalog.toml")
-    finally:
-        clean = await stack.stop()
+    with tempfile.TemporaryDirectory(prefix="tokenwire-") as name:
+        folder = Path(name)
+        if options.keys is not None and options.peer_token_file is None:
+            options = replace(options, peer_token_file=_new_token(folder))
+        stack = _Stack(options)
+        try:
+            with contextlib.suppress(_Stopped):
+                if options.catalog is None:
+                    await stack.run_model()
+                else:
+                    await stack.run_catalog(folder / "catalog.toml")
+        finally:
+            clean = await stack.stop()
     if not clean:
         raise ServeError("Not every service stopped by itself.", exit_code=1)
+
+
+def _new_token(folder: Path) -> Path:
+    """Make a token by which the services of this stack know each other; return its file."""
+    path = folder / "peer-token"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_urlsafe(32))
+    return path
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error
@@ -309,7 +322,7 @@ class _Stack:
         self._processes = [each for each in self._processes if each not in retiring]
         self._retiring += retiring
         for engine in [each for each in services if each.name == "engine"]:
-            await until_idle(engine.target)
+            await until_idle(engine.target, self._options.peer_token_file)
         for process in retiring:
             await self._stop(process)
             self._retiring.remove(process)

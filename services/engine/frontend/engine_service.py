@@ -6,9 +6,11 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from services.common.accounts import identity
 from services.common.errors import cut_stalled
 from services.common.interceptor import metadata_priority, metadata_value
 from services.common.logging import request_id, traceparent
+from services.common.priority import PRIORITY_KEY, TENANT_KEY
 from services.engine.frontend import request_accounting
 from services.engine.frontend.event_queue import EventQueue
 from services.engine.frontend.frontend import Caller, Frontend
@@ -131,10 +133,12 @@ async def _cut_when_stalled(
 
 
 def _caller(context: Context) -> Caller:
+    who = identity.current.get()
+    who.require_unlimited()
     return Caller(
         request_id.get(),
         traceparent.get(),
-        metadata_value(context, "x-tenant") or "",
-        metadata_priority(context),
+        who.tenant(metadata_value(context, TENANT_KEY) or "", TENANT_KEY),
+        who.priority(metadata_priority(context), PRIORITY_KEY),
         context.time_remaining(),
     )

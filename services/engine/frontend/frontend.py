@@ -18,7 +18,7 @@ from services.common.block_hash import tenant_salt
 from services.common.contract import MAX_SEQUENCES
 from services.common.errors import draining_error, internal_error
 from services.common.logging import request_fields
-from services.common.targets import parse_targets
+from services.common.targets import parse_targets, warn_of_clear_text
 from services.engine.frontend import events, request_accounting
 from services.engine.frontend.admission import Admission
 from services.engine.frontend.cache_mirror import CacheMirror
@@ -141,8 +141,10 @@ class Frontend:
         self._load_metrics.observe(self.load)
         self.notify()  # who has watched the load since before must learn of the blocks
         if settings.grammar:
+            targets = parse_targets(settings.grammar, "--grammar")
+            warn_of_clear_text(targets, settings)
             self._matchers = Matchers(
-                parse_targets(settings.grammar, "--grammar"),
+                targets,
                 vocabulary_size=model.vocabulary_size,
                 eos_token_ids=model.eos_token_ids,
                 on_masks=lambda masks: self._loop.send(SetMasks(masks)),
@@ -151,6 +153,7 @@ class Frontend:
                 lost_seconds=settings.lost_seconds,
                 wait_seconds=settings.grammar_wait,
                 tls=settings.peer_tls,
+                token=settings.peer_token,
             )
 
     async def stop(self) -> None:

@@ -62,6 +62,7 @@ class GrammarClient:
         """fingerprint: SHA-256 of the tokenizer.json that the service must have; empty = any."""
         self._stub = GrammarServiceStub(channel)
         self._fingerprint = fingerprint
+        self._is_refused = False
 
     async def compile(self, spec: GrammarSpec, timeout: float | None = None) -> str:
         """Return the grammar's id.
@@ -77,7 +78,12 @@ class GrammarClient:
                 metadata=[(key, value) for key, value in names if value],
             )
         except grpc.aio.AioRpcError as failure:
+            is_refused = failure.code() is grpc.StatusCode.UNAUTHENTICATED
+            if is_refused and not self._is_refused:
+                _LOG.error("the grammar service refuses this engine: %s", failure.details())
+            self._is_refused = is_refused
             raise _service_error(failure) from None
+        self._is_refused = False
         if self._fingerprint and response.tokenizer_fingerprint != self._fingerprint:
             message = "The grammar service has another tokenizer.json than the engine."
             raise lost_service(message, ANOTHER_TOKENIZER)
@@ -255,6 +261,8 @@ def lost_service(message: str, reason: str = "GRAMMAR_LOST") -> ServiceError:
 
 def _service_error(failure: grpc.aio.AioRpcError) -> ServiceError:
     error = ServiceError.from_rpc_error(failure)
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # of this engine, not of its client
+        return lost_service("The grammar service does not know this engine.")
     if error.code is grpc.StatusCode.UNAVAILABLE:
         return lost_service(
             "The grammar service is unreachable; only requests without a grammar are served."

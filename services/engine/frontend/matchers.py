@@ -22,6 +22,7 @@ from tokenwire.channel import LOST_SECONDS, connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 from tokenwire.tls import ClientTls
+from tokenwire.token_file import TokenFile, shown
 
 __all__ = ["CompiledGrammar", "Matchers"]
 
@@ -93,6 +94,7 @@ class Matchers:
         lost_seconds: float = LOST_SECONDS,
         wait_seconds: float = 60.0,
         tls: ClientTls | None = None,
+        token: TokenFile | None = None,
     ) -> None:
         """targets: the grammar services, as `parse_targets` returns them.
 
@@ -102,6 +104,7 @@ class Matchers:
         self._wait_seconds = wait_seconds
         self._lost_seconds = lost_seconds
         self._tls = tls
+        self._token = token
         self._fingerprint = fingerprint
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -212,7 +215,7 @@ class Matchers:
 
     def _connect(self, target: str, name: str) -> GrammarLink:
         """Return the link to a grammar service. name: that of its certificate, if not its host."""
-        channel = connect(target, self._lost_seconds, self._tls, name)
+        channel = connect(target, self._lost_seconds, self._tls, name, shown(self._token))
 
         def masks(link: GrammarLink) -> MaskStream:
             return MaskStream(

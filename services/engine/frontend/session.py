@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from services.common.accounts import identity
 from services.common.errors import internal_error
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import failure, request_id, traceparent
@@ -19,11 +20,11 @@ from services.engine.frontend.sink import Sink
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2 import (
-    GenerateRequest,
     SessionCommand,
     SessionEvent,
     SessionRequest,
     SessionResponse,
+    SessionStart,
 )
 from tokenwire.time_slice import TimeSlice
 
@@ -42,6 +43,7 @@ class Session:
         self.ended = False
         self.error: Exception | None = None
         self._frontend = frontend
+        self._who = identity.current.get()
         self._handles: dict[int, int] = {}
         """Frontend's handles by the client's"""
         self._response = SessionResponse()
@@ -143,15 +145,8 @@ class Session:
             message = f"Handles must increase: got {handle} after {self._last_handle}."
             raise invalid("handle", message)
         self._last_handle = handle
-        caller = Caller(
-            sane_request_id(start.request_id),
-            sane_traceparent(start.traceparent),
-            start.tenant,
-            start.priority,
-            start.timeout_seconds if start.HasField("timeout_seconds") else None,
-        )
         credit = start.credit if start.HasField("credit") else None
-        task = asyncio.ensure_future(self._submit(handle, start.request, caller, credit))
+        task = asyncio.ensure_future(self._submit(handle, start, credit))
         self._starting[handle] = task
         # a callback, because a task that is cancelled before its first step never runs
         task.add_done_callback(lambda task: self._started(handle, task))
@@ -167,13 +162,12 @@ class Session:
             )
         self._frontend.notify()  # `read` may wait for the last request
 
-    async def _submit(
-        self, handle: int, request: GenerateRequest, caller: Caller, credit: int | None
-    ) -> None:
-        request_id.set(caller.request_id)
-        traceparent.set(caller.traceparent)
-        sink = _SessionSink(self, handle)
+    async def _submit(self, handle: int, start: SessionStart, credit: int | None) -> None:
+        request_id.set(sane_request_id(start.request_id))
+        traceparent.set(sane_traceparent(start.traceparent))
+        sink, request = _SessionSink(self, handle), start.request
         try:
+            caller = self._caller(start)
             if caller.timeout_seconds is not None and math.isnan(caller.timeout_seconds):
                 raise invalid("timeout_seconds", "timeout_seconds must be a number, not NaN.")
             self._handles[handle] = await self._frontend.submit(request, caller, credit, sink)
@@ -187,6 +181,19 @@ class Session:
         except Exception:
             _LOG.exception("unexpected failure")
             sink.on_error(internal_error())
+
+    def _caller(self, start: SessionStart) -> Caller:
+        """Return the origin of a request. Raises UNAUTHENTICATED and PERMISSION_DENIED."""
+        who = self._who
+        who.require_valid()
+        who.require_unlimited()
+        return Caller(
+            request_id.get(),
+            traceparent.get(),
+            who.tenant(start.tenant, "start.tenant"),
+            who.priority(start.priority, "start.priority"),
+            start.timeout_seconds if start.HasField("timeout_seconds") else None,
+        )
 
 
 class _SessionSink(Sink[SessionEvent]):

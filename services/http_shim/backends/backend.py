@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import grpc
 
+from services.common.accounts.account import GenerationRequest
 from services.common.logging import request_id, traceparent
 from services.common.targets import Discovery, parse_targets
-from services.http_shim.accounts.account import GenerationRequest
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
 from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
@@ -22,6 +22,7 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.tls import ClientTls
+from tokenwire.token_file import TokenFile
 
 __all__ = ["Backend", "RetryPolicy"]
 
@@ -42,6 +43,8 @@ class RetryPolicy:
     """Silence after which a service counts as lost, in seconds"""
     tls: ClientTls | None = None
     """Certificates for the calls; None = plaintext"""
+    token: TokenFile | None = None
+    """Token that services are shown; None = none"""
     kept_images: KeptImages = field(default_factory=KeptImages)
     """Images of the running requests of all models"""
 
@@ -139,11 +142,11 @@ class Backend:
     async def models(self) -> list[completion_pb2.Model]:
         """Return the models that a service serves."""
         request = completion_pb2.ListModelsRequest()
-        call = self._require_link().completion.ListModels(request, **_context())
+        link = self._require_link()
         try:
-            return list((await call).models)
+            return list((await link.completion.ListModels(request, **_context())).models)
         except grpc.aio.AioRpcError as error:
-            raise ServiceError.from_rpc_error(error) from None
+            raise link.translated(ServiceError.from_rpc_error(error)) from None
 
     async def status(self) -> completion_pb2.ModelStatus:
         """Return the counts of the services, added up, and the loads of their engines."""
@@ -201,7 +204,7 @@ class Backend:
             try:
                 return await call(link)
             except grpc.aio.AioRpcError as failure:
-                error = ServiceError.from_rpc_error(failure)
+                error = link.translated(ServiceError.from_rpc_error(failure))
             if error.code is not grpc.StatusCode.UNAVAILABLE or losses == MAX_LOSSES:
                 raise error
             losses += 1
@@ -219,7 +222,7 @@ class Backend:
         try:
             return (await call).models[0]
         except grpc.aio.AioRpcError as error:
-            raise ServiceError.from_rpc_error(error) from None
+            raise link.translated(ServiceError.from_rpc_error(error)) from None
 
     async def _probe(self, link: TokenizerLink) -> None:
         while not await link.is_ready():  # noqa: ASYNC110 - another process
@@ -242,7 +245,9 @@ class Backend:
         policy = self._retry_policy
         for target, name in addresses.items():
             if target not in self._links:
-                self._links[target] = TokenizerLink(target, policy.lost_seconds, policy.tls, name)
+                self._links[target] = TokenizerLink(
+                    target, policy.lost_seconds, policy.tls, name, policy.token
+                )
         self._note_serving()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,7 @@ from services.http_shim.formats.model_statuses import ModelStatus, model_status
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog
+from tokenwire.token_file import TokenError, TokenFile
 
 __all__ = ["Catalog"]
 
@@ -30,6 +32,8 @@ class Catalog:
         self._path = path
         self._retry_policy = retry_policy
         self._connections: dict[str, Connection] = {}
+        self._targets: dict[str, Path | None] = {}
+        """Targets of the connections, and the files of their tokens"""
         self._retiring: set[asyncio.Task[None]] = set()
         self._context_checks: set[asyncio.Task[None]] = set()
         self._replace(_read(path))
@@ -45,13 +49,18 @@ class Catalog:
 
     def _replace(self, models: Sequence[CatalogModel]) -> None:
         """Serve these models. Requests on removed backends run to their end."""
-        targets = {model.target for model in models if model.target is not None}
-        for target in self._connections.keys() - targets:
+        targets = {
+            model.target: model.peer_token_file for model in models if model.target is not None
+        }
+        policies = {target: self._policy(file) for target, file in targets.items()}
+        kept = targets.items() & self._targets.items()
+        for target in self._connections.keys() - dict(kept).keys():
             retiring = asyncio.ensure_future(self._connections.pop(target).retire())
             self._retiring.add(retiring)
             retiring.add_done_callback(self._retiring.discard)
-        for target in targets - self._connections.keys():
-            self._connections[target] = Connection(target, self._retry_policy)
+        for target in targets.keys() - self._connections.keys():
+            self._connections[target] = Connection(target, policies[target])
+        self._targets = targets
         self._models = tuple(models)
         self._by_name = {name: model for model in models for name in model.names}
         self._listed = [model for model in models if not model.variant]
@@ -67,6 +76,15 @@ class Catalog:
             for target in {model.target for model in models if model.context is not None}
             if target is not None
         }
+
+    def _policy(self, token_file: Path | None) -> RetryPolicy:
+        """Return the policy of a target. Raises CatalogError if its token can't be used."""
+        if token_file is None:
+            return self._retry_policy
+        try:
+            return replace(self._retry_policy, token=TokenFile(token_file))
+        except TokenError as error:
+            raise CatalogError(str(error)) from None
 
     def find(self, name: str | None) -> ServedModel:
         """Return the model of a name. Raises INVALID_ARGUMENT without a name, and NOT_FOUND."""

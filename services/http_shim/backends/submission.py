@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from services.http_shim.accounts.account import GenerationRequest
+from services.common.accounts.account import GenerationRequest
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
 from services.http_shim.images.kept_images import KeptImages
@@ -14,7 +14,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["Submission", "TokenizerChoice"]
 
-_RETRIED = frozenset({"SESSION_LOST", "DRAINING", "NO_SERVICE"})
+_RETRIED = frozenset({"SESSION_LOST", "DRAINING", "NO_SERVICE", "NOT_KNOWN"})
 """Reasons after which a request continues on another service, or when one is back"""
 
 
@@ -102,6 +102,8 @@ class Submission:
 
     def on_error(self, error: ServiceError) -> None:
         """Submit the request again if it lost its service, else hand the error to the collector."""
+        if self._link is not None:
+            error = self._link.translated(error)
         if error.reason in _RETRIED and self._link is not None:
             self._services.doubt(self._link)
         if error.reason == "SESSION_LOST":

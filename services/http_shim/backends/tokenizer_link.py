@@ -1,6 +1,7 @@
 """Connection to one tokenizer service: a Session for generation, unary calls for the rest."""
 
 import asyncio
+import logging
 
 import grpc
 
@@ -12,12 +13,15 @@ from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.serving.health import reports_serving
 from tokenwire.session import completion_session
 from tokenwire.tls import ClientTls
+from tokenwire.token_file import TokenFile, shown
 
 __all__ = ["MAX_LOSSES", "TokenizerLink", "no_service"]
 
+_LOG = logging.getLogger("tokenizer_link")
 MAX_LOSSES = 3
 """Losses of a service that a request survives; the request itself may crash the service"""
 
+_ASK_SECONDS = 2.0
 _SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name
 
 
@@ -30,10 +34,13 @@ class TokenizerLink:
         lost_seconds: float,
         tls: ClientTls | None = None,
         server_name: str = "",
+        token: TokenFile | None = None,
     ) -> None:
         """The arguments are those of `connect`."""
         self.target = target
-        self._channel = connect(target, lost_seconds, tls, server_name)
+        self._channel = connect(target, lost_seconds, tls, server_name, shown(token))
+        self._is_welcome: bool | None = None
+        """Whether the service takes calls of this server; None = it was not asked yet"""
         self.session = completion_session(self._channel)
         self.completion = CompletionServiceStub(self._channel)
         self.tokenizer = TokenizerServiceStub(self._channel)
@@ -41,8 +48,32 @@ class TokenizerLink:
         """Asks whether the service is ready again; None = it is in use"""
 
     async def is_ready(self) -> bool:
-        """Return whether the service accepts completions."""
-        return await reports_serving(self._channel, _SERVICE)
+        """Return whether the service accepts completions of this server."""
+        if not await reports_serving(self._channel, _SERVICE):
+            return False
+        return self._is_welcome or await self._ask()
+
+    def translated(self, error: ServiceError) -> ServiceError:
+        """Return the error of a call as clients see it: they do not know this server's token."""
+        if error.code is not grpc.StatusCode.UNAUTHENTICATED:
+            return error
+        if self._is_welcome is not False:
+            _LOG.error("the service at %s refuses this server: %s", self.target, error.message)
+        self._is_welcome = False
+        message = "The tokenizer service does not know this server; its log has the details."
+        code = grpc.StatusCode.UNAVAILABLE
+        return ServiceError(code, "NOT_KNOWN", message, retry_seconds=1)
+
+    async def _ask(self) -> bool:
+        """Ask whether the service knows this server: its health is told to everyone."""
+        request = completion_pb2.ListModelsRequest()
+        try:
+            await self.completion.ListModels(request, timeout=_ASK_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            self.translated(ServiceError.from_rpc_error(error))
+            return error.code() is not grpc.StatusCode.UNAUTHENTICATED
+        self._is_welcome = True
+        return True
 
     async def close(self) -> None:
         """End the Session and abort its requests."""

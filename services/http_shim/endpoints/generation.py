@@ -12,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.http_shim.accounts.account import GenerationRequest
+from services.common.accounts.account import GenerationRequest
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
@@ -42,7 +42,7 @@ from services.http_shim.formats.responses import (
     prompt_logprobs_of,
     usage_of,
 )
-from services.http_shim.http.access import assign_model, reserved_tokens
+from services.http_shim.http.access import assign_model, charged, reserve
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
@@ -116,8 +116,8 @@ class GenerationEndpoint(Generic[Body, Delta]):
             collector: OutputCollector[Delta] = OutputCollector()
             name_of = partial(self._param_of, body)
             with (
+                charged(exchange, await reserve(exchange, request)),
                 self._gate.entered(collector),
-                reserved_tokens(exchange, request),
                 model.connection.used() as backend,
                 client_field_names(name_of),
             ):

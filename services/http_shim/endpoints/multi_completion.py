@@ -20,7 +20,7 @@ from services.http_shim.endpoints.generation import watch_for_disconnect
 from services.http_shim.errors import client_field_names
 from services.http_shim.formats.completion_responses import CompletionFormatter
 from services.http_shim.formats.request_bodies import MultiCompletionBody, parse
-from services.http_shim.http.access import assign_model, reserved_tokens
+from services.http_shim.http.access import assign_model, charged, reserve
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
@@ -95,8 +95,8 @@ class MultiCompletion:
         await self._models.require(names)
         collectors: list[_Collector] = [OutputCollector() for _ in parts]
         with (
+            charged(exchange, await reserve(exchange, *[part.request for part in parts])),
             self._gate.entered(*collectors),
-            reserved_tokens(exchange, *[part.request for part in parts]),
         ):
             choices = await _complete_all(parts, collectors, exchange, receive)
             usage = _total(choices)

@@ -7,20 +7,21 @@ from contextlib import contextmanager
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.http_shim.accounts.account import (
+from services.common.accounts.account import (
     GenerationRequest,
     cap_output,
     estimated_tokens,
     sequence_count,
 )
-from services.http_shim.accounts.keyring import Keyring
+from services.common.accounts.keyring import Keyring
+from services.common.accounts.metering import Charge, begin, count_request
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.failures import error_response
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["AccessMiddleware", "assign_model", "authorized_model", "reserved_tokens"]
+__all__ = ["AccessMiddleware", "assign_model", "authorized_model", "charged", "reserve"]
 
 
 class AccessMiddleware:
@@ -52,7 +53,7 @@ class AccessMiddleware:
 
         try:
             if scope["method"] == "POST":
-                account.count_request(time.monotonic())
+                await count_request(account)
         except ServiceError as error:
             await error_response(scope, error)(scope, receive, send_on)
             return
@@ -91,19 +92,24 @@ async def assign_model(
     return served
 
 
+async def reserve(exchange: Exchange, *requests: GenerationRequest) -> Charge | None:
+    """Reserve the tokens that the requests may use; `charged` ends it. Raises RESOURCE_EXHAUSTED.
+
+    Returns None on a server without keys.
+    """
+    if exchange.account is None:
+        return None
+    choices = sum(map(sequence_count, requests))
+    return await begin(exchange.account, sum(map(estimated_tokens, requests)), choices)
+
+
 @contextmanager
-def reserved_tokens(exchange: Exchange, *requests: GenerationRequest) -> Iterator[None]:
-    """Reserve the tokens that the requests may use, and charge the used ones at the end.
+def charged(exchange: Exchange, charge: Charge | None) -> Iterator[None]:
+    """Charge the used tokens at the end.
 
     A refused request costs nothing. A client that leaves before the usage is known pays the
-    reservation. Raises RESOURCE_EXHAUSTED.
+    reservation.
     """
-    account = exchange.account
-    if account is None:
-        yield
-        return
-    choices = sum(map(sequence_count, requests))
-    reserved = account.begin(sum(map(estimated_tokens, requests)), time.monotonic(), choices)
     is_refused = False
     try:
         yield
@@ -111,6 +117,6 @@ def reserved_tokens(exchange: Exchange, *requests: GenerationRequest) -> Iterato
         is_refused = True
         raise
     finally:
-        used = exchange.tokens_used
-        used = used if used or is_refused else reserved
-        account.end(reserved, used, time.monotonic(), choices)
+        if charge is not None:
+            used = exchange.tokens_used
+            charge.end(used if used or is_refused else charge.reserved)

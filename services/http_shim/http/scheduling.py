@@ -8,14 +8,12 @@ import grpc
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common.priority import PRIORITY_KEY, PRIORITY_LIMIT, parse_priority
+from services.common.priority import PRIORITY_KEY, PRIORITY_LIMIT, TENANT_KEY, parse_priority
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.failures import error_response
 from tokenwire.errors import ServiceError
 
 __all__ = ["SchedulingMiddleware", "priority_of"]
-
-_TENANT = "x-tenant"
 
 
 def priority_of(exchange: Exchange, asked: int | None) -> int:
@@ -56,7 +54,9 @@ class SchedulingMiddleware:
                 await error_response(scope, error)(scope, receive, send)
                 return
         else:
-            exchange.ignored_headers = [name for name in (PRIORITY_KEY, _TENANT) if name in headers]
+            exchange.ignored_headers = [
+                name for name in (PRIORITY_KEY, TENANT_KEY) if name in headers
+            ]
         await self._app(scope, receive, send)
 
 
@@ -68,6 +68,6 @@ def _follow_key(exchange: Exchange) -> None:
 
 def _follow_headers(exchange: Exchange, headers: Headers) -> None:
     """Apply x-priority and x-tenant. Raises INVALID_ARGUMENT for an invalid priority."""
-    exchange.tenant = headers.get(_TENANT) or exchange.tenant
+    exchange.tenant = headers.get(TENANT_KEY) or exchange.tenant
     if (text := headers.get(PRIORITY_KEY)) is not None:
         exchange.priority = parse_priority(text)

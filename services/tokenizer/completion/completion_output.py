@@ -48,6 +48,11 @@ class CompletionOutput:
         return self._admission is not None
 
     @property
+    def used_tokens(self) -> int:
+        """Tokens of prompt and output so far; 0 before the admission."""
+        return self.plan.prompt_tokens + self.choices.received if self.is_admitted else 0
+
+    @property
     def progress(self) -> int:
         """Tokens and scores that the engine sent."""
         return self.choices.received + self._prompt_scores.received

@@ -41,6 +41,14 @@ def _cancelled() -> ServiceError:
     return ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "The request was cancelled.")
 
 
+def _of_service(error: ServiceError) -> ServiceError:
+    """Return the engine's error. One that concerns this service is none of its client's."""
+    if error.code not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return error
+    message = f"The engine refuses this service: {error.message}"
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", message, retry_seconds=1)
+
+
 def _too_many_losses(error: ServiceError) -> ServiceError:
     """Return an error that does not ask the client to try again: the request may be the cause."""
     message = (
@@ -100,7 +108,9 @@ class CompletionStream(Generic[Response]):
                 raise draining_error()
             if self._context.deadline is not None and math.isnan(self._context.deadline):
                 raise invalid("context.timeout_seconds", "The timeout must be a number.")
-            if self._pool.is_serving:
+            if self._context.refusal is not None:
+                raise self._context.refusal
+            if self._pool.is_serving and self._context.meter is None:
                 self._prepare()
             else:
                 self._run_as_task(self._prepare_later())
@@ -172,7 +182,7 @@ class CompletionStream(Generic[Response]):
 
     def on_error(self, error: ServiceError) -> None:
         """Submit the request again if its engine was lost, starts or is full; else fail it."""
-        output = self._output
+        error, output = _of_service(error), self._output
         remap_error = output.plan.remap_error if output is not None else None
         if remap_error is not None and error.field.startswith("grammar"):
             remap_error(error)
@@ -242,6 +252,11 @@ class CompletionStream(Generic[Response]):
             self._run_as_task(self._submit_later(plan))
 
     async def _prepare_later(self) -> None:
+        if self._context.meter is not None:
+            await self._context.meter.begin()
+        if self._pool.is_serving:
+            self._prepare()
+            return
         if self._pool.is_known:  # refuse an invalid request without waiting
             self.processor.check(self._pool.limits)
         await self._wait_for_engine("It is not connected.")
@@ -319,6 +334,8 @@ class CompletionStream(Generic[Response]):
         if output is not None and not output.plan.engine_request.images:
             for prompt, outputs in output.computed():
                 self._pool.learn(self._context.tenant, prompt, outputs)
+        if self._context.meter is not None:
+            self._context.meter.end(output.used_tokens if output is not None else 0)
         end_span(self._context.span, output, outcome, **why)
         _LOG.info(
             "completion %s",

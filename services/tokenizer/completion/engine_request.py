@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.accounts.metering import Meter
 from services.common.block_hash import ImagePlaces
 from services.common.logging import request_fields
 from services.common.span import Span
@@ -38,6 +39,10 @@ class CallContext:
     """Time of the event loop, in seconds; None without a deadline."""
     user: str = ""
     """The user's label from the request, which may be a name"""
+    meter: Meter | None = None
+    """Counts the request against the limits of its API key; None = it has none"""
+    refusal: ServiceError | None = None
+    """Why the caller may not make the request; None = it may"""
 
     @property
     def log_fields(self) -> dict[str, str]:

@@ -20,6 +20,7 @@ from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.serving.health import reports_serving
 from tokenwire.session import engine_session
 from tokenwire.tls import ClientTls
+from tokenwire.token_file import TokenFile, shown
 
 __all__ = ["EngineLink", "EngineRefusedError", "LinkOwner"]
 
@@ -31,6 +32,7 @@ _LOAD_SECONDS = 1.0  # a status page asks again soon, and shows an engine withou
 _SILENT_SECONDS = 5.0  # after which the log says that the engine does not answer
 _WATCH_SECONDS = 0.1  # between two reports of load
 _LEAST_TRUST = 0.5
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -64,8 +66,9 @@ class EngineLink:
         lost_seconds: float,
         tls: ClientTls | None = None,
         server_name: str = "",
+        token: TokenFile | None = None,
     ) -> None:
-        """The last three arguments are those of `connect`."""
+        """The last four arguments are those of `connect`."""
         self.target = target
         self.model: engine_pb2.GetModelResponse | None = None
         """Last answer of the engine; None before the first"""
@@ -82,7 +85,7 @@ class EngineLink:
         """Tokens of their prompts that are not computed yet"""
         self._owner = owner
         self._load = engine_pb2.Load()
-        self._channel = connect(target, lost_seconds, tls, server_name)
+        self._channel = connect(target, lost_seconds, tls, server_name, shown(token))
         self._control = EngineControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -300,7 +303,14 @@ class EngineLink:
             _LOG.warning("the engine at %s is not reachable: %s", self.target, error.details())
 
     async def _read_model(self) -> None:
-        model = await self._control.GetModel(engine_pb2.GetModelRequest(), timeout=_CALL_SECONDS)
+        request = engine_pb2.GetModelRequest()
+        try:
+            model = await self._control.GetModel(request, timeout=_CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _REFUSALS:
+                message = f"The engine at {self.target} refuses this service: {error.details()}"
+                raise EngineRefusedError(message) from None
+            raise
         self._owner.admit(self, model)
         self.model = model
         self.refusal = ""

@@ -24,6 +24,7 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.tls import ClientTls
+from tokenwire.token_file import TokenFile
 
 __all__ = ["EnginePool", "PoolSettings"]
 
@@ -50,6 +51,8 @@ class PoolSettings:
     """New requests that may wait for an engine"""
     tls: ClientTls | None = None
     """Certificates for the calls of engines; None = plaintext"""
+    token: TokenFile | None = None
+    """Token that engines are shown; None = none"""
     knows_blocks: bool = False
     """Whether to keep the token ids of the engines' KV blocks, for those who watch them"""
 
@@ -308,7 +311,8 @@ class EnginePool:
         settings = self._settings
         for target, name in addresses.items():
             if target not in self._links:
-                link = EngineLink(target, self, settings.lost_seconds, settings.tls, name)
+                tls, token = settings.tls, settings.token
+                link = EngineLink(target, self, settings.lost_seconds, tls, name, token)
                 self._links[target] = link
                 link.start()
                 if self._follows_load:

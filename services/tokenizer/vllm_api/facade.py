@@ -21,8 +21,16 @@ from tokenwire.pb.vllm.inference_pb2_grpc import add_InferenceServicer_to_server
 __all__ = ["VllmFacade"]
 
 
+_ENGINE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+
+
 class VllmFacade:
     """vLLM's services in front of the tokenizer service's own."""
+
+    peer_methods = frozenset(
+        f"/{_ENGINE}/{name}" for name in ("Abort", "FlushCache", "SubscribeKvEvents")
+    )
+    """Methods that concern the requests of others, so that holders of API keys may not call them"""
 
     def __init__(
         self,
@@ -34,7 +42,7 @@ class VllmFacade:
         settings: StreamSettings,
     ) -> None:
         """`pool` keeps the ids of its engines' blocks; `directory` is the checkpoint's."""
-        calls = GenerateCalls(registry, processors, settings)
+        calls = GenerateCalls(registry, processors, model, settings)
         info = ModelInfo(model, directory, processors.vocabulary)
         self._engine = VllmEngine(calls, pool, info)
         self._inference = VllmInference(calls)
@@ -44,6 +52,6 @@ class VllmFacade:
         add_VllmEngineServicer_to_server(self._engine, server)  # type: ignore[no-untyped-call]
         add_InferenceServicer_to_server(self._inference, server)
         return [
-            vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
+            _ENGINE,
             inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
         ]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from services.common.accounts import identity as caller
 from services.common.errors import draining_error
 from services.common.interceptor import sane_request_id
 from services.common.logging import request_id, traceparent
@@ -31,9 +32,15 @@ class GenerateCalls:
     """Runs translated requests as completions."""
 
     def __init__(
-        self, registry: CompletionRegistry, processors: ProcessorFactory, settings: StreamSettings
+        self,
+        registry: CompletionRegistry,
+        processors: ProcessorFactory,
+        model: str,
+        settings: StreamSettings,
     ) -> None:
+        """model: canonical id of the model, which API keys may use or not."""
         self._registry = registry
+        self._model = model
         self._processors = processors
         self._settings = settings
         self._stalled = StalledCalls(settings)
@@ -66,12 +73,12 @@ class GenerateCalls:
         processor = GenerateProcessor(request, factory.vocabulary, factory.infill, factory.images)
         known_as = sane_request_id(identity) if identity else request_id.get()
         start = partial(start_span, request, traceparent.get(), known_as)
-        origin = context_of_call(context, known_as, start, user=request.user)
-        origin = replace(
-            origin,
-            tenant=f"{origin.tenant}/{salt}" if salt else origin.tenant,
-            priority=priority or origin.priority,
-        )
+        origin = context_of_call(context, request, self._model, known_as, start)
+        if salt:
+            origin = replace(origin, tenant=f"{origin.tenant}/{salt}")
+        if priority:
+            allowed = caller.current.get().priority(priority, name_field("priority"))
+            origin = replace(origin, priority=allowed)
         call = CompletionCall(self._registry, processor, origin, self._settings)
         name = identity or known_as
         self._streams[name].add(call.stream)

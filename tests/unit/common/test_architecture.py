@@ -32,7 +32,7 @@ LAYERS = {
         "endpoints",
         "http",
         "backends",
-        "accounts formats",
+        "formats",
         "images",
     ],
     "services.tokenizer": [

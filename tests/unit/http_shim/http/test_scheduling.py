@@ -3,7 +3,7 @@
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.http_shim.accounts.account import Account
+from services.common.accounts.account import Account
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.settings import HttpShimSettings

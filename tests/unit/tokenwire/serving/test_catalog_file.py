@@ -63,7 +63,8 @@ def test_catalog_resolves_ids_aliases_and_variants(catalog: Path) -> None:
 
 def test_written_catalog_reads_back_equal(catalog: Path) -> None:
     """The supervisor writes the shim a catalog with the targets that it chose."""
-    catalog.write_text(FULL.replace('path = "models/small"', 'target = "127.0.0.1:1"')
+    near = 'target = "127.0.0.1:1"\npeer_token_file = "token"'
+    catalog.write_text(FULL.replace('path = "models/small"', near)
                        .replace('dtype = "float32"', "")
                        .replace('engine_args = "--kv-memory 1GiB"', ""))  # fmt: skip
     models = read_catalog(catalog)
@@ -96,6 +97,12 @@ ONE = '[[models]]\nid = "m"\n'
         (ONE + 'target = "h:1"\npath = "p"', "both target and path"),
         (ONE + 'target = "nowhere"', "host:port"),
         (ONE + 'target = "h:99999"', "host:port"),
+        (ONE + 'path = "p"\npeer_token_file = "t"', "peer_token_file of model m needs a target"),
+        (
+            ONE + 'target = "h:1"\npeer_token_file = "t"\n[models.variants.v]\n'
+            'peer_token_file = "u"',
+            "the target h:1 has several values of peer_token_file",
+        ),
         (ONE + 'target = "h:1"\ncolour = "red"', "colour"),
         (ONE + 'target = "h:1"\nmax_output_length = 0', "max_output_length"),
         (ONE + 'target = "h:1"\nmax_output_length = true', "max_output_length"),

@@ -231,15 +231,33 @@ def test_full_disk_is_reported_once_per_log(checkpoint: Path, unused_ports: list
     assert why.startswith("tokenwire: ")
 
 
-def test_with_keys_only_http_listens_beyond_loopback(checkpoint: Path) -> None:
-    """gRPC checks no keys."""
+def test_with_keys_grpc_listens_beyond_loopback_only_by_consent(checkpoint: Path) -> None:
+    """Keys would cross the network in clear text."""
     options = ServeOptions(host="0.0.0.0", model=checkpoint, keys=Path("keys.json"))
     shim, *others = plan(options)
     assert "0.0.0.0" in shim.arguments
     assert shim.arguments[shim.arguments.index("--keys") + 1] == str(Path("keys.json").absolute())
     assert all("0.0.0.0" not in service.arguments for service in others)
-    opened = plan(dataclasses.replace(options, open=True))
-    assert sum("0.0.0.0" in service.arguments for service in opened) == 3
+    for consent in ("open", "plaintext"):
+        opened = plan(dataclasses.replace(options, **{consent: True}))
+        assert sum("0.0.0.0" in service.arguments for service in opened) == 3
+
+
+def test_services_get_keys_and_the_token_by_which_they_know_each_other(checkpoint: Path) -> None:
+    keys, token = Path("keys.json"), Path("token")
+    options = ServeOptions(model=checkpoint, keys=keys, peer_token_file=token)
+    for service in plan(options):
+        arguments = service.arguments
+        assert arguments[arguments.index("--peer-token-file") + 1] == str(token.absolute())
+        assert ("--keys" in arguments) == (service.name != "grammar")
+
+
+def test_token_of_the_stack_goes_to_no_other_installation(checkpoint: Path) -> None:
+    text = f'[[models]]\nid = "a"\npath = "{checkpoint}"\n[[models]]\nid = "b"\ntarget = "far:1"'
+    options = dataclasses.replace(catalog_of(checkpoint, text), peer_token_file=Path("token"))
+    near, far = plan_catalog(options).models
+    assert (near.peer_token_file, far.peer_token_file) == (Path("token"), None)
+    assert "--peer-token-file" not in shim_of_catalog(options, Path("resolved")).arguments
 
 
 def catalog_of(checkpoint: Path, text: str) -> ServeOptions:

@@ -138,15 +138,16 @@ def estimated_tokens(request: GenerationRequest) -> int:
     """Return the most tokens that a request uses: exact for ids, else a token per 4 bytes of text.
 
     An image counts as 1,024 tokens, and a chat without max_tokens as 1,024 of output for each
-    choice. The images' places in the request must be empty.
+    choice.
     """
     choices = request.n if request.HasField("n") else 1
     output = _output(request)
     if isinstance(request, completion_pb2.ChatRequest):
         size = sum(part.ByteSize() for part in (*request.messages, *request.tools))
         parts = (part for message in request.messages for part in message.parts)
-        images = sum(part.HasField("image") for part in parts)
-        input_tokens = math.ceil(size / _BYTES_PER_TOKEN) + images * _USUAL_IMAGE
+        images = [len(part.image) for part in parts if part.HasField("image")]
+        text_size = max(0, size - sum(images))
+        input_tokens = math.ceil(text_size / _BYTES_PER_TOKEN) + len(images) * _USUAL_IMAGE
         return input_tokens + choices * (_USUAL_ANSWER if output is None else output)
     assert output is not None
     text_bytes = len(request.suffix.encode()) * len(request.prompts)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.http_shim.accounts.account import (
+from services.common.accounts.account import (
     Account,
     Bucket,
     cap_output,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import grpc
 
-from services.http_shim.accounts.account import Account
+from services.common.accounts.account import Account
 from tokenwire.errors import ServiceError
 from tokenwire.serving.key_file import Key, KeyFileError, key_id, matches, read_keys
 
-__all__ = ["Keyring"]
+__all__ = ["Keyring", "bearer"]
 
 _LOG = logging.getLogger("keys")
 _POLL_SECONDS = 0.5  # a revoked key must fail within a second
@@ -30,19 +30,20 @@ class Keyring:
 
     def account(self, authorization: str | None) -> Account:
         """Return the account of the header `authorization: Bearer KEY`. Raises UNAUTHENTICATED."""
-        scheme, _, secret = (authorization or "").partition(" ")
-        secret = secret.strip()
-        if scheme.lower() != "bearer" or not secret:
+        secret = bearer(authorization)
+        if not secret:
             raise _unauthenticated(
                 "MISSING_API_KEY",
                 "An API key is required: send the header authorization: Bearer KEY.",
             )
         key = self._keys.get(key_id(secret))
-        if not matches(secret, key) or key is None:
-            raise _unauthenticated("INVALID_API_KEY", "The API key is not known.")
-        if key.revoked is not None:
-            raise _unauthenticated("REVOKED_API_KEY", f"The API key {key.id} is revoked.")
-        return self._accounts[key.id]
+        if not matches(secret, key):
+            key = None
+        return self._accounts[_require_valid(key).id]
+
+    def require_valid(self, account: Account) -> None:
+        """Raise UNAUTHENTICATED if the key of an account was revoked or removed."""
+        _require_valid(self._keys.get(account.id))
 
     async def watch(self) -> None:
         """Reload the file whenever it changes, forever."""
@@ -86,6 +87,20 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def bearer(authorization: str | None) -> str:
+    """Return the secret of the header `authorization: Bearer SECRET`; empty = none."""
+    scheme, _, secret = (authorization or "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else ""
+
+
+def _require_valid(key: Key | None) -> Key:
+    if key is None:
+        raise _unauthenticated("INVALID_API_KEY", "The API key is not known.")
+    if key.revoked is not None:
+        raise _unauthenticated("REVOKED_API_KEY", f"The API key {key.id} is revoked.")
+    return key
 
 
 def _unauthenticated(reason: str, message: str) -> ServiceError:

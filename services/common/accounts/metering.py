@@ -1,0 +1,77 @@
+"""Counting of what the holders of API keys use, against the limits of their tiers."""
+
+import time
+
+from services.common.accounts.account import (
+    Account,
+    GenerationRequest,
+    cap_output,
+    estimated_tokens,
+    sequence_count,
+)
+from services.common.accounts.identity import Identity
+
+__all__ = ["Charge", "Meter", "begin", "count_call", "count_request"]
+
+
+class Charge:
+    """What a running request holds of its account."""
+
+    def __init__(self, account: Account, reserved: int, choices: int) -> None:
+        self.reserved = reserved
+        """Tokens"""
+        self._account = account
+        self._choices = choices
+
+    def end(self, used: int) -> None:
+        """Charge the used tokens in place of the reserved ones."""
+        self._account.end(self.reserved, used, time.monotonic(), self._choices)
+
+
+class Meter:
+    """One completion or chat of a key's holder, from its arrival to its end."""
+
+    def __init__(self, caller: Identity, request: GenerationRequest, model: str) -> None:
+        """model: canonical id of the model that would serve the request."""
+        assert caller.account is not None
+        self._caller = caller
+        self._account = caller.account
+        self._request = request
+        self._model = model
+        self._charge: Charge | None = None
+
+    async def begin(self) -> None:
+        """Count the request, lower its max_tokens to the tier's, and reserve what it may use.
+
+        Raises UNAUTHENTICATED, PERMISSION_DENIED or RESOURCE_EXHAUSTED.
+        """
+        self._caller.require_valid()
+        await count_request(self._account)
+        self._account.require_model(self._model)
+        cap_output(self._request, [self._account.tier.max_tokens])
+        tokens, choices = estimated_tokens(self._request), sequence_count(self._request)
+        self._charge = await begin(self._account, tokens, choices)
+
+    def end(self, used: int) -> None:
+        """Charge the used tokens, unless the request was refused before."""
+        if self._charge is not None:
+            self._charge.end(used)
+            self._charge = None
+
+
+async def count_call(caller: Identity, model: str) -> None:
+    """Count a call without generation. Raises PERMISSION_DENIED or RESOURCE_EXHAUSTED."""
+    if caller.account is not None:
+        caller.require_valid()
+        await count_request(caller.account)
+        caller.account.require_model(model)
+
+
+async def count_request(account: Account) -> None:
+    """Count a request. Raises RESOURCE_EXHAUSTED."""
+    account.count_request(time.monotonic())
+
+
+async def begin(account: Account, tokens: int, choices: int) -> Charge:
+    """Start a request of that many tokens and choices, at most. Raises RESOURCE_EXHAUSTED."""
+    return Charge(account, account.begin(tokens, time.monotonic(), choices), choices)
