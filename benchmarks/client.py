@@ -92,13 +92,15 @@ class _Connection(asyncio.Protocol):
 class Client:
     """Requests to one server over as many connections as there are requests at a time."""
 
-    def __init__(self, url: str, *, timeout: float = 300.0) -> None:
+    def __init__(self, url: str, *, timeout: float = 300.0, key: str = "") -> None:
+        """key: API key of each request; empty = none."""
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None:
             raise ValueError(f"expected a URL such as http://127.0.0.1:8000, not {url!r}")
         self._host = parts.hostname
         self._port = parts.port or 80
         self._timeout = timeout
+        self._authorization = f"authorization: Bearer {key}\r\n" if key else ""
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Response:
@@ -115,7 +117,8 @@ class Client:
             self._idle.pop().close()
 
     def _head(self, method: str, path: str) -> bytes:
-        return f"{method} {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n".encode()
+        head = f"{method} {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
+        return (head + self._authorization).encode()
 
     async def _send(self, message: bytes) -> Response:
         while connection := self._idle_connection():

@@ -6,7 +6,6 @@ import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -18,15 +17,20 @@ from grpc_reflection.v1alpha import reflection
 from services.common import logging as service_logging
 from services.common import tracing
 from services.common.accounts.authenticator import Authenticator
-from services.common.accounts.keyring import Keyring
+from services.common.accounts.keyring import open_keyring
 from services.common.failed_start import tell_reason
 from services.common.interceptor import RpcInterceptor
 from services.common.process import raise_file_limit, stop_signal
-from services.common.settings import ServerSettings, StartupError, StreamSettings, parse
+from services.common.settings import (
+    LimitSettings,
+    ServerSettings,
+    StartupError,
+    StreamSettings,
+    parse,
+)
 from services.common.telemetry import serve_metrics
 from tokenwire.channel import MESSAGE_LIMITS, QUIET
 from tokenwire.serving.addresses import METRICS_PORT_OFFSET, address, is_loopback, why_unusable
-from tokenwire.serving.key_file import KeyFileError
 
 __all__ = ["SERVER_OPTIONS", "Application", "main"]
 
@@ -147,8 +151,9 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     finally:
         await application.stop()
         await server.stop(1.0)
-        if watching is not None:
+        if watching is not None and authenticator.keyring is not None:
             watching.cancel()
+            await authenticator.keyring.close()
     _LOG.info("stopped")
     return code
 
@@ -157,10 +162,8 @@ def _authenticator(settings: ServerSettings) -> Authenticator:
     """Return the check of the callers. Raises StartupError."""
     if not isinstance(settings, StreamSettings):
         return Authenticator(None, settings.peer_token)
-    try:
-        keyring = Keyring(Path(settings.keys)) if settings.keys else None
-    except KeyFileError as error:
-        raise StartupError(str(error)) from None
+    limits_url = settings.limits_url if isinstance(settings, LimitSettings) else ""
+    keyring = open_keyring(settings.keys, limits_url)
     return Authenticator(keyring, settings.peer_token, settings.trust_scheduling_headers)
 
 

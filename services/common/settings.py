@@ -24,6 +24,7 @@ from tokenwire.token_file import TokenError, TokenFile
 __all__ = [
     "INSTANT",
     "LAST_PORT",
+    "LimitSettings",
     "PeerSettings",
     "PeerTokenSettings",
     "ServerSettings",
@@ -122,6 +123,17 @@ class ServerSettings(PeerTokenSettings):
     def tls(self) -> ServerTls | None:
         """The server's certificates; None = plaintext. Raises StartupError."""
         return server_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LimitSettings:
+    """Settings of services that count the limits of API keys."""
+
+    limits_url: str = setting(
+        "",
+        "Redis that counts the limits of keys for all processes, as redis:// or rediss://; empty = "
+        "each process counts for itself. The variable keeps its password out of `ps`.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 
 from services.common import logging as service_logging
 from services.common import tracing
-from services.common.accounts.keyring import Keyring
+from services.common.accounts.keyring import Keyring, open_keyring
 from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
 from services.common.targets import parse_targets, warn_of_clear_text
@@ -35,7 +35,6 @@ from services.http_shim.router_metrics import RouterMetrics
 from services.http_shim.settings import HttpShimSettings, check
 from tokenwire.serving.addresses import address, listen, why_unusable
 from tokenwire.serving.catalog_file import CatalogError
-from tokenwire.serving.key_file import KeyFileError
 
 _LOG = logging.getLogger("server")
 _UNSENT_BYTES = 64 * 1024
@@ -77,7 +76,7 @@ def main() -> None:
         raise_file_limit()
         with tracing.exporting("http_shim", settings.otlp_endpoint):
             uvloop.run(serve(settings))
-    except (StartupError, CatalogError, KeyFileError) as error:
+    except (StartupError, CatalogError) as error:
         print(f"http_shim: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -85,7 +84,7 @@ def main() -> None:
 async def serve(settings: HttpShimSettings) -> None:
     """Serve until SIGTERM or SIGINT; requests then have the grace period to finish."""
     stop = stop_signal()
-    keyring = Keyring(Path(settings.keys)) if settings.keys else None
+    keyring = open_keyring(settings.keys, settings.limits_url)
     with _listen(settings) as bound:
         settings = dataclasses.replace(settings, host=bound.getsockname()[0])
         check(settings)
@@ -115,6 +114,8 @@ async def serve(settings: HttpShimSettings) -> None:
         await serving
     for each in watching:
         each.cancel()
+    if keyring is not None:
+        await keyring.close()
     await models.close()
     _LOG.info("stopped")
 

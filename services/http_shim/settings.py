@@ -5,6 +5,7 @@ import dataclasses
 from services.common.settings import (
     INSTANT,
     LAST_PORT,
+    LimitSettings,
     PeerSettings,
     StartupError,
     server_tls,
@@ -21,7 +22,7 @@ __all__ = ["HttpShimSettings", "check"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HttpShimSettings(PeerSettings):
+class HttpShimSettings(PeerSettings, LimitSettings):
     """Serves the OpenAI API over HTTP, in front of the tokenizer service."""
 
     host: str = setting(

@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 from services.common.server import Application
 from services.common.settings import (
     LAST_PORT,
+    LimitSettings,
     PeerSettings,
     StartupError,
     StreamSettings,
@@ -53,7 +54,7 @@ __all__ = ["TokenizerApplication", "TokenizerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerSettings(StreamSettings, PeerSettings):
+class TokenizerSettings(StreamSettings, PeerSettings, LimitSettings):
     """Encoding and decoding of text, and completions and chats in text."""
 
     port: int = setting(50051, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)

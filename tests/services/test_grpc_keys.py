@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ TIERS = {
     "elsewhere": {"models": ["other"]},
     "urgent": {"priority": 7},
 }
-LONG = {"max_tokens": 1_900, "ignore_eos": True, "seed": 1}
+LONG: Any = {"max_tokens": 1_900, "ignore_eos": True, "seed": 1}
 """Options of a request that still runs after every wait of its test"""
 
 
@@ -187,9 +187,10 @@ async def test_wrong_and_revoked_keys_are_refused_with_the_reason(keyed: Keyed) 
         await engine.generate([1, 2], max_tokens=1)
         revoke_key(keyed.keys, key_id(secret))
         await keyed.knows(secret, reason="REVOKED_API_KEY")
-        for ask in (client.complete(PROMPT), engine.generate([1, 2], max_tokens=1)):
+        asked: list[Awaitable[Any]] = [client.complete(PROMPT), engine.generate([1, 2])]
+        for asking in asked:
             with pytest.raises(ServiceError) as refused:  # on the Session that is still open
-                await ask
+                await asking
             assert refused.value.reason == "REVOKED_API_KEY"
         await anext(stream)  # what runs may end
 
@@ -244,16 +245,16 @@ async def test_refused_request_costs_no_tokens_and_a_cancelled_one_frees_its_pla
 async def test_key_holder_has_the_tenant_and_priority_of_its_key(keyed: Keyed) -> None:
     async with await keyed.client("urgent") as client:
         own = key_id(keyed.key())
-        for options in ({"tenant": own}, {"priority": 1}):
+        forbidden: list[Any] = [{"tenant": own}, {"priority": 1}]
+        for options in forbidden:
             with pytest.raises(ServiceError) as refused:
-                await client.complete(PROMPT, max_tokens=1, **options)  # type: ignore[arg-type]
+                await client.complete(PROMPT, max_tokens=1, **options)
             assert refused.value.code is grpc.StatusCode.PERMISSION_DENIED
             assert refused.value.field == f"context.{next(iter(options))}"
         await client.complete(PROMPT, max_tokens=1, priority=-1)
     secret = keyed.key()
     await keyed.knows(secret)
-    start = {"stopping": types_pb2.StoppingParams(max_tokens=1)}
-    request = completion_pb2.CompleteRequest(prompts=[completion_pb2.Prompt(text="x")], **start)  # type: ignore[arg-type]
+    request = completion_pb2.CompleteRequest(prompts=[completion_pb2.Prompt(text="x")])
     async with connect(keyed.stack.tokenizer, token=lambda: secret) as channel:
         stub = CompletionServiceStub(channel)
         for key, value in (("x-tenant", "bob"), ("x-priority", "3")):

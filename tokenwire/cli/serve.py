@@ -1,6 +1,7 @@
 """The command `serve`."""
 
 import argparse
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -134,6 +135,12 @@ def _add_access(serve: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="Token of the services among themselves; with --keys, one is made by default.",
+    )
+    serve.add_argument(
+        "--limits-url",
+        default=os.environ.get("TOKENWIRE_LIMITS_URL", ""),
+        metavar="URL",
+        help="Redis that counts the limits of keys for several servers [TOKENWIRE_LIMITS_URL].",
     )
     serve.add_argument(
         "--open", action="store_true", help="Allow a host beyond loopback without keys."

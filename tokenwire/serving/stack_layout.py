@@ -85,6 +85,8 @@ class ServeOptions:
     """API keys of HTTP and gRPC; with them, gRPC is served beyond loopback only with `plaintext`"""
     peer_token_file: Path | None = None
     """Token that the services show each other; None = none, or with keys one of their own"""
+    limits_url: str = ""
+    """Redis that counts the limits of keys for several servers; empty = this one counts alone"""
     plaintext: bool = False
     """Serve gRPC beyond loopback although keys then cross the network in clear text"""
     dtype: str = "auto"
@@ -244,7 +246,8 @@ def _shim(options: ServeOptions, *models: str) -> Service:
         *(() if options.tls_key is None else ("--tls-key", str(options.tls_key))),
     ]
     arguments = (*listen, *models, *_common(options), *keys, *beyond, *pages, *hosts, *tls)
-    return Service("http_shim", arguments, address(reachable(options.host), options.port))
+    target = address(reachable(options.host), options.port)
+    return Service("http_shim", arguments, target, environment=_limits(options, "http_shim"))
 
 
 def _grpc_host(options: ServeOptions) -> str:
@@ -257,6 +260,12 @@ def _grpc_host(options: ServeOptions) -> str:
 def _peer_token(options: ServeOptions) -> tuple[str, ...]:
     token = options.peer_token_file
     return () if token is None else ("--peer-token-file", str(token.absolute()))
+
+
+def _limits(options: ServeOptions, service: str) -> tuple[tuple[str, str], ...]:
+    """Return the variable with the URL of Redis, whose password must not be seen in `ps`."""
+    url = options.limits_url
+    return ((f"TOKENWIRE_{service.upper()}_LIMITS_URL", url),) if url else ()
 
 
 def _backend(
@@ -282,7 +291,10 @@ def _backend(
     keys = () if options.keys is None else ("--keys", str(options.keys.absolute()))
     beyond = ("--dtype", dtype, "--grammar", grammar, *keys, *engine_args)
     return (
-        service("tokenizer", host, ports.tokenizer, "--engine", ",".join(engines), *keys),
+        replace(
+            service("tokenizer", host, ports.tokenizer, "--engine", ",".join(engines), *keys),
+            environment=_limits(options, "tokenizer"),
+        ),
         *(
             replace(
                 service("engine", host, port, *beyond),

@@ -7,7 +7,7 @@ the used tokens when it ends.
 
 import math
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
@@ -15,6 +15,9 @@ from services.common.contract import DEFAULT_MAX_TOKENS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.serving.key_file import Tier
+
+if TYPE_CHECKING:
+    from services.common.accounts.shared_limits import SharedLimits
 
 __all__ = [
     "Account",
@@ -58,6 +61,10 @@ class Bucket:
         """Take the amount, into debt if necessary; a negative amount is put back."""
         self._level = self.left(now) - amount
 
+    def mirror(self, level: float, now: float) -> None:
+        """Take over the level of the same bucket elsewhere."""
+        self._level, self._time = min(level, float(self.per_minute)), now
+
     def resize(self, per_minute: int, now: float) -> None:
         """Change the limit; the used amount stays used."""
         used = self.per_minute - self.left(now)
@@ -67,9 +74,18 @@ class Bucket:
 class Account:
     """Recent usage of an API key."""
 
-    def __init__(self, identity: str, name: str, tier: Tier, now: float) -> None:
+    def __init__(
+        self,
+        identity: str,
+        name: str,
+        tier: Tier,
+        now: float,
+        shared: "SharedLimits | None" = None,
+    ) -> None:
+        """shared: where several processes count the usage; None = this one counts alone."""
         self.id = identity
         self.name = name
+        self.shared = shared
         self.streams = 0
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
@@ -84,7 +100,9 @@ class Account:
     def count_request(self, now: float) -> None:
         """Count a request. Raises RESOURCE_EXHAUSTED."""
         if self._requests is not None:
-            _take(self._requests, 1, "requests", now)
+            if self._requests.wait(1, now):
+                raise self.requests_exhausted(now)
+            self._requests.take(1, now)
 
     def require_model(self, model: str) -> None:
         """Raise PERMISSION_DENIED for a canonical model id that the tier excludes."""
@@ -103,15 +121,13 @@ class Account:
         """
         limit = self.tier.concurrent_streams
         if limit is not None and self.streams + choices > limit:
-            raise _exhausted(
-                f"This key may have {limit} choices in progress; {self.streams} are, and this "
-                f"request adds {choices}.",
-                1.0,
-            )
+            raise self.streams_exhausted(self.streams, choices)
         reserved = 0
         if self._tokens is not None:
             reserved = min(tokens, self._tokens.per_minute)
-            _take(self._tokens, reserved, "tokens", now)
+            if self._tokens.wait(reserved, now):
+                raise self.tokens_exhausted(reserved, now)
+            self._tokens.take(reserved, now)
         self.streams += choices
         return reserved
 
@@ -120,6 +136,33 @@ class Account:
         self.streams -= choices
         if self._tokens is not None:
             self._tokens.take(used - reserved, now)
+
+    def mirror(
+        self, now: float, *, requests: float | None = None, tokens: float | None = None
+    ) -> None:
+        """Take over levels that are counted elsewhere, for several processes."""
+        if self._requests is not None and requests is not None:
+            self._requests.mirror(requests, now)
+        if self._tokens is not None and tokens is not None:
+            self._tokens.mirror(tokens, now)
+
+    def requests_exhausted(self, now: float) -> ServiceError:
+        """Return the error of a request for which the bucket has no room."""
+        assert self._requests is not None
+        return _used_up(self._requests, 1, "requests", now)
+
+    def tokens_exhausted(self, amount: int, now: float) -> ServiceError:
+        """Return the error of a request for whose tokens the bucket has no room."""
+        assert self._tokens is not None
+        return _used_up(self._tokens, amount, "tokens", now)
+
+    def streams_exhausted(self, running: int, choices: int) -> ServiceError:
+        """Return the error of a request whose choices would be too many beside the running ones."""
+        return _exhausted(
+            f"This key may have {self.tier.concurrent_streams} choices in progress; {running} are, "
+            f"and this request adds {choices}.",
+            1.0,
+        )
 
     def headers(self, now: float) -> dict[str, str]:
         """Return OpenAI's rate-limit headers."""
@@ -194,14 +237,12 @@ def _resized(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucke
     return bucket
 
 
-def _take(bucket: Bucket, amount: int, what: str, now: float) -> None:
-    wait = bucket.wait(amount, now)
-    if wait:
-        limit = f"{bucket.per_minute} {what} per minute"
-        raise _exhausted(
-            f"This key's limit of {limit} is used up; try again in {_duration(wait)}.", wait
-        )
-    bucket.take(amount, now)
+def _used_up(bucket: Bucket, amount: int, what: str, now: float) -> ServiceError:
+    wait = max(bucket.wait(amount, now), 1e-3)
+    limit = f"{bucket.per_minute} {what} per minute"
+    return _exhausted(
+        f"This key's limit of {limit} is used up; try again in {_duration(wait)}.", wait
+    )
 
 
 def _exhausted(message: str, retry_seconds: float) -> ServiceError:

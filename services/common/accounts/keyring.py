@@ -4,14 +4,19 @@ import asyncio
 import logging
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
 from services.common.accounts.account import Account
+from services.common.settings import StartupError
 from tokenwire.errors import ServiceError
 from tokenwire.serving.key_file import Key, KeyFileError, key_id, matches, read_keys
 
-__all__ = ["Keyring", "bearer"]
+if TYPE_CHECKING:
+    from services.common.accounts.shared_limits import SharedLimits
+
+__all__ = ["Keyring", "bearer", "open_keyring"]
 
 _LOG = logging.getLogger("keys")
 _POLL_SECONDS = 0.5  # a revoked key must fail within a second
@@ -20,9 +25,10 @@ _POLL_SECONDS = 0.5  # a revoked key must fail within a second
 class Keyring:
     """Authenticates API keys."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the file. Raises KeyFileError."""
+    def __init__(self, path: Path, shared: "SharedLimits | None" = None) -> None:
+        """Read the file; `shared` is that of the accounts. Raises KeyFileError."""
         self._path = path
+        self._shared = shared
         self._stamp = _stamp(path)
         self._keys: dict[str, Key] = {}
         self._accounts: dict[str, Account] = {}
@@ -46,7 +52,19 @@ class Keyring:
         _require_valid(self._keys.get(account.id))
 
     async def watch(self) -> None:
-        """Reload the file whenever it changes, forever."""
+        """Reload the file whenever it changes, and keep up the shared limits, until cancelled."""
+        following = asyncio.ensure_future(self._follow())
+        try:
+            await (following if self._shared is None else self._shared.run())
+        finally:
+            following.cancel()
+
+    async def close(self) -> None:
+        """Leave the shared limits."""
+        if self._shared is not None:
+            await self._shared.close()
+
+    async def _follow(self) -> None:
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             self.reload_if_changed()
@@ -72,7 +90,7 @@ class Keyring:
             tier = file.tiers[key.tier]
             account = self._accounts.get(key.id)
             if account is None:
-                account = Account(key.id, key.name, tier, now)
+                account = Account(key.id, key.name, tier, now, self._shared)
             else:
                 account.set_tier(tier, now)
             accounts[key.id] = account
@@ -87,6 +105,26 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def open_keyring(path: str, limits_url: str) -> Keyring | None:
+    """Return the keys of --keys with the limits of --limits-url. Raises StartupError.
+
+    Must be called on the event loop that uses it.
+    """
+    if not path:
+        if limits_url:
+            raise StartupError("--limits-url needs --keys.")
+        return None
+    shared = None
+    if limits_url:
+        from services.common.accounts.shared_limits import SharedLimits
+
+        shared = SharedLimits(limits_url)
+    try:
+        return Keyring(Path(path), shared)
+    except KeyFileError as error:
+        raise StartupError(str(error)) from None
 
 
 def bearer(authorization: str | None) -> str:

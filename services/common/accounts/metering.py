@@ -1,6 +1,8 @@
 """Counting of what the holders of API keys use, against the limits of their tiers."""
 
+import asyncio
 import time
+from typing import TYPE_CHECKING
 
 from services.common.accounts.account import (
     Account,
@@ -10,6 +12,10 @@ from services.common.accounts.account import (
     sequence_count,
 )
 from services.common.accounts.identity import Identity
+from tokenwire.errors import ServiceError
+
+if TYPE_CHECKING:
+    from services.common.accounts.shared_limits import Lease, SharedLimits
 
 __all__ = ["Charge", "Meter", "begin", "count_call", "count_request"]
 
@@ -17,15 +23,26 @@ __all__ = ["Charge", "Meter", "begin", "count_call", "count_request"]
 class Charge:
     """What a running request holds of its account."""
 
-    def __init__(self, account: Account, reserved: int, choices: int) -> None:
+    def __init__(
+        self,
+        account: Account,
+        choices: int,
+        reserved: int,
+        shared: "tuple[SharedLimits, Lease] | None" = None,
+    ) -> None:
+        """shared: where the request is counted too."""
         self.reserved = reserved
         """Tokens"""
         self._account = account
         self._choices = choices
+        self._shared = shared
 
     def end(self, used: int) -> None:
         """Charge the used tokens in place of the reserved ones."""
         self._account.end(self.reserved, used, time.monotonic(), self._choices)
+        if self._shared is not None:
+            limits, lease = self._shared
+            limits.end(self._account, lease, used)
 
 
 class Meter:
@@ -50,7 +67,12 @@ class Meter:
         self._account.require_model(self._model)
         cap_output(self._request, [self._account.tier.max_tokens])
         tokens, choices = estimated_tokens(self._request), sequence_count(self._request)
-        self._charge = await begin(self._account, tokens, choices)
+        beginning = asyncio.ensure_future(begin(self._account, tokens, choices))
+        try:
+            self._charge = await asyncio.shield(beginning)
+        except asyncio.CancelledError:  # the client leaves: give back what is granted later
+            beginning.add_done_callback(_give_back)
+            raise
 
     def end(self, used: int) -> None:
         """Charge the used tokens, unless the request was refused before."""
@@ -69,9 +91,27 @@ async def count_call(caller: Identity, model: str) -> None:
 
 async def count_request(account: Account) -> None:
     """Count a request. Raises RESOURCE_EXHAUSTED."""
-    account.count_request(time.monotonic())
+    if account.shared is None or not await account.shared.count_request(account):
+        account.count_request(time.monotonic())
 
 
 async def begin(account: Account, tokens: int, choices: int) -> Charge:
     """Start a request of that many tokens and choices, at most. Raises RESOURCE_EXHAUSTED."""
-    return Charge(account, account.begin(tokens, time.monotonic(), choices), choices)
+    limits = account.shared
+    if limits is None:
+        return Charge(account, choices, account.begin(tokens, time.monotonic(), choices))
+    lease = await limits.begin(account, tokens, choices)
+    if lease.is_shared:
+        account.streams += choices
+        return Charge(account, choices, lease.reserved, (limits, lease))
+    try:
+        reserved = account.begin(tokens, time.monotonic(), choices)
+    except ServiceError:
+        limits.end(account, lease, 0)
+        raise
+    return Charge(account, choices, reserved, (limits, lease))
+
+
+def _give_back(beginning: "asyncio.Future[Charge]") -> None:
+    if not beginning.cancelled() and beginning.exception() is None:
+        beginning.result().end(0)

@@ -238,8 +238,11 @@ def test_with_keys_grpc_listens_beyond_loopback_only_by_consent(checkpoint: Path
     assert "0.0.0.0" in shim.arguments
     assert shim.arguments[shim.arguments.index("--keys") + 1] == str(Path("keys.json").absolute())
     assert all("0.0.0.0" not in service.arguments for service in others)
-    for consent in ("open", "plaintext"):
-        opened = plan(dataclasses.replace(options, **{consent: True}))
+    for consenting in (
+        dataclasses.replace(options, open=True),
+        dataclasses.replace(options, plaintext=True),
+    ):
+        opened = plan(consenting)
         assert sum("0.0.0.0" in service.arguments for service in opened) == 3
 
 
