@@ -7,6 +7,8 @@ __all__ = ["RetryClock"]
 
 _MEMORY = 32
 """Sequences over which the mean length is taken"""
+_MARGIN = 1.25
+"""Factor on the time of a sequence, since the engine may get slower meanwhile"""
 _LEAST_SECONDS = 1.0
 _MOST_SECONDS = 300.0
 """Limit of what clients that never come again cost the others"""
@@ -40,7 +42,8 @@ class RetryClock:
         now = self._now()
         if not (self._mean_tokens and tokens_per_second):
             return _LEAST_SECONDS  # nothing is known yet
-        seconds = self._mean_tokens / tokens_per_second  # from the end of a sequence to the next
+        # from the end of a sequence to that of the next one
+        seconds = _MARGIN * self._mean_tokens / tokens_per_second
         begin = max(self._next_turn, now + waiting * seconds)
         self._next_turn = min(begin + sequences * seconds, now + _MOST_SECONDS)
         return max(self._next_turn - now, _LEAST_SECONDS)

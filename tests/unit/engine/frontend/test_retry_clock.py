@@ -25,20 +25,20 @@ def clock(tokens: int = 100) -> tuple[RetryClock, Now]:
 
 
 def test_time_grows_with_the_queue_and_the_length_of_sequences() -> None:
-    """At 1,000 tokens/s, ten sequences of 100 tokens end each second."""
+    """At 1,000 tokens/s, ten sequences of 100 tokens end each second. The margin is a quarter."""
     times = [clock()[0].turn(1, waiting, 1000) for waiting in (0, 40, 400)]
-    assert times == pytest.approx([1.0, 4.1, 40.1])
-    assert clock(200)[0].turn(1, 40, 1000) == pytest.approx(8.2)
+    assert times == pytest.approx([1.0, 5.125, 50.125])
+    assert clock(200)[0].turn(1, 40, 1000) == pytest.approx(10.25)
 
 
 def test_refused_clients_come_again_one_after_the_other() -> None:
     made, now = clock()
     turns = [made.turn(1, 40, 1000) for _ in range(20)]
     assert turns == sorted(turns)
-    assert turns[-1] - turns[0] == pytest.approx(1.9)
-    assert made.turn(5, 40, 1000) == pytest.approx(turns[-1] + 0.5)
+    assert turns[-1] - turns[0] == pytest.approx(2.375)
+    assert made.turn(5, 40, 1000) == pytest.approx(turns[-1] + 0.625)
     now.seconds += 30
-    assert made.turn(1, 40, 1000) == pytest.approx(4.1), "their turns are over"
+    assert made.turn(1, 40, 1000) == pytest.approx(5.125), "their turns are over"
 
 
 def test_time_has_limits() -> None:
