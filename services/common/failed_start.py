@@ -8,9 +8,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.process import stop_signal
-from services.common.settings import ServerSettings
+from services.common.settings import ServerSettings, StartupError
 from tokenwire.serving.addresses import address
 from tokenwire.serving.health import REASON_KEY
+from tokenwire.tls import TlsError
 
 __all__ = ["tell_reason"]
 
@@ -20,23 +21,33 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 async def tell_reason(settings: ServerSettings, why: str) -> None:
     """Answer health checks with NOT_SERVING and `why` for `hold_on_error` seconds.
 
-    Any other call is UNAVAILABLE with the same sentence. Returns early on SIGTERM and SIGINT, and
-    at once if the port can't be used.
+    Any other call is UNAVAILABLE with the same sentence. TLS is used where its files are usable.
+    Returns early on SIGTERM and SIGINT, and at once if the port can't be used.
     """
     stop = stop_signal()
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     health_pb2_grpc.add_HealthServicer_to_server(_Health(why), server)
     server.add_generic_rpc_handlers((_Refusal(why),))
+    is_socket = settings.host.startswith("unix:")
+    place = settings.host if is_socket else address(settings.host, settings.port)
     try:
-        is_socket = settings.host.startswith("unix:")
-        server.add_insecure_port(
-            settings.host if is_socket else address(settings.host, settings.port)
-        )
+        if (credentials := _credentials(settings)) is not None:
+            server.add_secure_port(place, credentials)
+        else:
+            server.add_insecure_port(place)
     except RuntimeError:
         return
     await server.start()
     await asyncio.wait([stop], timeout=settings.hold_on_error)
     await server.stop(None)
+
+
+def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
+    """Return the server's certificates; None if there are none, or they are what failed."""
+    try:
+        return None if settings.tls is None else settings.tls.credentials()
+    except (StartupError, TlsError):
+        return None
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped

@@ -14,10 +14,10 @@ import pytest
 import trustme
 
 from tests.services.shim import running_shim
-from tests.stack import RunningService, running_service
+from tests.stack import RunningService, free_ports, running_service
 from tokenwire.client import Client, ClientTls
 from tokenwire.errors import ServiceError
-from tokenwire.serving.health import is_ready, is_serving
+from tokenwire.serving.health import is_ready, is_serving, why_not_serving
 
 FEW = ("--dtype", "float32", "--kv-memory", "64MiB")
 BODY = {"model": "default", "prompt": "import", "max_tokens": 4}
@@ -175,6 +175,46 @@ async def test_replaced_certificate_is_used_without_a_restart(
         assert not await is_serving(engine.target, before.client)
 
 
+async def test_callers_use_their_replaced_certificates_without_a_restart(
+    embedded_model: Path, tmp_path: Path, ours: Authority
+) -> None:
+    """A stream that runs goes on; the next connection shows the new certificate."""
+    caller = authority(tmp_path / "caller")
+
+    def copy(name: str) -> None:
+        (caller.folder / "copy").write_bytes((ours.folder / name).read_bytes())
+        (caller.folder / "copy").replace(caller.folder / name)
+
+    for name in ("ca.pem", "cert.pem", "key.pem"):
+        copy(name)
+    model, [port] = ("--model", str(embedded_model)), free_ports(1)
+    command = ("engine", *model, *FEW, *ours.server)
+    tls = caller.client
+    async with running_service(*command, port=port, log=tmp_path / "engine", tls=tls) as engine:
+        arguments = (*model, "--engine", engine.target, *caller.peer)
+        async with (
+            running_service("tokenizer", *arguments, log=tmp_path / "tokenizer") as service,
+            Client(service.target) as client,
+        ):
+            async with client.stream("import", max_tokens=1_000, ignore_eos=True) as stream:
+                await anext(stream)
+                ours.issue()
+                await client.complete("import", max_tokens=1)
+                await anext(stream)
+            await engine.stop()
+            # it comes back as another one, before its caller has the new authority
+            again = running_service(*command, port=port, log=tmp_path / "again", tls=ours.client)
+            async with again:
+                assert not await is_serving(service.target)
+                for name in ("key.pem", "cert.pem", "ca.pem"):
+                    copy(name)
+                assert (await client.complete("import", max_tokens=4)).text
+                while not await is_serving(service.target):  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.05)
+                log = (tmp_path / "tokenizer").read_text()
+                assert "new connections use the certificates of" in log
+
+
 async def test_replaced_certificate_is_used_at_the_edge(tmp_path: Path, ours: Authority) -> None:
     flags = ("--tls-cert", f"{ours.folder}/cert.pem", "--tls-key", f"{ours.folder}/key.pem")
     async with running_shim("--tokenizer", "127.0.0.1:9", *flags) as shim:
@@ -183,6 +223,25 @@ async def test_replaced_certificate_is_used_at_the_edge(tmp_path: Path, ours: Au
         ours.issue()
         await shim.logged("is in use")
         assert await is_ready(health, ours.anyone.context())
+
+
+async def test_reason_of_a_failed_start_is_told_over_tls(tmp_path: Path, ours: Authority) -> None:
+    """A health check with the certificates of the service could not read it in plaintext."""
+    [port] = free_ports(1)
+    service = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.grammar", "--port", str(port), *ours.server),
+        *("--model", str(tmp_path / "none"), "--hold-on-error", "3600"),
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    target = f"127.0.0.1:{port}"
+    try:
+        while "does not exist" not in (await why_not_serving(target, ours.client) or ""):
+            assert service.returncode is None
+            await asyncio.sleep(0.1)
+        assert "does not exist" not in (await why_not_serving(target) or "")
+    finally:
+        service.terminate()
+        await service.wait()
 
 
 @pytest.mark.parametrize(

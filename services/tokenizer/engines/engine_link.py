@@ -269,8 +269,10 @@ class EngineLink:
         while True:
             silence = asyncio.ensure_future(self._tell_silence())
             try:
+                # a call that waited itself would keep to certificates that were replaced
+                await self._channel.channel_ready()
                 request = health_pb2.HealthCheckRequest(service=_SERVICE)
-                async for answer in self._health.Watch(request, wait_for_ready=True):
+                async for answer in self._health.Watch(request):
                     silence.cancel()
                     if answer.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
                         raise EngineRefusedError(f"The server at {self.target} is no engine.")
@@ -360,6 +362,7 @@ class EngineLink:
         """Watch again whenever the stream ends, unless the engine does not know the rpc."""
         while True:
             try:
+                await self._channel.channel_ready()
                 await watch()
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -373,7 +376,7 @@ class EngineLink:
     async def _watch_load(self) -> None:
         request = engine_pb2.WatchLoadRequest(interval_seconds=_WATCH_SECONDS)
         try:
-            async for answer in self._control.WatchLoad(request, wait_for_ready=True):
+            async for answer in self._control.WatchLoad(request):
                 self._load = answer.load
         finally:
             self._load = engine_pb2.Load()
@@ -381,7 +384,7 @@ class EngineLink:
     async def _watch_cache(self) -> None:
         request = engine_pb2.WatchCacheRequest()
         try:
-            async for update in self._control.WatchCache(request, wait_for_ready=True):
+            async for update in self._control.WatchCache(request):
                 most = self.model.total_blocks if self.model is not None else 0
                 self.cached.apply(update, most)
         finally:

@@ -3,7 +3,7 @@
 import dataclasses
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ CUSTOM_KINDS = {"LeaderWorkerSet", "InferencePool", "HTTPRoute"}
 """Kinds that Kubernetes itself does not have"""
 SETTINGS = {
     "engine": EngineSettings,
+    "grammar": GrammarSettings,
     "tokenizer": TokenizerSettings,
     "http-shim": HttpShimSettings,
-    "grammar": GrammarSettings,
 }
 
 LOAD = ModelLoad("m", *range(8))
@@ -153,3 +153,55 @@ def test_envoy_finds_the_services_by_the_names_of_its_configuration() -> None:
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     files = {f"/etc/envoy/{path.name}" for path in (ROOT.parent / "envoy").glob("[!k]*.yaml")}
     assert mounted == files | {"/etc/envoy/tls"}
+
+
+def services_of(overlay: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield the name of each service of ours, its container and its pod's specification."""
+    for _, pod in pods(rendered(overlay)):
+        for container in containers(pod):
+            if container["name"] in SETTINGS:
+                yield container["name"], container, pod["spec"]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_services_show_each_other_one_mounted_token(overlay: str) -> None:
+    """Whoever else reaches a port needs a key, in all overlays but the demo.
+
+    The services of a pod of llm-d reach each other over loopback, and nobody else reaches them.
+    """
+    for name, container, pod in services_of(overlay):
+        flags = dict(arg.lstrip("-").partition("=")[::2] for arg in container["args"])
+        token, keys = flags.get("peer-token-file"), flags.get("keys")
+        keyed = {"http-shim"} if overlay == "llm-d" else {"http-shim", "tokenizer"}
+        assert (token is None) == (overlay in ("demo", "llm-d"))
+        assert (keys is None) == (overlay == "demo" or name not in keyed)
+        secrets = {
+            volume["name"]: volume["secret"]["secretName"]
+            for volume in pod["volumes"]
+            if "secret" in volume
+        }
+        mounted = {
+            mount["mountPath"]: secrets.get(mount["name"]) for mount in container["volumeMounts"]
+        }
+        for file, secret in ((token, "peer-token"), (keys, "api-keys")):
+            if file is not None:
+                assert mounted[file.rpartition("/")[0]] == secret
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_redis_of_the_limits_is_optional(overlay: str) -> None:
+    named = {}
+    for name, container, _ in services_of(overlay):
+        for variable in container.get("env", ()):
+            source = variable["valueFrom"]["secretKeyRef"]
+            assert source == {"name": "limits", "key": "url", "optional": True}
+            named[name] = variable["name"]
+    expected = {
+        "http-shim": "TOKENWIRE_HTTP_SHIM_LIMITS_URL",
+        "tokenizer": "TOKENWIRE_TOKENIZER_LIMITS_URL",
+    }
+    if overlay == "llm-d":
+        del expected["tokenizer"]
+    assert named == expected
