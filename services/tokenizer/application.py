@@ -30,13 +30,14 @@ from services.tokenizer.chat.answer.tool_formats import (
 )
 from services.tokenizer.chat.chat_templates import ChatTemplates
 from services.tokenizer.completion.completion_registry import CompletionRegistry
-from services.tokenizer.completion_service import CompletionServicer, ProcessorFactory
+from services.tokenizer.completion_service import CompletionServicer
 from services.tokenizer.engines.engine_pool import EnginePool, PoolSettings
 from services.tokenizer.images.families import image_tokens, read_image_family
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.processor_settings import read_processor_settings
 from services.tokenizer.model_status import model_load
 from services.tokenizer.orca_service import OrcaServicer
+from services.tokenizer.processor_factory import ProcessorFactory
 from services.tokenizer.text.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tokenizer_service import TokenizerServicer

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,10 +10,7 @@ from services.common.accounts.identity import Identity
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
 from services.common.settings import StreamSettings
-from services.tokenizer.chat.chat_processor import ChatProcessor
-from services.tokenizer.chat.chat_templates import ChatTemplates
 from services.tokenizer.completion.complete_processor import (
-    CompleteProcessor,
     RequestProcessor,
     Response,
 )
@@ -31,39 +27,21 @@ from services.tokenizer.completion_call import (
     meter_of,
 )
 from services.tokenizer.engines.engine_pool import EnginePool
-from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.model_status import model_status
+from services.tokenizer.processor_factory import ProcessorFactory
 from services.tokenizer.send_queue import SendQueue
-from services.tokenizer.text.infill import InfillTemplate
-from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceServicer
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.time_slice import TimeSlice
 
-__all__ = ["CompletionServicer", "ProcessorFactory"]
+__all__ = ["CompletionServicer"]
 
 Stream = CompletionStream[Any]
 Request = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
 _FULL_BYTES = 4 * 1024 * 1024  # size at which a message of a Session takes no more output
 _CHECK_EVERY = 8  # streams between two looks at the size, which their output rarely reaches
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessorFactory:
-    """Makes the processor of each request."""
-
-    vocabulary: Vocabulary
-    infill: InfillTemplate | None
-    templates: ChatTemplates
-    images: ImageReader
-
-    def complete(self, request: completion_pb2.CompleteRequest) -> CompleteProcessor:
-        return CompleteProcessor(request, self.vocabulary, self.infill, self.images)
-
-    def chat(self, request: completion_pb2.ChatRequest) -> ChatProcessor:
-        return ChatProcessor(request, self.vocabulary, self.templates, self.images)
 
 
 class CompletionServicer(CompletionServiceServicer):

@@ -9,8 +9,8 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer
 
 from services.common.settings import StreamSettings
 from services.tokenizer.completion.completion_registry import CompletionRegistry
-from services.tokenizer.completion_service import ProcessorFactory
 from services.tokenizer.engines.engine_pool import EnginePool
+from services.tokenizer.processor_factory import ProcessorFactory
 from services.tokenizer.vllm_api.engine_service import VllmEngine
 from services.tokenizer.vllm_api.generate_calls import GenerateCalls
 from services.tokenizer.vllm_api.inference_service import VllmInference

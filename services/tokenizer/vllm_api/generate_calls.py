@@ -20,7 +20,7 @@ from services.tokenizer.completion_call import (
     StalledCalls,
     context_of_call,
 )
-from services.tokenizer.completion_service import ProcessorFactory
+from services.tokenizer.processor_factory import ProcessorFactory
 from services.tokenizer.vllm_api.generate_processor import GenerateProcessor
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2

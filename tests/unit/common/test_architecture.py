@@ -36,6 +36,7 @@ LAYERS = {
         "images",
     ],
     "services.tokenizer": [
+        "vllm_api",
         "chat",
         "chat.template",
         "chat.answer",
