@@ -61,7 +61,7 @@ def _started(
     pool: Any = SimpleNamespace(
         is_serving=True,
         limits=_LIMITS,
-        place=lambda request, tenant, avoided: _Placement(),
+        place=lambda need, avoided: _Placement(),
         doubt=lambda link: None,
     )
     stream = CompletionStream(
