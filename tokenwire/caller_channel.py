@@ -106,19 +106,7 @@ class CallerChannel(grpc.aio.Channel):
         await self._current.channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Wait until a connection is open, also with certificates that come meanwhile."""
-        while True:
-            connections = self._current
-            ready = asyncio.ensure_future(connections.channel.channel_ready())
-            try:
-                while not ready.done() and connections is self._current:
-                    await asyncio.wait([ready], timeout=_LOOK_SECONDS)
-                    self._look()
-                if connections is self._current:
-                    return ready.result()
-            finally:
-                ready.cancel()
-                ready.add_done_callback(_retrieve)  # a closed channel fails those that wait for it
+        await self._current.channel.channel_ready()
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
         return self._rpc(lambda channel: channel.unary_unary(*arguments, **options))
@@ -134,11 +122,6 @@ class CallerChannel(grpc.aio.Channel):
 
     def _rpc(self, make: _Make) -> _Call:
         return lambda *arguments, **options: self.call(make, arguments, options)
-
-
-def _retrieve(ready: asyncio.Future[None]) -> None:
-    if not ready.cancelled():
-        ready.exception()
 
 
 class _Connections:

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.stack import free_ports
 from tokenwire.caller_channel import CallerChannel
 
 ECHO = "/test/Echo"
@@ -89,25 +88,3 @@ async def test_running_stream_outlives_the_change_and_new_calls_show_the_new_tok
         while opened[0].get_state() is not grpc.ChannelConnectivity.SHUTDOWN:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         assert await echo(new, b"d") == b"d Bearer token-2"
-
-
-async def test_those_who_wait_for_a_connection_get_that_of_the_new_files(
-    tmp_path: Path, opened: list[grpc.aio.Channel]
-) -> None:
-    """A service that waits for another one would otherwise wait for ever."""
-    file, [dead] = tmp_path / "file", free_ports(1)
-    file.write_text("1")
-    async with server() as target:
-        targets = iter([f"127.0.0.1:{dead}", target])
-
-        def open_channel() -> grpc.aio.Channel:
-            opened.append(grpc.aio.insecure_channel(next(targets)))
-            return opened[-1]
-
-        async with CallerChannel(open_channel, [file], None) as channel:
-            waiting = [asyncio.ensure_future(channel.channel_ready()) for _ in range(3)]
-            await asyncio.sleep(0)
-            file.write_text("2")
-            await asyncio.gather(*waiting)
-            assert len(opened) == 2
-            assert channel.get_state() is grpc.ChannelConnectivity.READY

@@ -46,14 +46,17 @@ async def supervise(options: ServeOptions) -> None:
     again and reloads a catalog. Raises ServeError if the stack can't start, if a service ends
     before it serves, or if one had to be killed at the end.
     """
-    with tempfile.TemporaryDirectory(prefix="tokenwire-") as name:
-        folder = Path(name)
-        if options.keys is not None and options.peer_token_file is None:
+    with contextlib.ExitStack() as cleanup:
+        folder = None
+        makes_token = options.keys is not None and options.peer_token_file is None
+        if makes_token or options.catalog is not None:
+            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tokenwire-")))
+        if makes_token and folder is not None:
             options = replace(options, peer_token_file=_new_token(folder))
         stack = _Stack(options)
         try:
             with contextlib.suppress(_Stopped):
-                if options.catalog is None:
+                if options.catalog is None or folder is None:
                     await stack.run_model()
                 else:
                     await stack.run_catalog(folder / "catalog.toml")

@@ -269,8 +269,7 @@ class EngineLink:
         while True:
             silence = asyncio.ensure_future(self._tell_silence())
             try:
-                # a call that waited itself would keep to certificates that were replaced
-                await self._channel.channel_ready()
+                await self._reach()
                 request = health_pb2.HealthCheckRequest(service=_SERVICE)
                 async for answer in self._health.Watch(request):
                     silence.cancel()
@@ -289,6 +288,21 @@ class EngineLink:
                 silence.cancel()
             self._change(is_serving=False)  # whichever engine comes back must say what it serves
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _reach(self) -> None:
+        """Wait until the engine answers.
+
+        A call that waits for a connection keeps to the certificates of its start, so one call does
+        not wait for long.
+        """
+        request = health_pb2.HealthCheckRequest(service=_SERVICE)
+        while True:  # not `channel_ready`, which crashed the process with gRPC 1.85
+            try:
+                await self._health.Check(request, timeout=_CALL_SECONDS, wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    continue
+            return
 
     async def _tell_silence(self) -> None:
         """Log why the engine does not answer: the watch waits for it without a word."""
@@ -332,7 +346,7 @@ class EngineLink:
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while (left := end - loop.time()) > 0:
-            if await self._serves(left):
+            if await self._serves(min(left, _CALL_SECONDS)):
                 return True
             if await self._loads():
                 end = loop.time() + seconds
@@ -362,7 +376,7 @@ class EngineLink:
         """Watch again whenever the stream ends, unless the engine does not know the rpc."""
         while True:
             try:
-                await self._channel.channel_ready()
+                await self._reach()
                 await watch()
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
