@@ -57,6 +57,11 @@ class Meter:
         self._model = model
         self._charge: Charge | None = None
 
+    @property
+    def key_id(self) -> str:
+        """Id of the API key."""
+        return self._account.id
+
     async def begin(self) -> None:
         """Count the request, lower its max_tokens to the tier's, and reserve what it may use.
 

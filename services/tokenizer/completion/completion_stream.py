@@ -344,11 +344,17 @@ class CompletionStream(Generic[Response]):
                 **self._context.log_fields,
                 **why,
                 **self._user_field(),
+                **self._key_field(),
                 "prompt_tokens": output.plan.prompt_tokens if output is not None else 0,
                 "completion_tokens": output.choices.received if output is not None else 0,
                 "milliseconds": round((time.monotonic() - self._began) * 1e3, 2),
             },
         )
+
+    def _key_field(self) -> dict[str, str]:
+        """Return the id of the API key, if there is one."""
+        meter = self._context.meter
+        return {"key": meter.key_id} if meter is not None else {}
 
     def _user_field(self) -> dict[str, str]:
         """Return the user's label, which may be a name, at the level debug only."""
