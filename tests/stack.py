@@ -1,6 +1,7 @@
 """Running services for tests: addresses, processes, load and metrics."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from random import SystemRandom
 
+import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -313,6 +315,9 @@ async def _serving(target: str, tls: ClientTls | None) -> None:
     async with connect(target, tls=tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service="")
-        async for answer in stub.Watch(request, wait_for_ready=True):
-            if answer.status == status.SERVING:
-                return
+        while True:  # a service that ends before it serves ends the stream too
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for answer in stub.Watch(request, wait_for_ready=True):
+                    if answer.status == status.SERVING:
+                        return
+            await asyncio.sleep(0.05)

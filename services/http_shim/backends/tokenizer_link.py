@@ -55,7 +55,9 @@ class TokenizerLink:
 
     def translated(self, error: ServiceError) -> ServiceError:
         """Return the error of a call as clients see it: they do not know this server's token."""
-        if error.code is not grpc.StatusCode.UNAUTHENTICATED:
+        # a stream that is refused before its first message may end without a reason
+        is_refused = error.reason == "SESSION_LOST" and self._is_welcome is False
+        if error.code is not grpc.StatusCode.UNAUTHENTICATED and not is_refused:
             return error
         if self._is_welcome is not False:
             _LOG.error("the service at %s refuses this server: %s", self.target, error.message)
