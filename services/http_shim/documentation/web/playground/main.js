@@ -69,7 +69,7 @@ at("curl-details").addEventListener("toggle", showCurl);
 at("settings-form").addEventListener("input", showCurl);
 await showModels();
 const last = await saved.load();
-if (!chat.running) open(last);
+if (!chat.conversation.children.length) open(last); // nothing was said while it was loaded
 
 function mode() {
   return document.querySelector("[name=mode]:checked").value;
