@@ -70,7 +70,7 @@ class CachedBlocks:
         """Count on the blocks of a prompt that the engine is about to compute."""
         self._expected.update(hashes)
 
-    def unexpect(self, hashes: Sequence[bytes]) -> None:
+    def expect_no_more(self, hashes: Sequence[bytes]) -> None:
         """Undo `expect`: the request has ended, and the engine has reported what it keeps."""
         for each in hashes:
             if self._expected[each] > 1:

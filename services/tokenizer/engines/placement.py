@@ -87,5 +87,5 @@ class Placement:
         self.on_output()
         if self._hashes:
             later = asyncio.get_running_loop().call_later
-            later(_REPORT_SECONDS, self.link.cached.unexpect, self._hashes)
+            later(_REPORT_SECONDS, self.link.cached.expect_no_more, self._hashes)
         self.link.leave(self)

@@ -33,9 +33,9 @@ def test_prompts_of_open_requests_count_until_they_end() -> None:
     cached.expect([A, B])
     cached.expect([A])
     assert (cached.prefix([A, B]), cached.reported_prefix([A, B])) == (2, 0)
-    cached.unexpect([A, B])
+    cached.expect_no_more([A, B])
     assert cached.prefix([A, B]) == 1
-    cached.unexpect([A])
+    cached.expect_no_more([A])
     assert cached.prefix([A, B]) == 0
 
 
