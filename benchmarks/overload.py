@@ -41,7 +41,7 @@ _CLIENT_SECONDS = 300.0
 
 @dataclass(slots=True)
 class Requests:
-    """What became of the requests of a phase."""
+    """Outcomes of the requests of a phase."""
 
     completed: int = 0
     tokens: int = 0

@@ -46,7 +46,7 @@ _WINDOW = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one process holds."""
+    """Memory, descriptors and threads of one process."""
 
     seconds: float
     resident: int

@@ -90,11 +90,6 @@ class Session(Generic[Command, Event]):
             self._task = asyncio.create_task(self._run(), context=Context())
         return handle
 
-    def hand_over(self, handle: int, listener: Listener[Event]) -> None:
-        """Deliver the remaining events of a request to another listener."""
-        if handle in self._listeners:
-            self._listeners[handle] = listener
-
     def send(self, command: Command) -> None:
         """Queue a command; it is sent with the others of this turn of the event loop."""
         self._outbox.append(command)

@@ -101,6 +101,31 @@ async def test_error_shows_the_reason_and_retry_sends_the_same_messages(page: Pa
     await expect(page.locator(".failure")).to_have_count(0)
 
 
+async def test_message_stays_that_was_sent_before_the_last_conversation_was_loaded(
+    page: Page,
+) -> None:
+    """An empty conversation would take its place."""
+    await page.add_init_script("""
+        const getAll = IDBObjectStore.prototype.getAll;
+        const later = new Promise((resolve) => (window.finishLoading = resolve));
+        IDBObjectStore.prototype.getAll = function () {
+            const request = getAll.apply(this), late = {};
+            request.onsuccess = () => later.then(() => {
+                late.result = request.result;
+                late.onsuccess();
+            });
+            return late;
+        };
+    """)
+    await answer_with(page, chunk(delta={"content": "Yes."}))
+    await page.reload(wait_until="domcontentloaded")
+    await say(page, "Hello")
+    await answered(page, 1)
+    await page.evaluate("finishLoading()")
+    await page.evaluate("import(document.querySelector('script[type=module]').src).then(() => 0)")
+    await expect(page.locator(f"{ANSWER} .content")).to_have_text("Yes.")
+
+
 async def test_edited_message_is_sent_in_place_of_the_old_one(page: Page) -> None:
     bodies = await answer_with(page, chunk(delta={"content": "Yes."}))
     await say(page, "First")

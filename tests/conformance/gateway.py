@@ -1,6 +1,7 @@
 """Gateways of other projects in front of Tokenwire stacks."""
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -20,8 +21,18 @@ from tests.stack import (
     running_service,
     watch_load,
 )
+from tokenwire.chat import Message
+from tokenwire.client import Client
 
-__all__ = ["Gateway", "Worker", "running_gateway", "running_workers"]
+__all__ = ["CHAT", "WEATHER", "Gateway", "Worker", "running_gateway", "running_workers"]
+
+CHAT = [{"role": "user", "content": "Write a function that adds two numbers"}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 
 _HANG_SECONDS = 90
 _POLL_SECONDS = 0.1
@@ -51,6 +62,32 @@ class Gateway:
         answer = await self.http.post(path, json={"model": self.model, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    async def stream_chat(self, **body: Any) -> tuple[str, Any]:
+        """Return the text of a streamed chat, and its usage."""
+        text, usage = "", None
+        request = {"model": self.model, "messages": CHAT, "stream": True, **body}
+        async with self.http.stream("POST", "/v1/chat/completions", json=request) as stream:
+            async for line in stream.aiter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    usage = chunk.get("usage") or usage
+                    text += "".join(each["delta"].get("content") or "" for each in chunk["choices"])
+        return text, usage
+
+    async def check_chat(self) -> None:
+        """Assert that a chat has the answer that Tokenwire gives itself, streamed or whole."""
+        asked = {"temperature": 0, "max_tokens": 24}
+        answer = await self.post("/v1/chat/completions", messages=CHAT, **asked)
+        async with Client(self.workers[0].tokenizer.target) as client:
+            said = Message(role="user", content=CHAT[0]["content"])
+            expected = await client.chat([said], temperature=0, max_tokens=24)
+        [choice] = answer["choices"]
+        assert choice["message"]["content"] == expected.text
+        assert choice["finish_reason"] == "stop"
+        assert answer["usage"]["prompt_tokens"] == expected.usage.prompt_tokens
+        assert answer["usage"]["completion_tokens"] == expected.usage.completion_tokens
+        assert (await self.stream_chat(**asked))[0] == expected.text
 
     async def leave_early(self, path: str, **body: Any) -> None:
         """Ask for a long answer and leave. Assert that no engine computes it, or keeps blocks."""

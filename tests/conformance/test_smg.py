@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.conformance.gateway import Gateway, running_gateway, running_workers
+from tests.conformance.gateway import CHAT, WEATHER, Gateway, running_gateway, running_workers
 from tokenwire.chat import Message
 from tokenwire.client import Client
 
-SAID = Message(role="user", content="Write a function that adds two numbers")
-CHAT = [{"role": "user", "content": SAID.content}]
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+SAID = Message(role="user", content=CHAT[0]["content"])
 FLAGS = (
     *("launch", "--policy", "cache_aware", "--log-level", "info"),
     *("--worker-startup-check-interval", "1", "--retry-initial-backoff-ms", "50"),
@@ -48,31 +41,13 @@ async def count_ready(gateway: Gateway) -> int:
 
 
 async def test_chat_is_what_tokenwire_answers_itself(smg: Gateway) -> None:
-    answer = await smg.post("/v1/chat/completions", messages=CHAT, temperature=0, max_tokens=24)
-    async with Client(smg.workers[0].tokenizer.target) as client:
-        expected = await client.chat([SAID], temperature=0, max_tokens=24)
-    [choice] = answer["choices"]
-    assert choice["message"]["content"] == expected.text
-    assert choice["finish_reason"] == "stop"
-    assert answer["usage"]["prompt_tokens"] == expected.usage.prompt_tokens
-    assert answer["usage"]["completion_tokens"] == expected.usage.completion_tokens
+    await smg.check_chat()
 
 
-async def test_stream_joins_to_the_whole_answer(smg: Gateway) -> None:
-    body = {"messages": CHAT, "temperature": 0, "max_tokens": 12}
-    whole = await smg.post("/v1/chat/completions", **body)
-    text, usage = "", None
-    request = {"model": smg.model, **body, "stream": True}
-    request["stream_options"] = {"include_usage": True}
-    async with smg.http.stream("POST", "/v1/chat/completions", json=request) as stream:
-        async for line in stream.aiter_lines():
-            if line.startswith("data: {"):
-                chunk = json.loads(line.removeprefix("data: "))
-                usage = chunk.get("usage") or usage
-                text += "".join(each["delta"].get("content") or "" for each in chunk["choices"])
-    assert text == whole["choices"][0]["message"]["content"]
-    assert usage is not None
-    assert usage["completion_tokens"] == whole["usage"]["completion_tokens"]
+async def test_stream_ends_with_the_usage(smg: Gateway) -> None:
+    options = {"include_usage": True}
+    _, usage = await smg.stream_chat(temperature=0, max_tokens=12, stream_options=options)
+    assert usage["completion_tokens"] == 12
 
 
 async def test_several_choices_each_have_their_tokens(smg: Gateway) -> None:
@@ -145,7 +120,7 @@ async def test_forced_tool_is_called_with_valid_arguments(smg: Gateway) -> None:
 
 async def test_responses_and_messages_answer(smg: Gateway) -> None:
     response = await smg.post(
-        "/v1/responses", input=SAID.content, max_output_tokens=6, temperature=0
+        "/v1/responses", input=CHAT[0]["content"], max_output_tokens=6, temperature=0
     )
     message = await smg.post("/v1/messages", messages=CHAT, max_tokens=6, temperature=0)
     chat = await smg.post("/v1/chat/completions", messages=CHAT, max_tokens=6, temperature=0)

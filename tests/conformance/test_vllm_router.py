@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.conformance.gateway import Gateway, running_gateway, running_workers
-from tokenwire.chat import Message
-from tokenwire.client import Client
+from tests.conformance.gateway import CHAT, WEATHER, Gateway, running_gateway, running_workers
 
-SAID = Message(role="user", content="Write a function that adds two numbers")
-CHAT = [{"role": "user", "content": SAID.content}]
 FLAGS = ("--policy", "cache_aware", "--retry-initial-backoff-ms", "50")
 
 
@@ -31,27 +27,7 @@ async def router(
 
 
 async def test_chat_is_what_tokenwire_answers_itself(router: Gateway) -> None:
-    answer = await router.post("/v1/chat/completions", messages=CHAT, temperature=0, max_tokens=24)
-    async with Client(router.workers[0].tokenizer.target) as client:
-        expected = await client.chat([SAID], temperature=0, max_tokens=24)
-    [choice] = answer["choices"]
-    assert choice["message"]["content"] == expected.text
-    assert choice["finish_reason"] == "stop"
-    assert answer["usage"]["prompt_tokens"] == expected.usage.prompt_tokens
-    assert answer["usage"]["completion_tokens"] == expected.usage.completion_tokens
-
-
-async def test_stream_joins_to_the_whole_answer(router: Gateway) -> None:
-    body = {"messages": CHAT, "temperature": 0, "max_tokens": 12}
-    whole = await router.post("/v1/chat/completions", **body)
-    request = {"model": router.model, **body, "stream": True}
-    text = ""
-    async with router.http.stream("POST", "/v1/chat/completions", json=request) as stream:
-        async for line in stream.aiter_lines():
-            if line.startswith("data: {"):
-                for each in json.loads(line.removeprefix("data: "))["choices"]:
-                    text += each["delta"].get("content") or ""
-    assert text == whole["choices"][0]["message"]["content"]
+    await router.check_chat()
 
 
 async def test_stop_string_ends_the_text(router: Gateway) -> None:
@@ -64,18 +40,12 @@ async def test_stop_string_ends_the_text(router: Gateway) -> None:
 
 
 async def test_answer_follows_a_schema(router: Gateway) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 8}},
-        "required": ["city"],
-        "additionalProperties": False,
-    }
     answer = await router.post(
         "/v1/chat/completions",
         messages=CHAT,
         max_tokens=100,
         seed=1,
-        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": WEATHER}},
     )
     assert list(json.loads(answer["choices"][0]["message"]["content"])) == ["city"]
 

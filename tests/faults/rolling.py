@@ -33,7 +33,7 @@ _CALM_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Restart:
-    """What the clients saw while one service was restarted."""
+    """Answers and pauses of the clients while one service was restarted."""
 
     name: str
     """The service; "none" for the time before"""

@@ -38,7 +38,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "n=3": {"temperature": 0.8, "n": 3},
     "grammar": {"temperature": 0.8, "grammar": _GRAMMAR, "ignore_eos": False},
     "penalties": {"temperature": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
-    "mirostat": {"temperature": 0.8, "mirostat_mode": 2, "mirostat_tau": 4.0},
+    "mirostat": {"temperature": 0.8, "mirostat_target": 16.0},
     "logprobs": {"temperature": 0, "logprobs": 2},
     "stop": {"temperature": 0.8, "stop": ["\n\n\n", "return None"], "ignore_eos": False},
     "chat": {"temperature": 0.8, **_CHAT},
@@ -113,6 +113,9 @@ async def ask(http: httpx.AsyncClient, urls: Sequence[str], asked: Asked) -> Ans
                     if '"stopping"' in content:
                         continue
                     answer.failure = f"{response.status_code} {content[:300]}"
+                    return answer
+                if ignored := response.headers.get("x-tokenwire-ignored"):
+                    answer.failure = f"ignored fields: {ignored}"
                     return answer
                 answer.failure = "the stream ended without [DONE]"
                 async for line in response.aiter_lines():

@@ -3,15 +3,17 @@
 import asyncio
 import base64
 import json
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+from safetensors.torch import load_file, save_file
 
 from tests.services.shim import running_shim
-from tests.stack import RunningService, Stack, running_service
+from tests.stack import RunningService, Stack, free_ports, running_service
 from tests.unit.engine.vision_checkpoints import png
 from tests.vision import write_whole
 
@@ -90,6 +92,46 @@ async def test_streams_go_on_when_their_tokenizer_service_is_killed(
         assert (await whole).status_code == 200
         ended = services[1].log.read_text().count('"message": "completion ok"')
         assert ended > len(asked) // 2, "no stream has moved"
+
+
+async def test_answer_that_cannot_continue_is_no_fault_of_its_client(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """The next service has an engine of other weights, which generate other tokens."""
+    changed = tmp_path / "changed"
+    shutil.copytree(embedded_model, changed)
+    weights = load_file(changed / "model.safetensors")
+    noisy = {name: tensor + 0.1 * tensor.std() for name, tensor in weights.items()}
+    save_file(noisy, changed / "model.safetensors")
+    [port] = free_ports(1)
+
+    def engine(model: Path) -> AbstractAsyncContextManager[RunningService]:
+        few = ("--model", str(model), "--dtype", "float32", "--kv-memory", "64MiB")
+        return running_service("engine", *few, log=tmp_path / "engine")
+
+    def tokenizer(model: Path, engine: str) -> AbstractAsyncContextManager[RunningService]:
+        flags = ("--model", str(model), "--model-id", "m", "--engine", engine)
+        return running_service("tokenizer", *flags, log=tmp_path / "tokenizer", port=port)
+
+    body = LONG | {"prompt": "import", "mirostat_target": 16.0, "stream": True}
+    async with (
+        engine(embedded_model) as one,
+        engine(changed) as two,
+        tokenizer(embedded_model, one.target) as first,
+        running_shim("--tokenizer", first.target, "--tokenizer-wait", "120") as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=300) as http,
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        lines = response.aiter_lines()
+        for _ in range(40):
+            await anext(lines)
+        first.process.kill()
+        await first.process.wait()
+        async with tokenizer(changed, two.target):
+            rest = [line async for line in lines if line]
+    error = json.loads(rest[-1].removeprefix("data: "))["error"]
+    assert error["code"] == "not_resumed"
+    assert error["type"] != "invalid_request_error"
 
 
 async def test_stream_about_an_image_goes_on(tmp_path: Path) -> None:

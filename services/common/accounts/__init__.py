@@ -1,1 +1,1 @@
-"""Who calls, and how much: API keys, the services' own token, limits of tiers."""
+"""Callers and their limits: API keys, the token that services share, tiers."""

@@ -21,7 +21,7 @@ __all__ = ["Charge", "Meter", "begin", "count_call", "count_request"]
 
 
 class Charge:
-    """What a running request holds of its account."""
+    """Tokens and streams that a running request holds of its account."""
 
     def __init__(
         self,

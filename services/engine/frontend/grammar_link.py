@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.peer_health import PeerHealth, Status
 from services.engine.frontend.mask_stream import ANOTHER_TOKENIZER, GrammarClient, MaskStream
 from tokenwire.errors import ServiceError
 from tokenwire.pb.grammar.v1 import grammar_pb2
@@ -17,11 +18,7 @@ __all__ = ["GrammarLink", "LinkOwner"]
 
 _LOG = logging.getLogger("grammar_link")
 _SERVICE = grammar_pb2.DESCRIPTOR.services_by_name["GrammarService"].full_name
-_STATUS = health_pb2.HealthCheckResponse
 _RETRY_SECONDS = 0.2
-_SILENT_SECONDS = 5.0
-"""Time after which the log says that the service does not answer"""
-_CHECK_SECONDS = 2.0
 
 
 class LinkOwner(Protocol):
@@ -58,11 +55,10 @@ class GrammarLink:
         self.num_matchers = 0
         self._channel = channel
         self._grammar = GrammarClient(channel, fingerprint)
-        self._health = health_pb2_grpc.HealthStub(channel)
+        self._health = PeerHealth(channel, _SERVICE, f"the grammar service at {target}")
         self._masks = make_masks(self)
         self._owner: LinkOwner | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._is_loss_logged = False
 
     @property
     def is_usable(self) -> bool:
@@ -125,37 +121,14 @@ class GrammarLink:
 
     async def _watch(self) -> None:
         while True:
-            silence = asyncio.ensure_future(self._tell_silence())
-            try:
-                request = health_pb2.HealthCheckRequest(service=_SERVICE)
-                async for answer in self._health.Watch(request, wait_for_ready=True):
-                    silence.cancel()
-                    self._is_loss_logged = False
-                    if answer.status == _STATUS.SERVICE_UNKNOWN:
+            async with aclosing(self._health.statuses()) as statuses:
+                async for status in statuses:
+                    if status == Status.SERVICE_UNKNOWN:
                         self._refuse(f"The server at {self.target} is no grammar service.")
-                    self._change(is_serving=answer.status == _STATUS.SERVING)
-            except grpc.aio.AioRpcError as error:
-                self._log_loss(error)
-            finally:
-                silence.cancel()
+                    self._change(is_serving=status == Status.SERVING)
             self.refusal = ""  # another service may be at the address next time
             self._change(is_serving=False)
             await asyncio.sleep(_RETRY_SECONDS)
-
-    async def _tell_silence(self) -> None:
-        """Log why the service does not answer: the watch waits for it without a word."""
-        await asyncio.sleep(_SILENT_SECONDS)
-        request = health_pb2.HealthCheckRequest(service=_SERVICE)
-        try:
-            await self._health.Check(request, timeout=_CHECK_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            self._log_loss(error)
-
-    def _log_loss(self, error: grpc.aio.AioRpcError) -> None:
-        if not self._is_loss_logged:
-            self._is_loss_logged = True
-            why = error.details()
-            _LOG.warning("the grammar service at %s is not reachable: %s", self.target, why)
 
     def _refuse(self, why: str) -> None:
         if why != self.refusal:

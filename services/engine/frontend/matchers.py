@@ -65,7 +65,7 @@ class _Matcher:
     resume_index: int | None
     """Index within the request's `resume`; None = a new sequence"""
     link: GrammarLink | None = None
-    """Where the matcher is open; None while it waits to be opened"""
+    """Service that has the matcher open; None while it waits to be opened"""
     asked_at: float | None = field(default_factory=time.monotonic)
     """time.monotonic() of the command that the service has not answered; None = it has"""
     mask_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""What arrived of a request's output, in the numbers that resume it elsewhere."""
+"""Received output of a request, in the numbers that resume the request elsewhere."""
 
 from array import array
 from collections import Counter, defaultdict

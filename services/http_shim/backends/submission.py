@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import grpc
+
 from services.common.accounts.account import GenerationRequest
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
@@ -104,6 +106,8 @@ class Submission:
         """Submit the request again if it lost its service, else hand the error to the collector."""
         if self._link is not None:
             error = self._link.translated(error)
+        if error.field.startswith("resume"):
+            error = _not_resumable(error)
         if error.reason in _RETRIED and self._link is not None:
             self._services.doubt(self._link)
         if error.reason == "SESSION_LOST":
@@ -188,6 +192,15 @@ class Submission:
             self._fail(refusal)
         else:
             self._submit()
+
+
+def _not_resumable(error: ServiceError) -> ServiceError:
+    """Return the error of a lost request that can't continue: its client sent no `resume`."""
+    message = (
+        "The tokenizer service was lost, and the answer can't continue on another one: "
+        f"{error.message}"
+    )
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "NOT_RESUMED", message)
 
 
 def _ranks_choices(request: GenerationRequest) -> bool:

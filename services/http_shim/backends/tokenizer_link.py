@@ -40,7 +40,7 @@ class TokenizerLink:
         self.target = target
         self._channel = connect(target, lost_seconds, tls, server_name, shown(token))
         self._is_welcome: bool | None = None
-        """Whether the service takes calls of this server; None = it was not asked yet"""
+        """True if the service takes calls of this server; None = it was not asked yet"""
         self.session = completion_session(self._channel)
         self.completion = CompletionServiceStub(self._channel)
         self.tokenizer = TokenizerServiceStub(self._channel)

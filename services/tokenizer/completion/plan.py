@@ -80,7 +80,7 @@ class CompletionPlan:
     begins_text: bool
     """True if each output begins a text, instead of continuing its prompt's"""
     resume: completion_pb2.Resumption | None = None
-    """What the client has received of the request before; None for a new request"""
+    """Output that the client has received before; None for a new request"""
     generates_again: bool = False
     """True if a resumed choice starts anew on the engine: ids do not restore all of its state"""
     images: Sequence[Sequence[ImagePlaces]] = ()

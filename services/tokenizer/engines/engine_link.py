@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.peer_health import PeerHealth, Status
 from services.tokenizer import metrics
 from services.tokenizer.engines.cached_blocks import CachedBlocks, CacheEventError
 from services.tokenizer.engines.engine_load import EngineLoad
@@ -29,11 +30,9 @@ _SERVICE = "tokenwire.engine.v1.EngineService"
 _RETRY_SECONDS = 0.5
 _CALL_SECONDS = 10.0
 _LOAD_SECONDS = 1.0  # a status page asks again soon, and shows an engine without answer as away
-_SILENT_SECONDS = 5.0  # after which the log says that the engine does not answer
 _WATCH_SECONDS = 0.1  # between two reports of load
 _LEAST_TRUST = 0.5
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-_SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 class EngineRefusedError(Exception):
@@ -87,11 +86,10 @@ class EngineLink:
         self._load = engine_pb2.Load()
         self._channel = connect(target, lost_seconds, tls, server_name, shown(token))
         self._control = EngineControlServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._health = PeerHealth(self._channel, _SERVICE, f"the engine at {target}")
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_followed = False
         self._is_load_followed = False
-        self._is_loss_logged = False
         self._probe: asyncio.Task[bool] | None = None
         self.session = engine_session(self._channel)
 
@@ -129,22 +127,19 @@ class EngineLink:
         return self.model.block_size if self.model is not None else 1
 
     @property
-    def usage(self) -> EngineLoad:
+    def load(self) -> EngineLoad:
         """Last report of `follow_load`; nothing runs before the first one."""
         load, model = self._load, self.model
         return EngineLoad(
             running=load.running_sequences,
             waiting=load.waiting_sequences,
+            queued_tokens=load.queued_tokens,
             places=model.max_running_sequences if model is not None else 0,
             used_blocks=load.total_blocks - load.free_blocks,
             total_blocks=load.total_blocks,
             block_size=self.block_size,
+            tokens_per_second=load.tokens_per_second,
         )
-
-    @property
-    def load(self) -> engine_pb2.Load:
-        """Last report; empty before the first, and while the engine does not answer."""
-        return self._load
 
     @property
     def sequences(self) -> int:
@@ -267,56 +262,21 @@ class EngineLink:
 
     async def _watch_health(self) -> None:
         while True:
-            silence = asyncio.ensure_future(self._tell_silence())
             try:
-                await self._reach()
-                request = health_pb2.HealthCheckRequest(service=_SERVICE)
-                async for answer in self._health.Watch(request):
-                    silence.cancel()
-                    if answer.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-                        raise EngineRefusedError(f"The server at {self.target} is no engine.")
-                    serves = answer.status == _SERVING
-                    if serves:
-                        await self._read_model()
-                    self._change(serves)
-                    self._is_loss_logged = False
+                async with aclosing(self._health.statuses()) as statuses:
+                    async for status in statuses:
+                        if status == Status.SERVICE_UNKNOWN:
+                            raise EngineRefusedError(f"The server at {self.target} is no engine.")
+                        serves = status == Status.SERVING
+                        if serves:
+                            await self._read_model()
+                        self._change(serves)
             except EngineRefusedError as error:
                 self._refuse(str(error))
             except grpc.aio.AioRpcError as error:
-                self._log_loss(error)
-            finally:
-                silence.cancel()
+                self._health.log_loss(error)
             self._change(is_serving=False)  # whichever engine comes back must say what it serves
             await asyncio.sleep(_RETRY_SECONDS)
-
-    async def _reach(self) -> None:
-        """Wait until the engine answers.
-
-        A call that waits for a connection keeps to the certificates of its start, so one call does
-        not wait for long.
-        """
-        request = health_pb2.HealthCheckRequest(service=_SERVICE)
-        while True:  # not `channel_ready`, which crashed the process with gRPC 1.85
-            try:
-                await self._health.Check(request, timeout=_CALL_SECONDS, wait_for_ready=True)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    continue
-            return
-
-    async def _tell_silence(self) -> None:
-        """Log why the engine does not answer: the watch waits for it without a word."""
-        await asyncio.sleep(_SILENT_SECONDS)
-        request = health_pb2.HealthCheckRequest(service=_SERVICE)
-        try:
-            await self._health.Check(request, timeout=_CALL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            self._log_loss(error)
-
-    def _log_loss(self, error: grpc.aio.AioRpcError) -> None:
-        if not self._is_loss_logged:
-            self._is_loss_logged = True
-            _LOG.warning("the engine at %s is not reachable: %s", self.target, error.details())
 
     async def _read_model(self) -> None:
         request = engine_pb2.GetModelRequest()
@@ -376,7 +336,7 @@ class EngineLink:
         """Watch again whenever the stream ends, unless the engine does not know the rpc."""
         while True:
             try:
-                await self._reach()
+                await self._health.reach()
                 await watch()
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:

@@ -7,12 +7,14 @@ __all__ = ["EngineLoad"]
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine does now, and what it has room for."""
+    """Work of an engine now, and its capacity."""
 
     running: int
     """Sequences that run"""
     waiting: int
     """Sequences that wait"""
+    queued_tokens: int
+    """Tokens of their prompts that are not in the prefix cache"""
     places: int
     """Sequences that may run at once"""
     used_blocks: int
@@ -21,6 +23,8 @@ class EngineLoad:
     """KV blocks in all"""
     block_size: int
     """Tokens of a KV block"""
+    tokens_per_second: float
+    """Rate of generation, over the last seconds"""
 
     @property
     def block_share(self) -> float:

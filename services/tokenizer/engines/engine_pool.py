@@ -54,7 +54,7 @@ class PoolSettings:
     token: TokenFile | None = None
     """Token that engines are shown; None = none"""
     knows_blocks: bool = False
-    """Whether to keep the token ids of the engines' KV blocks, for those who watch them"""
+    """True to keep the token ids of the engines' KV blocks, for subscribers"""
 
 
 class EnginePool:
@@ -151,7 +151,7 @@ class EnginePool:
 
     def loads(self) -> Sequence[EngineLoad]:
         """Return the load of each engine that serves, as last reported."""
-        return [link.usage for link in self._serving]
+        return [link.load for link in self._serving]
 
     # the choice
 

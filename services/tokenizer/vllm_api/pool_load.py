@@ -66,15 +66,15 @@ class PoolLoad:
 
 def load_of(pool: EnginePool) -> PoolLoad:
     """Return the load of a pool's engines."""
-    loads = [(link.load, link.block_size) for link in pool.serving]
+    loads = pool.loads()
     return PoolLoad(
-        running=sum(load.running_sequences for load, _ in loads),
-        waiting=sum(load.waiting_sequences for load, _ in loads),
-        queued_tokens=sum(load.queued_tokens for load, _ in loads),
-        used_tokens=sum((load.total_blocks - load.free_blocks) * size for load, size in loads),
-        total_tokens=sum(load.total_blocks * size for load, size in loads),
-        tokens_per_second=sum(load.tokens_per_second for load, _ in loads),
-        max_running=sum(link.model.max_running_sequences for link in pool.serving if link.model),
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        queued_tokens=sum(load.queued_tokens for load in loads),
+        used_tokens=sum(load.used_blocks * load.block_size for load in loads),
+        total_tokens=sum(load.total_blocks * load.block_size for load in loads),
+        tokens_per_second=sum(load.tokens_per_second for load in loads),
+        max_running=sum(load.places for load in loads),
     )
 
 

@@ -6,15 +6,27 @@ from services.tokenizer.engines.engine_load import EngineLoad
 from services.tokenizer.load_report import LoadAverage, RequestCounts
 from tokenwire.pb.orca.v1 import orca_pb2
 
-IDLE = EngineLoad(running=0, waiting=0, places=8, used_blocks=0, total_blocks=100, block_size=32)
-HALF = EngineLoad(running=4, waiting=0, places=8, used_blocks=10, total_blocks=100, block_size=32)
-FULL = EngineLoad(running=8, waiting=0, places=8, used_blocks=50, total_blocks=100, block_size=32)
-QUEUED = EngineLoad(
-    running=8, waiting=12, places=8, used_blocks=50, total_blocks=100, block_size=32
-)
-OUT_OF_BLOCKS = EngineLoad(
-    running=2, waiting=0, places=8, used_blocks=90, total_blocks=100, block_size=32
-)
+
+def engine_load(
+    running: int = 0, waiting: int = 0, places: int = 0, used_blocks: int = 0, total_blocks: int = 0
+) -> EngineLoad:
+    return EngineLoad(
+        running=running,
+        waiting=waiting,
+        queued_tokens=0,
+        places=places,
+        used_blocks=used_blocks,
+        total_blocks=total_blocks,
+        block_size=32,
+        tokens_per_second=0.0,
+    )
+
+
+IDLE = engine_load(places=8, total_blocks=100)
+HALF = engine_load(running=4, places=8, used_blocks=10, total_blocks=100)
+FULL = engine_load(running=8, places=8, used_blocks=50, total_blocks=100)
+QUEUED = engine_load(running=8, waiting=12, places=8, used_blocks=50, total_blocks=100)
+OUT_OF_BLOCKS = engine_load(running=2, places=8, used_blocks=90, total_blocks=100)
 
 
 def settled(
@@ -39,7 +51,7 @@ def test_utilization_is_of_the_scarcer_of_places_and_blocks_and_counts_the_queue
 
 
 def test_engine_that_has_not_reported_has_no_load() -> None:
-    assert EngineLoad(0, 0, 0, 0, 0, 32).utilization == 0
+    assert engine_load().utilization == 0
 
 
 def test_report_has_the_mean_of_the_engines_and_the_rates() -> None:

@@ -1,4 +1,4 @@
-"""Who calls, and who may choose tenant and priority."""
+"""Identity of callers, and their choice of tenant and priority."""
 
 import os
 from pathlib import Path
