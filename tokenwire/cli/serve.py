@@ -1,7 +1,9 @@
 """The command `serve`."""
 
 import argparse
+import asyncio
 import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,6 +21,7 @@ def add_commands(commands: Commands) -> None:
         _serve,
         "Start the services and run them until Ctrl-C.",
         "serve --model models/small --model-id small",
+        "serve --model hf:Qwen/Qwen2.5-Coder-0.5B",
         "serve --host 0.0.0.0 --keys keys.json --log-dir /var/log/tokenwire",
         "serve --catalog catalog.toml",
         "serve --replicas 2",
@@ -59,7 +62,7 @@ def add_commands(commands: Commands) -> None:
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    from tokenwire.serving.stack_layout import ServeError, ServeOptions
+    from tokenwire.serving.stack_layout import ServeError, ServeOptions, hub_checkpoints
     from tokenwire.serving.supervisor import supervise
 
     if options.catalog is not None and (options.model is not None or options.model_id):
@@ -67,11 +70,27 @@ async def _serve(options: argparse.Namespace) -> int:
         return 2
     try:
         given = {field.name: getattr(options, field.name) for field in fields(ServeOptions)}
-        await supervise(ServeOptions(**given))
+        wanted = ServeOptions(**given)
+        for checkpoint in hub_checkpoints(wanted):
+            if await _pull(str(checkpoint)) != 0:
+                return 2
+        await supervise(wanted)
     except ServeError as error:
         print_error(str(error))
         return error.exit_code
     return 0
+
+
+async def _pull(model: str) -> int:
+    """Download a model by a process of its own, which Ctrl-C can end; return its exit code."""
+    command = [sys.executable, "-m", "tokenwire", "pull", model]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        process.terminate()
+        await process.wait()
+        raise
 
 
 def _add_addresses(serve: argparse.ArgumentParser) -> None:
@@ -100,7 +119,8 @@ def _add_models(serve: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="DIR",
-        help="Directory of a checkpoint; by default the embedded one.",
+        help="Directory of a checkpoint, or hf:owner/name[@revision] to download one; by default "
+        "the embedded one.",
     )
     serve.add_argument(
         "--model-id", default="", help="Name to serve the model under; by default the directory's."

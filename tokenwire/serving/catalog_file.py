@@ -29,6 +29,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tokenwire.serving.addresses import split_targets
+from tokenwire.serving.hub import HubCheckpoint
 
 __all__ = ["CatalogError", "CatalogModel", "read_catalog", "write_catalog"]
 
@@ -58,7 +59,7 @@ class CatalogModel:
     peer_token_file: Path | None = None
     """Token that the service at the target is shown; None = that of the whole server, if any"""
     path: Path | None = None
-    """Directory of a checkpoint whose services `tokenwire serve` starts"""
+    """Directory of a checkpoint, or hf:owner/name, whose services `tokenwire serve` starts"""
     dtype: str = "auto"
     engine_args: str = ""
     replicas: int = 1
@@ -157,7 +158,8 @@ def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> Catalo
         _require_target(model, deployment.target)
         model = replace(model, target=deployment.target, peer_token_file=None, path=None)
     if deployment.path is not None:
-        path = (folder / deployment.path).absolute()
+        is_of_hub = HubCheckpoint.is_named_by(deployment.path)
+        path = Path(deployment.path) if is_of_hub else (folder / deployment.path).absolute()
         model = replace(model, target=None, peer_token_file=None, path=path)
     if deployment.peer_token_file is not None:
         if model.target is None:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tokenwire.serving.hub import HubCheckpoint
+
 __all__ = ["CheckpointFolderError", "require_config", "require_readable", "served_name"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -65,12 +67,10 @@ def _no_directory(path: Path) -> str:
         return _gguf(path)
     if path.exists():
         return f"{path} is a file; give the directory that holds it and config.json."
+    if HubCheckpoint.is_named_by(str(path)):
+        return f"{path} is not a directory; `tokenwire pull {path}` downloads it and prints one."
     if _HUB_ID.fullmatch(str(path)):
-        folder = f"$HOME/{path.name}"
-        return (
-            f"There is no directory {path}; if it is a repository on the hub, download it with "
-            f"`.venv/bin/hf download {path} --local-dir {folder}` and serve {folder}."
-        )
+        return f"There is no directory {path}; hf:{path} serves that repository of the hub."
     return f"The model directory {path} does not exist."
 
 

@@ -27,6 +27,7 @@ from tokenwire.serving.checkpoint_folder import (
     require_config,
     require_readable,
 )
+from tokenwire.serving.hub import HubCheckpoint, HubError
 
 __all__ = [
     "CatalogPlan",
@@ -35,6 +36,7 @@ __all__ = [
     "ServeOptions",
     "Service",
     "embedded_checkpoint",
+    "hub_checkpoints",
     "plan",
     "plan_catalog",
     "require_free_ports",
@@ -76,7 +78,7 @@ class ServeOptions:
     engine_port: int = 50052
     grammar_port: int = 50053
     model: Path | None = None
-    """Directory of a checkpoint; None = the embedded one"""
+    """Directory of a checkpoint, or hf:owner/name; None = the embedded one"""
     model_id: str = ""
     """Name under which the model is served; empty = the directory's name"""
     catalog: Path | None = None
@@ -227,6 +229,16 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
     return CatalogPlan(tuple(models), services)
 
 
+def hub_checkpoints(options: ServeOptions) -> list[HubCheckpoint]:
+    """Return the checkpoints of a hub that the options name. Raises ServeError."""
+    try:
+        rows = () if options.catalog is None else read_catalog(options.catalog)
+        paths = {str(path) for path in (options.model, *(row.path for row in rows)) if path}
+        return [HubCheckpoint.parse(p) for p in sorted(paths) if HubCheckpoint.is_named_by(p)]
+    except (CatalogError, HubError) as error:
+        raise ServeError(str(error)) from None
+
+
 def shim_of_catalog(options: ServeOptions, resolved: Path) -> Service:
     """Return the shim of a catalog file that has all targets. Raises ServeError."""
     return _shim(options, "--catalog", str(resolved))
@@ -342,14 +354,16 @@ def _common(options: ServeOptions) -> tuple[str, ...]:
 
 def _checkpoint(model: Path | None) -> Path:
     """Return the directory to serve. Raises ServeError if it holds no checkpoint."""
-    if model is not None:
-        try:
-            require_readable(model)
-            require_config(model)
-        except CheckpointFolderError as error:
-            raise ServeError(str(error)) from None
-        return model.resolve()
-    return embedded_checkpoint()
+    if model is None:
+        return embedded_checkpoint()
+    try:
+        if HubCheckpoint.is_named_by(str(model)):
+            model = HubCheckpoint.parse(str(model)).cached()
+        require_readable(model)
+        require_config(model)
+    except (CheckpointFolderError, HubError) as error:
+        raise ServeError(str(error)) from None
+    return model.resolve()
 
 
 def embedded_checkpoint() -> Path:

@@ -67,8 +67,8 @@ def test_bad_config_is_refused_before_a_service_starts(
     assert_refused(serve("--model", str(tmp_path)), reason)
 
 
-def test_hub_id_is_refused_with_the_command_that_downloads_it() -> None:
-    assert_refused(serve("--model", "Owner/Name-7B"), "hf download Owner/Name-7B --local-dir")
+def test_repository_is_downloaded_only_where_the_user_asks_for_it() -> None:
+    assert_refused(serve("--model", "Owner/Name-7B"), "hf:Owner/Name-7B serves that repository")
 
 
 def test_file_is_refused_with_its_remedy(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""Models of a hub: downloaded when a user names one with hf:, and only then."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.tokenwire.serving.hub_server import COMMIT, Hub, running_hub
+from tests.unit.tokenwire.serving.test_stack_layout import assert_refused
+from tokenwire.serving.stack_layout import ServeOptions, plan, plan_catalog
+
+CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]})
+NEEDED = ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache, empty."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("HF_HOME", str(folder))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    def make(name: str, *files: str) -> Path:
+        folder = tmp_path / "hub" / name
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(CONFIG if file == "config.json" else f"{name} {file}")
+        return folder
+
+    repositories = {
+        "a/model": make(
+            "model",
+            *NEEDED,
+            *("pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx", "README.md"),
+            *("original/consolidated.safetensors", "original/params.json", "image.png"),
+        ),
+        "a/pickle": make("pickle", "config.json", "pytorch_model.bin"),
+        "a/gated": make("gated", *NEEDED),
+    }
+    with running_hub(Hub(repositories, gated="a/gated")) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
+
+
+def tokenwire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tokenwire", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def pulled(*arguments: str) -> Path:
+    result = tokenwire("pull", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    (line,) = result.stdout.splitlines()
+    return Path(line)
+
+
+def test_only_the_files_that_are_read_are_downloaded(hub: Hub, cache: Path) -> None:
+    folder = pulled("hf:a/model")
+    assert sorted(os.listdir(folder)) == sorted(hub.downloaded) == NEEDED
+    assert (folder / "model.safetensors").read_text() == "model model.safetensors"
+    assert folder.is_relative_to(cache)
+
+
+def test_download_says_how_large_it_is_and_is_not_repeated(hub: Hub) -> None:
+    assert "hf:a/model: 3 files, 0.00 GB" in tokenwire("pull", "hf:a/model").stderr
+    hub.downloaded.clear()
+    again = tokenwire("pull", "hf:a/model")
+    assert again.returncode == 0
+    assert again.stderr == ""
+    assert hub.downloaded == []
+
+
+def test_cache_serves_without_a_connection(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = pulled("hf:a/model")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    assert pulled("hf:a/model") == folder
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert pulled("hf:a/model") == folder
+    assert_refused(tokenwire("pull", "hf:a/other"), "does not have all of hf:a/other")
+
+
+def test_half_a_download_is_not_served(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    (pulled("hf:a/model") / "tokenizer.json").unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert_refused(tokenwire("pull", "hf:a/model"), "does not have all of hf:a/model")
+
+
+def test_directory_of_the_users_choice_has_the_files_themselves(hub: Hub, tmp_path: Path) -> None:
+    folder = pulled("hf:a/model", "--to", str(tmp_path / "here"))
+    assert folder == tmp_path / "here"
+    assert (folder / "model.safetensors").is_file()
+    assert not (folder / "model.safetensors").is_symlink()
+
+
+def test_revision_may_be_a_commit(hub: Hub) -> None:
+    assert pulled(f"hf:a/model@{COMMIT}").name == COMMIT
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("hf:a/pickle", "no safetensors files"),
+        ("hf:a/none", "no model a/none that you may read"),
+        ("hf:a/model@v9", "a/model has no revision v9"),
+        ("hf:a/gated", "set HF_TOKEN"),
+        ("hf:model", "hf:owner/name"),
+        ("hf:../model", "hf:"),
+        ("a/model", "hf:owner/name"),
+    ],
+)
+def test_wrong_name_is_refused_in_one_sentence(hub: Hub, name: str, reason: str) -> None:
+    result = tokenwire("pull", name)
+    assert result.returncode == 2
+    *_, message = result.stderr.splitlines()
+    assert reason in message
+    assert "Traceback" not in result.stderr
+
+
+def test_serve_downloads_what_it_is_to_serve(hub: Hub) -> None:
+    # the download is complete, and the services then refuse its content
+    result = tokenwire("serve", "--model", "hf:a/model", "--dtype", "none")
+    assert result.returncode == 2
+    assert hub.downloaded
+    assert tokenwire("serve", "--model", "hf:a/none").returncode == 2
+
+
+def test_snapshot_is_planned_without_a_connection(hub: Hub, tmp_path: Path) -> None:
+    folder = pulled("hf:a/model")
+    engine = next(s for s in plan(ServeOptions(model=Path("hf:a/model"))) if s.name == "engine")
+    assert str(folder) in engine.arguments
+    catalog = tmp_path / "catalog.toml"
+    catalog.write_text('[[models]]\nid = "m"\npath = "hf:a/model"\n')
+    (services,) = plan_catalog(ServeOptions(catalog=catalog)).services.values()
+    assert all(str(folder) in service.arguments for service in services)

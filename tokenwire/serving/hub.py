@@ -1,0 +1,146 @@
+"""Checkpoints of a Hugging Face hub, in the cache that huggingface_hub keeps.
+
+The variables of huggingface_hub apply: HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["HubCheckpoint", "HubError"]
+
+_PREFIX = "hf:"
+_NAME = re.compile(r"hf:(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)
+_NEEDED = (
+    *("*.safetensors", "*.json", "*.jinja"),
+    *("tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"),
+)
+"""Files that the services read; a pickle is none of them"""
+_LEFT_OUT = (
+    *("*/*.safetensors", "*/*.json"),  # the same weights for other programs
+    "consolidated*",  # the same weights once more, beside Mistral's own
+)
+
+
+class HubError(Exception):
+    """Checkpoint that the hub or its cache does not have. The message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubCheckpoint:
+    """A repository of the hub, at one of its revisions."""
+
+    repository: str
+    """owner/name"""
+    revision: str | None
+    """Branch, tag or commit; None = the main branch"""
+
+    @staticmethod
+    def is_named_by(text: str) -> bool:
+        """Return whether the text names a checkpoint of a hub, rather than a file."""
+        return text.startswith(_PREFIX)
+
+    @staticmethod
+    def parse(text: str) -> "HubCheckpoint":
+        """Read hf:owner/name or hf:owner/name@revision. Raises HubError."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            raise HubError(
+                f"A model of the hub is named hf:owner/name or hf:owner/name@revision, not {text}."
+            )
+        return HubCheckpoint(match[1], match[2])
+
+    def __str__(self) -> str:
+        return f"{_PREFIX}{self.repository}" + (f"@{self.revision}" if self.revision else "")
+
+    def cached(self) -> Path:
+        """Return the directory in the cache. Raises HubError unless all files are there."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return Path(
+                snapshot_download(
+                    self.repository,
+                    revision=self.revision,
+                    allow_patterns=list(_NEEDED),
+                    ignore_patterns=list(_LEFT_OUT),
+                    local_files_only=True,
+                )
+            )
+        except LocalEntryNotFoundError:
+            raise HubError(
+                f"{self} is not in the cache of the hub; `tokenwire pull {self}` downloads it."
+            ) from None
+
+    def download(self, folder: Path | None = None) -> Path:
+        """Download what is not in the cache yet, and return the directory.
+
+        folder: directory to use in place of the cache. Without a connection the cache must have
+        all files. Shows a bar on a terminal. Raises HubError.
+        """
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+        try:
+            if not constants.HF_HUB_OFFLINE:
+                self._announce()
+            return Path(
+                snapshot_download(
+                    self.repository,
+                    revision=self.revision,
+                    allow_patterns=list(_NEEDED),
+                    ignore_patterns=list(_LEFT_OUT),
+                    local_dir=folder,
+                )
+            )
+        except GatedRepoError:
+            raise HubError(
+                f"{self} is only for users whom its owners accept: ask for access on its page, and "
+                "set HF_TOKEN to a token of your account."
+            ) from None
+        except RepositoryNotFoundError:
+            raise HubError(
+                f"The hub has no model {self.repository} that you may read; a private one needs "
+                "HF_TOKEN."
+            ) from None
+        except RevisionNotFoundError:
+            raise HubError(f"{self.repository} has no revision {self.revision}.") from None
+        except LocalEntryNotFoundError:
+            raise HubError(
+                f"The hub can't be reached, and its cache does not have all of {self}."
+            ) from None
+        except (OSError, ValueError) as error:  # the disk, an HTTP response, or the name
+            why = " ".join(str(error).split()).rstrip(".")
+            raise HubError(f"{self} can't be downloaded: {why}.") from None
+
+    def _announce(self) -> None:
+        """Print how much the download takes. Raises HubError if the repository has no weights."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import DryRunError
+
+        try:
+            files = snapshot_download(
+                self.repository,
+                revision=self.revision,
+                allow_patterns=list(_NEEDED),
+                ignore_patterns=list(_LEFT_OUT),
+                dry_run=True,
+            )
+        except DryRunError:
+            return  # without a connection, the cache may still have everything
+        if not any(file.filename.endswith(".safetensors") for file in files):
+            raise HubError(f"{self} has no safetensors files; docs/models.md says what is served.")
+        missing = [file.file_size or 0 for file in files if file.will_download]
+        if missing:
+            size = f"{sum(missing) / 1e9:.2f} GB"
+            print(f"Downloading {self}: {len(missing)} files, {size}", file=sys.stderr)
