@@ -18,6 +18,7 @@ from services.common import logging as service_logging
 from services.common import tracing
 from services.common.accounts.authenticator import Authenticator
 from services.common.accounts.keyring import open_keyring
+from services.common.checkpoint import opened
 from services.common.failed_start import tell_reason
 from services.common.interceptor import RpcInterceptor
 from services.common.process import raise_file_limit, stop_signal
@@ -104,8 +105,8 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
     try:
         service_logging.configure(name, settings.log_level)
         raise_file_limit()
-        with tracing.exporting(name, settings.otlp_endpoint):
-            code = uvloop.run(_serve(settings, make))
+        with tracing.exporting(name, settings.otlp_endpoint), opened(settings) as opened_settings:
+            code = uvloop.run(_serve(opened_settings, make))
     except StartupError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         if settings.hold_on_error > 0:

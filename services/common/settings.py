@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from tokenwire.serving.addresses import LAST_PORT, METRICS_PORT_OFFSET
-from tokenwire.serving.checkpoint_folder import CheckpointFolderError, require_readable
 from tokenwire.tls import ClientTls, ServerTls, TlsError
 from tokenwire.token_file import TokenError, TokenFile
 
 __all__ = [
     "INSTANT",
     "LAST_PORT",
+    "CheckpointSettings",
     "LimitSettings",
     "PeerSettings",
     "PeerTokenSettings",
@@ -31,7 +31,6 @@ __all__ = [
     "StartupError",
     "StreamSettings",
     "parse",
-    "require_checkpoint",
     "server_tls",
     "setting",
 ]
@@ -123,6 +122,16 @@ class ServerSettings(PeerTokenSettings):
     def tls(self) -> ServerTls | None:
         """The server's certificates; None = plaintext. Raises StartupError."""
         return server_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """Settings of services that read a checkpoint."""
+
+    model: Path = setting(
+        Path(), "Directory of the checkpoint in the Hugging Face format, or GGUF file."
+    )
+    model_id: str = setting("", "Name of the model for clients and metrics; empty = the file's.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,12 +272,3 @@ def _boolean(variable: str, text: str) -> bool:
     if text.lower() in ("", "0", "false", "no", "off"):
         return False
     raise StartupError(f"{variable} must be true or false, not {text!r}.")
-
-
-def require_checkpoint(path: Path) -> Path:
-    """Return the path if it is a directory that the services read; raise StartupError if not."""
-    try:
-        require_readable(path)
-    except CheckpointFolderError as error:
-        raise StartupError(str(error)) from None
-    return path

@@ -9,7 +9,6 @@ import grpc
 from prometheus_client import REGISTRY
 
 from services.common.server import Application
-from services.common.settings import require_checkpoint
 from services.common.telemetry import describe_build
 from services.engine.frontend import metrics
 from services.engine.frontend.control_service import EngineControlServicer
@@ -40,7 +39,6 @@ class EngineApplication(Application):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__()
-        require_checkpoint(settings.model)
         self._frontend = Frontend(settings, self._on_failure)
         self._engine = EngineServicer(self._frontend, settings)
         self._control = EngineControlServicer(self._frontend, settings, self.set_serving)

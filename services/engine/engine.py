@@ -17,6 +17,7 @@ from typing import Self, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from services.common.checkpoint import opened
 from services.common.contract import DEFAULT_MAX_TOKENS
 from services.engine.batch.step_batch import StepBatch
 from services.engine.execution.model_runner import SCORED_ROWS
@@ -90,12 +91,12 @@ class Engine:
     """
 
     def __init__(self, model: str | Path, settings: EngineSettings | None = None) -> None:
-        """Load the checkpoint in directory `model`. Raises CheckpointError or StartupError.
+        """Load the checkpoint in directory `model`, or the GGUF file `model`. Raises CheckpointError or StartupError.
 
         settings: flags of the engine service; those of its server have no effect.
         """
-        settings = replace(settings or EngineSettings(), model=Path(model))
-        self._loaded: LoadedLoop | None = load_loop(settings)
+        with opened(replace(settings or EngineSettings(), model=Path(model))) as opened_settings:
+            self._loaded: LoadedLoop | None = load_loop(opened_settings)
         self._handles = 0
         self._undelivered: list[Output] = []
         """Outputs of a step in which a request was refused"""

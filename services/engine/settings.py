@@ -7,6 +7,7 @@ from pathlib import Path
 from services.common.settings import (
     INSTANT,
     LAST_PORT,
+    CheckpointSettings,
     PeerSettings,
     StartupError,
     StreamSettings,
@@ -21,12 +22,10 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(StreamSettings, PeerSettings):
+class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     """The engine: token ids in, token ids out."""
 
     port: int = setting(50052, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
-    model: Path = setting(Path(), "Directory of the checkpoint, in the Hugging Face format.")
-    model_id: str = setting("", "Canonical id of the model; empty = the directory's name.")
     dtype: str = setting(
         "auto",
         "Type to compute in; auto = bfloat16 if the hardware multiplies it, else float32.",

@@ -3,16 +3,15 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
 from services.common.server import Application
 from services.common.settings import (
+    CheckpointSettings,
     INSTANT,
     LAST_PORT,
     ServerSettings,
-    require_checkpoint,
     setting,
 )
 from services.common.telemetry import describe_build
@@ -31,12 +30,10 @@ _MASK_STACK = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrammarSettings(ServerSettings):
+class GrammarSettings(ServerSettings, CheckpointSettings):
     """Tokenwire's grammar service: token masks from JSON Schema, regex and Lark grammars."""
 
     port: int = setting(50053, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
-    model: Path = setting(Path(), "Directory of the checkpoint with tokenizer.json.")
-    model_id: str = setting("", "Name of the model in metrics; empty = the directory's.")
     compile_timeout: float = setting(5.0, "Most CPU seconds to compile a grammar.", least=INSTANT)
     compile_concurrency: int = setting(
         2, "Quick grammars compiled at once, and also slow grammars compiled at once.", least=1
@@ -56,7 +53,7 @@ class GrammarApplication(Application):
     def __init__(self, settings: GrammarSettings) -> None:
         super().__init__()
         os.environ.setdefault("RUST_MIN_STACK", str(_MASK_STACK))
-        model = require_checkpoint(settings.model)
+        model = settings.model
         self._model = settings.model_id or served_name(model)
         self._compiler = Compiler(model, settings.compile_timeout, settings.compile_concurrency)
         self._servicer = GrammarServicer(

@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -11,12 +10,12 @@ from prometheus_client import REGISTRY
 
 from services.common.server import Application
 from services.common.settings import (
+    CheckpointSettings,
     LAST_PORT,
     LimitSettings,
     PeerSettings,
     StartupError,
     StreamSettings,
-    require_checkpoint,
     setting,
 )
 from services.common.targets import parse_targets, warn_of_clear_text
@@ -55,12 +54,10 @@ __all__ = ["TokenizerApplication", "TokenizerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerSettings(StreamSettings, PeerSettings, LimitSettings):
+class TokenizerSettings(StreamSettings, PeerSettings, LimitSettings, CheckpointSettings):
     """Encoding and decoding of text, and completions and chats in text."""
 
     port: int = setting(50051, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
-    model: Path = setting(Path(), "Directory of the checkpoint, in the Hugging Face format.")
-    model_id: str = setting("", "Name of the model for clients; empty = the directory's.")
     engine: str = setting(
         "127.0.0.1:50052",
         "Engines of the model: host:port or dns:///name:port, several separated by commas.",
@@ -112,9 +109,7 @@ class TokenizerApplication(Application):
     def __init__(self, settings: TokenizerSettings) -> None:
         """Load the checkpoint. Raises StartupError if it, or a setting, is unusable."""
         super().__init__()
-        if settings.model == Path():
-            raise StartupError("--model must name the directory of a checkpoint.")
-        directory = require_checkpoint(settings.model)
+        directory = settings.model
         model = self._model = settings.model_id or served_name(directory)
         processor = read_processor_settings(directory)
         vocabulary = Vocabulary(directory, answer_marks() | image_tokens(processor))

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from tokenwire.serving.hub import HubCheckpoint
 
-__all__ = ["CheckpointFolderError", "require_config", "require_readable", "served_name"]
+__all__ = [
+    "CheckpointFolderError",
+    "gguf_of",
+    "require_config",
+    "require_readable",
+    "served_name",
+]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REPOSITORY = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
@@ -18,6 +24,8 @@ _CONVERT = (
     "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
     "[each.from_pretrained('{0}').save_pretrained('{1}') for each in (M, T)]"
 )
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+"""End of the name of a part of a split GGUF file"""
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -27,6 +35,8 @@ class CheckpointFolderError(Exception):
 
 def require_readable(path: Path) -> None:
     """Raise CheckpointFolderError if the services can't read a checkpoint in this form."""
+    if path.is_file() and path.suffix == ".gguf":
+        return
     if not path.is_dir():
         raise CheckpointFolderError(_no_directory(path))
     try:
@@ -37,8 +47,21 @@ def require_readable(path: Path) -> None:
         raise CheckpointFolderError(reason)
 
 
+def gguf_of(path: Path) -> Path | None:
+    """Return the GGUF file that the path is, or that is the only one in the directory."""
+    if path.is_file():
+        return path
+    files = _gguf_files(path)
+    return files[0] if len(files) == 1 and not _first(path, "*.safetensors") else None
+
+
 def require_config(path: Path) -> None:
-    """Raise CheckpointFolderError unless the directory has a config.json with an object."""
+    """Raise CheckpointFolderError unless the directory has a config.json with an object.
+
+    A GGUF file needs none.
+    """
+    if gguf_of(path) is not None:
+        return
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointFolderError(f"The model directory {path} holds no config.json.")
@@ -54,6 +77,8 @@ def require_config(path: Path) -> None:
 
 def served_name(path: Path) -> str:
     """Return the name under which a checkpoint is served: its repository's, or its folder's."""
+    if path.suffix == ".gguf":
+        return _PART.sub("", path.stem)
     resolved = path.resolve()
     if resolved.parent.name == "snapshots":
         repository = _REPOSITORY.fullmatch(resolved.parent.parent.name)
@@ -63,10 +88,8 @@ def served_name(path: Path) -> str:
 
 
 def _no_directory(path: Path) -> str:
-    if path.suffix == ".gguf":
-        return _gguf(path)
     if path.exists():
-        return f"{path} is a file; give the directory that holds it and config.json."
+        return f"{path} is no GGUF file; give the directory that holds it and config.json."
     if HubCheckpoint.is_named_by(str(path)):
         return f"{path} is not a directory; `tokenwire pull {path}` downloads it and prints one."
     if _HUB_ID.fullmatch(str(path)):
@@ -123,8 +146,9 @@ def _of_pointers(path: Path) -> Iterator[str]:
 def _of_weights(path: Path) -> Iterator[str]:
     if _first(path, "*.safetensors"):
         yield from _of_index(path)
-    elif gguf := _first(path, "*.gguf"):
-        yield _gguf(gguf)
+    elif len(files := _gguf_files(path)) > 1:
+        names = ", ".join(file.name for file in files[:3])
+        yield f"{path} holds {len(files)} GGUF files ({names}, …); name the one to serve."
     elif pickle := _first(path, *_PICKLES):
         target = f"{path.resolve()}-safetensors"
         yield (
@@ -148,12 +172,11 @@ def _of_index(path: Path) -> Iterator[str]:
         )
 
 
+def _gguf_files(path: Path) -> list[Path]:
+    """Return the GGUF files of a directory; of a split one, its first part."""
+    files = sorted(path.glob("*.gguf"))
+    return [file for file in files if not _PART.search(file.stem) or "-00001-of-" in file.name]
+
+
 def _first(path: Path, *patterns: str) -> Path | None:
     return next((file for each in patterns for file in sorted(path.glob(each))), None)
-
-
-def _gguf(path: Path) -> str:
-    return (
-        f"{path} is in the GGUF format, which is not read; "
-        "download the model's repository with safetensors files instead."
-    )

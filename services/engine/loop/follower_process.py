@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 from services.common import logging as service_logging
+from services.common.checkpoint import opened
 from services.common.settings import StartupError
 from services.engine.execution.loaded_model import load
 from services.engine.model.checkpoint.config import CheckpointError
@@ -26,7 +27,8 @@ def run(settings: EngineSettings) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
     service_logging.configure("engine", "warning")  # rank 0 logs everything else
     try:
-        model = load(settings)
+        with opened(settings) as opened_settings:
+            model = load(opened_settings)
     except (CheckpointError, StartupError) as error:
         print(f"engine: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         os._exit(2)

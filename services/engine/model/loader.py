@@ -6,14 +6,16 @@ from pathlib import Path
 
 import torch
 
+from services.common.gguf.checkpoint_files import PARTS
 from services.common.settings import StartupError
 from services.engine.kernels.library import native
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
 from services.engine.model.checkpoint.generation import generation_config
+from services.engine.model.checkpoint.gguf_tensors import GgufTensors
 from services.engine.model.checkpoint.progress import LoadProgress
-from services.engine.model.checkpoint.tensors import Checkpoint
+from services.engine.model.checkpoint.tensors import Checkpoint, TensorFiles
 from services.engine.model.decoder import Decoder
 from services.engine.model.lockstep import LeadingDecoder
 from services.engine.model.manifest import Manifest
@@ -97,7 +99,7 @@ def load_model(
     shard = Shard(ranks.rank.number, ranks.rank.count)
     spec = shard.of(whole)
     operators = _choose_operators(spec, dtype, device, weights)
-    with Checkpoint(directory) as checkpoint:
+    with _open_tensors(directory) as checkpoint:
         names = whole.family.names
         held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
         root = next(held, next(iter(names.roots)))
@@ -114,6 +116,10 @@ def load_model(
     if ranks.leads_others:
         return LeadingDecoder(ranks, spec, dtype, loaded, operators, attention)
     return Decoder(spec, dtype, loaded, operators, attention)
+
+
+def _open_tensors(directory: Path) -> TensorFiles:
+    return GgufTensors(directory) if (directory / PARTS).is_dir() else Checkpoint(directory)
 
 
 def _choose_operators(

@@ -23,7 +23,7 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.families import QkNorm
 from services.engine.model.checkpoint.progress import LoadProgress
-from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor
+from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.decoder import DecoderLayer, DecoderWeights
 from services.engine.model.feed_forward import Dense, Experts, FeedForward
 from services.engine.model.manifest import (
@@ -48,7 +48,7 @@ class WeightReader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: TensorFiles,
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
@@ -268,6 +268,9 @@ class WeightReader:
     def _to_half_split(self, rows: Tensor, rotary: RotarySpec | None) -> Tensor:
         """Reorder each head's rows so that the two of a RoPE pair lie half a head apart."""
         size = self._spec.head_dim
+        if self._spec.family.interleaved_rotary:
+            pairs = rows.reshape(-1, size // 2, 2, *rows.shape[1:])
+            return pairs.transpose(1, 2).reshape(rows.shape)
         if rotary is None or rotary.width == size:
             return rows
         half, fixed = rotary.width // 2, (size - rotary.width) // 2

@@ -4,11 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.families import FAMILIES, Family, WindowRule
+from services.engine.model.checkpoint.gguf_families import gguf_family
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 
 __all__ = ["ExpertsSpec", "ModelSpec"]
@@ -96,6 +98,8 @@ class ModelSpec:
         """
         whole = Config(file, dict(values))
         family = _family(whole)
+        if whole.has(MARK):
+            family = gguf_family(family)
         nested = {} if family.section is None else whole.section(family.section).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
         is_mxfp4 = _is_mxfp4(config, family)

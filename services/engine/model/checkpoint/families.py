@@ -114,6 +114,8 @@ class Family:
     """Norm weights are stored minus one"""
     transposed: bool = False
     """Weights are stored as [inputs, outputs]"""
+    interleaved_rotary: bool = False
+    """The two rows of a RoPE pair are stored side by side rather than half a head apart"""
     gated: bool = True
     """The feed-forward layer has a second product, gated by the activation of the first"""
     inner_factor: int | None = None

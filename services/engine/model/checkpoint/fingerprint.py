@@ -3,6 +3,8 @@
 import hashlib
 from pathlib import Path
 
+from services.common.gguf.checkpoint_files import PARTS
+
 __all__ = ["tokenizer_fingerprint", "weights_fingerprint"]
 
 _SAMPLES = 256
@@ -12,12 +14,13 @@ _SAMPLE_BYTES = 4096
 def weights_fingerprint(directory: Path, weights: str = "full") -> str:
     """Return 16 hex digits that identify the weights in `directory`, as --weights loads them.
 
-    They hash config.json, each safetensors file's name and size, and 256 evenly spaced pieces of
+    They hash config.json, each weight file's name and size, and 256 evenly spaced pieces of
     4 KiB per file. Training changes every weight, so samples tell two exports apart.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update((directory / "config.json").read_bytes())
-    for file in sorted(directory.glob("*.safetensors")):
+    parts = (directory / PARTS).glob("*") if (directory / PARTS).is_dir() else ()
+    for file in sorted([*directory.glob("*.safetensors"), *parts]):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
         with file.open("rb") as data:

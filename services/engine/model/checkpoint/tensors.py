@@ -1,19 +1,21 @@
-"""Safetensors files of a checkpoint directory in Hugging Face format."""
+"""Tensors in the files of a checkpoint directory."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
+from typing import Self
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
-__all__ = ["Checkpoint", "StoredTensor"]
+__all__ = ["Checkpoint", "FoundTensor", "StoredTensor", "TensorFiles"]
 
 _FLOATING = {"F32": 4, "BF16": 2, "F16": 2}
 """Supported dtypes of weights, as safetensors names them, and their sizes in bytes"""
@@ -31,7 +33,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _FoundTensor:
+class FoundTensor:
     """A tensor in a file's header."""
 
     file: Path
@@ -39,36 +41,27 @@ class _FoundTensor:
     dtype: str
 
 
-class Checkpoint:
-    """The open safetensors files of a checkpoint, a context manager.
-
-    Tensors are views of the mapped files. Entering raises CheckpointError if a file is missing or
-    truncated.
-    """
+class TensorFiles(ABC):
+    """The open files of a checkpoint, a context manager."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._stack = ExitStack()
-        self._open: dict[Path, safe_open] = {}
-        self._found: dict[str, _FoundTensor] = {}
+        self._found: dict[str, FoundTensor] = {}
 
-    @staticmethod
-    def config(directory: Path) -> Config:
-        """Read config.json of the checkpoint in `directory`."""
-        if not directory.is_dir():
-            raise CheckpointError(f"{directory} is not a directory.")
-        return Config.read(directory / "config.json")
-
-    def __enter__(self) -> "Checkpoint":
-        with self._stack:
-            for file in self._files():
-                self._add(file)
-            self._stack = self._stack.pop_all()
+    def __enter__(self) -> Self:
         return self
 
+    @abstractmethod
     def __exit__(self, *failure: object) -> None:
-        self._open.clear()
-        self._stack.close()
+        """Close the files."""
+
+    @abstractmethod
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        """Return a tensor of floating-point numbers, or of bytes where it is raw."""
+
+    @abstractmethod
+    def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
+        """Return the tensor's size in the file. Raises CheckpointError for a dtype not read."""
 
     def holds(self, name: str) -> bool:
         return name in self._found
@@ -95,12 +88,6 @@ class Checkpoint:
                 )
         return num_bytes
 
-    def tensor(self, stored: StoredTensor) -> Tensor:
-        """Return a view of the mapped file; the disk is read when the view is."""
-        file = self._found[stored.name].file
-        tensor: Tensor = self._open[file].get_tensor(stored.name)  # type: ignore[no-untyped-call]
-        return tensor
-
     def _check(self, stored: StoredTensor) -> int:
         """Return the tensor's size in bytes."""
         found = self._found.get(stored.name)
@@ -111,6 +98,46 @@ class Checkpoint:
                 f"{found.file}: the tensor {stored.name} has the shape {list(found.shape)}, "
                 f"but config.json asks for {list(stored.shape)}."
             )
+        return self._num_bytes(stored, found)
+
+
+class Checkpoint(TensorFiles):
+    """The safetensors files of a checkpoint in Hugging Face format.
+
+    Tensors are views of the mapped files. Entering raises CheckpointError if a file is missing or
+    truncated.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._stack = ExitStack()
+        self._open: dict[Path, safe_open] = {}
+
+    @staticmethod
+    def config(directory: Path) -> Config:
+        """Read config.json of the checkpoint in `directory`."""
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory} is not a directory.")
+        return Config.read(directory / "config.json")
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            for file in self._files():
+                self._add(file)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        """Return a view of the mapped file; the disk is read when the view is."""
+        file = self._found[stored.name].file
+        tensor: Tensor = self._open[file].get_tensor(stored.name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
         sizes = _RAW if stored.is_raw else _FLOATING
         if found.dtype not in sizes:
             raise CheckpointError(
@@ -138,7 +165,7 @@ class Checkpoint:
             opened = self._stack.enter_context(safe_open(file, framework="pt"))
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 part = opened.get_slice(name)
-                self._found[name] = _FoundTensor(file, tuple(part.get_shape()), part.get_dtype())
+                self._found[name] = FoundTensor(file, tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None
         self._open[file] = opened

@@ -1,0 +1,209 @@
+"""config.json of the model in a GGUF file, as transformers would have it.
+
+The keys are those that llama.cpp's converter writes; what it leaves out because llama.cpp has it in
+its code (Gemma's scales, SmolLM 3's layers without rotation) is added here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from services.common.gguf.gguf_file import GgufError, GgufFile
+from services.common.json_values import Json
+
+__all__ = ["MARK", "config_of"]
+
+MARK = "tokenwire_gguf"
+"""Key of config.json that says that the weights are named and stored as GGUF has them"""
+
+_FEED_FORWARD_BIASES = ("blk.0.ffn_up.bias", "blk.0.ffn_up_exps.bias")
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """An architecture of llama.cpp."""
+
+    name: str
+    """Architecture in transformers"""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Llama's keys of config.json that have another name"""
+    further: Callable[[GgufFile], dict[str, Json]] = field(default=lambda _: {})
+    """Keys that only this architecture has"""
+
+
+def config_of(file: GgufFile) -> dict[str, Json]:
+    """Return the values of config.json. Raises GgufError for an unsupported architecture."""
+    name = file.architecture
+    if name not in _ARCHITECTURES:
+        raise GgufError(
+            f"{file.path}: the architecture {name} is not supported. Supported: "
+            f"{', '.join(_ARCHITECTURES)}."
+        )
+    architecture = _ARCHITECTURES[name]
+    if name == "llama" and "llama.expert_count" in file.metadata:
+        architecture = _MIXTRAL
+    values = {**_common(file), **architecture.further(file)}
+    renamed = {architecture.names.get(key, key): value for key, value in values.items()}
+    return {"architectures": [architecture.name], **renamed, MARK: name}
+
+
+def _common(file: GgufFile) -> dict[str, Json]:
+    def key(name: str) -> str:
+        return f"{file.architecture}.{name}"
+
+    if "token_embd.weight" not in file.tensors:
+        raise GgufError(f"{file.path} has no token_embd.weight, so it holds no language model.")
+    vocabulary, hidden = file.tensors["token_embd.weight"].shape
+    heads = file.integer(key("attention.head_count"))
+    head_dim = file.integer(key("attention.key_length"), hidden // max(heads, 1))
+    rotated = file.integer(key("rope.dimension_count"), head_dim)
+    rms = key("attention.layer_norm_rms_epsilon")
+    epsilon = rms if rms in file.metadata else key("attention.layer_norm_epsilon")
+    values: dict[str, Json] = {
+        "vocab_size": vocabulary,
+        "hidden_size": file.integer(key("embedding_length")),
+        "intermediate_size": file.integer(key("feed_forward_length")),
+        "num_hidden_layers": file.integer(key("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.integer(key("attention.head_count_kv"), heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": file.integer(key("context_length")),
+        "rms_norm_eps": file.number(epsilon),
+        "rope_theta": file.number(key("rope.freq_base"), 10000.0),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": not file.tensors.keys().isdisjoint(_FEED_FORWARD_BIASES),
+        **_ends(file),
+    }
+    if rotated != head_dim:
+        values["partial_rotary_factor"] = rotated / head_dim
+    if (scaling := _rope_scaling(file)) is not None:
+        values["rope_scaling"] = scaling
+    if key("attention.sliding_window") in file.metadata:
+        values["sliding_window"] = file.integer(key("attention.sliding_window"))
+    if key("expert_count") in file.metadata:
+        values["num_local_experts"] = file.integer(key("expert_count"))
+        values["num_experts_per_tok"] = file.integer(key("expert_used_count"))
+        width = key("expert_feed_forward_length")
+        if width in file.metadata:
+            values["moe_intermediate_size"] = file.integer(width)
+    return values
+
+
+def _ends(file: GgufFile) -> dict[str, Json]:
+    """Return the ids that begin and end a text; the end of a turn ends it too."""
+    ends = [
+        file.integer(key)
+        for name in ("eos", "eot", "eom")
+        if (key := f"tokenizer.ggml.{name}_token_id") in file.metadata
+    ]
+    found: dict[str, Json] = {"eos_token_id": list(dict.fromkeys(ends))}
+    if "tokenizer.ggml.bos_token_id" in file.metadata:
+        found["bos_token_id"] = file.integer("tokenizer.ggml.bos_token_id")
+    return found
+
+
+def _rope_scaling(file: GgufFile) -> dict[str, Json] | None:
+    prefix = f"{file.architecture}.rope.scaling"
+    context = file.integer(f"{file.architecture}.context_length")
+    original = file.integer(f"{prefix}.original_context_length", context)
+    long = file.floats("rope_factors_long.weight")
+    short = file.floats("rope_factors_short.weight")
+    if long is not None and short is not None:
+        scaling: dict[str, Json] = {
+            "rope_type": "longrope",
+            "long_factor": [*long],
+            "short_factor": [*short],
+            "original_max_position_embeddings": original,
+        }
+        if f"{prefix}.attn_factor" in file.metadata:
+            scaling["attention_factor"] = file.number(f"{prefix}.attn_factor")
+        return scaling
+    divisors = file.floats("rope_freqs.weight")
+    if divisors is not None:  # Llama 3.1's scaling, computed
+        return {
+            "rope_type": "longrope",
+            "long_factor": [*divisors],
+            "short_factor": [*divisors],
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": context,
+        }
+    kind = file.text(f"{prefix}.type", "none")
+    if kind == "none":
+        return None
+    return {
+        "rope_type": kind,
+        "factor": file.number(f"{prefix}.factor"),
+        "original_max_position_embeddings": original,
+    }
+
+
+def _gemma(file: GgufFile, pattern: int, layers_of_large: int) -> dict[str, Json]:
+    """Return the keys of Gemma 2 and 3. In their largest models, heads are narrower than scaled."""
+    name = file.architecture
+    is_large = file.integer(f"{name}.block_count") == layers_of_large
+    values: dict[str, Json] = {
+        "sliding_window_pattern": file.integer(f"{name}.attention.sliding_window_pattern", pattern),
+        "attention_bias": False,
+    }
+    if is_large:
+        hidden = file.integer(f"{name}.embedding_length")
+        values["query_pre_attn_scalar"] = hidden // file.integer(f"{name}.attention.head_count")
+    else:
+        values["query_pre_attn_scalar"] = file.integer(f"{name}.attention.key_length")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        values[key] = file.number(f"{name}.{key}", 0.0)
+    return values
+
+
+def _gemma3(file: GgufFile) -> dict[str, Json]:
+    values = _gemma(file, pattern=6, layers_of_large=62)
+    local = file.number("gemma3.rope.freq_base_swa", 10000.0)
+    return {**values, "rope_local_base_freq": local}
+
+
+def _granite(file: GgufFile) -> dict[str, Json]:
+    return {
+        "embedding_multiplier": file.number("granite.embedding_scale", 1.0),
+        "residual_multiplier": file.number("granite.residual_scale", 1.0),
+        "attention_multiplier": file.number("granite.attention.scale", 1.0),
+        "logits_scaling": file.number("granite.logit_scale", 1.0),
+    }
+
+
+def _gpt_oss(file: GgufFile) -> dict[str, Json]:
+    scaling = _rope_scaling(file)
+    if scaling is None:
+        return {}
+    # OpenAI's own code does not round the ends of YaRN's ramp
+    return {"rope_scaling": {**scaling, "truncate": False}}
+
+
+_MIXTRAL = _Architecture("MixtralForCausalLM", further=lambda _: {"norm_topk_prob": True})
+_ARCHITECTURES: Mapping[str, _Architecture] = {
+    "llama": _Architecture("LlamaForCausalLM"),
+    "qwen2": _Architecture("Qwen2ForCausalLM"),
+    "qwen3": _Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM", further=lambda _: {"norm_topk_prob": True}),
+    "gemma2": _Architecture("Gemma2ForCausalLM", further=lambda file: _gemma(file, 2, 46)),
+    "gemma3": _Architecture("Gemma3ForCausalLM", further=_gemma3),
+    "phi3": _Architecture("Phi3ForCausalLM"),
+    "olmo2": _Architecture("Olmo2ForCausalLM"),
+    "granite": _Architecture("GraniteForCausalLM", further=_granite),
+    "smollm3": _Architecture("SmolLM3ForCausalLM"),
+    "starcoder2": _Architecture(
+        "Starcoder2ForCausalLM",
+        {"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias", "mlp_bias": "use_bias"},
+    ),
+    "gpt2": _Architecture(
+        "GPT2LMHeadModel",
+        {
+            "hidden_size": "n_embd",
+            "intermediate_size": "n_inner",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+    ),
+    "gpt-oss": _Architecture("GptOssForCausalLM", further=_gpt_oss),
+}

@@ -1,0 +1,242 @@
+"""GGUF files: typed metadata, and the place of each tensor.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. The reader of
+the package `gguf` makes an object of each token, which takes seconds for a large vocabulary.
+"""
+
+import mmap
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+__all__ = ["GgufError", "GgufFile", "GgufTensor", "Value"]
+
+Value: TypeAlias = "bool | int | float | str | list[bool] | list[int] | list[float] | list[str]"
+
+_MAGIC = b"GGUF"
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Format of each numeric type of metadata, as `struct` names it"""
+_STRING, _ARRAY = 8, 9
+_ALIGNMENT = 32
+"""Default alignment of tensors, in bytes"""
+_MOST_DIMENSIONS = 4
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class GgufError(Exception):
+    """A file is no GGUF that can be read. The message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor in a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Slowest dimension first, unlike in the file"""
+    kind: int
+    """Number of its type, as ggml has them"""
+    file: Path
+    start: int
+    """Offset in the file, in bytes"""
+
+
+class GgufFile:
+    """A GGUF file, or all parts of a split one."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the metadata. Raises GgufError for a file that is damaged, truncated or no GGUF."""
+        self.path = path
+        self.metadata: Mapping[str, Value] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        self.sizes: dict[Path, int] = {}
+        """Bytes of each part"""
+        for part in _parts(path):
+            header = _Header(part)
+            self.metadata = self.metadata or header.metadata
+            self.tensors |= header.tensors
+            self.sizes[part] = header.size
+
+    @property
+    def architecture(self) -> str:
+        """Name of the architecture, as llama.cpp has them."""
+        return self.text("general.architecture")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a string. Raises GgufError if it is missing or of another type."""
+        value = self.metadata.get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a string")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number. Raises GgufError if it is missing or of another type."""
+        value = self.metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, "a number")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a whole number, or the one that all entries of a list are."""
+        value = self.metadata.get(key, default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(key, "a whole number")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return true or false. Raises GgufError if it is of another type."""
+        value = self.metadata.get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """Return a list of strings, empty if it is missing. Raises GgufError for another type."""
+        value = self.metadata.get(key, [])
+        if not isinstance(value, list):
+            raise self._wrong(key, "a list of strings")
+        texts = [each for each in value if isinstance(each, str)]
+        if len(texts) != len(value):
+            raise self._wrong(key, "a list of strings")
+        return texts
+
+    def numbers(self, key: str) -> list[float]:
+        """Return a list of numbers, empty if it is missing. Raises GgufError for another type."""
+        value = self.metadata.get(key, [])
+        if not isinstance(value, list):
+            raise self._wrong(key, "a list of numbers")
+        numbers = [each for each in value if isinstance(each, int | float)]
+        if len(numbers) != len(value):
+            raise self._wrong(key, "a list of numbers")
+        return numbers
+
+    def floats(self, name: str) -> list[float] | None:
+        """Return a float32 tensor; None if there is none. Raises GgufError for another type."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.kind != 0 or len(tensor.shape) != 1:
+            raise GgufError(f"{tensor.file}: {name} must be a list of float32 numbers.")
+        count = tensor.shape[0]
+        with tensor.file.open("rb") as opened:
+            opened.seek(tensor.start)
+            content = opened.read(4 * count)
+        if len(content) != 4 * count:
+            raise GgufError(f"{tensor.file} is truncated: {name} ends beyond it.")
+        return list(struct.unpack(f"<{count}f", content))
+
+    def _wrong(self, key: str, wanted: str) -> GgufError:
+        if key not in self.metadata:
+            return GgufError(f"{self.path} lacks {key}.")
+        return GgufError(f"{self.path}: {key} must be {wanted}.")
+
+
+class _Header:
+    """Everything before the tensors of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self.metadata: dict[str, Value] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        try:
+            with path.open("rb") as opened:
+                self.size = os.fstat(opened.fileno()).st_size
+                if self.size < len(_MAGIC) or opened.read(len(_MAGIC)) != _MAGIC:
+                    raise GgufError(f"{path} is not a GGUF file.")
+                with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as self._bytes:
+                    self._read()
+        except OSError as error:
+            raise GgufError(f"{path} can't be read: {error.strerror}.") from None
+
+    def _read(self) -> None:
+        self._at = len(_MAGIC)
+        version = self._number("I")
+        if version not in (2, 3):
+            raise GgufError(f"{self._path} has version {version} of GGUF; versions 2 and 3 are read.")
+        num_tensors, num_values = int(self._number("Q")), int(self._number("Q"))
+        for _ in range(num_values):
+            key = self._string()
+            self.metadata[key] = self._value(int(self._number("I")))
+        found = [self._tensor() for _ in range(num_tensors)]
+        alignment = self.metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise GgufError(f"{self._path}: general.alignment must be a positive whole number.")
+        first = -(-self._at // alignment) * alignment
+        for name, shape, kind, offset in found:
+            if first + offset > self.size:
+                raise self._truncated()
+            self.tensors[name] = GgufTensor(name, shape, kind, self._path, first + offset)
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, count = self._string(), int(self._number("I"))
+        if not 1 <= count <= _MOST_DIMENSIONS:
+            raise GgufError(f"{self._path}: the tensor {name} has {count} dimensions.")
+        shape = self._unpack(f"{count}Q")
+        kind, offset = self._unpack("IQ")
+        return name, tuple(int(size) for size in reversed(shape)), int(kind), int(offset)
+
+    def _value(self, kind: int) -> Value:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array()
+        return self._number(self._format(kind))
+
+    def _array(self) -> Value:
+        kind, count = self._unpack("IQ")
+        if count > self.size:
+            raise self._truncated()
+        if kind == _STRING:
+            return [self._string() for _ in range(int(count))]
+        return list(self._unpack(f"{int(count)}{self._format(int(kind))}"))
+
+    def _format(self, kind: int) -> str:
+        if kind not in _NUMBERS:
+            raise GgufError(f"{self._path} is damaged: it has a value of the unknown type {kind}.")
+        return _NUMBERS[kind]
+
+    def _number(self, format: str) -> int | float | bool:
+        (number,) = self._unpack(format)
+        return number
+
+    def _string(self) -> str:
+        length = int(self._number("Q"))
+        start = self._at
+        self._at += length
+        if self._at > self.size:
+            raise self._truncated()
+        try:
+            return self._bytes[start : self._at].decode()
+        except UnicodeDecodeError:
+            raise GgufError(f"{self._path} is damaged: a string in it is not UTF-8.") from None
+
+    def _unpack(self, format: str) -> tuple[int | float | bool, ...]:
+        try:
+            values = struct.unpack_from(f"<{format}", self._bytes, self._at)
+        except struct.error:
+            raise self._truncated() from None
+        self._at += struct.calcsize(f"<{format}")
+        return values
+
+    def _truncated(self) -> GgufError:
+        return GgufError(f"{self._path} is damaged or truncated; download it again.")
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return all parts of a split file, in order. Raises GgufError if one is missing."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match[1], int(match[3])
+    parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    missing = [part for part in parts if not part.is_file()]
+    if missing:
+        raise GgufError(f"{path} is a part of a split file, and {missing[0].name} is missing.")
+    return parts

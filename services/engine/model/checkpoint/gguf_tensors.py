@@ -1,0 +1,118 @@
+"""Tensors of GGUF files, decoded from ggml's block formats."""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from torch import Tensor
+
+from services.common.gguf.checkpoint_files import PARTS
+from services.common.gguf.gguf_file import GgufError, GgufFile, GgufTensor
+from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.checkpoint.tensors import FoundTensor, StoredTensor, TensorFiles
+
+__all__ = ["GgufTensors"]
+
+_KIND = GGMLQuantizationType
+_PLAIN = {_KIND.F32: torch.float32, _KIND.F16: torch.float16, _KIND.BF16: torch.bfloat16}
+_READ = (
+    *_PLAIN,
+    *(_KIND.Q8_0, _KIND.Q4_0, _KIND.Q4_1, _KIND.Q5_0, _KIND.Q5_1),
+    *(_KIND.Q2_K, _KIND.Q3_K, _KIND.Q4_K, _KIND.Q5_K, _KIND.Q6_K),
+    *(_KIND.IQ4_NL, _KIND.IQ4_XS, _KIND.MXFP4),
+)
+_EXPERTS = "_exps."
+"""Part of the name of a tensor that stacks all experts of a layer"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Bytes of a tensor, or of one expert in it."""
+
+    file: Path
+    start: int
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, which is the last dimension."""
+        block, size = GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // block * size
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape[:-1]) * self.row_bytes
+
+
+class GgufTensors(TensorFiles):
+    """All parts of a GGUF file, mapped into memory.
+
+    Each expert of a stack is a tensor of its own: blk.0.ffn_up_exps.3.weight.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Read the headers. Raises CheckpointError for a damaged or truncated file."""
+        super().__init__(directory)
+        self._places: dict[str, _Place] = {}
+        try:
+            file = GgufFile(min((directory / PARTS).iterdir()))
+        except GgufError as error:
+            raise CheckpointError(str(error)) from None
+        self._maps: dict[Path, npt.NDArray[np.uint8]] = {}
+        for part, size in file.sizes.items():
+            if size:
+                # copies what is written, because torch wants memory that could be
+                self._maps[part] = np.memmap(part, np.uint8, "c")
+        for tensor in file.tensors.values():
+            self._add(tensor, file.sizes[tensor.file])
+
+    def __exit__(self, *failure: object) -> None:
+        self._maps.clear()
+
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        """Return a view of the mapped file where it has plain numbers, else a decoded copy."""
+        place = self._places[stored.name]
+        data = self._maps[place.file][place.start : place.start + place.num_bytes]
+        if (dtype := _PLAIN.get(place.kind)) is not None:
+            return torch.from_numpy(data).view(dtype).view(place.shape)
+        rows = data.reshape(-1, place.row_bytes)
+        return torch.from_numpy(dequantize(rows, place.kind)).view(place.shape)
+
+    def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
+        return self._places[stored.name].num_bytes
+
+    def _add(self, tensor: GgufTensor, file_size: int) -> None:
+        names = ", ".join(kind.name for kind in _READ)
+        if tensor.kind not in _READ:
+            known = tensor.kind in iter(_KIND)
+            kind = _KIND(tensor.kind).name if known else f"the unknown type {tensor.kind}"
+            raise CheckpointError(
+                f"{tensor.file}: the tensor {tensor.name} is stored as {kind}, which is not "
+                f"supported. Supported: {names}."
+            )
+        place = _Place(tensor.file, tensor.start, _KIND(tensor.kind), tensor.shape)
+        block, _ = GGML_QUANT_SIZES[place.kind]
+        if tensor.shape[-1] % block:
+            raise CheckpointError(
+                f"{tensor.file}: the rows of {tensor.name} have {tensor.shape[-1]} numbers, which "
+                f"is not a multiple of {block}."
+            )
+        if place.start + place.num_bytes > file_size:
+            raise CheckpointError(f"{tensor.file} is truncated: {tensor.name} ends beyond it.")
+        if _EXPERTS not in tensor.name:
+            self._put(tensor.name, place)
+            return
+        stem, _, suffix = tensor.name.rpartition(".")
+        one = _Place(place.file, place.start, place.kind, tensor.shape[1:])
+        for expert in range(tensor.shape[0]):
+            start = place.start + expert * one.num_bytes
+            self._put(f"{stem}.{expert}.{suffix}", _Place(one.file, start, one.kind, one.shape))
+
+    def _put(self, name: str, place: _Place) -> None:
+        self._places[name] = place
+        self._found[name] = FoundTensor(place.file, place.shape, place.kind.name)

@@ -1,0 +1,262 @@
+"""GGUF files of small random models, as llama.cpp's converter lays them out.
+
+Names of tensors and keys are those of the package `gguf`, which is llama.cpp's own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    TokenType,
+    get_tensor_name_map,
+    quantize,
+)
+from gguf.quants import QuantError
+from torch import Tensor
+from transformers import PreTrainedModel
+
+__all__ = ["ARCHITECTURES", "random_blocks", "write_gguf"]
+
+ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA,
+    "mistral": MODEL_ARCH.LLAMA,
+    "mixtral": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+    "phi3": MODEL_ARCH.PHI3,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "granite": MODEL_ARCH.GRANITE,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "starcoder2": MODEL_ARCH.STARCODER2,
+    "gpt2": MODEL_ARCH.GPT2,
+    "gpt_oss": MODEL_ARCH.GPT_OSS,
+}
+"""Architectures of llama.cpp by transformers' model_type"""
+_INTERLEAVED = {"llama", "mistral", "mixtral", "granite", "smollm3"}
+_KIND = GGMLQuantizationType
+Numbers = npt.NDArray[np.float32]
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    kind: GGMLQuantizationType = _KIND.F32,
+    *,
+    content: Mapping[str, Tensor] | None = None,
+    further: Callable[[GGUFWriter], None] = lambda _: None,
+    split_max_tensors: int = 0,
+) -> None:
+    """Write a model.
+
+    kind: of all matrices whose rows it divides; the others are float32. content: tensors to write
+    in place of the model's own. further: writes more, or other values.
+    """
+    architecture = ARCHITECTURES[model.config.model_type]
+    writer = GGUFWriter(
+        path, MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors
+    )
+    _write_metadata(writer, model.config)
+    _write_tokens(writer, model.config.vocab_size)
+    further(writer)
+    for name, numbers in _tensors(model, architecture):
+        if content is not None:
+            numbers = content[name].numpy().reshape(numbers.shape)
+        block, _ = GGML_QUANT_SIZES[kind]
+        if numbers.ndim == 1 or kind is _KIND.F32 or numbers.shape[-1] % block:
+            writer.add_tensor(name, np.ascontiguousarray(numbers))
+        elif kind is _KIND.F16:
+            writer.add_tensor(name, numbers.astype(np.float16))
+        else:
+            writer.add_tensor(name, _encoded(numbers, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> npt.NDArray[np.uint8]:
+    """Return random blocks with scales near 2^-7, for kinds that the package can't encode."""
+    block, size = GGML_QUANT_SIZES[kind]
+    count = int(np.prod(shape)) // block
+    blocks = np.random.default_rng(7).integers(0, 256, (count, size), dtype=np.uint8)
+    half = np.frombuffer(np.float16(2**-7).tobytes(), np.uint8)
+    for at in {
+        _KIND.Q2_K: (80, 82),
+        _KIND.Q3_K: (108,),
+        _KIND.Q4_K: (0, 2),
+        _KIND.Q5_K: (0, 2),
+        _KIND.Q6_K: (208,),
+        _KIND.IQ4_NL: (0,),
+        _KIND.IQ4_XS: (0,),
+    }[kind]:
+        blocks[:, at : at + 2] = half
+    return blocks.reshape(*shape[:-1], shape[-1] // block * size)
+
+
+def _encoded(numbers: Numbers, kind: GGMLQuantizationType) -> npt.NDArray[np.uint8]:
+    try:
+        return quantize(np.ascontiguousarray(numbers), kind)
+    except (QuantError, NotImplementedError):
+        return random_blocks(numbers.shape, kind)
+
+
+def _tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple[str, Numbers]]:
+    config = model.config
+    names = get_tensor_name_map(architecture, config.num_hidden_layers)
+    experts: dict[str, dict[int, Tensor]] = {}
+    state = model.state_dict()
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    for name, whole in state.items():
+        for part, tensor in _split(name, whole, config):
+            prefix, _, rest = part.partition(".experts.")
+            number, _, stem = rest.partition(".")
+            if number.isdigit():
+                experts.setdefault(f"{prefix}.experts.{stem}", {})[int(number)] = tensor
+                continue
+            yield _name(names, part), _laid_out(part, tensor, config).float().numpy()
+    for name, parts in experts.items():
+        stacked = torch.stack([parts[number] for number in sorted(parts)])
+        yield _name(names, name), stacked.float().numpy()
+
+
+def _name(names: Any, name: str) -> str:
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return str(found)
+
+
+def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that the converter makes of one: experts and their two products apart."""
+    if name.endswith("self_attn.sinks"):
+        yield f"{name}.weight", tensor
+        return
+    stem, _, last = name.rpartition(".")
+    if config.model_type == "gpt_oss" and stem.endswith("mlp.experts"):
+        suffix = "bias" if last.endswith("_bias") else "weight"
+        kind = last.removesuffix("_bias")
+        whole = tensor if suffix == "bias" else tensor.transpose(1, 2)
+        parts = {"down_proj": whole}
+        if kind == "gate_up_proj":
+            parts = {"gate_proj": whole[:, ::2], "up_proj": whole[:, 1::2]}
+        for part, content in parts.items():
+            yield f"{stem}.{part}.{suffix}", content
+    elif last in ("gate_up_proj", "down_proj") and stem.endswith("experts"):
+        if last == "gate_up_proj":
+            half = tensor.shape[1] // 2
+            yield f"{stem}.gate_proj.weight", tensor[:, :half]
+            yield f"{stem}.up_proj.weight", tensor[:, half:]
+        else:
+            yield f"{stem}.down_proj.weight", tensor
+    else:
+        yield name, tensor
+
+
+def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
+    kind = config.model_type
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        return tensor + 1
+    if kind == "gpt2" and name.endswith(("attn.weight", "fc.weight", "proj.weight")):
+        return tensor.T
+    if kind in _INTERLEAVED and ("q_proj" in name or "k_proj" in name):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+        return halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def _write_metadata(writer: GGUFWriter, config: Any) -> None:
+    heads = config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    _write_norms(writer, config)
+    _write_rope(writer, config, head_dim)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping or 0.0)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
+    if config.model_type == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if getattr(config, "moe_intermediate_size", None):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def _write_norms(writer: GGUFWriter, config: Any) -> None:
+    for key in ("rms_norm_eps", "norm_epsilon", "layer_norm_epsilon"):
+        if (epsilon := getattr(config, key, None)) is not None:
+            is_rms = key == "rms_norm_eps"
+            (writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps)(epsilon)
+
+
+def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if "rope_theta" not in rope:
+        return
+    writer.add_rope_freq_base(rope["rope_theta"])
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(rotated)
+    kind = rope.get("rope_type", "default")
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, rotated))
+    elif kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
+    elif kind in ("linear", "yarn"):
+        from gguf import RopeScalingType
+
+        writer.add_rope_scaling_type(RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if "original_max_position_embeddings" in rope:
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _llama3_divisors(rope: dict[str, Any], rotated: int) -> Numbers:
+    """Return the factors by which Llama 3.1's scaling divides each frequency."""
+    frequencies = rope["rope_theta"] ** (-np.arange(0, rotated, 2) / rotated)
+    lengths = 2 * np.pi / frequencies
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    original = rope["original_max_position_embeddings"]
+    smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def _write_tokens(writer: GGUFWriter, size: int) -> None:
+    """Write a byte-level vocabulary without merges."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([f"<{number}>" for number in range(size)])
+    writer.add_token_types([TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (size - 3))
+    writer.add_token_merges([])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)

@@ -1,0 +1,232 @@
+"""GGUF files: every family, every format of weights, and what is wrong with a file."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    Starcoder2Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from services.common.checkpoint import opened_checkpoint
+from services.common.settings import StartupError
+from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.decoder import Decoder
+from services.engine.model.loader import load_model
+from tests.unit.engine.checkpoints import (
+    CONFIGS,
+    SHAPE,
+    WIDE,
+    Driver,
+    make_checkpoint,
+    random_tokens,
+    reference_logits,
+)
+from tests.unit.engine.gguf_checkpoints import write_gguf
+
+TOKENS = 60
+TIED = SHAPE | {"tie_word_embeddings": True}
+WIDE_TIED = WIDE | {"tie_word_embeddings": True}
+FAMILIES = {
+    name: CONFIGS[name]
+    for name in (
+        *("llama", "llama, tied", "llama, biases", "llama, multi-head attention"),
+        *("llama, wide heads", "llama, llama3 rope", "llama, linear rope", "llama, yarn rope"),
+        *("mistral", "qwen2, tied", "phi3", "phi3, long", "phi3, short", "olmo2", "granite"),
+        *("gpt2", "qwen3", "qwen3, tied"),
+    )
+} | {  # what llama.cpp has in its code, and no file can change
+    "gemma2": Gemma2Config(**WIDE_TIED, query_pre_attn_scalar=32, sliding_window=9),
+    "gemma3": Gemma3TextConfig(
+        **WIDE_TIED | {"sliding_window_pattern": 6, "num_hidden_layers": 7},
+        query_pre_attn_scalar=32,
+        sliding_window=9,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "smollm3": SmolLM3Config(**SHAPE | {"num_hidden_layers": 5}, no_rope_layer_interval=4),
+    "starcoder2": Starcoder2Config(
+        **TIED | {"num_attention_heads": 2, "num_key_value_heads": 1}, sliding_window=None
+    ),
+    "gpt-oss": GptOssConfig(
+        **WIDE,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=9,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    ),
+    "mixtral": MixtralConfig(
+        **WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=None
+    ),
+    "qwen3 moe": Qwen3MoeConfig(
+        **WIDE,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+    ),
+}
+K = GGMLQuantizationType
+KINDS = [
+    *(K.F16, K.BF16, K.Q8_0, K.Q4_0, K.Q4_1, K.Q5_0, K.Q5_1, K.Q2_K, K.Q3_K, K.Q4_K, K.Q5_K),
+    *(K.Q6_K, K.IQ4_NL, K.IQ4_XS, K.MXFP4),
+]
+ROOMY = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+"""A shape whose rows all formats divide"""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES[name])
+    write_gguf(tmp_path / "model.gguf", model)
+    tokens = random_tokens(TOKENS, 1)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_each_format_is_decoded_as_its_own_library_decodes_it(tmp_path: Path, kind: K) -> None:
+    path = tmp_path / "model.gguf"
+    model = make_checkpoint(tmp_path / "checkpoint", LlamaConfig(**ROOMY))
+    write_gguf(path, model, kind)
+    decoded = {
+        each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
+        for each in GGUFReader(path).tensors
+    }
+    assert {each.tensor_type for each in GGUFReader(path).tensors} == {K.F32, kind}
+    write_gguf(tmp_path / "decoded.gguf", model, content=decoded)
+    tokens = random_tokens(TOKENS, 1)
+    expected = logits_of(loaded(tmp_path / "decoded.gguf"), tokens)
+    torch.testing.assert_close(logits_of(loaded(path), tokens), expected, atol=1e-4, rtol=0)
+
+
+def test_experts_stay_apart_in_mxfp4(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["gpt-oss"])
+    write_gguf(tmp_path / "model.gguf", model, K.MXFP4)
+    decoded = {
+        each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
+        for each in GGUFReader(tmp_path / "model.gguf").tensors
+    }
+    write_gguf(tmp_path / "decoded.gguf", model, content=decoded)
+    tokens = random_tokens(TOKENS, 1)
+    expected = logits_of(loaded(tmp_path / "decoded.gguf"), tokens)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+def test_split_file_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["llama"])
+    write_gguf(tmp_path / "model.gguf", model, split_max_tensors=10)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    tokens = random_tokens(TOKENS, 1)
+    for part in (parts[0], parts[-1], tmp_path):
+        ours = logits_of(loaded(part), tokens)
+        torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
+    parts[1].unlink()
+    with pytest.raises(StartupError, match=f"{parts[1].name} is missing"):
+        loaded(parts[0])
+
+
+@pytest.mark.parametrize("size", [0, 3, 20, 200, 3000, 40_000])
+def test_truncated_file_is_refused_in_one_sentence(tmp_path: Path, size: int) -> None:
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["llama"])
+    write_gguf(tmp_path / "model.gguf", model)
+    content = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(content[:size])
+    with pytest.raises((StartupError, CheckpointError)) as refused:
+        loaded(tmp_path / "model.gguf")
+    assert "truncated" in str(refused.value) or "not a GGUF file" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_damage_anywhere_is_refused_or_harmless(
+    data: st.DataObject, damaged: tuple[Path, bytes]
+) -> None:
+    path, content = damaged
+    place = data.draw(st.integers(0, 6000))
+    path.write_bytes(content[:place] + data.draw(st.binary(max_size=9)) + content[place + 9 :])
+    with suppress(StartupError, CheckpointError):
+        loaded(path)
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """A small file and its content, to be damaged."""
+    folder = tmp_path_factory.mktemp("damaged")
+    write_gguf(folder / "model.gguf", make_checkpoint(folder / "c", LlamaConfig(**SHAPE)))
+    return folder / "model.gguf", (folder / "model.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda w: w.add_string("general.architecture", "mamba"), "architecture mamba is not"),
+        (lambda w: w.add_string("tokenizer.ggml.model", "rwkv"), "tokenizer rwkv is not supported"),
+        (lambda w: w.add_string("tokenizer.ggml.pre", "bloom"), "pre-tokenizer bloom is not"),
+        (lambda w: w.add_string("llama.block_count", "3"), "block_count must be a whole number"),
+        (lambda w: w.add_token_merges(["ab"]), "merge 'ab' does not have two parts"),
+        (lambda w: w.add_token_types([1]), "97 tokens, but 1 types"),
+        (lambda w: w.add_token_list(["a"] * 97), "the token 'a' twice"),
+        (lambda w: w.add_uint32("general.alignment", 0), "alignment must be a positive"),
+        (lambda w: w.add_uint32("llama.embedding_length", 128), "but config.json asks for"),
+        (lambda w: w.add_tensor("x.weight", np.zeros(3, np.float64)), "stored as F64, which is"),
+        (lambda w: w.add_tensor("x.weight", np.zeros(3, np.float32)), "x.weight is not part of"),
+    ],
+)
+def test_wrong_content_is_refused_with_its_key(
+    tmp_path: Path, change: Callable[[GGUFWriter], None], reason: str
+) -> None:
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["llama"])
+    write_gguf(tmp_path / "model.gguf", model, further=change)
+    with pytest.raises((StartupError, CheckpointError), match=reason):
+        loaded(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2, tied", "qwen3"])
+def test_transformers_reads_the_same_file_alike(tmp_path: Path, name: str) -> None:
+    """The tests' own writer would not notice a convention that it shares with the reader."""
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES[name])
+    write_gguf(tmp_path / "model.gguf", model, K.F16)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    tokens = random_tokens(TOKENS, 1)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, reference_logits(theirs, tokens), atol=1e-4, rtol=0)
+
+
+def loaded(path: Path) -> Decoder:
+    with opened_checkpoint(path) as directory:
+        return load_model(directory, torch.float32)
+
+
+def logits_of(decoder: Decoder, tokens: Tensor) -> Tensor:
+    driver = Driver(decoder, [tokens], block_size=16)
+    driver.step([(0, len(tokens) - 5)])
+    for _ in range(5):
+        driver.step([(0, 1)])
+    return driver.logits[0]
