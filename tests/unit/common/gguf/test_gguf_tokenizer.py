@@ -1,0 +1,203 @@
+"""Tokenizers of GGUF files: the ids of the library that made the vocabulary, on 100,000 lines."""
+
+import inspect
+import io
+import json
+import random
+import re
+import sysconfig
+import unicodedata
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter, TokenType
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tiktoken_ext import openai_public
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from services.common.checkpoint import opened_checkpoint
+from services.tokenizer.text.vocabulary import Vocabulary
+
+LINES = 100_000
+ARCHITECTURE = "llama"
+
+
+@pytest.fixture(scope="module")
+def corpus() -> list[str]:
+    """Lines of code and prose, and lines of random Unicode."""
+    source = random.Random(1)
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(path for path in folder.rglob("*.py") if path.stat().st_size > 10_000)
+    lines: list[str] = []
+    for file in files:
+        lines += file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        if len(lines) > LINES - 10_000:
+            break
+    letters = [
+        chr(code)
+        for code in (*range(0x20, 0x2000), *range(0x3040, 0x9FFF, 7), *range(0x1F300, 0x1F6FF))
+        if chr(code).isprintable() or chr(code).isspace()
+    ]
+    words = ["don't", "WE'LL", " 12345", "\t\t", "  \n", "naïve", "…", "_x1", "ﬁ", "\r\n"]
+    while len(lines) < LINES:
+        line = source.choices(letters, k=source.randrange(1, 12)) + source.choices(words, k=2)
+        source.shuffle(line)
+        lines.append("".join(line))
+    return lines
+
+
+def tiktoken_pattern() -> str:
+    """Return the expression of o200k_base, which its function would download a vocabulary for."""
+    source = inspect.getsource(openai_public.o200k_base)
+    parts = re.findall(r'r"""(.*?)"""', source, re.DOTALL)
+    assert len(parts) > 5
+    return "|".join(parts)
+
+
+def isolated(pattern: str) -> PreTokenizer:
+    plain = ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([Split(Regex(pattern), "isolated"), plain])
+
+
+ORIGINALS: dict[str, Callable[[], PreTokenizer]] = {
+    "gpt-2": lambda: ByteLevel(add_prefix_space=False),
+    "starcoder": lambda: pre_tokenizers.Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    ),
+    "llama-bpe": lambda: isolated(TikTokenConverter().pattern),
+    "qwen2": lambda: isolated(PRETOKENIZE_REGEX),
+    "gpt-4o": lambda: isolated(tiktoken_pattern()),
+}
+"""Pre-tokenizers of the original libraries, by their names in llama.cpp"""
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_byte_level_ids_equal_those_of_the_original(
+    tmp_path: Path, corpus: Sequence[str], name: str
+) -> None:
+    original = Tokenizer(models.BPE())
+    original.pre_tokenizer = ORIGINALS[name]()
+    original.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    original.train_from_iterator(corpus[::20], trainer)
+    original.add_special_tokens(["<|end|>"])
+    original.add_tokens([AddedToken("<tool>", normalized=False)])
+    state = json.loads(original.to_str())
+    tokens = sorted(original.get_vocab(), key=original.get_vocab().__getitem__)
+    kinds = {"<|end|>": TokenType.CONTROL, "<tool>": TokenType.USER_DEFINED}
+
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(name)
+        writer.add_token_list(tokens)
+        writer.add_token_types([kinds.get(token, TokenType.NORMAL) for token in tokens])
+        writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
+        writer.add_eos_token_id(tokens.index("<|end|>"))
+        writer.add_bos_token_id(tokens.index("<|end|>"))
+        writer.add_add_bos_token(False)
+
+    vocabulary = vocabulary_of(tmp_path, len(tokens), write)
+    texts = [*corpus, "a<|end|><tool>b"]
+    if name == "qwen2":
+        texts = [unicodedata.normalize("NFC", text) for text in texts]
+    expected = [encoding.ids for encoding in original.encode_batch_fast(texts)]
+    assert [vocabulary.encode(text) for text in texts] == expected
+    assert vocabulary.eos_id == tokens.index("<|end|>")
+    sample = "".join(texts[-50:])
+    decoded = vocabulary.decode(vocabulary.encode(sample), skip_special_tokens=False)
+    assert "".join(decoded) == sample
+
+
+@pytest.mark.parametrize("adds_space", [True, False])
+def test_sentencepiece_ids_equal_those_of_the_original(
+    tmp_path: Path, corpus: Sequence[str], adds_space: bool
+) -> None:
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus[::20]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=2000,
+        byte_fallback=True,
+        character_coverage=0.99,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=adds_space,
+        user_defined_symbols=["<tool>"],
+        minloglevel=2,
+    )
+    original = SentencePieceProcessor(model_proto=model.getvalue())
+    size = original.vocab_size()
+
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([original.id_to_piece(i) for i in range(size)])
+        writer.add_token_scores([original.get_score(i) for i in range(size)])
+        writer.add_token_types([kind_of(original, i) for i in range(size)])
+        writer.add_bos_token_id(original.bos_id())
+        writer.add_eos_token_id(original.eos_id())
+        writer.add_unk_token_id(original.unk_id())
+        writer.add_add_space_prefix(adds_space)
+
+    vocabulary = vocabulary_of(tmp_path, size, write)
+    assert vocabulary.adds_bos
+    expected = original.encode(list(corpus))
+    assert [vocabulary.encode(text)[1:] for text in corpus] == expected
+    for text in corpus[-50:]:
+        decoded = "".join(vocabulary.decode(vocabulary.encode(text)))
+        assert decoded == original.decode(original.encode(text))
+
+
+def kind_of(original: SentencePieceProcessor, token: int) -> TokenType:
+    if original.is_unknown(token):
+        return TokenType.UNKNOWN
+    if original.is_control(token):
+        return TokenType.CONTROL
+    if original.is_byte(token):
+        return TokenType.BYTE
+    is_user_defined = original.id_to_piece(token) == "<tool>"
+    return TokenType.USER_DEFINED if is_user_defined else TokenType.NORMAL
+
+
+def test_chat_templates_come_from_the_file(tmp_path: Path) -> None:
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(sorted(ByteLevel.alphabet()))
+        writer.add_token_merges([])
+        writer.add_chat_template(
+            [
+                {"name": "default", "template": "{{ messages }}"},
+                {"name": "tool_use", "template": "{{ tools }}"},
+            ]
+        )
+
+    vocabulary = vocabulary_of(tmp_path, 256, write)
+    assert vocabulary.chat_templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+
+
+def vocabulary_of(folder: Path, size: int, write: Callable[[GGUFWriter], Any]) -> Vocabulary:
+    """Return the vocabulary of a GGUF file without layers."""
+    path = folder / "model.gguf"
+    writer = GGUFWriter(path, ARCHITECTURE)
+    writer.add_context_length(64)
+    writer.add_embedding_length(2)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(2)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    write(writer)
+    writer.add_tensor("token_embd.weight", np.zeros((size, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with opened_checkpoint(path) as directory:
+        return Vocabulary(directory)
