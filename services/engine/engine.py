@@ -91,7 +91,9 @@ class Engine:
     """
 
     def __init__(self, model: str | Path, settings: EngineSettings | None = None) -> None:
-        """Load the checkpoint in directory `model`, or the GGUF file `model`. Raises CheckpointError or StartupError.
+        """Load the checkpoint in directory `model`, or the GGUF file `model`.
+
+        Raises CheckpointError or StartupError.
 
         settings: flags of the engine service; those of its server have no effect.
         """

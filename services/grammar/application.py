@@ -8,9 +8,9 @@ import grpc
 
 from services.common.server import Application
 from services.common.settings import (
-    CheckpointSettings,
     INSTANT,
     LAST_PORT,
+    CheckpointSettings,
     ServerSettings,
     setting,
 )

@@ -10,8 +10,8 @@ from prometheus_client import REGISTRY
 
 from services.common.server import Application
 from services.common.settings import (
-    CheckpointSettings,
     LAST_PORT,
+    CheckpointSettings,
     LimitSettings,
     PeerSettings,
     StartupError,

@@ -1,7 +1,7 @@
 """GGUF files: typed metadata, and the place of each tensor.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. The reader of
-the package `gguf` makes an object of each token, which takes seconds for a large vocabulary.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. The reader
+of the package `gguf` makes an object of each token, which takes seconds for a large vocabulary.
 """
 
 import mmap
@@ -18,7 +18,19 @@ __all__ = ["GgufError", "GgufFile", "GgufTensor", "Value"]
 Value: TypeAlias = "bool | int | float | str | list[bool] | list[int] | list[float] | list[str]"
 
 _MAGIC = b"GGUF"
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 """Format of each numeric type of metadata, as `struct` names it"""
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32
@@ -159,7 +171,9 @@ class _Header:
         self._at = len(_MAGIC)
         version = self._number("I")
         if version not in (2, 3):
-            raise GgufError(f"{self._path} has version {version} of GGUF; versions 2 and 3 are read.")
+            raise GgufError(
+                f"{self._path} has version {version} of GGUF; versions 2 and 3 are read."
+            )
         num_tensors, num_values = int(self._number("Q")), int(self._number("Q"))
         for _ in range(num_values):
             key = self._string()
@@ -202,8 +216,8 @@ class _Header:
             raise GgufError(f"{self._path} is damaged: it has a value of the unknown type {kind}.")
         return _NUMBERS[kind]
 
-    def _number(self, format: str) -> int | float | bool:
-        (number,) = self._unpack(format)
+    def _number(self, layout: str) -> int | float | bool:
+        (number,) = self._unpack(layout)
         return number
 
     def _string(self) -> str:
@@ -217,12 +231,12 @@ class _Header:
         except UnicodeDecodeError:
             raise GgufError(f"{self._path} is damaged: a string in it is not UTF-8.") from None
 
-    def _unpack(self, format: str) -> tuple[int | float | bool, ...]:
+    def _unpack(self, layout: str) -> tuple[int | float | bool, ...]:
         try:
-            values = struct.unpack_from(f"<{format}", self._bytes, self._at)
+            values = struct.unpack_from(f"<{layout}", self._bytes, self._at)
         except struct.error:
             raise self._truncated() from None
-        self._at += struct.calcsize(f"<{format}")
+        self._at += struct.calcsize(f"<{layout}")
         return values
 
     def _truncated(self) -> GgufError:

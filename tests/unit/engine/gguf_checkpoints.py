@@ -64,9 +64,7 @@ def write_gguf(
     in place of the model's own. further: writes more, or other values.
     """
     architecture = ARCHITECTURES[model.config.model_type]
-    writer = GGUFWriter(
-        path, MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors
-    )
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
     _write_metadata(writer, model.config)
     _write_tokens(writer, model.config.vocab_size)
     further(writer)

@@ -21,8 +21,7 @@ INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.saf
 @pytest.mark.parametrize(
     ("files", "remedy"),
     [
-        ({"model.gguf": ""}, "GGUF format"),
-        ({"config.json": CONFIG, "model-q4.gguf": ""}, "safetensors files instead"),
+        ({"a-q4.gguf": "", "a-q8.gguf": ""}, "holds 2 GGUF files (a-q4.gguf, a-q8.gguf"),
         ({"adapter_config.json": '{"base_model_name_or_path": "a/b"}'}, "merge it into a/b"),
         ({"adapter_config.json": "[]", "adapter_model.safetensors": ""}, "its base model"),
         ({"config.json": CONFIG, "pytorch_model.bin": ""}, "AutoModelForCausalLM"),
@@ -72,9 +71,13 @@ def test_repository_is_downloaded_only_where_the_user_asks_for_it() -> None:
 
 
 def test_file_is_refused_with_its_remedy(tmp_path: Path) -> None:
-    for name, remedy in (("a.gguf", "GGUF"), ("model.safetensors", "give the directory")):
-        (tmp_path / name).touch()
-        assert_refused(serve("--model", str(tmp_path / name)), remedy)
+    (tmp_path / "model.safetensors").touch()
+    assert_refused(serve("--model", str(tmp_path / "model.safetensors")), "give the directory")
+
+
+def test_gguf_file_is_served_under_its_name(tmp_path: Path) -> None:
+    for name in ("coder-Q4_0.gguf", "coder-Q4_0-00001-of-00002.gguf"):
+        assert served_name(tmp_path / name) == "coder-Q4_0"
 
 
 def test_snapshot_is_served_under_the_name_of_its_repository(tmp_path: Path) -> None:
