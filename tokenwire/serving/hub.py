@@ -7,11 +7,16 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
 
 __all__ = ["HubCheckpoint", "HubError"]
 
 _PREFIX = "hf:"
-_NAME = re.compile(r"hf:(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)
+_NAME = re.compile(r"hf:(\w[\w.-]*/\w[\w.-]*)(?:/([^@]+\.gguf))?(?:@(.+))?", re.ASCII)
+_PART = re.compile(r"-\d{5}-of-(\d{5}\.gguf)$")
 _NEEDED = (
     *("*.safetensors", "*.json", "*.jinja"),
     *("tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"),
@@ -33,6 +38,8 @@ class HubCheckpoint:
 
     repository: str
     """owner/name"""
+    file: str | None
+    """GGUF file in the repository; None = its safetensors files"""
     revision: str | None
     """Branch, tag or commit; None = the main branch"""
 
@@ -43,39 +50,48 @@ class HubCheckpoint:
 
     @staticmethod
     def parse(text: str) -> "HubCheckpoint":
-        """Read hf:owner/name or hf:owner/name@revision. Raises HubError."""
+        """Read hf:owner/name or hf:owner/name/FILE.gguf, with or without @revision.
+
+        Raises HubError.
+        """
         match = _NAME.fullmatch(text)
         if match is None:
             raise HubError(
-                f"A model of the hub is named hf:owner/name or hf:owner/name@revision, not {text}."
+                "A model of the hub is named hf:owner/name or hf:owner/name/FILE.gguf, with or "
+                f"without @revision, not {text}."
             )
-        return HubCheckpoint(match[1], match[2])
+        return HubCheckpoint(*match.groups())
 
     def __str__(self) -> str:
-        return f"{_PREFIX}{self.repository}" + (f"@{self.revision}" if self.revision else "")
+        file = f"/{self.file}" if self.file else ""
+        return f"{_PREFIX}{self.repository}{file}" + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def _wanted(self) -> list[str]:
+        """Patterns of the files to download."""
+        return list(_NEEDED) if self.file is None else [_PART.sub(r"-*-of-\1", self.file)]
 
     def cached(self) -> Path:
-        """Return the directory in the cache. Raises HubError unless all files are there."""
+        """Return the directory or file in the cache. Raises HubError unless it is complete."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         try:
-            return Path(
-                snapshot_download(
-                    self.repository,
-                    revision=self.revision,
-                    allow_patterns=list(_NEEDED),
-                    ignore_patterns=list(_LEFT_OUT),
-                    local_files_only=True,
-                )
+            folder = snapshot_download(
+                self.repository,
+                revision=self.revision,
+                allow_patterns=self._wanted,
+                ignore_patterns=list(_LEFT_OUT),
+                local_files_only=True,
             )
         except LocalEntryNotFoundError:
             raise HubError(
                 f"{self} is not in the cache of the hub; `tokenwire pull {self}` downloads it."
             ) from None
+        return Path(folder, self.file or "")
 
     def download(self, folder: Path | None = None) -> Path:
-        """Download what is not in the cache yet, and return the directory.
+        """Download what is not in the cache yet, and return the directory or file.
 
         folder: directory to use in place of the cache. Without a connection the cache must have
         all files. Shows a bar on a terminal. Raises HubError.
@@ -94,14 +110,12 @@ class HubCheckpoint:
         try:
             if not constants.HF_HUB_OFFLINE:
                 self._announce()
-            return Path(
-                snapshot_download(
-                    self.repository,
-                    revision=self.revision,
-                    allow_patterns=list(_NEEDED),
-                    ignore_patterns=list(_LEFT_OUT),
-                    local_dir=folder,
-                )
+            made = snapshot_download(
+                self.repository,
+                revision=self.revision,
+                allow_patterns=self._wanted,
+                ignore_patterns=list(_LEFT_OUT),
+                local_dir=folder,
             )
         except GatedRepoError:
             raise HubError(
@@ -122,25 +136,39 @@ class HubCheckpoint:
         except (OSError, ValueError) as error:  # the disk, an HTTP response, or the name
             why = " ".join(str(error).split()).rstrip(".")
             raise HubError(f"{self} can't be downloaded: {why}.") from None
+        return Path(made, self.file or "")
 
     def _announce(self) -> None:
         """Print how much the download takes. Raises HubError if the repository has no weights."""
-        from huggingface_hub import snapshot_download
         from huggingface_hub.errors import DryRunError
 
         try:
-            files = snapshot_download(
-                self.repository,
-                revision=self.revision,
-                allow_patterns=list(_NEEDED),
-                ignore_patterns=list(_LEFT_OUT),
-                dry_run=True,
-            )
+            files = self._listed(self._wanted)
+            if not any(file.filename.endswith((".safetensors", ".gguf")) for file in files):
+                ggufs = [file.filename for file in self._listed(["*.gguf"])]
+                raise HubError(self._without_weights(ggufs))
         except DryRunError:
             return  # without a connection, the cache may still have everything
-        if not any(file.filename.endswith(".safetensors") for file in files):
-            raise HubError(f"{self} has no safetensors files; docs/models.md says what is served.")
         missing = [file.file_size or 0 for file in files if file.will_download]
         if missing:
             size = f"{sum(missing) / 1e9:.2f} GB"
             print(f"Downloading {self}: {len(missing)} files, {size}", file=sys.stderr)
+
+    def _listed(self, patterns: list[str]) -> "list[DryRunFileInfo]":
+        """Return the files of the repository whose names match a pattern."""
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(
+            self.repository,
+            revision=self.revision,
+            allow_patterns=patterns,
+            ignore_patterns=list(_LEFT_OUT),
+            dry_run=True,
+        )
+
+    def _without_weights(self, ggufs: list[str]) -> str:
+        if not ggufs:
+            return f"{self} has no safetensors and no GGUF files; docs/models.md says what is read."
+        wrong = f"{self} does not exist" if self.file else f"{self} has GGUF files only"
+        names = " or ".join(f"hf:{self.repository}/{file}" for file in sorted(ggufs)[:3])
+        return f"{wrong}; name one of its {len(ggufs)} files, such as {names}."

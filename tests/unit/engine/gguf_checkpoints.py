@@ -246,7 +246,7 @@ def _llama3_divisors(rope: dict[str, Any], rotated: int) -> Numbers:
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     original = rope["original_max_position_embeddings"]
     smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    return np.asarray(1 / ((1 - smooth) / factor + smooth), np.float32)
 
 
 def _write_tokens(writer: GGUFWriter, size: int) -> None:

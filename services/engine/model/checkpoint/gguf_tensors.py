@@ -89,8 +89,8 @@ class GgufTensors(TensorFiles):
     def _add(self, tensor: GgufTensor, file_size: int) -> None:
         names = ", ".join(kind.name for kind in _READ)
         if tensor.kind not in _READ:
-            known = tensor.kind in iter(_KIND)
-            kind = _KIND(tensor.kind).name if known else f"the unknown type {tensor.kind}"
+            named = {kind.value: kind.name for kind in _KIND}
+            kind = named.get(tensor.kind, f"the unknown type {tensor.kind}")
             raise CheckpointError(
                 f"{tensor.file}: the tensor {tensor.name} is stored as {kind}, which is not "
                 f"supported. Supported: {names}."

@@ -70,7 +70,7 @@ ORIGINALS: dict[str, Callable[[], PreTokenizer]] = {
     "starcoder": lambda: pre_tokenizers.Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     ),
-    "llama-bpe": lambda: isolated(TikTokenConverter().pattern),
+    "llama-bpe": lambda: isolated(TikTokenConverter().pattern),  # type: ignore[no-untyped-call]
     "qwen2": lambda: isolated(PRETOKENIZE_REGEX),
     "gpt-4o": lambda: isolated(tiktoken_pattern()),
 }

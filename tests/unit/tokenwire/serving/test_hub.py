@@ -44,6 +44,8 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
             *("original/consolidated.safetensors", "original/params.json", "image.png"),
         ),
         "a/pickle": make("pickle", "config.json", "pytorch_model.bin"),
+        "a/quantised": make("quantised", "m-Q4_0.gguf", "m-Q8_0.gguf", "README.md"),
+        "a/split": make("split", *(f"s-0000{i}-of-00002.gguf" for i in (1, 2)), "s-Q8_0.gguf"),
         "a/gated": make("gated", *NEEDED),
     }
     with running_hub(Hub(repositories, gated="a/gated")) as hub:
@@ -104,6 +106,18 @@ def test_directory_of_the_users_choice_has_the_files_themselves(hub: Hub, tmp_pa
     assert not (folder / "model.safetensors").is_symlink()
 
 
+def test_gguf_file_is_downloaded_alone(hub: Hub) -> None:
+    file = pulled("hf:a/quantised/m-Q8_0.gguf@main")
+    assert file.read_text() == "quantised m-Q8_0.gguf"
+    assert hub.downloaded == ["m-Q8_0.gguf"]
+
+
+def test_split_gguf_file_is_downloaded_whole(hub: Hub) -> None:
+    file = pulled("hf:a/split/s-00001-of-00002.gguf")
+    assert file.name == "s-00001-of-00002.gguf"
+    assert sorted(hub.downloaded) == ["s-00001-of-00002.gguf", "s-00002-of-00002.gguf"]
+
+
 def test_revision_may_be_a_commit(hub: Hub) -> None:
     assert pulled(f"hf:a/model@{COMMIT}").name == COMMIT
 
@@ -111,7 +125,9 @@ def test_revision_may_be_a_commit(hub: Hub) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("hf:a/pickle", "no safetensors files"),
+        ("hf:a/pickle", "no safetensors and no GGUF files"),
+        ("hf:a/quantised", "such as hf:a/quantised/m-Q4_0.gguf or hf:a/quantised/m-Q8_0.gguf"),
+        ("hf:a/quantised/m-Q5_0.gguf", "m-Q5_0.gguf does not exist; name one of its 2 files"),
         ("hf:a/none", "no model a/none that you may read"),
         ("hf:a/model@v9", "a/model has no revision v9"),
         ("hf:a/gated", "set HF_TOKEN"),
