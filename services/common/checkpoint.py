@@ -1,5 +1,6 @@
 """The checkpoint that a service was given, as a directory in Hugging Face form."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,11 @@ from typing import TypeVar
 from services.common.gguf.checkpoint_files import write_checkpoint
 from services.common.gguf.gguf_file import GgufError
 from services.common.settings import CheckpointSettings, ServerSettings, StartupError
+from services.common.tokenizer_files.definition import TokenizerError
+from services.common.tokenizer_files.other_tokenizers import (
+    find_other_tokenizer,
+    read_other_tokenizer,
+)
 from tokenwire.serving.checkpoint_folder import (
     CheckpointFolderError,
     gguf_of,
@@ -19,6 +25,7 @@ from tokenwire.serving.checkpoint_folder import (
 
 __all__ = ["opened", "opened_checkpoint"]
 
+_TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 S = TypeVar("S", bound=ServerSettings)
 
 
@@ -38,9 +45,10 @@ def opened(settings: S) -> Iterator[S]:
 
 @contextmanager
 def opened_checkpoint(path: Path) -> Iterator[Path]:
-    """Yield the directory of a checkpoint; that of a GGUF file is made, and removed at the end.
+    """Yield the directory of a checkpoint in Hugging Face form.
 
-    Raises StartupError for a path that holds no checkpoint that is read.
+    It is made, and removed at the end, for a GGUF file, and for a directory whose tokenizer has
+    another form than tokenizer.json. Raises StartupError for a path that holds no checkpoint.
     """
     if path == Path():
         raise StartupError("--model must name the directory of a checkpoint, or a GGUF file.")
@@ -48,13 +56,30 @@ def opened_checkpoint(path: Path) -> Iterator[Path]:
         require_readable(path)
     except CheckpointFolderError as error:
         raise StartupError(str(error)) from None
-    file = gguf_of(path)
-    if file is None:
+    gguf = gguf_of(path)
+    other = None if gguf or (path / _TOKENIZER).exists() else find_other_tokenizer(path)
+    if gguf is None and other is None:
         yield path
         return
-    with tempfile.TemporaryDirectory(prefix="tokenwire-gguf-") as directory:
+    with tempfile.TemporaryDirectory(prefix="tokenwire-checkpoint-") as name:
+        directory = Path(name)
         try:
-            write_checkpoint(file, Path(directory))
+            if gguf is not None:
+                write_checkpoint(gguf, directory)
+            elif other is not None:
+                _write_tokenizer(other, directory)
         except GgufError as error:
             raise StartupError(str(error)) from None
-        yield Path(directory)
+        except TokenizerError as error:
+            raise StartupError(f"{other} is not read: {error}.") from None
+        yield directory
+
+
+def _write_tokenizer(file: Path, directory: Path) -> None:
+    """Write the tokenizer in its new form, and links to all that lies beside it."""
+    made = dict(zip((_TOKENIZER, _CONFIG), read_other_tokenizer(file), strict=True))
+    for beside in file.parent.absolute().iterdir():
+        if beside.name not in made:
+            (directory / beside.name).symlink_to(beside)
+    for name, content in made.items():
+        (directory / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -19,7 +19,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REPOSITORY = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 """Folder of a repository in the cache of a Hugging Face hub"""
 _PICKLES = ("pytorch_model*.bin", "consolidated*.pth", "*.pt", "*.pth")
-_OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "*.tiktoken")
 _CONVERT = (
     "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
     "[each.from_pretrained('{0}').save_pretrained('{1}') for each in (M, T)]"
@@ -104,12 +103,6 @@ def _reasons(path: Path) -> Iterator[str]:
         yield from _of_adapter(path)
     yield from _of_pointers(path)
     yield from _of_weights(path)
-    if not (path / "tokenizer.json").exists() and (other := _first(path, *_OTHER_TOKENIZERS)):
-        yield (
-            f"{path} has a tokenizer in {other.name}, which is not read; make tokenizer.json with "
-            '`.venv/bin/python -c "from transformers import AutoTokenizer as T; '
-            f"T.from_pretrained('{path}').save_pretrained('{path}')\"`."
-        )
 
 
 def _of_hub_cache(path: Path) -> Iterator[str]:

@@ -27,8 +27,6 @@ INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.saf
         ({"config.json": CONFIG, "pytorch_model.bin": ""}, "AutoModelForCausalLM"),
         ({"config.json": CONFIG, "model.safetensors": POINTER}, "git lfs pull"),
         ({"config.json": CONFIG, "model.safetensors": "", "tokenizer.json": POINTER}, "git lfs"),
-        ({"config.json": CONFIG, "model.safetensors": "", "tokenizer.model": ""}, "AutoTokenizer"),
-        ({"config.json": CONFIG, "model.safetensors": "", "tekken.json": ""}, "tekken.json"),
         (
             {
                 "config.json": CONFIG,

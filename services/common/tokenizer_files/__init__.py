@@ -1,0 +1,1 @@
+"""tokenizer.json, made from the other files in which tokenizers come."""
