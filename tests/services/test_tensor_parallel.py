@@ -9,7 +9,7 @@ import grpc
 import psutil
 import pytest
 
-from tests.stack import RunningService, running_service
+from tests.stack import RunningService, loop_process, running_service
 from tests.unit.engine import tiny
 from tokenwire.channel import connect
 from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest
@@ -87,3 +87,15 @@ async def test_loss_of_a_rank_ends_the_engine_and_is_logged(
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
         assert await service.process.wait() != 0
     assert "rank 1 has ended" in (tmp_path / "log").read_text()
+
+
+async def test_idle_rank_ends_when_rank_0_is_killed(checkpoint: Path, tmp_path: Path) -> None:
+    async with engine_of_two(checkpoint, tmp_path / "log") as service:
+        async with connect(service.target) as channel:
+            async for _ in EngineServiceStub(channel).Generate(make_request(1, 1)):
+                pass  # rank 1 then waits for a plan
+        worker = rank(service, 1)
+        psutil.Process(loop_process(rank(service, 0).pid)).kill()
+        await asyncio.to_thread(psutil.wait_procs, [worker], timeout=30)
+        assert not worker.is_running()
+        assert await service.process.wait() != 0

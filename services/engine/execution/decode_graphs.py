@@ -34,6 +34,8 @@ class DecodeGraphs:
     kernel.
     All graphs share one memory pool, as large as the largest graph needs. A graph replays with the
     addresses of its capture, so the memory of batches must be reserved beforehand.
+    With several ranks, each has graphs of its own, which contain the sums over all ranks: all ranks
+    must capture and replay them in the same order.
 
     On the CPU there are no graphs: padded batches run directly.
     """
@@ -47,8 +49,9 @@ class DecodeGraphs:
 
     def run(self, batch: StepBatch) -> Tensor:
         """Return hidden states [rows, hidden_size] of a padded batch without prefill chunks."""
+        self._decoder.announce(batch, as_graph=True)
         if not self._is_cuda:
-            return self._decoder.forward(batch, self._cache)
+            return self._decoder.compute(batch, self._cache)
         tables = batch.block_tables
         key = (*tables.shape, tables.data_ptr(), batch.token_ids.data_ptr())
         captured = self._captured.get(key)
@@ -62,11 +65,11 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):  # each pass writes the same keys and values
-                self._decoder.forward(batch, self._cache)
+                self._decoder.compute(batch, self._cache)
         torch.cuda.current_stream().wait_stream(stream)
         # Copy the batch: attention caches metadata on it, which must be captured.
         own = replace(batch)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            hidden = self._decoder.forward(own, self._cache)
+            hidden = self._decoder.compute(own, self._cache)
         return _Captured(graph, hidden, (own, self._decoder.buffers))

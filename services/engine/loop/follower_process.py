@@ -9,9 +9,12 @@ from typing import NoReturn
 from services.common import logging as service_logging
 from services.common.checkpoint import opened
 from services.common.settings import StartupError
-from services.engine.execution.loaded_model import load
+from services.engine.batch.buckets import row_bucket
+from services.engine.execution.decode_graphs import DecodeGraphs
+from services.engine.execution.loaded_model import LoadedModel, load
+from services.engine.loop.loaded_loop import graph_capacity
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.lockstep import follow
+from services.engine.model.lockstep import Follower
 from services.engine.settings import EngineSettings
 
 __all__ = ["run"]
@@ -36,9 +39,23 @@ def run(settings: EngineSettings) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to stop
     model.ranks.watch()
     try:
-        follow(model.decoder, model.cache, model.ranks)
+        _follower(settings, model).run()
     except Exception:
         model.ranks.exit_if_rank_lost()
         _LOG.exception("a step failed")
         os._exit(1)
     os._exit(0)  # skips torch's slow teardown; nothing is left to save
+
+
+def _follower(settings: EngineSettings, model: LoadedModel) -> Follower:
+    """Return a follower that runs decode steps as CUDA graphs if rank 0 does."""
+    decoder, cache, ranks = model.decoder, model.cache, model.ranks
+    capacity = graph_capacity(settings, model)
+    if capacity is None:
+        return Follower(decoder, cache, ranks)
+    rows = row_bucket(capacity.sequences)
+    tokens = max(capacity.tokens, rows)
+    decoder.reserve(tokens, rows)
+    follower = Follower(decoder, cache, ranks, DecodeGraphs(decoder, cache).run)
+    follower.reserve(tokens, rows, capacity.blocks)
+    return follower

@@ -16,7 +16,7 @@ from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.settings import EngineSettings
 
-__all__ = ["LoadedLoop", "load_loop"]
+__all__ = ["LoadedLoop", "graph_capacity", "load_loop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         kernels=_kernels(decoder.device),
         images_are_consecutive=spec.has_grid_positions or spec.family.images_see_ahead,
     )
-    runner = ModelRunner(decoder, cache, _graph_capacity(settings, model))
+    runner = ModelRunner(decoder, cache, graph_capacity(settings, model))
     overlaps = decoder.device.type == "cuda"
     alone = model.ranks.rank.is_alone
     steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
@@ -83,13 +83,10 @@ def _kernels(device: torch.device) -> str:
     return "none" if instructions is None else instructions.name.lower()
 
 
-def _graph_capacity(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
-    """Return the size of the largest decode step if decode steps run as CUDA graphs.
-
-    With several ranks they don't: a graph would leave out what rank 0's host sends to the others.
-    """
+def graph_capacity(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
+    """Return the size of the largest decode step if decode steps run as CUDA graphs."""
     decoder = model.decoder
-    if decoder.device.type != "cuda" or not decoder.is_capturable or not model.ranks.rank.is_alone:
+    if decoder.device.type != "cuda" or not decoder.is_capturable:
         return None
     blocks = -(-decoder.spec.context_length // decoder.block_size)
     tokens = settings.max_step_tokens + settings.max_running

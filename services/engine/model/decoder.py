@@ -152,12 +152,26 @@ class Decoder:
         logits_bytes = rows * self.spec.vocab_size * self._logits.itemsize
         return tokens * allocated // len(self._activations.hidden) + logits_bytes
 
-    @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
         """Return hidden states [rows, hidden_size] before the final norm.
 
         There is a row for each token, or for each of `batch.output_rows`; they are valid until
         the next call. Writes the step's keys and values to `cache`.
+        """
+        self.announce(batch)
+        return self.compute(batch, cache)
+
+    def announce(self, batch: StepBatch, *, as_graph: bool = False) -> None:
+        """Have all other ranks `compute` the batch, if there are several ranks.
+
+        as_graph: they run it as a CUDA graph, and capture it first where this rank does.
+        """
+
+    @torch.inference_mode()
+    def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
+        """Do `forward` on this rank alone, while the other ranks do it too.
+
+        This part can be captured in a CUDA graph.
         """
         buffers = self._buffers(len(batch.token_ids))
         self._embed(batch, buffers.hidden)
@@ -173,12 +187,20 @@ class Decoder:
             self._recording.run(batch, cache, layers)
         return kept.hidden
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 [rows, vocab_size] for rows of `forward`'s result.
 
         They are valid until the next call.
         """
+        self.announce_logits(hidden)
+        return self.compute_logits(hidden)
+
+    def announce_logits(self, hidden: Tensor) -> None:
+        """Have all other ranks `compute_logits` of the same rows, if there are several ranks."""
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Do `logits` on this rank alone, while the other ranks do it too."""
         normed = self._final_norm(hidden)
         logits = self._logits_buffer(hidden.shape[0])
         self._weights.output.into(normed, logits)

@@ -96,7 +96,7 @@ def load_model(
     """
     directory = Path(path)
     whole = load_spec(directory)
-    shard = Shard(ranks.rank.number, ranks.rank.count)
+    shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
     operators = _choose_operators(spec, dtype, device, weights)
     with _open_tensors(directory) as checkpoint:

@@ -1,13 +1,17 @@
 """Lockstep of ranks: rank 0 announces each computation, and all ranks run it.
 
-An order is a few integers between hosts: [query tokens, block table width, decodes, query lengths,
-kept lengths, context lengths] for a forward pass, or [rows] for logits. Tensors travel from device
-to device, so that no device waits for a host.
+An announcement is a plan between hosts: an order of a few integers and, on the CPU, the tensors. On
+a GPU, tensors travel from device to device, so that no device waits for a host.
 """
+
+from array import array
+from collections.abc import Callable
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from services.engine.batch.buckets import table_width
 from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
@@ -15,14 +19,29 @@ from services.engine.model.decoder import Decoder, DecoderWeights
 from services.engine.model.operators.interface import Operators
 from services.engine.ranks.group import RankGroup
 
-__all__ = ["LeadingDecoder", "follow"]
+__all__ = ["Follower", "LeadingDecoder"]
+
+_ALIGNMENT = 4
+"""Multiple, in int32, at which each tensor of a batch begins: Triton compiles kernels for pointers
+to multiples of 16 bytes"""
+
+
+class _Task(IntEnum):
+    """First number of an order; its comment names the others."""
+
+    PASS = 0
+    """Tokens, width of the block tables, decodes, 1 if there are output rows, and of each sequence:
+    query lengths, context lengths and, if there are output rows, their lengths"""
+    GRAPH = 1
+    """The same, for a padded decode step that runs as a CUDA graph"""
+    LOGITS = 2
+    """First row and end of the last pass's rows whose logits are computed"""
+    LOGITS_OF = 3
+    """Number of rows, which travel along"""
 
 
 class LeadingDecoder(Decoder):
-    """Decoder of rank 0, which has the other ranks compute each call along with it.
-
-    `forward` can't be captured: a CUDA graph would leave out the orders, which hosts send.
-    """
+    """Decoder of rank 0, which has the other ranks compute each call along with it."""
 
     def __init__(
         self,
@@ -35,74 +54,168 @@ class LeadingDecoder(Decoder):
     ) -> None:
         super().__init__(spec, dtype, weights, operators, attention)
         self._ranks = ranks
+        self._padding = torch.zeros(_ALIGNMENT, dtype=torch.int32, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        tokens, width = len(batch.token_ids), batch.block_tables.shape[1]
-        queries, contexts = batch.query_lengths_host, batch.context_lengths_host
-        kept = queries if batch.output_rows is None else batch.output_rows.lengths_host
-        self._ranks.send_numbers([tokens, width, batch.num_decodes, *queries, *kept, *contexts])
-        self._ranks.broadcast(_pack(batch))
-        return super().forward(batch, cache)
+    def announce(self, batch: StepBatch, *, as_graph: bool = False) -> None:
+        outputs = batch.output_rows
+        order = array("q", (_Task.GRAPH if as_graph else _Task.PASS, len(batch.token_ids)))
+        order.extend((batch.block_tables.shape[1], batch.num_decodes, outputs is not None))
+        order.extend(batch.query_lengths_host)
+        order.extend(batch.context_lengths_host)
+        if outputs is not None:
+            order.extend(outputs.lengths_host)
+        self._send(order, self._pack(batch))
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.contiguous()
-        self._ranks.send_numbers([len(hidden)])
-        self._ranks.broadcast(hidden)
-        return super().logits(hidden)
+    def announce_logits(self, hidden: Tensor) -> None:
+        rows = _rows_within(hidden, self._activations.hidden)
+        if rows is None:
+            order = array("q", (_Task.LOGITS_OF, len(hidden)))
+            self._send(order, hidden.contiguous())
+        else:  # all ranks have the same hidden states
+            self._send(array("q", (_Task.LOGITS, rows.start, rows.stop)))
 
     @property
     def has_argmax(self) -> bool:
         return False  # each rank has logits of a part of the vocabulary
 
-
-@torch.inference_mode()
-def follow(decoder: Decoder, cache: KVCache, ranks: RankGroup) -> None:
-    """Compute what rank 0 orders until it dissolves the group."""
-    while order := ranks.receive_numbers():
-        if len(order) == 1:
-            shape = (order[0], decoder.spec.hidden_size)
-            hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-            decoder.logits(ranks.broadcast(hidden))
+    def _send(self, order: "array[int]", tensor: Tensor | None = None) -> None:
+        plan = array("q", (len(order),)).tobytes() + order.tobytes()
+        if tensor is None:
+            self._ranks.send(plan)
+        elif self.device.type == "cpu":
+            self._ranks.send(plan + tensor.view(-1).view(torch.uint8).numpy().tobytes())
         else:
-            decoder.forward(_receive(order, ranks, decoder.device), cache)
+            self._ranks.send(plan)
+            self._ranks.broadcast(tensor)
+
+    def _pack(self, batch: StepBatch) -> Tensor:
+        """Join the batch's tensors into one, int32."""
+        tensors = [batch.token_ids, batch.positions, batch.slots]
+        tensors += [batch.query_starts, batch.context_lengths, batch.block_tables]
+        if batch.output_rows is not None:
+            tensors += [batch.output_rows.indices, batch.output_rows.starts]
+        parts = []
+        for tensor in tensors:
+            part = tensor.reshape(-1).view(torch.int32)
+            parts += [part, self._padding[: -len(part) % _ALIGNMENT]]
+        return torch.cat(parts)
 
 
-def _receive(order: list[int], ranks: RankGroup, device: torch.device) -> StepBatch:
-    tokens, width, num_decodes, *lengths = order
-    count = len(lengths) // 3
-    queries, kept, contexts = (tuple(lengths[i * count : (i + 1) * count]) for i in range(3))
-    sizes = [tokens, tokens, tokens, count + 1, count, count * width]
-    if keeps_some := kept != queries:
-        sizes += [sum(kept), count + 1]
-    packed = ranks.broadcast(torch.empty(sum(sizes), dtype=torch.int64, device=device))
-    token_ids, positions, slots, *rest = packed.split_with_sizes(sizes)
-    query_starts, context_lengths, block_tables = (part.to(torch.int32) for part in rest[:3])
-    return StepBatch(
-        token_ids=token_ids,
-        positions=positions,
-        slots=slots,
-        query_starts=query_starts,
-        context_lengths=context_lengths,
-        block_tables=block_tables.view(count, width),
-        num_decodes=num_decodes,
-        query_lengths_host=queries,
-        context_lengths_host=contexts,
-        output_rows=OutputRows(rest[3], rest[4].to(torch.int32), kept) if keeps_some else None,
-    )
+class Follower:
+    """Computation of a rank other than 0.
+
+    Batches of one shape lie at the same addresses, which CUDA graphs rely on, unless a larger batch
+    comes than was reserved.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        ranks: RankGroup,
+        run_graph: Callable[[StepBatch], Tensor] | None = None,
+    ) -> None:
+        """run_graph: runs a padded decode step as a graph and returns its hidden states."""
+        self._decoder = decoder
+        self._cache = cache
+        self._ranks = ranks
+        self._run_graph = run_graph
+        self._memory = self._allocate(0)
+        """Tensors of the present batch"""
+
+    def reserve(self, tokens: int, sequences: int, blocks: int) -> None:
+        """Reserve memory for batches of up to this size. blocks: of one sequence."""
+        size = sum(_aligned(_sizes(tokens, sequences, table_width(blocks), tokens)))
+        if size > len(self._memory):
+            self._memory = self._allocate(size)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Compute what rank 0 announces until it dissolves the group. Raises RankLostError."""
+        decoder = self._decoder
+        hidden = torch.empty(0)
+        while plan := self._ranks.receive():
+            order, tensors = _split(plan)
+            match order[0]:
+                case _Task.LOGITS:
+                    decoder.compute_logits(hidden[order[1] : order[2]])
+                case _Task.LOGITS_OF:
+                    rows = torch.empty(
+                        (order[1], decoder.spec.hidden_size),
+                        dtype=decoder.dtype,
+                        device=decoder.device,
+                    )
+                    decoder.compute_logits(self._receive(rows, tensors))
+                case _Task.GRAPH if self._run_graph is not None:
+                    hidden = self._run_graph(self._batch(order, tensors))
+                case _:
+                    hidden = decoder.compute(self._batch(order, tensors), self._cache)
+
+    def _batch(self, order: list[int], tensors: memoryview) -> StepBatch:
+        tokens, width, num_decodes, keeps_some, *lengths = order[1:]
+        count = len(lengths) // (3 if keeps_some else 2)
+        queries, contexts, kept = (tuple(lengths[i * count : (i + 1) * count]) for i in range(3))
+        sizes = _sizes(tokens, count, width, sum(kept) if keeps_some else None)
+        aligned = _aligned(sizes)
+        if sum(aligned) > len(self._memory):
+            self._memory = self._allocate(2 * sum(aligned))
+        packed = self._receive(self._memory[: sum(aligned)], tensors)
+        places = zip(packed.split_with_sizes(aligned), sizes, strict=True)
+        parts = [part[:size] for part, size in places]
+        token_ids, positions, slots = (part.view(torch.int64) for part in parts[:3])
+        query_starts, context_lengths, block_tables, *outputs = parts[3:]
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            query_starts=query_starts,
+            context_lengths=context_lengths,
+            block_tables=block_tables.view(count, width),
+            num_decodes=num_decodes,
+            query_lengths_host=queries,
+            context_lengths_host=contexts,
+            output_rows=OutputRows(outputs[0].view(torch.int64), outputs[1], kept)
+            if keeps_some
+            else None,
+        )
+
+    def _allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=self._decoder.device)
+
+    def _receive(self, into: Tensor, tensors: memoryview) -> Tensor:
+        """Fill a contiguous tensor with rank 0's values."""
+        if into.device.type == "cpu":
+            into.view(-1).view(torch.uint8).numpy()[:] = tensors
+            return into
+        return self._ranks.broadcast(into)
 
 
-def _pack(batch: StepBatch) -> Tensor:
-    """Join the batch's tensors into one, int64."""
-    tensors = [
-        batch.token_ids,
-        batch.positions,
-        batch.slots,
-        batch.query_starts,
-        batch.context_lengths,
-        batch.block_tables,
-    ]
-    if batch.output_rows is not None:
-        tensors += [batch.output_rows.indices, batch.output_rows.starts]
-    return torch.cat([tensor.flatten().to(torch.int64) for tensor in tensors])
+def _sizes(tokens: int, sequences: int, width: int, rows: int | None) -> list[int]:
+    """Return the sizes of a batch's tensors in the order of `_pack`, in int32.
+
+    rows: output rows, None without them.
+    """
+    sizes = [2 * tokens] * 3 + [sequences + 1, sequences, sequences * width]
+    return sizes if rows is None else [*sizes, 2 * rows, sequences + 1]
+
+
+def _aligned(sizes: list[int]) -> list[int]:
+    return [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+
+
+def _split(plan: bytearray) -> tuple[list[int], memoryview]:
+    """Return a plan's order and tensors."""
+    [count] = memoryview(plan)[:8].cast("q")
+    end = 8 * (1 + count)
+    return memoryview(plan)[8:end].cast("q").tolist(), memoryview(plan)[end:]
+
+
+def _rows_within(part: Tensor, whole: Tensor) -> range | None:
+    """Return which rows of `whole` the tensor `part` is; None if it has memory of its own."""
+    row_bytes = whole.stride(0) * whole.itemsize
+    first, rest = divmod(part.data_ptr() - whole.data_ptr(), row_bytes)
+    if rest or not 0 <= first < len(whole) or part.stride() != whole.stride():
+        return None
+    return range(first, first + len(part))

@@ -6,7 +6,7 @@ same residual, norms and embedding.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from services.common.settings import StartupError
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.ranks.all_reduce import AllReduce
 
 __all__ = ["Shard"]
 
@@ -26,6 +27,7 @@ class Shard:
 
     number: int = 0
     count: int = 1
+    all_reduce: AllReduce = field(default_factory=AllReduce, compare=False)
 
     def of(self, spec: ModelSpec) -> ModelSpec:
         """Return the shape of this part. Raises StartupError if `count` can't divide the model."""
@@ -74,11 +76,13 @@ class Shard:
 
     def summed(self, projection: Projection, operators: Operators) -> Projection:
         """Sum over the ranks a product that is split by inputs."""
-        return projection if self.count == 1 else _ReducedProjection(projection, operators)
+        if self.count == 1:
+            return projection
+        return _ReducedProjection(projection, operators, self.all_reduce)
 
     def summed_experts(self, experts: FeedForward) -> FeedForward:
         """Sum over the ranks the total of experts that are split by inputs."""
-        return experts if self.count == 1 else _ReducedExperts(experts)
+        return experts if self.count == 1 else _ReducedExperts(experts, self.all_reduce)
 
     def gathered(self, projection: Projection, operators: Operators) -> Projection:
         """Gather on rank 0 a product that is split by outputs."""
@@ -99,7 +103,8 @@ class Shard:
         if self.count == 1 or query_norm is None or key_norm is None:
             return qkv, query_norm, key_norm
         norms = (query_norm, key_norm)
-        return _NormedHeadsProjection(qkv, norms, self.count, epsilon, operators), None, None
+        normed = _NormedHeadsProjection(qkv, norms, self.count, epsilon, operators, self.all_reduce)
+        return normed, None, None
 
     def sizes(self, width: int) -> list[int]:
         """Return each rank's part of `width`; the last may be smaller."""
@@ -128,9 +133,16 @@ class _CollectiveProjection(Projection):
 
 
 class _ReducedProjection(_CollectiveProjection):
+    """A projection split by inputs, summed over the ranks."""
+
+    def __init__(self, projection: Projection, operators: Operators, all_reduce: AllReduce) -> None:
+        super().__init__(projection, operators)
+        self._all_reduce = all_reduce
+
     def into(self, rows: Tensor, out: Tensor) -> None:
-        self._projection.into(rows, out)
-        dist.all_reduce(out)
+        part = self._all_reduce.operand(out)
+        self._projection.into(rows, part)
+        self._all_reduce.sum(part, out)
 
 
 class _GatheredProjection(_CollectiveProjection):
@@ -164,10 +176,12 @@ class _NormedHeadsProjection(_CollectiveProjection):
         ranks: int,
         epsilon: float,
         operators: Operators,
+        all_reduce: AllReduce,
     ) -> None:
         super().__init__(projection, operators)
         self._norms = norms
         self._epsilon = epsilon
+        self._all_reduce = all_reduce
         # A key head that several ranks share counts as often here as in the sum of squares.
         self._widths = [ranks * len(norm) for norm in norms]
 
@@ -175,8 +189,11 @@ class _NormedHeadsProjection(_CollectiveProjection):
         self._projection.into(rows, out)
         queries, keys = (len(norm) for norm in self._norms)
         parts = (out[:, :queries], out[:, queries : queries + keys])
-        squares = torch.stack([part.float().square().sum(dim=1) for part in parts])
-        dist.all_reduce(squares)
+        squares = torch.empty((len(parts), len(rows)), device=rows.device)
+        mine = self._all_reduce.operand(squares)
+        for part, sums in zip(parts, mine, strict=True):
+            torch.sum(part.float().square(), dim=1, out=sums)
+        self._all_reduce.sum(mine, squares)
         for part, norm, square, width in zip(
             parts, self._norms, squares, self._widths, strict=True
         ):
@@ -187,12 +204,14 @@ class _NormedHeadsProjection(_CollectiveProjection):
 @dataclass(frozen=True, slots=True)
 class _ReducedExperts(FeedForward):
     experts: FeedForward
+    all_reduce: AllReduce
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
-        part = torch.zeros(out.shape, device=out.device)
+        total = torch.empty(out.shape, device=out.device)
+        part = self.all_reduce.operand(total).zero_()
         self.experts.add_to(rows, part, inner)
-        dist.all_reduce(part)
-        out += part
+        self.all_reduce.sum(part, total)
+        out += total
 
 
 def _first(flat: Tensor, rows: int, width: int) -> Tensor:

@@ -1,13 +1,14 @@
 """Process group of a tensor-parallel engine's ranks, over torch.distributed.
 
-Tensors travel over NCCL between GPUs and over gloo between CPUs; numbers for the hosts travel over
-gloo. The tests run gloo; NCCL has not been run.
+Tensors travel over NCCL between GPUs and over gloo between CPUs. Plans for the hosts travel through
+shared memory on one machine, and over gloo between machines. The tests run gloo; NCCL has not been
+run.
 """
 
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
@@ -16,7 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.settings import StartupError
+from services.engine.ranks.all_reduce import AllReduce, choose_all_reduce
+from services.engine.ranks.gloo_plans import GlooPlans
+from services.engine.ranks.plan_channel import PlanChannel
 from services.engine.ranks.rank import Rank
+from services.engine.ranks.shared_plans import SharedPlans
 
 __all__ = ["SINGLE_RANK", "RankGroup"]
 
@@ -35,9 +40,18 @@ T = TypeVar("T")
 class RankGroup:
     """This process's rank and its connections to the others; a single rank has none."""
 
-    def __init__(self, rank: Rank, hosts: "dist.ProcessGroup | None" = None) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        hosts: "dist.ProcessGroup | None" = None,
+        plans: PlanChannel | None = None,
+        all_reduce: AllReduce | None = None,
+    ) -> None:
         self.rank = rank
+        self.all_reduce = all_reduce or AllReduce()
+        """The sums of tensors over all ranks"""
         self._hosts = hosts
+        self._plans = plans
         self._is_dissolved = False
         self._watchers: list[threading.Thread] = []
 
@@ -65,7 +79,12 @@ class RankGroup:
             raise StartupError(
                 f"The {rank.count} ranks did not connect to each other: {error}"
             ) from None
-        return RankGroup(rank, hosts)
+
+        def agree(answer: bool) -> bool:
+            return all(_gather(answer, rank, hosts))
+
+        plans = _open_plans(rank, hosts, agree)
+        return RankGroup(rank, hosts, plans, choose_all_reduce(rank, device, agree))
 
     def require_agreement(self, facts: Mapping[str, str]) -> None:
         """Raise StartupError unless all ranks state the same facts, or if a rank has ended."""
@@ -85,22 +104,20 @@ class RankGroup:
         """Return the sum of the ranks' numbers."""
         return sum(self._gather(number))
 
-    def send_numbers(self, numbers: Sequence[int]) -> None:
-        """Send numbers from rank 0 to the hosts of all other ranks."""
-        self._broadcast_host(torch.tensor([len(numbers)]))
-        if numbers:
-            self._broadcast_host(torch.tensor(numbers))
+    def send(self, plan: bytes) -> None:
+        """Send a plan from rank 0 to the hosts of all other ranks. Raises RankLostError."""
+        if self._plans is not None:
+            self._plans.send(plan)
 
-    def receive_numbers(self) -> list[int]:
-        """Wait for rank 0's numbers; an empty list means that rank 0 has dissolved the group."""
-        size = torch.empty(1, dtype=torch.int64)
-        self._broadcast_host(size)
-        received = torch.empty(int(size), dtype=torch.int64)
-        if len(received):
-            self._broadcast_host(received)
-        self._is_dissolved = not len(received)
-        numbers: list[int] = received.tolist()
-        return numbers
+    def receive(self) -> bytearray:
+        """Wait for rank 0's next plan; an empty one means that it has dissolved the group.
+
+        Raises RankLostError.
+        """
+        assert self._plans is not None, "a single rank receives nothing"
+        plan = self._plans.receive()
+        self._is_dissolved = not plan
+        return plan
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Copy rank 0's values into the tensor on the device; shape and dtype must be the same."""
@@ -129,8 +146,7 @@ class RankGroup:
     def dissolve(self) -> None:
         """End all other ranks, from rank 0, and wait for them."""
         self._is_dissolved = True
-        if not self.rank.is_alone:
-            self.send_numbers([])
+        self.send(b"")
         for watcher in self._watchers:
             watcher.join(_DISSOLVE_SECONDS)
 
@@ -147,21 +163,39 @@ class RankGroup:
                 )
                 os._exit(1)
 
-    def _broadcast_host(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, 0, group=self._hosts)
-
     def _gather(self, mine: T) -> list[T]:
         """Return the value of every rank, in order of rank."""
-        if self.rank.is_alone:
-            return [mine]
-        gathered: list[T] = [mine] * self.rank.count
-        try:
-            dist.all_gather_object(gathered, mine, group=self._hosts)
-        except RuntimeError:
-            raise StartupError(
-                "Another rank ended while the engine started; see its message."
-            ) from None
-        return gathered
+        return _gather(mine, self.rank, self._hosts)
+
+
+def _gather(mine: T, rank: Rank, hosts: "dist.ProcessGroup | None") -> list[T]:
+    """Return the value of every rank, in order of rank. Raises StartupError if one has ended."""
+    if rank.is_alone:
+        return [mine]
+    gathered: list[T] = [mine] * rank.count
+    try:
+        dist.all_gather_object(gathered, mine, group=hosts)
+    except RuntimeError:
+        raise StartupError(
+            "Another rank ended while the engine started; see its message."
+        ) from None
+    return gathered
+
+
+def _open_plans(
+    rank: Rank, hosts: "dist.ProcessGroup", agree: Callable[[bool], bool]
+) -> PlanChannel:
+    """Return the fastest channel that works between these ranks."""
+    if rank.local_count != rank.count:
+        return GlooPlans(hosts)
+    shared: SharedPlans | None = None
+    try:
+        shared = SharedPlans.open(rank.number, rank.count, lambda mine: _gather(mine, rank, hosts))
+    except OSError as error:
+        _LOG.warning("the ranks can't share memory: %s; plans travel over gloo", error)
+    if not agree(shared is not None) or shared is None:
+        return GlooPlans(hosts)
+    return shared
 
 
 SINGLE_RANK = RankGroup(Rank())

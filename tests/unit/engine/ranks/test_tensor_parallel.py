@@ -8,18 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, Olmo2Config, PreTrainedConfig, Qwen3MoeConfig
 
 from services.common.settings import StartupError
+from services.engine.batch.step_batch import StepBatch
+from services.engine.execution.decode_graphs import DecodeGraphs
+from services.engine.messages import AddRequest
 from services.engine.model.architecture.spec import ExpertsSpec, ModelSpec
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
-from services.engine.model.lockstep import follow
+from services.engine.model.lockstep import Follower
 from services.engine.model.shard import Shard
+from services.engine.ranks.all_reduce import SymmetricAllReduce
+from services.engine.ranks.gloo_plans import GlooPlans
 from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
 from tests.stack import free_ports
+from tests.unit.engine import tiny
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     Driver,
@@ -68,6 +75,9 @@ IN_TILES: dict[str, PreTrainedConfig] = {
     ),
 }
 """Models whose shards are multiples of 32 wide"""
+SUMMED = ("llama, biases", "olmo2", "qwen3 moe")
+"""Families that sum products, squares and experts over the ranks"""
+PROMPTS = ([1, 2, 3], [4, 5], list(range(1, 41)), [7] * 9, [9, 8])
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +94,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def by_two(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Tensor]]:
-    """Logits of each checkpoint on two ranks; wide ones in bfloat16, the others in float32."""
-    out = tmp_path_factory.mktemp("logits") / "logits"
+def outputs(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with what two ranks compute."""
+    out = tmp_path_factory.mktemp("outputs")
+    tiny.make_checkpoint(out / "model")
     [port] = free_ports(1)
     context = multiprocessing.get_context("spawn")
     processes = [
@@ -100,7 +109,13 @@ def by_two(
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    computed: dict[str, list[Tensor]] = torch.load(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def by_two(outputs: Path) -> dict[str, list[Tensor]]:
+    """Logits of each checkpoint on two ranks; wide ones in bfloat16, the others in float32."""
+    computed: dict[str, list[Tensor]] = torch.load(outputs / "logits")
     return computed
 
 
@@ -108,17 +123,52 @@ def _run_rank(rank: Rank, port: int, checkpoints: dict[str, Path], out: Path) ->
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     ranks = RankGroup.join(rank, torch.device("cpu"))
-    computed = {}
-    for name, path in checkpoints.items():
-        decoder = load_model(path, _dtype(name), ranks=ranks)
-        driver = _driver(decoder)
-        if rank.leads:
-            computed[name] = _drive(driver)
-            ranks.dissolve()
-        else:
-            follow(decoder, driver.cache, ranks)
+    computed = {name: _compute(path, _dtype(name), ranks) for name, path in checkpoints.items()}
+    over_gloo = RankGroup(rank, plans=GlooPlans(dist.new_group(backend="gloo")))
+    computed["over gloo"] = _compute(checkpoints["qwen3"], torch.float32, over_gloo)
+    _exchange_plans(over_gloo)
+    _generate_in_graphs(out / "model", ranks, out / "tokens")
+    kernels = _cpu_kernels()
+    ranks.all_reduce = SymmetricAllReduce(torch.empty(1 << 20, dtype=torch.uint8), "", False)
+    for name in SUMMED:
+        computed[f"{name}, symmetric"] = _compute(checkpoints[name], torch.float32, ranks)
+    del kernels
     if rank.leads:
-        torch.save(computed, out)
+        torch.save(computed, out / "logits")
+
+
+def _compute(path: Path, dtype: torch.dtype, ranks: RankGroup) -> list[Tensor]:
+    """Return rank 0's logits."""
+    decoder = load_model(path, dtype, ranks=ranks)
+    driver = _driver(decoder)
+    if ranks.rank.leads:
+        logits = _drive(driver)
+        ranks.dissolve()
+        return logits
+    Follower(decoder, driver.cache, ranks).run()
+    return []
+
+
+def _exchange_plans(ranks: RankGroup) -> None:
+    for size in (1, 8_184, 8_185, 100_000, 0):
+        plan = bytes(i % 251 for i in range(size))
+        if ranks.rank.leads:
+            ranks.send(plan)
+        else:
+            assert ranks.receive() == plan
+
+
+def _cpu_kernels() -> torch.library.Library:
+    """Define the kernels of symmetric memory on the CPU; they last as long as the return value."""
+
+    def sum_up(operand: Tensor, _operation: str, _group: str, out: Tensor) -> Tensor:
+        dist.all_reduce(operand)
+        return out.copy_(operand)
+
+    library = torch.library.Library("symm_mem", "IMPL")  # type: ignore[no-untyped-call]
+    for name in ("one_shot_all_reduce_out", "two_shot_all_reduce_out"):
+        library.impl(name, sum_up, "CPU")  # type: ignore[no-untyped-call]
+    return library
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -146,6 +196,60 @@ def test_logits_of_two_ranks_equal_those_of_one(
     expected = _drive(_driver(load_model(checkpoints[name], torch.float32)))
     for ours, theirs in zip(by_two[name], expected, strict=True):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_ranks_on_several_machines_exchange_batches_over_gloo(
+    by_two: dict[str, list[Tensor]],
+) -> None:
+    for over_gloo, in_memory in zip(by_two["over gloo"], by_two["qwen3"], strict=True):
+        assert torch.equal(over_gloo, in_memory)
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_sums_in_symmetric_memory_give_the_same_logits(
+    name: str, by_two: dict[str, list[Tensor]]
+) -> None:
+    for ours, theirs in zip(by_two[f"{name}, symmetric"], by_two[name], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _requests() -> list[AddRequest]:
+    """Return requests that need logits of the last rows, and of rows in between."""
+    return [
+        tiny.make_request(1, PROMPTS),
+        tiny.make_request(2, PROMPTS[2:3], prompt_logprobs=1, max_tokens=20),
+    ]
+
+
+def _generate_in_graphs(path: Path, ranks: RankGroup, out: Path) -> None:
+    """Generate with padded decode steps, which all ranks run as what is a graph on a GPU."""
+    decoder = load_model(path, torch.float32, ranks=ranks)
+    if ranks.rank.leads:
+        loop = tiny.make_loop(decoder, padded=True, overlaps=True)
+        torch.save(tiny.tokens_of(tiny.run(loop, _requests())), out)
+        ranks.dissolve()
+        return
+    cache = decoder.allocate_cache(256 + 1, tiny.BLOCK)
+    graphs = DecodeGraphs(decoder, cache)
+    addresses: dict[object, set[object]] = {}
+
+    def run(batch: StepBatch) -> Tensor:
+        places = (batch.token_ids.data_ptr(), batch.block_tables.data_ptr())
+        addresses.setdefault(batch.block_tables.shape, set()).add(places)
+        return graphs.run(batch)
+
+    follower = Follower(decoder, cache, ranks, run)
+    follower.reserve(512, 64, tiny.CONTEXT)
+    follower.run()
+    # one graph for each shape, which reads the addresses of its capture
+    assert len(addresses) > 1
+    assert all(len(places) == 1 for places in addresses.values())
+
+
+def test_decode_steps_run_as_the_same_graph_on_all_ranks(outputs: Path) -> None:
+    loop = tiny.make_loop(load_model(outputs / "model", torch.float32))
+    generated = torch.load(outputs / "tokens", weights_only=False)
+    assert generated == tiny.tokens_of(tiny.run(loop, _requests()))
 
 
 @needs_tiles
