@@ -3,7 +3,9 @@
 Each size needs its own CUDA graph and its own compiled attention kernel, so there are few sizes.
 """
 
-__all__ = ["row_bucket", "table_width"]
+from collections.abc import Callable, Iterator
+
+__all__ = ["decode_sizes", "row_bucket", "table_width"]
 
 _DENSE = 16
 """Rows above which there is one more size between two powers of two"""
@@ -24,3 +26,28 @@ def table_width(blocks: int) -> int:
     while width < blocks:
         width *= 4
     return width
+
+
+def decode_sizes(most_rows: int, most_blocks: int, num_blocks: int) -> list[tuple[int, int]]:
+    """Return rows and table widths of all padded decode steps that can occur, largest first.
+
+    most_blocks: of one sequence; num_blocks: of the KV cache, which must hold all rows.
+    """
+    widths = list(_up_to(table_width(most_blocks), lambda width: table_width(width + 1)))
+    sizes = []
+    rows_before = 0
+    for rows in _up_to(row_bucket(most_rows), lambda rows: row_bucket(rows + 1)):
+        for before, width in zip((0, *widths), widths, strict=False):
+            # the smallest step of this size has one long row, and else rows of one block
+            if before + 1 + rows_before <= num_blocks:
+                sizes.append((rows, width))
+        rows_before = rows
+    return sorted(sizes, reverse=True)
+
+
+def _up_to(last: int, following: Callable[[int], int]) -> Iterator[int]:
+    size = following(0)
+    while size < last:
+        yield size
+        size = following(size)
+    yield last

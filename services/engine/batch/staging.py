@@ -4,7 +4,7 @@ On the CPU the model reads the buffer itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -61,10 +61,14 @@ class Staging:
     CUDA graphs rely on, until a step exceeds the reserved size.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, copies: bool | None = None) -> None:
+        """copies: the device has memory of its own; None = if it is a GPU."""
         self._device = device
         is_cuda = device.type == "cuda"
-        self._hosts = [_HostBuffer(pinned=is_cuda) for _ in range(2 if is_cuda else 1)]
+        self._copies = is_cuda if copies is None else copies
+        self._hosts = [
+            _HostBuffer(pinned=is_cuda, packs=self._copies) for _ in range(2 if is_cuda else 1)
+        ]
         self._on_device: Tensor | None = None
 
     def reserve(self, tokens: int, sequences: int, blocks: int) -> None:
@@ -72,13 +76,17 @@ class Staging:
         for host in self._hosts:
             host.grow(tokens, sequences, blocks)
 
-    def lay_out(self, tokens: int, tables: Sequence[list[int]]) -> HostFields:
+    def lay_out(
+        self, tokens: int, tables: Sequence[list[int]], least_blocks: int = 1
+    ) -> HostFields:
         """Return the fields of a step to fill in. tables: the blocks of each of its sequences.
+
+        least_blocks: the tables are at least as wide as for a sequence of so many blocks.
 
         A list in `tables` may only grow from step to step: only blocks added to the same list
         object are copied.
         """
-        widest = max(map(len, tables))
+        widest = max(least_blocks, *map(len, tables))
         if not self._hosts[0].holds(tokens, len(tables), widest):
             self.reserve(2 * tokens, 2 * len(tables), 2 * widest)
         self._hosts.reverse()
@@ -87,7 +95,7 @@ class Staging:
     def send(self) -> DeviceFields:
         """Start the copy of the filled-in fields, and return them on the device."""
         host = self._hosts[0]
-        if self._device.type == "cpu":
+        if not self._copies:
             return host.views(host.memory)
         if self._on_device is None or self._on_device.shape != host.memory.shape:
             self._on_device = torch.empty_like(host.memory, device=self._device)
@@ -99,10 +107,12 @@ class _HostBuffer:
     """Host memory: fields of varying length, which end where the block tables begin.
 
     The tables stay in place from step to step, because few sequences get a new block in a step.
+    Where the buffer is copied, they are packed behind the fields, at the width in use.
     """
 
-    def __init__(self, pinned: bool) -> None:
+    def __init__(self, *, pinned: bool, packs: bool) -> None:
         self._pinned = pinned
+        self._packs = packs
         self._tokens = self._rows = self._columns = 0
         self._shape = (0, 0, 0)
         """Tokens, sequences and table columns of the current step"""
@@ -129,7 +139,8 @@ class _HostBuffer:
         self._tables_at = _fields_size(self._tokens, self._rows)
         size = self._tables_at + 4 * self._rows * self._columns
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=self._pinned)
-        self._table = self.memory[self._tables_at :].view(torch.int32).view(self._rows, -1).numpy()
+        tables = self.memory[self._tables_at :].view(torch.int32).view(self._rows, -1)
+        self._table = (torch.zeros_like(tables) if self._packs else tables).numpy()
         self._filled = [([], 0)] * self._rows
         self._fields = None
 
@@ -148,17 +159,22 @@ class _HostBuffer:
             self._shape = shape
             self._views = {}
             staged = self.views(self.memory)
-            self._fields = StepFields(*(getattr(staged, name).numpy() for name in _NAMES))
+            fields = StepFields(*(getattr(staged, name).numpy() for name in _NAMES))
+            rows, columns = self._shape[1:]
+            self._fields = replace(fields, block_tables=self._table[:rows, :columns])
         return self._fields
 
     def copy_to(self, memory: Tensor) -> None:
         """Start the copy of the current step's part to the same offset in the device's memory."""
-        tokens, sequences, _ = self._shape
+        tokens, sequences, columns = self._shape
+        packed = self.views(self.memory).block_tables.numpy()
+        packed[:] = self._table[:sequences, :columns]
         begin = self._tables_at - _fields_size(tokens, sequences)
-        end = self._tables_at + 4 * sequences * self._columns
+        end = self._tables_at + packed.nbytes
         memory[begin:end].copy_(self.memory[begin:end], non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
+        if memory.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
 
     def views(self, memory: Tensor) -> DeviceFields:
         """Return the current step's fields in `memory`, which has the layout of this buffer."""
@@ -173,7 +189,11 @@ class _HostBuffer:
         begin = end - _fields_size(tokens, sequences)
         longs = memory[begin : begin + 40 * tokens].view(torch.int64)
         ints = memory[begin + 40 * tokens : end].view(torch.int32)
-        tables = memory[end:].view(torch.int32).view(self._rows, self._columns)
+        if self._packs:
+            size = 4 * sequences * columns
+            tables = memory[end : end + size].view(torch.int32).view(sequences, columns)
+        else:
+            tables = memory[end:].view(torch.int32).view(self._rows, self._columns)
         token_ids, positions, slots, sources, output_rows = longs.view(5, tokens)
         query_starts, output_starts = ints[: 2 * sequences + 2].view(2, sequences + 1)
         rest = ints[2 * sequences + 2 :]

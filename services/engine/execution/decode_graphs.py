@@ -27,11 +27,11 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """A graph for each size of decode step, captured at the size's first step.
+    """A graph for each size of decode step, captured before the first request.
 
     A size is a number of rows and a width of the block tables; `batch.buckets` keeps their number
-    low. The first step of a size takes several passes, and seconds more where attention compiles a
-    kernel.
+    low. A capture takes several passes, and seconds more where attention compiles a kernel. A step
+    of any other size runs without a graph.
     All graphs share one memory pool, as large as the largest graph needs. A graph replays with the
     addresses of its capture, so the memory of batches must be reserved beforehand.
     With several ranks, each has graphs of its own, which contain the sums over all ranks: all ranks
@@ -50,15 +50,23 @@ class DecodeGraphs:
     def run(self, batch: StepBatch) -> Tensor:
         """Return hidden states [rows, hidden_size] of a padded batch without prefill chunks."""
         self._decoder.announce(batch, as_graph=True)
-        if not self._is_cuda:
-            return self._decoder.compute(batch, self._cache)
-        tables = batch.block_tables
-        key = (*tables.shape, tables.data_ptr(), batch.token_ids.data_ptr())
-        captured = self._captured.get(key)
+        captured = self._captured.get(_key(batch))
         if captured is None:
-            captured = self._captured[key] = self._capture(batch)
+            return self._decoder.compute(batch, self._cache)
         captured.graph.replay()
         return captured.hidden
+
+    def capture(self, batch: StepBatch) -> None:
+        """Capture the size of a padded batch, in whose addresses its later steps must lie."""
+        self._decoder.announce(batch, captures=True)
+        self.capture_here(batch)
+
+    def capture_here(self, batch: StepBatch) -> None:
+        """Do `capture` on this rank alone, while the other ranks do it too."""
+        if self._is_cuda:
+            self._captured[_key(batch)] = self._capture(batch)
+        else:
+            self._decoder.compute(batch, self._cache)
 
     def _capture(self, batch: StepBatch) -> _Captured:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -73,3 +81,8 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             hidden = self._decoder.compute(own, self._cache)
         return _Captured(graph, hidden, (own, self._decoder.buffers))
+
+
+def _key(batch: StepBatch) -> tuple[int, ...]:
+    tables = batch.block_tables
+    return (*tables.shape, tables.data_ptr(), batch.token_ids.data_ptr())

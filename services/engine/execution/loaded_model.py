@@ -3,12 +3,14 @@
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from services.common.settings import StartupError
 from services.engine.execution.memory_budget import choose_num_blocks, require_memory
-from services.engine.execution.model_runner import max_logit_rows
+from services.engine.execution.model_runner import StepCapacity, max_logit_rows
+from services.engine.execution.step_memory import measure_steps
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import touch
 from services.engine.model.attention import KVCache
@@ -19,9 +21,12 @@ from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
 
-__all__ = ["LoadedModel", "load"]
+__all__ = ["LoadedModel", "graph_capacity", "load"]
 
 _LOG = logging.getLogger("loop")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_LEAST_DRIVERS = {"12": "525 or later", "13": "580 or later"}
+"""NVIDIA drivers by the version of CUDA"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     ranks = RankGroup.join(rank, device)
-    dtype = resolve_dtype(settings.dtype)
+    dtype = resolve_dtype(settings.dtype, device)
     decoder = load_model(
         settings.model,
         dtype,
@@ -72,7 +77,13 @@ def load(settings: EngineSettings) -> LoadedModel:
         }
     )
     per_block = KVCache.bytes_per_block(decoder.spec, decoder.block_size, decoder.dtype)
-    num_blocks = _choose_num_blocks(settings, decoder, ranks, per_block)
+    step_bytes = 0
+    if device.type == "cuda":
+        capacity = graph_capacity(settings, decoder)
+        step_bytes = measure_steps(
+            decoder, settings.max_step_tokens, settings.max_running, capacity
+        )
+    num_blocks = _choose_num_blocks(settings, decoder, ranks, per_block, step_bytes)
     return LoadedModel(
         decoder,
         _allocate_cache(decoder, num_blocks, per_block),
@@ -99,9 +110,16 @@ def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> No
 
 
 def _choose_num_blocks(
-    settings: EngineSettings, decoder: Decoder, ranks: RankGroup, per_block: int
+    settings: EngineSettings,
+    decoder: Decoder,
+    ranks: RankGroup,
+    per_block: int,
+    step_bytes: int,
 ) -> int:
-    """Return the number of blocks of `per_block` bytes that every rank has memory for."""
+    """Return the number of blocks of `per_block` bytes that every rank has memory for.
+
+    step_bytes: what the steps of this rank take beside the cache.
+    """
     least = -(-decoder.spec.context_length // decoder.block_size)
     return ranks.minimum(
         choose_num_blocks(
@@ -111,8 +129,18 @@ def _choose_num_blocks(
             least,
             decoder.device,
             _sharers(decoder, ranks),
+            step_bytes,
         )
     )
+
+
+def graph_capacity(settings: EngineSettings, decoder: Decoder) -> StepCapacity | None:
+    """Return the size of the largest decode step if decode steps run as CUDA graphs."""
+    if decoder.device.type != "cuda" or not decoder.is_capturable:
+        return None
+    blocks = -(-decoder.spec.context_length // decoder.block_size)
+    tokens = settings.max_step_tokens + settings.max_running
+    return StepCapacity(tokens, settings.max_running, blocks)
 
 
 def _sharers(decoder: Decoder, ranks: RankGroup) -> int:
@@ -138,10 +166,14 @@ def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCach
 
 
 def _device(name: str, rank: Rank) -> torch.device:
+    if name == "cpu":
+        return torch.device("cpu")
     count = torch.cuda.device_count()
-    if name == "cuda" and not count:
-        raise StartupError("--device cuda: torch finds no CUDA device; use --device cpu.")
-    if name == "cpu" or not count:
+    if not count:
+        if name == "cuda":
+            raise StartupError(f"--device cuda: {_why_no_device()}; use --device cpu.")
+        if _DRIVER.exists():
+            _LOG.warning("the GPU is not used: %s", _why_no_device())
         return torch.device("cpu")
     if rank.local_number >= count:
         raise StartupError(
@@ -150,3 +182,15 @@ def _device(name: str, rank: Rank) -> torch.device:
     device = torch.device("cuda", rank.local_number)
     torch.cuda.set_device(device)
     return device
+
+
+def _why_no_device() -> str:
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    if not _DRIVER.exists():
+        return "the machine has no NVIDIA driver"
+    words = _DRIVER.read_text().split("Module", 1)[-1].split()
+    return (
+        f"torch can't use the NVIDIA driver {words[0] if words else ''}; its CUDA "
+        f"{torch.version.cuda} needs {_LEAST_DRIVERS.get(torch.version.cuda[:2], 'a newer one')}"
+    )

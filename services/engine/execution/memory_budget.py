@@ -10,8 +10,9 @@ from services.engine.settings import parse_bytes
 
 __all__ = ["available_memory", "choose_num_blocks", "in_units", "require_memory"]
 
-_SHARES = {"cpu": 0.25, "cuda": 0.85}
-"""Share of free memory that the KV cache takes by default; a machine has other uses for the rest"""
+_SHARES = {"cpu": 0.25, "cuda": 0.97}
+"""Share of free memory that the KV cache takes by default. A machine has other uses for the rest; a
+GPU needs some for fragments and for kernels that are loaded later"""
 _RESERVE = 512 * 2**20
 """Bytes left for activations and everything else"""
 
@@ -44,14 +45,16 @@ def choose_num_blocks(
     least_blocks: int,
     device: torch.device,
     sharers: int = 1,
+    step_bytes: int = 0,
 ) -> int:
     """Return the number of blocks for `wanted`: "auto" or an amount of memory.
 
     most_blocks: upper bound, enough for all running sequences; least_blocks: enough for one
-    sequence of the full context; sharers: processes that share the memory evenly. Raises
-    StartupError with the amount of missing memory.
+    sequence of the full context; sharers: processes that share the memory evenly; step_bytes: what
+    steps take beside the cache. Raises StartupError with the amount of missing memory.
     """
-    free, share = available_memory(device) // sharers, _SHARES[device.type]
+    free = max(available_memory(device) // sharers - step_bytes, 0)
+    share = _SHARES[device.type]
     if wanted == "auto":
         number = min(int(free * share) // bytes_per_block, most_blocks)
         if number < least_blocks:

@@ -1,6 +1,7 @@
 """Model runner: step plans in, hidden states and logits out."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from services.engine.batch.staging import HostFields, Staging
 from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.execution.decode_graphs import DecodeGraphs
+from services.engine.execution.start_progress import StartProgress
 from services.engine.execution.step_images import NO_IMAGES, StepImages
 from services.engine.model.attention import KVCache
 from services.engine.model.decoder import Decoder
@@ -22,6 +24,9 @@ __all__ = ["SCORED_ROWS", "DeviceTokens", "ModelRunner", "StepCapacity", "max_lo
 
 SCORED_ROWS = 256
 """Prompt rows whose logits are computed at a time"""
+
+
+_NOTHING = StepPlan([], [], 0, 0)
 
 
 def max_logit_rows(max_running: int) -> int:
@@ -82,6 +87,25 @@ class ModelRunner:
         padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
         return self._graphs.run(self._batch(plan, drawn, padding))
 
+    def capture_graphs(
+        self,
+        sizes: Items[tuple[int, int]],
+        progress: StartProgress | None = None,
+        *,
+        announces: bool = True,
+    ) -> None:
+        """Capture the graphs of padded decode steps: rows and blocks of the longest sequence.
+
+        announces: have the other ranks do it too; False = they do it by themselves.
+        """
+        if self._graphs is None:
+            return
+        capture = self._graphs.capture if announces else self._graphs.capture_here
+        for rows, blocks in sizes:
+            capture(self._batch(_NOTHING, None, padding=rows, least_blocks=blocks))
+            if progress is not None:
+                progress.add()
+
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Return the logits of some rows of `forward`'s result, valid until the next call.
 
@@ -99,13 +123,27 @@ class ModelRunner:
         ids: list[int] = self._decoder.argmax(_rows_of(hidden, rows)).tolist()
         return ids
 
+    def release_memory(self) -> None:
+        """Return memory that no tensor uses to the GPU: the pieces may be too small for a step."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def wait(self) -> None:
         """Wait until everything launched so far has run."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _batch(self, plan: StepPlan, drawn: DeviceTokens | None, padding: int = 0) -> StepBatch:
-        """Build the plan's batch. padding: rows to add to a plan without chunks."""
+    def _batch(
+        self,
+        plan: StepPlan,
+        drawn: DeviceTokens | None,
+        padding: int = 0,
+        least_blocks: int = 1,
+    ) -> StepBatch:
+        """Build the plan's batch.
+
+        padding: rows to add to a plan without chunks; least_blocks: as for Staging.lay_out.
+        """
         decodes, chunks = plan.decodes, plan.chunks
         # a padded row is a sequence of one token, in the spare block
         counts = [1] * (len(decodes) + padding) + [chunk.count for chunk in chunks]
@@ -114,7 +152,7 @@ class ModelRunner:
         tables = [s.blocks for s in decodes] + [chunk.sequence.blocks for chunk in chunks]
         tables += [self._spare] * padding
         outputs = [1] * (len(decodes) + padding) + [chunk.num_outputs for chunk in chunks]
-        fields = self._staging.lay_out(sum(counts), tables)
+        fields = self._staging.lay_out(sum(counts), tables, least_blocks)
         fields.query_starts[0] = 0
         np.cumsum(counts, out=fields.query_starts[1:])
         fields.context_lengths[:] = ends

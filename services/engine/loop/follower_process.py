@@ -50,12 +50,13 @@ def run(settings: EngineSettings) -> NoReturn:
 def _follower(settings: EngineSettings, model: LoadedModel) -> Follower:
     """Return a follower that runs decode steps as CUDA graphs if rank 0 does."""
     decoder, cache, ranks = model.decoder, model.cache, model.ranks
-    capacity = graph_capacity(settings, model)
+    capacity = graph_capacity(settings, decoder)
     if capacity is None:
         return Follower(decoder, cache, ranks)
     rows = row_bucket(capacity.sequences)
     tokens = max(capacity.tokens, rows)
     decoder.reserve(tokens, rows)
-    follower = Follower(decoder, cache, ranks, DecodeGraphs(decoder, cache).run)
+    graphs = DecodeGraphs(decoder, cache)
+    follower = Follower(decoder, cache, ranks, graphs.run, graphs.capture)
     follower.reserve(tokens, rows, capacity.blocks)
     return follower

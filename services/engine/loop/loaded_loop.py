@@ -2,21 +2,23 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from services.engine.execution.loaded_model import LoadedModel, load
-from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
+from services.engine.batch.buckets import decode_sizes
+from services.engine.execution.loaded_model import LoadedModel, graph_capacity, load
+from services.engine.execution.model_runner import ModelRunner, max_logit_rows
+from services.engine.execution.start_progress import StartProgress
+from services.engine.execution.step_memory import usable_kernels
 from services.engine.kernels.library import instruction_set
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import ModelDescription
 from services.engine.model.checkpoint.generation import load_generation_defaults
+from services.engine.model.decoder import Decoder
 from services.engine.scheduling.block_pool import BlockPool
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.settings import EngineSettings
 
-__all__ = ["LoadedLoop", "graph_capacity", "load_loop"]
+__all__ = ["LoadedLoop", "load_loop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +68,30 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         total_blocks=model.num_blocks,
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
-        kernels=_kernels(decoder.device),
+        kernels=_kernels(decoder),
         images_are_consecutive=spec.has_grid_positions or spec.family.images_see_ahead,
     )
-    runner = ModelRunner(decoder, cache, graph_capacity(settings, model))
+    runner = ModelRunner(decoder, cache, graph_capacity(settings, decoder))
+    model.ranks.watch()  # a rank may end while the graphs are captured
+    _capture_graphs(runner, settings, model)
     overlaps = decoder.device.type == "cuda"
     alone = model.ranks.rank.is_alone
     steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
     return LoadedLoop(steps, pool, model, description)
 
 
-def _kernels(device: torch.device) -> str:
-    if device.type != "cpu":
-        return device.type
+def _capture_graphs(runner: ModelRunner, settings: EngineSettings, model: LoadedModel) -> None:
+    """Capture the CUDA graphs of all decode steps, on all ranks. Raises StartupError."""
+    capacity = graph_capacity(settings, model.decoder)
+    if capacity is None:
+        return
+    sizes = decode_sizes(capacity.sequences, capacity.blocks, model.num_blocks)
+    with usable_kernels():
+        runner.capture_graphs(sizes, StartProgress("CUDA graphs", len(sizes), shown=True))
+
+
+def _kernels(decoder: Decoder) -> str:
+    if decoder.device.type != "cpu":
+        return f"{decoder.device.type} {decoder.attention_name}"
     instructions = instruction_set()
     return "none" if instructions is None else instructions.name.lower()
-
-
-def graph_capacity(settings: EngineSettings, model: LoadedModel) -> StepCapacity | None:
-    """Return the size of the largest decode step if decode steps run as CUDA graphs."""
-    decoder = model.decoder
-    if decoder.device.type != "cuda" or not decoder.is_capturable:
-        return None
-    blocks = -(-decoder.spec.context_length // decoder.block_size)
-    tokens = settings.max_step_tokens + settings.max_running
-    return StepCapacity(tokens, settings.max_running, blocks)

@@ -48,7 +48,6 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
             messages.send(LoopFailed(str(error)))
         os._exit(2)
     ranks = loaded.model.ranks
-    ranks.watch()
     try:
         with suppress(ConnectionError, EOFError):
             messages.send(LoopReady(loaded.description))

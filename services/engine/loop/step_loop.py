@@ -272,6 +272,7 @@ class StepLoop:
 
     def _repeat(self, plan: StepPlan) -> None:
         self._runner.wait()  # raises if the device itself is lost
+        self._runner.release_memory()
         if self._previous is not None:
             row = itertools.count()
             following = [Draw(s, next(row), s.position + s.in_flight) for s in plan.decodes]

@@ -129,6 +129,11 @@ class Decoder:
         return self._attention.is_capturable and self.spec.experts is None
 
     @property
+    def attention_name(self) -> str:
+        """Name of the attention backend in metrics."""
+        return self._attention.name
+
+    @property
     def buffers(self) -> object:
         """Buffers that passes write to; a captured graph must keep them alive."""
         return self._activations
@@ -161,10 +166,10 @@ class Decoder:
         self.announce(batch)
         return self.compute(batch, cache)
 
-    def announce(self, batch: StepBatch, *, as_graph: bool = False) -> None:
+    def announce(self, batch: StepBatch, *, as_graph: bool = False, captures: bool = False) -> None:
         """Have all other ranks `compute` the batch, if there are several ranks.
 
-        as_graph: they run it as a CUDA graph, and capture it first where this rank does.
+        as_graph: they run it as a CUDA graph; captures: they capture that graph.
         """
 
     @torch.inference_mode()

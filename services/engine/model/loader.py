@@ -31,6 +31,8 @@ __all__ = ["load_model", "load_spec", "resolve_dtype"]
 
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
+_AMPERE = (8, 0)
+"""Least compute capability that multiplies bfloat16"""
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -38,22 +40,22 @@ _DTYPES = {
 }
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a --dtype value. Raises ValueError for an unknown name.
+def resolve_dtype(name: str, device: torch.device = _CPU) -> torch.dtype:
+    """Return the dtype of a --dtype value on a device. Raises ValueError for an unknown name.
 
     `auto` is bfloat16 on hardware that multiplies it (CUDA, AMX, AVX-512 BF16) and float32
     elsewhere, because emulated bfloat16 is slower than float32.
     """
     if name == "auto":
-        return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
+        return torch.bfloat16 if _multiplies_bfloat16(device) else torch.float32
     if name not in _DTYPES:
         raise ValueError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {name}")
     return _DTYPES[name]
 
 
-def _multiplies_bfloat16() -> bool:
-    if torch.cuda.is_available():
-        return True
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= _AMPERE
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 

@@ -38,6 +38,8 @@ class _Task(IntEnum):
     """First row and end of the last pass's rows whose logits are computed"""
     LOGITS_OF = 3
     """Number of rows, which travel along"""
+    CAPTURE = 4
+    """As GRAPH, for a step whose graph is captured"""
 
 
 class LeadingDecoder(Decoder):
@@ -57,9 +59,10 @@ class LeadingDecoder(Decoder):
         self._padding = torch.zeros(_ALIGNMENT, dtype=torch.int32, device=self.device)
 
     @torch.inference_mode()
-    def announce(self, batch: StepBatch, *, as_graph: bool = False) -> None:
+    def announce(self, batch: StepBatch, *, as_graph: bool = False, captures: bool = False) -> None:
         outputs = batch.output_rows
-        order = array("q", (_Task.GRAPH if as_graph else _Task.PASS, len(batch.token_ids)))
+        task = _Task.CAPTURE if captures else _Task.GRAPH if as_graph else _Task.PASS
+        order = array("q", (task, len(batch.token_ids)))
         order.extend((batch.block_tables.shape[1], batch.num_decodes, outputs is not None))
         order.extend(batch.query_lengths_host)
         order.extend(batch.context_lengths_host)
@@ -116,12 +119,15 @@ class Follower:
         cache: KVCache,
         ranks: RankGroup,
         run_graph: Callable[[StepBatch], Tensor] | None = None,
+        capture: Callable[[StepBatch], None] | None = None,
     ) -> None:
-        """run_graph: runs a padded decode step as a graph and returns its hidden states."""
+        """run_graph: runs a padded decode step as a graph and returns its hidden states; capture:
+        captures the graph of its size."""
         self._decoder = decoder
         self._cache = cache
         self._ranks = ranks
         self._run_graph = run_graph
+        self._capture = capture
         self._memory = self._allocate(0)
         """Tensors of the present batch"""
 
@@ -148,6 +154,8 @@ class Follower:
                         device=decoder.device,
                     )
                     decoder.compute_logits(self._receive(rows, tensors))
+                case _Task.CAPTURE if self._capture is not None:
+                    self._capture(self._batch(order, tensors))
                 case _Task.GRAPH if self._run_graph is not None:
                     hidden = self._run_graph(self._batch(order, tensors))
                 case _:

@@ -78,7 +78,7 @@ def _load(settings: EngineSettings) -> ImageEncoder:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = torch.device("cuda" if on_gpu else "cpu")
-    return ImageEncoder.load(settings.model, resolve_dtype(settings.dtype), device)
+    return ImageEncoder.load(settings.model, resolve_dtype(settings.dtype, device), device)
 
 
 def _run(encoder: ImageEncoder, link: socket.socket) -> None:

@@ -1,5 +1,7 @@
 """Attention over a paged KV cache, behind one interface for all backends."""
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,10 @@ from services.engine.model.attention.native_backend import NativeAttention, Tile
 from services.engine.model.attention.torch_backend import TorchAttention
 
 __all__ = ["AttentionBackend", "AttentionStep", "KVCache", "choose_backend"]
+
+_LOG = logging.getLogger("loop")
+_LEAST_CAPABILITY = (8, 0)
+"""Compute capability that the fast kernels need"""
 
 
 def choose_backend(
@@ -24,12 +30,34 @@ def choose_backend(
     `sinks`: float32 [heads] for each layer, if the family has attention sinks.
     """
     if device.type == "cuda":
-        # Imported here, because only GPU machines need xformers.
-        from services.engine.model.attention.xformers_backend import XformersAttention
-
-        return XformersAttention(spec, dtype, device, sinks)
+        return _on_cuda(spec, dtype, device, sinks)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchAttention(spec, dtype, device, sinks)
     if runs_in_tiles(spec, dtype, device):
         return TiledAttention(native, spec, sinks)
     return NativeAttention(native, spec, dtype, sinks)
+
+
+def _on_cuda(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, sinks: tuple[Tensor, ...] | None
+) -> AttentionBackend:
+    """Return xformers' backend, or torch's where that can't run, with the reason in the log."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        _LOG.warning(
+            "torch computes attention, several times slower: the fast kernels need a GPU of "
+            "compute capability 8.0, and this one has %d.%d",
+            *capability,
+        )
+        return TorchAttention(spec, dtype, device, sinks)
+    try:
+        # Imported here, because only GPU machines need xformers.
+        from services.engine.model.attention.xformers_backend import XformersAttention
+    except ImportError as error:
+        _LOG.warning(
+            "torch computes attention, several times slower: %s; "
+            "`pip install 'tokenwire[gpu]'` installs the fast kernels",
+            error,
+        )
+        return TorchAttention(spec, dtype, device, sinks)
+    return XformersAttention(spec, dtype, device, sinks)

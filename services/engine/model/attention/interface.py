@@ -64,6 +64,8 @@ class AttentionStep:
 class AttentionBackend(ABC):
     """Causal attention over a paged cache, for one spec, dtype and device."""
 
+    name = "native"
+    """Name in metrics"""
     block_size = 32
     """Best number of tokens in a block; 32 is one tile of keys"""
     is_capturable = False

@@ -22,6 +22,8 @@ class NativeAttention(TorchAttention):
     The cache layout is TorchAttention's.
     """
 
+    name = "native"
+
     def __init__(
         self,
         native: Native,

@@ -22,6 +22,8 @@ class TorchAttention(AttentionBackend):
     are [blocks, kv_heads, block_size, head_dim] each.
     """
 
+    name = "torch"
+
     def __init__(
         self,
         spec: ModelSpec,

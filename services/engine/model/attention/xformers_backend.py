@@ -45,6 +45,7 @@ class XformersAttention(TorchAttention):
     pages × page size tokens, as xformers reads it.
     """
 
+    name = "xformers"
     block_size = _PAGE
 
     def __init__(

@@ -1,5 +1,6 @@
 """Integers of a step reach the model as they were filled in, whatever steps came before."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +15,17 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @given(steps=STEPS)
 @settings(max_examples=60)
-def test_model_reads_every_step_as_it_was_filled_in(steps: list[tuple[int, list[int]]]) -> None:
-    """Steps of any size follow each other, over ten sequences that grow by a block at a time."""
-    staging = Staging(torch.device("cpu"))
+def test_model_reads_every_step_as_it_was_filled_in(
+    copies: bool, steps: list[tuple[int, list[int]]]
+) -> None:
+    """Steps of any size follow each other, over ten sequences that grow by a block at a time.
+
+    copies: as for a device with memory of its own.
+    """
+    staging = Staging(torch.device("cpu"), copies=copies)
     blocks: list[list[int]] = [[i] for i in range(10)]
     number = 0
     for tokens, owners in steps:
@@ -73,3 +80,17 @@ def test_bucket_sizes_are_few_and_waste_little() -> None:
         256,
         1024,
     ]
+
+
+def test_tables_are_copied_at_the_width_in_use() -> None:
+    """A short step among long contexts must not copy the tables of the longest."""
+    staging = Staging(torch.device("cpu"), copies=True)
+    staging.reserve(64, 8, 4000)
+    staging.lay_out(8, [[1]] * 8)
+    narrow = staging.send().block_tables
+    assert narrow.is_contiguous()
+    assert narrow.shape == (8, 16)
+    staging.lay_out(8, [[1]] * 8, least_blocks=100)
+    wide = staging.send().block_tables
+    assert wide.shape == (8, 256)
+    assert wide.data_ptr() == narrow.data_ptr()

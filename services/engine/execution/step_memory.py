@@ -1,0 +1,135 @@
+"""Memory that steps take on a GPU, measured by running the largest before the first request."""
+
+import gc
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from services.common.settings import StartupError
+from services.engine.batch.buckets import decode_sizes, row_bucket, table_width
+from services.engine.batch.step_batch import StepBatch
+from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
+from services.engine.model.attention import KVCache
+from services.engine.model.decoder import Decoder
+
+__all__ = ["largest_step", "measure_steps", "total_of_graphs", "usable_kernels"]
+
+_DRAW_COPIES = 4
+"""Copies of the logits that a draw with top-p makes: candidates, weights and their sums"""
+_LEAST_GRAPH = 1 << 20
+"""Bytes that the driver keeps for a graph at least"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes that steps take beside weights and KV cache."""
+
+    largest: int
+    """Of the largest step: activations, scratch memory, logits and draws"""
+    graphs: int
+    """Of all CUDA graphs"""
+
+    @property
+    def total(self) -> int:
+        return self.largest + self.graphs
+
+
+def measure_steps(decoder: Decoder, tokens: int, rows: int, capacity: StepCapacity | None) -> int:
+    """Run the largest steps and return the bytes that they take beside weights and KV cache.
+
+    tokens: prompt tokens of a step; rows: its decodes. capacity: size of the CUDA graphs; None =
+    there are none. All ranks must call it at once. Raises StartupError if the GPU can't run a step.
+    """
+    with usable_kernels():
+        cache = decoder.allocate_cache(-(-tokens // decoder.block_size) + 2)
+        largest = _measure_largest(decoder, cache, tokens, rows)
+        graphs = 0 if capacity is None else _measure_graphs(decoder, cache, capacity)
+    del cache
+    _release()
+    return StepMemory(largest, graphs).total
+
+
+@contextmanager
+def usable_kernels() -> Iterator[None]:
+    """Turn what a GPU or a compiler fails with into a StartupError of one sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise StartupError(
+            "The largest step does not fit into the GPU's memory; lower --max-step-tokens or "
+            "--max-running."
+        ) from None
+    except Exception as error:
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise StartupError(f"The GPU can't run the model's kernels: {why}") from error
+
+
+def largest_step(decoder: Decoder, cache: KVCache, tokens: int, rows: int) -> StepBatch:
+    """Return a batch of `rows` decodes behind full contexts, and prompts of `tokens` tokens.
+
+    Its block tables are as wide as a full context, and name blocks of `cache` in turn.
+    """
+    context, size = decoder.spec.context_length, decoder.block_size
+    chunks = [min(context, tokens - start) for start in range(0, tokens, context)]
+    queries = (*(1 for _ in range(rows)), *chunks)
+    contexts = (*(context for _ in range(rows)), *chunks)
+    total, width = sum(queries), table_width(-(-context // size))
+    device = decoder.device
+    slots = torch.arange(total, device=device) % (cache.num_blocks * size)
+    tables = torch.arange(len(queries) * width, device=device) % cache.num_blocks
+    starts = torch.tensor([0, *queries], dtype=torch.int32, device=device).cumsum(0)
+    return StepBatch(
+        token_ids=torch.zeros(total, dtype=torch.int64, device=device),
+        positions=torch.arange(total, device=device) % context,
+        slots=slots,
+        query_starts=starts.to(torch.int32),
+        context_lengths=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables=tables.to(torch.int32).view(len(queries), width),
+        num_decodes=rows,
+        query_lengths_host=queries,
+        context_lengths_host=contexts,
+    )
+
+
+def total_of_graphs(first: int, further: int, count: int) -> int:
+    """Return the bytes of `count` graphs, which share the memory of the first, the largest one.
+
+    further: bytes that one more graph takes.
+    """
+    return first + max(further, _LEAST_GRAPH) * (count - 1)
+
+
+def _measure_largest(decoder: Decoder, cache: KVCache, tokens: int, rows: int) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    free_before = _release()
+    torch.cuda.reset_peak_memory_stats()
+    hidden = decoder.compute(largest_step(decoder, cache, tokens, rows), cache)
+    logits = decoder.compute_logits(hidden[: max_logit_rows(rows)])
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    outside = free_before - _release()  # workspaces of libraries, and loaded kernels
+    return peak + max(outside, 0) + _DRAW_COPIES * logits.nbytes
+
+
+def _measure_graphs(decoder: Decoder, cache: KVCache, capacity: StepCapacity) -> int:
+    runner = ModelRunner(decoder, cache, capacity)
+    enough = capacity.blocks + row_bucket(capacity.sequences)  # so that no size is left out
+    sizes = decode_sizes(capacity.sequences, capacity.blocks, enough)
+    free = [_release()]
+    for size in sizes[:2]:
+        runner.capture_graphs([size], announces=False)
+        free.append(_release())
+    first, *further = (before - after for before, after in itertools.pairwise(free))
+    return total_of_graphs(max(first, 0), max(further, default=0), len(sizes))
+
+
+def _release() -> int:
+    """Return unused memory to the GPU, and the free bytes that it then has."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]

@@ -1,0 +1,68 @@
+"""Memory of steps on a GPU, as far as it needs none: the largest step, graphs, failures."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.settings import StartupError
+from services.engine.batch.buckets import decode_sizes
+from services.engine.execution.loaded_model import load
+from services.engine.execution.memory_budget import available_memory, choose_num_blocks
+from services.engine.execution.model_runner import ModelRunner, StepCapacity
+from services.engine.execution.step_memory import largest_step, total_of_graphs, usable_kernels
+from services.engine.settings import EngineSettings
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("tokens", [7, 2048, 5000])
+def test_largest_step_computes_all_prompts_and_decodes_at_once(
+    embedded_model: Path, tokens: int
+) -> None:
+    settings = EngineSettings(model=embedded_model, kv_memory="16MiB", max_step_tokens=32)
+    decoder = load(settings).decoder
+    cache = decoder.allocate_cache(-(-tokens // decoder.block_size) + 2)
+    batch = largest_step(decoder, cache, tokens, rows=3)
+    assert len(batch.token_ids) == tokens + 3
+    assert max(batch.query_lengths_host) <= decoder.spec.context_length
+    assert batch.block_tables.max() < cache.num_blocks
+    assert batch.slots.max() < cache.num_blocks * cache.block_size
+    hidden = decoder.compute(batch, cache)
+    assert hidden.shape == (tokens + 3, decoder.spec.hidden_size)
+    assert hidden.isfinite().all()
+
+
+def test_graphs_of_all_sizes_are_captured_before_the_first_request(embedded_model: Path) -> None:
+    """On a CPU, a capture runs the padded step: its block must not be one of a request."""
+    settings = EngineSettings(model=embedded_model, kv_memory="16MiB", max_running=5)
+    model = load(settings)
+    cache = model.decoder.allocate_cache(9)
+    before = [layer.clone() for layer in cache.keys]
+    runner = ModelRunner(model.decoder, cache, StepCapacity(64, 5, 40))
+    runner.capture_graphs(decode_sizes(5, 40, 100))
+    for old, new in zip(before, cache.keys, strict=True):
+        assert torch.equal(old[:-1], new[:-1])
+        assert not torch.equal(old[-1], new[-1])
+
+
+def test_memory_of_steps_is_taken_from_the_cache() -> None:
+    free = available_memory(CPU)
+    most = choose_num_blocks("auto", 1 << 20, 10**9, 1, CPU)
+    less = choose_num_blocks("auto", 1 << 20, 10**9, 1, CPU, step_bytes=free // 2)
+    assert less < 0.6 * most
+    with pytest.raises(StartupError, match="are missing"):
+        choose_num_blocks("auto", 1 << 20, 10**9, 1, CPU, step_bytes=2 * free)
+
+
+def test_further_graphs_share_the_memory_of_the_first() -> None:
+    assert total_of_graphs(500 << 20, 3 << 20, 60) == (500 + 59 * 3) << 20
+    assert total_of_graphs(0, 0, 60) == 59 << 20
+
+
+def test_failure_of_the_first_step_is_told_in_one_sentence() -> None:
+    with pytest.raises(StartupError, match="lower --max-step-tokens"), usable_kernels():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    with pytest.raises(StartupError, match="kernels: no C compiler") as refused, usable_kernels():
+        raise RuntimeError("no C compiler\n  was found")
+    assert "\n" not in str(refused.value)
