@@ -59,6 +59,8 @@ class AttentionStep:
     cache: KVCache
     out: Tensor
     """[rows, heads * head_dim], contiguous; to be filled"""
+    is_written: bool = False
+    """True if the cache already holds the keys and values, so the backend must not write them"""
 
 
 class AttentionBackend(ABC):
@@ -77,4 +79,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, layer: int, step: AttentionStep) -> None:
-        """Write the step's keys and values to their cache slots, then fill `step.out`."""
+        """Write the step's keys and values to their cache slots, unless `step.is_written`.
+
+        Then fill `step.out`.
+        """

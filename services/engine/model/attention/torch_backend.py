@@ -47,12 +47,16 @@ class TorchAttention(AttentionBackend):
 
     def _write_and_decode(self, layer: int, step: AttentionStep) -> None:
         """Write all keys and values, then attend for the sequences that decode."""
-        batch, cache = step.batch, step.cache
-        blocks, offsets = batch.slots // cache.block_size, batch.slots % cache.block_size
+        if not step.is_written:
+            self._write(layer, step)
+        if step.batch.num_decodes:
+            self._decode(layer, step)
+
+    def _write(self, layer: int, step: AttentionStep) -> None:
+        slots, cache = step.batch.slots, step.cache
+        blocks, offsets = slots // cache.block_size, slots % cache.block_size
         cache.keys[layer][blocks, :, offsets] = step.keys
         cache.values[layer][blocks, :, offsets] = step.values
-        if batch.num_decodes:
-            self._decode(layer, step)
 
     def _decode(self, layer: int, step: AttentionStep) -> None:
         """Attend for all decoding sequences at once, padded to the longest."""

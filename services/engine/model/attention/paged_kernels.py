@@ -1,0 +1,312 @@
+"""Attention over a paged KV cache in Triton: soft caps, sinks, windows, any head dimension to 256.
+
+The online softmax is FlashAttention's (Dao 2023, arXiv:2307.08691); the division of long contexts
+is Flash-Decoding's. Not yet run on a GPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.engine.model.attention.paged_tiles import (
+    MAX_SPLITS,
+    MIN_SPAN,
+    Tile,
+    count_splits,
+    decode_tile,
+    power_of_two,
+    prefill_tile,
+)
+
+__all__ = ["PagedRows", "PagedShape", "attend_pages"]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedShape:
+    """Constants of a layer's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    """Tokens of a page, a multiple of 64"""
+    scale: float
+    """Factor on query-key products"""
+    cap: float
+    """Soft cap on scaled query-key products; 0: none"""
+    window: int
+    """Tokens that a query sees, itself included; 0: unlimited"""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Rows of some sequences, in their order: the last tokens of each one's context."""
+
+    starts: Tensor
+    """int32 [sequences + 1], where each sequence's rows begin; the first entry may exceed 0"""
+    lengths: Tensor
+    """int32 [sequences], tokens of each context"""
+    tables: Tensor
+    """int32 [sequences, pages]; only rows may have gaps"""
+    ends: Tensor | None
+    """int32 [rows], index after the last key that each row sees; None: each sees those up to it"""
+    longest: int
+    """Upper bound of a sequence's rows"""
+
+
+def attend_pages(
+    shape: PagedShape,
+    batch: PagedRows,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Fill `out` with the attention of each row over its sequence's context.
+
+    queries: [rows, heads, head_dim], where only rows may have gaps. keys, values: contiguous
+    [pages, page, kv_heads, head_dim]. sinks: float32 [heads] or None. out: contiguous
+    [rows, heads, head_dim]. Launches depend on the shapes of tensors, `longest` and whether there
+    are `ends` and `sinks`, never on the content of tensors.
+    """
+    rows, sequences = len(queries), len(batch.lengths)
+    group = shape.heads // shape.kv_heads
+    is_decode = batch.longest == 1
+    tile = decode_tile(group, shape.head_dim)
+    if batch.longest > tile.queries:
+        tile = prefill_tile(group, shape.head_dim)
+    # A sequence's last tile may be partial, so its tiles begin at a bound of those before it.
+    tiles = sequences if is_decode else rows // tile.queries + sequences
+    heads = shape.kv_heads * -(-group // tile.heads)
+    tokens = batch.tables.shape[1] * shape.page
+    if shape.window:
+        tokens = min(tokens, shape.window + tile.queries)
+    splits = count_splits(tiles * heads, rows, shape.heads, shape.head_dim, tokens)
+    parts, sums = out, None
+    if splits > 1:
+        parts = out.new_empty((rows, shape.heads, splits, shape.head_dim), dtype=torch.float32)
+        sums = out.new_empty((rows, shape.heads, splits), dtype=torch.float32)
+    width = max(16, power_of_two(shape.head_dim))
+    _attend[(tiles, heads, splits)](
+        parts,
+        sums,
+        queries,
+        keys,
+        values,
+        batch.tables,
+        batch.starts,
+        batch.lengths,
+        batch.ends,
+        sinks,
+        sequences,
+        queries.stride(0),
+        batch.tables.stride(0),
+        SCALE=shape.scale,
+        CAP=shape.cap,
+        WINDOW=shape.window,
+        KV_HEADS=shape.kv_heads,
+        GROUP=group,
+        HEAD_DIM=shape.head_dim,
+        PAGE=shape.page,
+        MIN_SPAN=MIN_SPAN,
+        IS_DECODE=is_decode,
+        ROWS=tile.rows,
+        HEADS=tile.heads,
+        KEYS=tile.keys,
+        WIDTH=width,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if sums is not None:
+        _merge[(rows * shape.heads,)](
+            out,
+            parts,
+            sums,
+            splits,
+            HEAD_DIM=shape.head_dim,
+            SPLITS=MAX_SPLITS,
+            WIDTH=width,
+            num_warps=8 if width > 128 else 4,
+        )
+
+
+# Fields of the staging buffer begin at any multiple of 4 bytes: without alignment in its key, a
+# kernel is compiled once and not again in the middle of a run.
+@triton.jit(do_not_specialize=["starts", "lengths", "ends", "sequences"])
+def _attend(
+    out: tl.tensor,
+    sums: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tables: tl.tensor,
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    ends: tl.tensor,
+    sinks: tl.tensor,
+    sequences: tl.tensor,
+    query_stride: tl.tensor,
+    table_stride: tl.tensor,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    MIN_SPAN: tl.constexpr,
+    IS_DECODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Attend for a tile of one sequence's queries and one key head, over a part of its context.
+
+    A tile's rows are QUERIES queries × HEADS heads of the group, heads innermost, and unused ones.
+    With `sums`, `out` is the parts and `sums` the logarithms of their softmax sums, to base 2.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    QUERIES: tl.constexpr = ROWS // HEADS
+    HEAD_PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    TOKEN: tl.constexpr = KV_HEADS * HEAD_DIM
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1) // HEAD_PARTS
+    head_part = tl.program_id(1) % HEAD_PARTS
+    if IS_DECODE:
+        sequence = tile
+        first_query = 0
+        start = tile
+        count = 1
+    else:
+        # The last sequence whose tiles begin at or before this one.
+        base = tl.load(starts)
+        sequence = tl.full((), 0, tl.int32)
+        behind = sequences + tl.full((), 0, tl.int32)
+        while behind - sequence > 1:
+            middle = (sequence + behind) // 2
+            is_before = (tl.load(starts + middle) - base) // QUERIES + middle <= tile
+            sequence = tl.where(is_before, middle, sequence)
+            behind = tl.where(is_before, behind, middle)
+        start = tl.load(starts + sequence)
+        count = tl.load(starts + sequence + 1) - start
+        start -= base
+        first_query = (tile - start // QUERIES - sequence) * QUERIES
+    context = tl.load(lengths + sequence)
+
+    slots = tl.arange(0, ROWS)
+    in_head = head_part * HEADS + slots % HEADS
+    query = first_query + slots // HEADS
+    is_row = (slots < QUERIES * HEADS) & (query < count) & (in_head < GROUP)
+    row = (start + query).to(tl.int64)
+    head = kv_head * GROUP + in_head
+    position = context - count + query
+    if ends is None:
+        end = position + 1
+    else:
+        end = tl.load(ends + row, mask=is_row, other=0)
+    end = tl.where(is_row, tl.minimum(end, context), 0)
+
+    width = tl.arange(0, WIDTH)
+    is_width = width < HEAD_DIM
+    offsets = row[:, None] * query_stride + head[:, None] * HEAD_DIM + width[None, :]
+    query_mask = is_row[:, None] & is_width[None, :]
+    q = tl.load(queries + offsets, mask=query_mask, other=0.0)
+
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if sinks is not None:
+        # The first part begins as if it had seen a key of this score and no value.
+        is_first = tl.program_id(2) == 0
+        sink = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
+        highest = tl.where(is_first, sink, highest)
+        total = tl.where(is_first, 1.0, total)
+    attended = tl.zeros((ROWS, WIDTH), tl.float32)
+
+    last = tl.max(end, 0)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(context - count + first_query - WINDOW + 1, 0) // KEYS * KEYS
+    if sums is not None:
+        span = tl.maximum(tl.cdiv(last - first, tl.num_programs(2)), MIN_SPAN)
+        span = tl.cdiv(span, KEYS) * KEYS
+        first += tl.program_id(2) * span
+        last = tl.minimum(last, first + span)
+
+    table = tables + sequence.to(tl.int64) * table_stride
+    columns = tl.arange(0, KEYS)
+    key_offsets = columns[None, :] * TOKEN + width[:, None]
+    value_offsets = columns[:, None] * TOKEN + width[None, :]
+    page = tl.load(table + first // PAGE, mask=first < last, other=0)
+    for begin in range(first, last, KEYS):
+        at = (page.to(tl.int64) * PAGE + begin % PAGE) * TOKEN + kv_head * HEAD_DIM
+        key = begin + columns
+        is_key = key < last  # slots behind a context may hold NaN, which a weight of 0 keeps
+        key_mask = is_key[None, :] & is_width[:, None]
+        k = tl.load(keys + at + key_offsets, mask=key_mask, other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee")
+        if CAP > 0:
+            # cap * tanh(score / cap) = cap * (1 - 2 / (exp(2 * score / cap) + 1))
+            grown = tl.exp2(scores * (2 * LOG2_E * SCALE / CAP))
+            scores = CAP * LOG2_E - 2 * CAP * LOG2_E / (grown + 1)
+        else:
+            scores = scores * (SCALE * LOG2_E)
+        visible = key[None, :] < end[:, None]
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        peak = tl.maximum(highest, tl.max(scores, 1))
+        base_score = tl.where(peak == float("-inf"), 0.0, peak)  # -inf - -inf is NaN
+        weights = tl.exp2(scores - base_score[:, None])
+        decay = tl.exp2(highest - base_score)
+        total = total * decay + tl.sum(weights, 1)
+        value_mask = is_key[:, None] & is_width[None, :]
+        v = tl.load(values + at + value_offsets, mask=value_mask, other=0.0)
+        attended = attended * decay[:, None]
+        attended += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        highest = peak
+        following = begin + KEYS  # loaded one turn ahead, so that no address waits for its page
+        page = tl.load(table + following // PAGE, mask=following < last, other=0)
+
+    is_empty = total == 0.0
+    divisor = tl.where(is_empty, 1.0, total)
+    attended = attended / divisor[:, None]
+    cell = row * (KV_HEADS * GROUP) + head
+    if sums is not None:
+        cell = cell * tl.num_programs(2) + tl.program_id(2)
+        logarithm = tl.where(is_empty, float("-inf"), highest + tl.log2(divisor))
+        tl.store(sums + cell, logarithm, mask=is_row)
+    cells = cell[:, None] * HEAD_DIM + width[None, :]
+    tl.store(out + cells, attended.to(out.dtype.element_ty), mask=query_mask)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge(
+    out: tl.tensor,
+    parts: tl.tensor,
+    sums: tl.tensor,
+    splits: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Merge the parts of one query and head."""
+    cell = tl.program_id(0).to(tl.int64)
+    width = tl.arange(0, WIDTH)
+    is_width = width < HEAD_DIM
+    split = tl.arange(0, SPLITS)
+    logarithms = tl.load(sums + cell * splits + split, mask=split < splits, other=float("-inf"))
+    is_part = logarithms != float("-inf")
+    peak = tl.max(logarithms, 0)
+    weights = tl.exp2(logarithms - tl.where(peak == float("-inf"), 0.0, peak))
+    total = tl.sum(weights, 0)
+    weights = weights / tl.where(total == 0.0, 1.0, total)
+    offsets = (cell * splits + split)[:, None] * HEAD_DIM + width[None, :]
+    mask = is_part[:, None] & is_width[None, :]
+    part = tl.load(parts + offsets, mask=mask, other=0.0)
+    merged = tl.sum(weights[:, None] * part, 0)
+    tl.store(out + cell * HEAD_DIM + width, merged.to(out.dtype.element_ty), mask=is_width)

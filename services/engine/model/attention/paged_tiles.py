@@ -1,0 +1,88 @@
+"""Tiles of the attention kernels over pages, by shape. A run on a GPU tunes these figures."""
+
+from dataclasses import dataclass
+
+__all__ = [
+    "MAX_SPLITS",
+    "MIN_SPAN",
+    "SPLIT_K_STAGES",
+    "SPLIT_K_WARPS",
+    "Tile",
+    "count_splits",
+    "decode_tile",
+    "power_of_two",
+    "prefill_tile",
+]
+
+SPLIT_K_WARPS = 2
+"""Warps of xformers' split-K kernel; its default"""
+SPLIT_K_STAGES = 1
+"""Depth of its pipeline; its default"""
+
+MAX_SPLITS = 64
+"""Parts that one context is divided into; the kernel that merges them holds as many at once"""
+MIN_SPAN = 128
+"""Least keys of a part: a shorter one costs more to merge than it saves"""
+_MAX_SPAN = 2048
+"""Keys of a part of the longest context: the programs of a short one wait for no longer ones"""
+_PROGRAMS = 4 * 132
+"""Programs that fill a GPU: four on each of an H100's multiprocessors"""
+_SCRATCH = 64 << 20
+"""Bytes of the float32 parts that one call may allocate"""
+_DECODE_ROWS = 64
+"""Query heads that a program of a decode holds at most"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program computes at a time, and how."""
+
+    rows: int
+    """Rows: queries × query heads that share a key head; a power of two, at least 16"""
+    heads: int
+    """Query heads among them"""
+    keys: int
+    """Keys at a time; a power of two that divides a page"""
+    warps: int
+    stages: int
+    """Depth of the pipeline that loads keys and values"""
+
+    @property
+    def queries(self) -> int:
+        """Queries of a program."""
+        return self.rows // self.heads
+
+
+def decode_tile(group: int, head_dim: int) -> Tile:
+    """Return the tile of few queries. group: query heads that share a key head."""
+    parts = -(-group // _DECODE_ROWS)
+    heads = -(-group // parts)
+    rows = max(16, power_of_two(heads))
+    is_wide = head_dim > 128
+    warps = 8 if is_wide and rows > 16 else 4
+    return Tile(rows, heads, keys=32 if is_wide else 64, warps=warps, stages=2 if is_wide else 3)
+
+
+def prefill_tile(group: int, head_dim: int) -> Tile:
+    """Return the tile of many queries. It fits the 99 KB of shared memory that sm86 and sm89 have."""
+    few = decode_tile(group, head_dim)
+    if head_dim > 128:
+        return Tile(max(64, few.rows), few.heads, keys=32, warps=8, stages=2)
+    return Tile(128, few.heads, keys=64, warps=8, stages=3)
+
+
+def count_splits(tiles: int, rows: int, heads: int, head_dim: int, tokens: int) -> int:
+    """Return into how many parts each context is divided, a power of two.
+
+    tiles: programs without a division; rows × heads × head_dim: shape of the output; tokens: the
+    longest context. The result depends on shapes alone, so a captured graph holds it.
+    """
+    wanted = max(-(-_PROGRAMS // tiles), -(-tokens // _MAX_SPAN))
+    part_bytes = 4 * rows * heads * head_dim
+    most = min(MAX_SPLITS, tokens // MIN_SPAN, _SCRATCH // part_bytes)
+    return 1 << (max(1, min(wanted, most)).bit_length() - 1)
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
