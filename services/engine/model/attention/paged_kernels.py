@@ -14,7 +14,6 @@ from torch import Tensor
 from services.engine.model.attention.paged_tiles import (
     MAX_SPLITS,
     MIN_SPAN,
-    Tile,
     count_splits,
     decode_tile,
     power_of_two,
@@ -52,7 +51,8 @@ class PagedRows:
     tables: Tensor
     """int32 [sequences, pages]; only rows may have gaps"""
     ends: Tensor | None
-    """int32 [rows], index after the last key that each row sees; None: each sees those up to it"""
+    """int32 [rows], index after the last key that each row sees, in a sequence never less than in
+    the row before; None: each sees those up to itself"""
     longest: int
     """Upper bound of a sequence's rows"""
 
@@ -105,19 +105,19 @@ def attend_pages(
         sequences,
         queries.stride(0),
         batch.tables.stride(0),
-        SCALE=shape.scale,
-        CAP=shape.cap,
-        WINDOW=shape.window,
-        KV_HEADS=shape.kv_heads,
-        GROUP=group,
-        HEAD_DIM=shape.head_dim,
-        PAGE=shape.page,
-        MIN_SPAN=MIN_SPAN,
-        IS_DECODE=is_decode,
-        ROWS=tile.rows,
-        HEADS=tile.heads,
-        KEYS=tile.keys,
-        WIDTH=width,
+        scale=shape.scale,
+        cap=shape.cap,
+        window=shape.window,
+        kv_heads=shape.kv_heads,
+        group=group,
+        head_dim=shape.head_dim,
+        page_size=shape.page,
+        min_span=MIN_SPAN,
+        is_decode=is_decode,
+        tile_rows=tile.rows,
+        tile_heads=tile.heads,
+        tile_keys=tile.keys,
+        padded_dim=width,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -127,9 +127,9 @@ def attend_pages(
             parts,
             sums,
             splits,
-            HEAD_DIM=shape.head_dim,
-            SPLITS=MAX_SPLITS,
-            WIDTH=width,
+            head_dim=shape.head_dim,
+            max_splits=MAX_SPLITS,
+            padded_dim=width,
             num_warps=8 if width > 128 else 4,
         )
 
@@ -151,33 +151,33 @@ def _attend(
     sequences: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    MIN_SPAN: tl.constexpr,
-    IS_DECODE: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    scale: tl.constexpr,
+    cap: tl.constexpr,
+    window: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    min_span: tl.constexpr,
+    is_decode: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_heads: tl.constexpr,
+    tile_keys: tl.constexpr,
+    padded_dim: tl.constexpr,
 ) -> None:
     """Attend for a tile of one sequence's queries and one key head, over a part of its context.
 
-    A tile's rows are QUERIES queries × HEADS heads of the group, heads innermost, and unused ones.
-    With `sums`, `out` is the parts and `sums` the logarithms of their softmax sums, to base 2.
+    A tile's rows are its queries × its heads of the group, heads innermost, and unused ones. With
+    `sums`, `out` is the parts and `sums` the logarithms of their softmax sums, to base 2.
     """
-    LOG2_E: tl.constexpr = 1.4426950408889634
-    QUERIES: tl.constexpr = ROWS // HEADS
-    HEAD_PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    TOKEN: tl.constexpr = KV_HEADS * HEAD_DIM
+    log2_e: tl.constexpr = 1.4426950408889634
+    tile_queries: tl.constexpr = tile_rows // tile_heads
+    head_parts: tl.constexpr = (group + tile_heads - 1) // tile_heads
+    token_stride: tl.constexpr = kv_heads * head_dim
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1) // HEAD_PARTS
-    head_part = tl.program_id(1) % HEAD_PARTS
-    if IS_DECODE:
+    kv_head = tl.program_id(1) // head_parts
+    head_part = tl.program_id(1) % head_parts
+    if is_decode:
         sequence = tile
         first_query = 0
         start = tile
@@ -189,75 +189,78 @@ def _attend(
         behind = sequences + tl.full((), 0, tl.int32)
         while behind - sequence > 1:
             middle = (sequence + behind) // 2
-            is_before = (tl.load(starts + middle) - base) // QUERIES + middle <= tile
+            is_before = (tl.load(starts + middle) - base) // tile_queries + middle <= tile
             sequence = tl.where(is_before, middle, sequence)
             behind = tl.where(is_before, behind, middle)
         start = tl.load(starts + sequence)
         count = tl.load(starts + sequence + 1) - start
         start -= base
-        first_query = (tile - start // QUERIES - sequence) * QUERIES
+        first_query = (tile - start // tile_queries - sequence) * tile_queries
     context = tl.load(lengths + sequence)
 
-    slots = tl.arange(0, ROWS)
-    in_head = head_part * HEADS + slots % HEADS
-    query = first_query + slots // HEADS
-    is_row = (slots < QUERIES * HEADS) & (query < count) & (in_head < GROUP)
+    slots = tl.arange(0, tile_rows)
+    in_head = head_part * tile_heads + slots % tile_heads
+    query = first_query + slots // tile_heads
+    is_row = (slots < tile_queries * tile_heads) & (query < count) & (in_head < group)
     row = (start + query).to(tl.int64)
-    head = kv_head * GROUP + in_head
+    head = kv_head * group + in_head
     position = context - count + query
-    if ends is None:
-        end = position + 1
-    else:
-        end = tl.load(ends + row, mask=is_row, other=0)
+    end = position + 1 if ends is None else tl.load(ends + row, mask=is_row, other=0)
     end = tl.where(is_row, tl.minimum(end, context), 0)
 
-    width = tl.arange(0, WIDTH)
-    is_width = width < HEAD_DIM
-    offsets = row[:, None] * query_stride + head[:, None] * HEAD_DIM + width[None, :]
+    width = tl.arange(0, padded_dim)
+    is_width = width < head_dim
+    offsets = row[:, None] * query_stride + head[:, None] * head_dim + width[None, :]
     query_mask = is_row[:, None] & is_width[None, :]
     q = tl.load(queries + offsets, mask=query_mask, other=0.0)
 
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    highest = tl.full((tile_rows,), float("-inf"), tl.float32)
+    total = tl.zeros((tile_rows,), tl.float32)
     if sinks is not None:
         # The first part begins as if it had seen a key of this score and no value.
         is_first = tl.program_id(2) == 0
-        sink = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
+        sink = tl.load(sinks + head, mask=is_row, other=0.0) * log2_e
         highest = tl.where(is_first, sink, highest)
         total = tl.where(is_first, 1.0, total)
-    attended = tl.zeros((ROWS, WIDTH), tl.float32)
+    attended = tl.zeros((tile_rows, padded_dim), tl.float32)
 
-    last = tl.max(end, 0)
+    # Not the greatest of `end`: a part whose bounds come from a reduction is not pipelined.
+    behind_queries = tl.minimum(first_query + tile_queries, count)
+    if ends is None:
+        last = tl.where(first_query < count, context - count + behind_queries, 0)
+    else:
+        last = tl.load(ends + start + behind_queries - 1, mask=first_query < count, other=0)
+        last = tl.minimum(last, context)
     first = 0
-    if WINDOW > 0:
-        first = tl.maximum(context - count + first_query - WINDOW + 1, 0) // KEYS * KEYS
+    if window > 0:
+        first = tl.maximum(context - count + first_query - window + 1, 0) // tile_keys * tile_keys
     if sums is not None:
-        span = tl.maximum(tl.cdiv(last - first, tl.num_programs(2)), MIN_SPAN)
-        span = tl.cdiv(span, KEYS) * KEYS
+        span = tl.maximum(tl.cdiv(last - first, tl.num_programs(2)), min_span)
+        span = tl.cdiv(span, tile_keys) * tile_keys
         first += tl.program_id(2) * span
         last = tl.minimum(last, first + span)
 
     table = tables + sequence.to(tl.int64) * table_stride
-    columns = tl.arange(0, KEYS)
-    key_offsets = columns[None, :] * TOKEN + width[:, None]
-    value_offsets = columns[:, None] * TOKEN + width[None, :]
-    page = tl.load(table + first // PAGE, mask=first < last, other=0)
-    for begin in range(first, last, KEYS):
-        at = (page.to(tl.int64) * PAGE + begin % PAGE) * TOKEN + kv_head * HEAD_DIM
+    columns = tl.arange(0, tile_keys)
+    key_offsets = columns[None, :] * token_stride + width[:, None]
+    value_offsets = columns[:, None] * token_stride + width[None, :]
+    page = tl.load(table + first // page_size, mask=first < last, other=0)
+    for begin in range(first, last, tile_keys):
+        at = (page.to(tl.int64) * page_size + begin % page_size) * token_stride + kv_head * head_dim
         key = begin + columns
         is_key = key < last  # slots behind a context may hold NaN, which a weight of 0 keeps
         key_mask = is_key[None, :] & is_width[:, None]
         k = tl.load(keys + at + key_offsets, mask=key_mask, other=0.0)
         scores = tl.dot(q, k, input_precision="ieee")
-        if CAP > 0:
+        if cap > 0:
             # cap * tanh(score / cap) = cap * (1 - 2 / (exp(2 * score / cap) + 1))
-            grown = tl.exp2(scores * (2 * LOG2_E * SCALE / CAP))
-            scores = CAP * LOG2_E - 2 * CAP * LOG2_E / (grown + 1)
+            grown = tl.exp2(scores * (2 * log2_e * scale / cap))
+            scores = cap * log2_e - 2 * cap * log2_e / (grown + 1)
         else:
-            scores = scores * (SCALE * LOG2_E)
+            scores = scores * (scale * log2_e)
         visible = key[None, :] < end[:, None]
-        if WINDOW > 0:
-            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        if window > 0:
+            visible = visible & (key[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         peak = tl.maximum(highest, tl.max(scores, 1))
         base_score = tl.where(peak == float("-inf"), 0.0, peak)  # -inf - -inf is NaN
@@ -269,18 +272,19 @@ def _attend(
         attended = attended * decay[:, None]
         attended += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = peak
-        following = begin + KEYS  # loaded one turn ahead, so that no address waits for its page
-        page = tl.load(table + following // PAGE, mask=following < last, other=0)
+        # Load the page one turn ahead: the pipeline would else wait for it to know an address.
+        following = begin + tile_keys
+        page = tl.load(table + following // page_size, mask=following < last, other=0)
 
     is_empty = total == 0.0
     divisor = tl.where(is_empty, 1.0, total)
     attended = attended / divisor[:, None]
-    cell = row * (KV_HEADS * GROUP) + head
+    cell = row * (kv_heads * group) + head
     if sums is not None:
         cell = cell * tl.num_programs(2) + tl.program_id(2)
         logarithm = tl.where(is_empty, float("-inf"), highest + tl.log2(divisor))
         tl.store(sums + cell, logarithm, mask=is_row)
-    cells = cell[:, None] * HEAD_DIM + width[None, :]
+    cells = cell[:, None] * head_dim + width[None, :]
     tl.store(out + cells, attended.to(out.dtype.element_ty), mask=query_mask)
 
 
@@ -290,23 +294,23 @@ def _merge(
     parts: tl.tensor,
     sums: tl.tensor,
     splits: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    head_dim: tl.constexpr,
+    max_splits: tl.constexpr,
+    padded_dim: tl.constexpr,
 ) -> None:
     """Merge the parts of one query and head."""
     cell = tl.program_id(0).to(tl.int64)
-    width = tl.arange(0, WIDTH)
-    is_width = width < HEAD_DIM
-    split = tl.arange(0, SPLITS)
+    width = tl.arange(0, padded_dim)
+    is_width = width < head_dim
+    split = tl.arange(0, max_splits)
     logarithms = tl.load(sums + cell * splits + split, mask=split < splits, other=float("-inf"))
     is_part = logarithms != float("-inf")
     peak = tl.max(logarithms, 0)
     weights = tl.exp2(logarithms - tl.where(peak == float("-inf"), 0.0, peak))
     total = tl.sum(weights, 0)
     weights = weights / tl.where(total == 0.0, 1.0, total)
-    offsets = (cell * splits + split)[:, None] * HEAD_DIM + width[None, :]
+    offsets = (cell * splits + split)[:, None] * head_dim + width[None, :]
     mask = is_part[:, None] & is_width[None, :]
     part = tl.load(parts + offsets, mask=mask, other=0.0)
     merged = tl.sum(weights[:, None] * part, 0)
-    tl.store(out + cell * HEAD_DIM + width, merged.to(out.dtype.element_ty), mask=is_width)
+    tl.store(out + cell * head_dim + width, merged.to(out.dtype.element_ty), mask=is_width)

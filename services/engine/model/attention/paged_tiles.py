@@ -58,13 +58,13 @@ def decode_tile(group: int, head_dim: int) -> Tile:
     parts = -(-group // _DECODE_ROWS)
     heads = -(-group // parts)
     rows = max(16, power_of_two(heads))
-    is_wide = head_dim > 128
-    warps = 8 if is_wide and rows > 16 else 4
-    return Tile(rows, heads, keys=32 if is_wide else 64, warps=warps, stages=2 if is_wide else 3)
+    if head_dim > 128:
+        return Tile(rows, heads, keys=32, warps=4 if rows == 16 else 8, stages=3)
+    return Tile(rows, heads, keys=64, warps=4, stages=3)
 
 
 def prefill_tile(group: int, head_dim: int) -> Tile:
-    """Return the tile of many queries. It fits the 99 KB of shared memory that sm86 and sm89 have."""
+    """Return the tile of many queries. It fits the 99 KB of shared memory that an L4 has."""
     few = decode_tile(group, head_dim)
     if head_dim > 128:
         return Tile(max(64, few.rows), few.heads, keys=32, warps=8, stages=2)

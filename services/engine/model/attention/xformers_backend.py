@@ -169,9 +169,7 @@ class XformersAttention(TorchAttention):
         else:
             self._attend_pages(layer, step, metadata.chunks, slice(first, None))
 
-    def _attend_pages(
-        self, layer: int, step: AttentionStep, rows: PagedRows, part: slice
-    ) -> None:
+    def _attend_pages(self, layer: int, step: AttentionStep, rows: PagedRows, part: slice) -> None:
         """Attend for the sequences of `rows`, whose queries are `part` of the step's."""
         spec, cache = self._spec, step.cache
         shape = PagedShape(

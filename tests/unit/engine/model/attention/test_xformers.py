@@ -1,11 +1,14 @@
-"""Paged, causal attention through xformers, without a GPU.
+"""The CUDA backend without a GPU: Triton's interpreter runs its kernels.
 
-The tests need xformers. `TRITON_INTERPRET=1 pytest …` also runs the decode kernel (Triton 3.6 with
-numpy before 2.4). Flash attention has no CPU path: a definition in torch replaces it.
+Flash attention has no CPU path: a definition in torch replaces it.
 """
 
 import dataclasses
+import itertools
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,200 +17,156 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.attention.interface import AttentionStep
+from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
 
 backend = pytest.importorskip("services.engine.model.attention.xformers_backend")
 
+pytestmark = pytest.mark.skipif(
+    "TRITON_INTERPRET" not in os.environ, reason="a GPU runs the kernels compiled"
+)
+
 CPU = torch.device("cpu")
+DTYPE = torch.float16
 PAGE = 64
+HEAD_DIM = 16
+HEADS = [(4, 2), (3, 3), (8, 1)]
+"""Query heads, key heads"""
 
 
-def visible(bias: object, shape: tuple[int, int]) -> Tensor:
-    """Return the keys that a bias leaves visible: bool [queries, keys]."""
-    written: Tensor = bias.materialize((1, 1, *shape))  # type: ignore[attr-defined]
-    return written[0, 0] == 0
-
-
-@pytest.mark.parametrize("window", [0, 3, 100])
-def test_prefill_bias_shows_the_prefix_and_earlier_tokens(window: int) -> None:
-    lengths, contexts = (3, 1, 5), (3, 9, 70)
-    seen = visible(backend.prefill_bias(lengths, contexts, window, CPU), (9, 82))
-    expected = torch.zeros(9, 82, dtype=torch.bool)
-    row = column = 0
-    for length, context in zip(lengths, contexts, strict=True):
-        for i in range(length):
-            last = context - length + i
-            first = max(last - window + 1, 0) if window else 0
-            expected[row + i, column + first : column + last + 1] = True
-        row, column = row + length, column + context
-    assert torch.equal(seen, expected)
-
-
-def make_spec(directory: Path, heads: int, kv_heads: int, window: int) -> ModelSpec:
-    make_checkpoint(directory, CONFIGS["llama"])
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    make_checkpoint(tmp_path, CONFIGS["llama"])
     return dataclasses.replace(
-        load_spec(directory),
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=16,
-        windows=(window,),
-        attention_scale=0.25,
+        load_spec(tmp_path), num_layers=1, head_dim=HEAD_DIM, attention_scale=0.25
     )
 
 
-@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="needs Triton's interpreter")
+def with_heads(spec: ModelSpec, heads: int, kv_heads: int, window: int = 0) -> ModelSpec:
+    return dataclasses.replace(spec, num_heads=heads, num_kv_heads=kv_heads, windows=(window,))
+
+
+class Case:
+    """A step over random keys and values, in the caches of two backends."""
+
+    def __init__(self, spec: ModelSpec, num_decodes: int, spans: Sequence[tuple[int, int]]) -> None:
+        """spans: queries and context of each sequence; the first `num_decodes` have one query."""
+        torch.manual_seed(0)
+        self.spec = spec
+        pages = [-(-context // PAGE) for _, context in spans]
+        tables = torch.zeros(len(spans), 16, dtype=torch.int32)
+        for row, blocks in enumerate(torch.split(torch.randperm(sum(pages)), pages)):
+            tables[row, : len(blocks)] = blocks
+        lengths = tuple(n for n, _ in spans)
+        positions = torch.cat([torch.arange(context - n, context) for n, context in spans])
+        owners = torch.arange(len(spans)).repeat_interleave(torch.tensor(lengths))
+        self.batch = StepBatch(
+            token_ids=positions,
+            positions=positions,
+            slots=tables[owners, positions // PAGE].long() * PAGE + positions % PAGE,
+            query_starts=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+            context_lengths=torch.tensor([context for _, context in spans], dtype=torch.int32),
+            block_tables=tables,
+            num_decodes=num_decodes,
+            query_lengths_host=lengths,
+            context_lengths_host=tuple(context for _, context in spans),
+        )
+        self.backends: tuple[AttentionBackend, ...] = (
+            backend.XformersAttention(spec, DTYPE, CPU),
+            TorchAttention(spec, DTYPE, CPU),
+        )
+        self.caches = [each.allocate(sum(pages), PAGE) for each in self.backends]
+        for kind in ("keys", "values"):
+            [one], [other] = (getattr(cache, kind) for cache in self.caches)
+            other.copy_(one.copy_(torch.randn(one.shape)))
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        together = torch.randn(len(positions), heads + 2 * kv_heads, HEAD_DIM, dtype=DTYPE)
+        self.heads = together.tensor_split((heads, heads + kv_heads), dim=1)
+
+    def attend(self, which: int, *, is_written: bool = False) -> Tensor:
+        """Return the output of the tested backend (0) or the torch backend (1)."""
+        queries, keys, values = self.heads
+        out = torch.full((len(queries), queries[0].numel()), torch.nan, dtype=DTYPE)
+        cache: KVCache = self.caches[which]
+        step = AttentionStep(queries, keys, values, self.batch, cache, out, is_written)
+        self.backends[which].attend(0, step)
+        return out
+
+    def check(self) -> None:
+        torch.testing.assert_close(self.attend(0), self.attend(1), atol=2e-3, rtol=2e-3)
+
+
 @pytest.mark.parametrize("window", [0, 70])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (8, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_decode_equals_the_torch_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, window: int
+    spec: ModelSpec, heads: int, kv_heads: int, window: int
 ) -> None:
-    """Five sequences, which the backend pads to eight rows."""
-    split_k = backend.fmha.triton_splitk
-    monkeypatch.setattr(split_k.FwOp, "SUPPORTED_DEVICES", {"cpu"})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    spec = make_spec(tmp_path, heads, kv_heads, window)
-    torch.manual_seed(0)
-    contexts = (1, 63, 64, 65, 700)
-    count = len(contexts)
-    pages = [-(-context // PAGE) for context in contexts]
-    tables = torch.zeros(count, 16, dtype=torch.int32)
-    for row, blocks in enumerate(torch.split(torch.randperm(sum(pages)), pages)):
-        tables[row, : len(blocks)] = blocks
-    last = torch.tensor(contexts) - 1
-    batch = StepBatch(
-        token_ids=last,
-        positions=last,
-        slots=tables[torch.arange(count), last // PAGE].long() * PAGE + last % PAGE,
-        query_starts=torch.arange(count + 1, dtype=torch.int32),
-        context_lengths=torch.tensor(contexts, dtype=torch.int32),
-        block_tables=tables,
-        num_decodes=count,
-        query_lengths_host=(1,) * count,
-        context_lengths_host=contexts,
-    )
-    dtype = torch.float16
-    tried = backend.XformersAttention(spec, dtype, CPU)
-    plain = TorchAttention(spec, dtype, CPU)
-    caches = [each.allocate(sum(pages), PAGE) for each in (tried, plain)]
-    for kind in ("keys", "values"):
-        [one], [other] = (getattr(cache, kind) for cache in caches)
-        other.copy_(one.copy_(torch.randn(one.shape)))
-    queries, keys, values = (
-        torch.randn(count, n, 16, dtype=dtype) for n in (heads, kv_heads, kv_heads)
-    )
-    outs = [torch.empty(count, heads * 16, dtype=dtype) for _ in caches]
-    for each, cache, out in zip((tried, plain), caches, outs, strict=True):
-        each.attend(0, AttentionStep(queries, keys, values, batch, cache, out))
-    torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
-
-
-class _Flash:
-    """Flash attention of packed sequences, computed in torch."""
-
-    @staticmethod
-    def forward(
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        query_starts: Tensor,
-        key_starts: Tensor,
-        seqused: None,
-        most_queries: int,
-        most_keys: int,
-        dropout: float,
-        scale: float,
-        causal: bool,
-        window_left: int,
-        window_right: int,
-        **rest: object,
-    ) -> tuple[Tensor, None, None]:
-        assert causal
-        out = torch.empty_like(queries)
-        group = queries.shape[1] // keys.shape[1]
-        for i in range(len(query_starts) - 1):
-            mine = slice(*query_starts[i : i + 2].tolist())
-            theirs = slice(*key_starts[i : i + 2].tolist())
-            some = queries[mine].float().transpose(0, 1)
-            seen = keys[theirs].float().transpose(0, 1).repeat_interleave(group, 0)
-            scores = some @ seen.transpose(1, 2) * scale
-            behind = scores.shape[2] - scores.shape[1]
-            mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(behind)
-            if window_left >= 0:
-                mask = mask.triu(behind - window_left)
-            weights = scores.masked_fill(~mask, -torch.inf).softmax(2)
-            content = values[theirs].float().transpose(0, 1).repeat_interleave(group, 0)
-            out[mine] = (weights @ content).transpose(0, 1).to(out.dtype)
-        return out, None, None
+    """Five sequences, which the backend pads to eight rows for xformers."""
+    spans = [(1, context) for context in (1, 63, 64, 65, 700)]
+    Case(with_heads(spec, heads, kv_heads, window), 5, spans).check()
 
 
 @pytest.mark.parametrize("window", [0, 20])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (8, 1)])
-@pytest.mark.parametrize("contexts", [(5, 70, 1), (5, 130, 64)])
-def test_prefill_equals_the_torch_backend(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    heads: int,
-    kv_heads: int,
+def test_mixed_step_equals_the_torch_backend(spec: ModelSpec, window: int) -> None:
+    """Sequences that decode, and chunks with and without a cached prefix."""
+    spans = [(1, 65), (1, 3), (5, 5), (20, 130), (1, 64)]
+    Case(with_heads(spec, 4, 2, window), 2, spans).check()
+
+
+def test_keys_that_are_written_already_stay(spec: ModelSpec) -> None:
+    """The kernel that rotates the keys also writes them, and rounds them once."""
+    case = Case(with_heads(spec, 4, 2), 1, [(1, 65), (5, 70)])
+    before = [case.attend(which) for which in range(2)]
+    for heads in case.heads[1:]:
+        heads.fill_(torch.nan)
+    after = [case.attend(which, is_written=True) for which in range(2)]
+    assert torch.equal(after[0], before[0])
+    assert torch.equal(after[1], before[1])
+
+
+def flash_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float,
     window: int,
-    contexts: tuple[int, ...],
+) -> Tensor:
+    """Compute in torch what torch's flash attention computes on a GPU."""
+    out = torch.empty_like(queries)
+    group = queries.shape[1] // keys.shape[1]
+    ends = starts.tolist()
+    assert longest == max(end - start for start, end in itertools.pairwise(ends))
+    for start, end in itertools.pairwise(ends):
+        some, seen, content = (
+            x[start:end].float().transpose(0, 1) for x in (queries, keys, values)
+        )
+        scores = some @ seen.repeat_interleave(group, 0).transpose(1, 2) * scale
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+        if window:
+            mask = mask.triu(1 - window)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(2)
+        attended = weights @ content.repeat_interleave(group, 0)
+        out[start:end] = attended.transpose(0, 1).to(out.dtype)
+    return out
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("num_decodes", [0, 1])
+def test_whole_prompts_equal_the_torch_backend(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, num_decodes: int, window: int
 ) -> None:
-    """Contexts with and without prefixes; `_Flash` replaces the operator."""
-    flash = backend.fmha.flash
-    monkeypatch.setattr(flash.FwOp, "SUPPORTED_DEVICES", {"cpu"})
-    monkeypatch.setattr(flash.FwOp, "OPERATOR", _Flash.forward)
-    spec = make_spec(tmp_path, heads, kv_heads, window)
-    torch.manual_seed(0)
-    lengths = (5, 70, 1)
-    pages = [-(-context // PAGE) for context in contexts]
-    tables = torch.zeros(len(contexts), 16, dtype=torch.int32)
-    for row, blocks in enumerate(torch.split(torch.randperm(sum(pages)), pages)):
-        tables[row, : len(blocks)] = blocks
-    spans = list(zip(lengths, contexts, strict=True))
-    positions = torch.cat([torch.arange(context - n, context) for n, context in spans])
-    owners = torch.arange(len(contexts)).repeat_interleave(torch.tensor(lengths))
-    batch = StepBatch(
-        token_ids=positions,
-        positions=positions,
-        slots=tables[owners, positions // PAGE].long() * PAGE + positions % PAGE,
-        query_starts=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        context_lengths=torch.tensor(contexts, dtype=torch.int32),
-        block_tables=tables,
-        num_decodes=0,
-        query_lengths_host=lengths,
-        context_lengths_host=contexts,
-    )
-    dtype, count = torch.float16, sum(lengths)
-    tried = backend.XformersAttention(spec, dtype, CPU)
-    plain = TorchAttention(spec, dtype, CPU)
-    caches = [each.allocate(sum(pages), PAGE) for each in (tried, plain)]
-    for kind in ("keys", "values"):
-        [one], [other] = (getattr(cache, kind) for cache in caches)
-        other.copy_(one.copy_(torch.randn(one.shape)))
-    together = torch.randn(count, heads + 2 * kv_heads, 16, dtype=dtype)
-    queries, keys, values = together.tensor_split((heads, heads + kv_heads), dim=1)
-    outs = [torch.empty(count, heads * 16, dtype=dtype) for _ in caches]
-    for each, cache, out in zip((tried, plain), caches, outs, strict=True):
-        each.attend(0, AttentionStep(queries, keys, values, batch, cache, out))
-    torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(backend, "flash_attention", flash_attention)
+    spans = [(1, 70)] * num_decodes + [(5, 5), (70, 70), (1, 1)]
+    Case(with_heads(spec, 4, 2, window), num_decodes, spans).check()
 
 
-def test_prefill_gathers_the_slots_of_all_contexts() -> None:
-    tables = torch.tensor([[5, 9, 0], [2, 7, 4]], dtype=torch.int32)
-    batch = StepBatch(
-        token_ids=torch.empty(0),
-        positions=torch.empty(0),
-        slots=torch.empty(0),
-        query_starts=torch.empty(0),
-        context_lengths=torch.empty(0),
-        block_tables=tables,
-        num_decodes=1,
-        query_lengths_host=(1, 10),
-        context_lengths_host=(70, 150),
-    )
-    slots = backend._StepMetadata(batch, PAGE).slots
-    expected = [block * PAGE + offset for block in (2, 7, 4) for offset in range(PAGE)]
-    assert slots.tolist() == expected[:150]
+def test_import_warns_of_no_extensions() -> None:
+    """xformers' extensions are built for another CUDA. The backend calls none of them."""
+    command = [sys.executable, "-c", f"import {backend.__name__}"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "XFORMERS" not in done.stderr

@@ -1,0 +1,37 @@
+"""Tiles of the attention kernels fit every shape, and their scratch is bounded."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.engine.model.attention.paged_tiles import count_splits, decode_tile, prefill_tile
+
+rows = st.integers(1, 8192)
+head_dims = st.integers(8, 128).map(lambda half: 2 * half)
+
+
+@given(rows, st.integers(1, 16), st.integers(1, 16), head_dims, st.integers(6, 20))
+def test_parts_of_contexts_stay_in_their_memory(
+    rows: int, kv_heads: int, group: int, head_dim: int, exponent: int
+) -> None:
+    """A large batch of long contexts must not take the memory that the KV cache has not left."""
+    heads = kv_heads * group
+    splits = count_splits(rows * kv_heads, rows, heads, head_dim, 1 << exponent)
+    assert splits.bit_count() == 1
+    assert splits == 1 or 4 * splits * rows * heads * head_dim <= 64 << 20
+
+
+def test_one_long_context_fills_the_gpu() -> None:
+    assert 8 * count_splits(8, 1, 32, 128, 1 << 16) >= 2 * 132
+
+
+def test_short_contexts_stay_whole() -> None:
+    assert count_splits(8, 1, 32, 128, 128) == 1
+
+
+@given(st.integers(1, 128), head_dims)
+def test_tiles_hold_every_group_of_heads(group: int, head_dim: int) -> None:
+    for tile in (decode_tile(group, head_dim), prefill_tile(group, head_dim)):
+        assert tile.rows.bit_count() == 1
+        assert tile.rows >= 16
+        assert 1 <= tile.heads <= tile.rows
+        assert 64 % tile.keys == 0
