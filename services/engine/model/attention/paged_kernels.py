@@ -136,7 +136,9 @@ def attend_pages(
 
 # Fields of the staging buffer begin at any multiple of 4 bytes: without alignment in its key, a
 # kernel is compiled once and not again in the middle of a run.
-@triton.jit(do_not_specialize=["starts", "lengths", "ends", "sequences"])
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["starts", "lengths", "ends", "sequences"]
+)
 def _attend(
     out: tl.tensor,
     sums: tl.tensor,
@@ -288,7 +290,7 @@ def _attend(
     tl.store(out + cells, attended.to(out.dtype.element_ty), mask=query_mask)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator]
 def _merge(
     out: tl.tensor,
     parts: tl.tensor,

@@ -110,7 +110,7 @@ def _resources(ptx: str, capability: int) -> dict[str, int]:
         file.write(ptx)
         file.flush()
         name = f"sm_{capability}" + ("a" if capability >= 90 else "")
-        command = [PTXAS, "-v", "--gpu-name", name, file.name, "-o", "/dev/null"]
+        command = [str(PTXAS), "-v", "--gpu-name", name, file.name, "-o", "/dev/null"]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     found = re.search(r"(\d+) bytes spill stores.*Used (\d+) registers", said, re.DOTALL)
     assert found is not None, said

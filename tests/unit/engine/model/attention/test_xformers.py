@@ -20,7 +20,7 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
-from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.checkpoints import CONFIGS, keep_last, make_checkpoint
 
 backend = pytest.importorskip("services.engine.model.attention.xformers_backend")
 
@@ -85,6 +85,13 @@ class Case:
         together = torch.randn(len(positions), heads + 2 * kv_heads, HEAD_DIM, dtype=DTYPE)
         self.heads = together.tensor_split((heads, heads + kv_heads), dim=1)
 
+    def narrow(self, kept: list[int]) -> None:
+        """Keep the last `kept` queries of each sequence."""
+        rows = keep_last(list(self.batch.query_lengths_host), kept)
+        self.batch = dataclasses.replace(self.batch, output_rows=rows).narrowed
+        queries, keys, values = self.heads
+        self.heads = queries[rows.indices], keys, values
+
     def attend(self, which: int, *, is_written: bool = False) -> Tensor:
         """Return the output of the tested backend (0) or the torch backend (1)."""
         queries, keys, values = self.heads
@@ -113,6 +120,14 @@ def test_mixed_step_equals_the_torch_backend(spec: ModelSpec, window: int) -> No
     """Sequences that decode, and chunks with and without a cached prefix."""
     spans = [(1, 65), (1, 3), (5, 5), (20, 130), (1, 64)]
     Case(with_heads(spec, 4, 2, window), 2, spans).check()
+
+
+@pytest.mark.parametrize("kept", [(1, 1, 1, 1, 1), (1, 1, 2, 9, 1)], ids=["ends", "rows"])
+def test_last_layer_attends_for_some_rows(spec: ModelSpec, kept: tuple[int, ...]) -> None:
+    """Keys of all tokens are written; only rows with an output attend, even of whole prompts."""
+    case = Case(with_heads(spec, 4, 2), 2, [(1, 65), (1, 3), (5, 5), (20, 130), (1, 1)])
+    case.narrow(list(kept))
+    case.check()
 
 
 def test_keys_that_are_written_already_stay(spec: ModelSpec) -> None:
