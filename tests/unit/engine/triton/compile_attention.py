@@ -22,7 +22,6 @@ SHAPES = {
     "llama": (32, 8, 128, 0.0, 0, False, False),
     "gpt-oss": (64, 8, 64, 0.0, 128, True, False),
     "gemma2 and gemma3": (8, 4, 256, 50.0, 4096, False, True),
-    "phi3": (32, 32, 96, 0.0, 0, False, False),
 }
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
