@@ -1,9 +1,11 @@
 """Asynchronous copies between host and device. On the CPU nothing is copied."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "to_device"]
+__all__ = ["HostCopy", "Mark", "copy_rows", "rows_of", "staging_buffer", "to_device"]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -16,20 +18,56 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def staging_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return host memory with arbitrary content, to fill in and hand to `to_device` once.
+
+    It is pinned for a GPU. Torch reuses pinned memory, but only after the copies from it have run.
+    """
+    return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def rows_of(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return some rows of a tensor, in rising order: a view if they follow one another.
+
+    Indexing with a list would wait for the device.
+    """
+    first, last = rows[0], rows[-1]
+    if last - first + 1 == len(rows):
+        return tensor[first : last + 1]
+    return copy_rows(tensor, rows)
+
+
+def copy_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return a copy of some rows of a tensor, without waiting for the device."""
+    return tensor.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), tensor.device))
+
+
+class Mark:
+    """A place in the order of launches. On the CPU it is reached at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until everything launched before has run."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class HostCopy:
     """A tensor's copy to the host, complete once everything launched before it has run."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
         self._host = tensor
         if tensor.device.type == "cuda":
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        self._copied = Mark(tensor.device)
 
     def wait(self) -> Tensor:
         """Wait for the copy, and return it."""
-        if self._event is not None:
-            self._event.synchronize()
+        self._copied.wait()
         return self._host

@@ -192,7 +192,7 @@ class RequestTable:
             return
         sequence = request.sequences[mask.sequence]
         # some of the forced tokens may already be drawn, under a mask from before a service loss
-        is_current = mask.position <= sequence.position <= mask.end
+        is_current = mask.position <= sequence.position + sequence.in_flight <= mask.end
         if sequence.state is SequenceState.FINISHED or not is_current:
             return
         sequence.mask = mask
@@ -211,6 +211,8 @@ class RequestTable:
         is_drawn = checked.logprobs is not None or checked.sampling.limits_ids
         if is_drawn or sequence.scored < sequence.prompt_length or sequence.max_tokens == 0:
             return
+        if sequence.in_flight:
+            return  # the device has drawn the first of them
         for token in sequence.forced:
             if sequence.state is SequenceState.FINISHED or sequence.credit == 0:
                 return

@@ -11,12 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.engine.batch.transfer import Mark, copy_rows, rows_of
 from services.engine.execution.model_runner import DeviceTokens, ModelRunner
 from services.engine.loop import refusals
 from services.engine.loop.request_table import LoopLimits, RequestTable
-from services.engine.loop.step_sampler import Draw, HeldLogits, StepSampler
+from services.engine.loop.step_sampler import (
+    Draw,
+    HeldLogits,
+    LaunchedDraws,
+    PromptResults,
+    StepSampler,
+)
 from services.engine.messages import Command, DraftTokens, LoadSnapshot, SetEncoding, StepOutput
-from services.engine.sampling.pending_tokens import PendingTokens
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Sequence, SequenceState
 from services.engine.scheduling.step_plan import StepPlan
@@ -26,32 +32,52 @@ __all__ = ["StepLoop"]
 _LOG = logging.getLogger("loop")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _InFlightStep:
-    """A launched step whose tokens the host does not have yet."""
+    """A launched step whose results the host does not have yet."""
 
-    plan: StepPlan
-    draws: list[Draw]
-    tokens: PendingTokens
+    plan: StepPlan | None
+    """None if the step's time says nothing about its cost"""
     began: float
+    end: Mark
+    """The end of its forward pass"""
+    results: PromptResults
+    launched: list[LaunchedDraws]
+    """Draws from its logits, and from logits that were held before it"""
+
+    @property
+    def has_results(self) -> bool:
+        """True if the host has something to take."""
+        return bool(self.launched or self.results.scores or self.results.scored)
 
     @property
     def drawn(self) -> DeviceTokens | None:
         """Newest tokens of its sequences on the device, for the next step to read."""
-        if not self.draws:
+        continuing = [launched for launched in self.launched if launched.held is None]
+        if not continuing:
             return None
-        indices = {draw.sequence: i for i, draw in enumerate(self.draws)}
-        return DeviceTokens(self.tokens.on_device, indices)
+        draws = [draw for launched in continuing for draw in launched.draws]
+        ids = [launched.tokens.on_device for launched in continuing]
+        return DeviceTokens(
+            ids[0] if len(ids) == 1 else torch.cat(ids),
+            {draw.sequence: i for i, draw in enumerate(draws)},
+        )
 
 
 class StepLoop:
     """Continuous batching, one step at a time.
 
-    With overlap, the loop launches a step before it takes the tokens of the previous one. If the
-    device can draw all tokens of a step, the step stays in flight: the next step reads its tokens
-    on the device, and the host sees them a step later. A sequence that has ended by then still has
-    a row in the next step, whose result is dropped. Its blocks are free at once nevertheless: a
-    step that reuses them is launched later, and so writes later.
+    With overlap, the loop launches a step before it takes the tokens of the previous one: the step
+    reads them on the device, and the host sees them a step later. Tokens are drawn as soon as they
+    can be. A draw that depends on its row of logits alone is launched with its step. For the others
+    the logits are held: a draw with penalties or mirostat is launched once the host has the token
+    in front, a constrained one once its mask has come. Both happen while the device computes, so
+    that the sequence still joins the next step. If a mask comes later, its sequence alone misses
+    that step.
+
+    A sequence that has ended by then still has a row in the next step, whose result is dropped. Its
+    blocks are free at once nevertheless: a step that reuses them is launched later, and so writes
+    later.
     """
 
     def __init__(
@@ -85,6 +111,8 @@ class StepLoop:
         """The step before, until its tokens are taken"""
         self._last_end = -math.inf
         """Time when the last step was complete"""
+        self._launch_seconds = 0.0
+        """Time that the host took to launch the last step"""
         self._steps = 0
         self.progressed = False
         """True if the last step computed anything"""
@@ -106,16 +134,23 @@ class StepLoop:
         self.apply(receive())
         self._requests.cut_starved()
         began = self._clock()
+        if self._overlaps:
+            self._launch_held(began)
         plan = self._scheduler.plan(began)
+        self.had_prompts = bool(plan.chunks)
+        if plan.is_empty and self._in_flight is not None and not self._in_flight.has_results:
+            self._in_flight.plan = None  # it waits for masks, which takes longer than it does
+            self.progressed = False
+            return self.take_output()
         self._previous, self._in_flight = self._in_flight, None
         self.progressed = not plan.is_empty or self._previous is not None
-        self.had_prompts = bool(plan.chunks)
         if not plan.is_empty:
             self._requests.note_started(chunk.sequence for chunk in plan.chunks)
             self._run_isolated(plan, began, receive)
         elif self._previous is not None:
-            self._complete(self._previous, [])
-        self._draw_held()
+            self._complete(self._previous, [], [])
+        if not self._overlaps:
+            self._draw_held()
         self._report_drafts()
         return self.take_output()
 
@@ -146,28 +181,28 @@ class StepLoop:
 
     def _run(self, plan: StepPlan, began: float, receive: Callable[[], Iterable[Command]]) -> None:
         """Compute a plan, and draw its tokens now or leave it in flight."""
-        previous = self._previous
-        draws, logits, tokens = self._compute(
-            plan, previous.drawn if previous is not None else None
-        )
-        if self._overlaps and all(draw.runs_ahead for draw in draws):
-            self._in_flight = self._launch(plan, draws, logits, began)
+        if self._overlaps:
+            self._launch(plan, began, receive)
+            return
+        computed = self._compute(plan)
         self.apply(receive())
-        if previous is not None:
-            self._complete(previous, draws)
-        if self._in_flight is None:
-            self._draw(plan, draws, logits, tokens)
-            self._record_duration(plan, began)
+        self._draw(plan, *computed)
+        self._record_duration(plan, began)
 
-    def _compute(
-        self, plan: StepPlan, drawn: DeviceTokens | None = None
-    ) -> tuple[list[Draw], Tensor | None, Items[int] | None]:
+    def _compute(self, plan: StepPlan) -> tuple[list[Draw], Tensor | None, Items[int] | None]:
         """Compute a plan and score its prompts. Returns its draws with their logits or tokens."""
+        hidden, draws = self._forward(plan)
+        self._sampler.report_results(self._sampler.take_results())
+        return draws, *self._sampler.compute(draws, hidden)
+
+    def _forward(
+        self, plan: StepPlan, drawn: DeviceTokens | None = None
+    ) -> tuple[Tensor, list[Draw]]:
+        """Compute a plan. Returns its hidden states and the draws that they make possible."""
         hidden = self._runner.forward(plan, drawn)
         self._steps += 1
         self._sampler.score_prompts(plan, hidden)
-        draws = self._sampler.draws(plan)
-        return draws, *self._sampler.compute(draws, hidden)
+        return hidden, self._sampler.draws(plan)
 
     def _draw(
         self,
@@ -217,39 +252,107 @@ class StepLoop:
     # Steps in flight.
 
     def _launch(
-        self, plan: StepPlan, draws: list[Draw], logits: Tensor | None, began: float
-    ) -> _InFlightStep:
-        """Draw on the device and leave the step in flight."""
-        if logits is None:  # the step computes only parts of prompts
-            tokens = PendingTokens(torch.empty((0, 1), device=self._runner.device), [])
-        else:
-            tokens = PendingTokens(logits, self._sampler.rows(draws))
-        for draw in draws:
-            draw.sequence.in_flight += 1
-        return _InFlightStep(plan, draws, tokens, began)
+        self, plan: StepPlan, began: float, receive: Callable[[], Iterable[Command]]
+    ) -> None:
+        """Launch a step, take the tokens of the previous one, and leave the step in flight."""
+        previous = self._previous
+        hidden, draws = self._forward(plan, None if previous is None else previous.drawn)
+        logits, _ = self._sampler.compute(draws, hidden)
+        end = Mark(self._runner.device)
+        ahead = [i for i, draw in enumerate(draws) if draw.runs_ahead]
+        others = [i for i, draw in enumerate(draws) if not draw.runs_ahead]
+        launched: list[LaunchedDraws] = []
+        held, held_logits = [draws[i] for i in others], None
+        if logits is not None:
+            if others:  # the next step overwrites the logits
+                held_logits = copy_rows(logits, others)
+            if ahead:
+                some = [draws[i] for i in ahead]
+                launched.append(self._sampler.launch(some, rows_of(logits, ahead)))
+        self._in_flight = _InFlightStep(plan, began, end, self._sampler.take_results(), launched)
+        self._count_in_flight(launched)
+        self._launch_seconds = self._clock() - began
+        self.apply(receive())
+        if previous is not None:
+            self._complete(previous, launched, held)
+        if held_logits is not None:
+            self._sampler.hold(held, held_logits)
 
-    def _complete(self, step: _InFlightStep, following: list[Draw]) -> None:
-        """Take the tokens of a step in flight; `following` are the draws of the step after it."""
+    def _launch_held(self, began: float) -> None:
+        """Launch the draws whose mask, credit or preceding token has come since their step."""
+        ready = self._sampler.take_ready()
+        self._sampler.shrink_held()
+        if not ready:
+            return
+        try:
+            launched = self._sampler.launch_held(ready)
+        except Exception as error:
+            if not self._isolates:
+                raise
+            self._draw_held_isolated(ready, error)
+            return
+        self._count_in_flight(launched)
+        if self._in_flight is None:
+            end = Mark(self._runner.device)
+            self._in_flight = _InFlightStep(None, began, end, PromptResults([], []), [])
+        self._in_flight.launched += launched
+
+    def _count_in_flight(self, launched: Iterable[LaunchedDraws]) -> None:
+        for each in launched:
+            if each.held is None:
+                for draw in each.draws:
+                    draw.sequence.in_flight += 1
+
+    def _complete(self, step: _InFlightStep, ahead: Items[LaunchedDraws], held: list[Draw]) -> None:
+        """Take the results of a step in flight. ahead, held: the draws of the step after it."""
         self._previous = None
-        assumed, tokens = step.tokens.wait()
-        for draw, assumption, token in zip(step.draws, assumed, tokens, strict=True):
+        step.end.wait()
+        self._sampler.report_results(step.results)
+        for launched in step.launched:
+            if launched.held is None:
+                self._settle(launched, ahead, held)
+            elif launched.held.is_valid:
+                self._verify(launched, launched.held)
+        if step.plan is not None:
+            self._record_duration(step.plan, step.began)
+
+    def _settle(
+        self, launched: LaunchedDraws, ahead: Items[LaunchedDraws], held: list[Draw]
+    ) -> None:
+        """Append tokens with which their sequences have already continued on the device."""
+        arrived = launched.tokens.wait()
+        self._sampler.append(launched.draws, arrived.final, arrived.scores)
+        for draw, assumption, token in zip(
+            launched.draws, arrived.provisional, arrived.final, strict=True
+        ):
             if draw.assumed is not None:
                 continue  # the draw followed a token that turned out wrong
-            if draw.is_next:
-                self._requests.append(draw.sequence, token, None)
-            if token != assumption:
-                self._withdraw(draw.sequence, assumption, following)
+            if 0 <= token != assumption:
+                self._withdraw(draw.sequence, assumption, ahead, held)
             self._scheduler.settle(draw.sequence)
-        self._record_duration(step.plan, step.began)
 
-    def _withdraw(self, sequence: Sequence, assumption: int, following: list[Draw]) -> None:
+    def _verify(self, launched: LaunchedDraws, held: HeldLogits) -> None:
+        """Append tokens for which their sequence has waited, and accept its draft tokens."""
+        arrived = launched.tokens.wait()
+        self._sampler.append(launched.draws, arrived.final, arrived.scores)
+        if held.draft:
+            self._scheduler.accept(held.sequence, held.draft)
+
+    def _withdraw(
+        self,
+        sequence: Sequence,
+        assumption: int,
+        ahead: Items[LaunchedDraws],
+        held: list[Draw],
+    ) -> None:
         """Void the row that was computed from a wrong token: the next step computes it again."""
-        for i, draw in enumerate(following):
-            if draw.sequence is sequence:
-                following[i] = draw._replace(assumed=assumption)
-                self._scheduler.withdraw(sequence)
-                if self._in_flight is not None:
-                    sequence.in_flight -= 1
+        for draws in (held, *(launched.draws for launched in ahead)):
+            for i, draw in enumerate(draws):
+                if draw.sequence is sequence:
+                    draws[i] = draw._replace(assumed=assumption)
+                    self._scheduler.withdraw(sequence)
+                    if draws is not held:
+                        sequence.in_flight -= 1
 
     # Failed steps.
 
@@ -276,7 +379,8 @@ class StepLoop:
         if self._previous is not None:
             row = itertools.count()
             following = [Draw(s, next(row), s.position + s.in_flight) for s in plan.decodes]
-            self._complete(self._previous, following)
+            self._complete(self._previous, [], following)
+        self._sampler.report_results(self._sampler.take_results())
         for sequence in [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]:
             if sequence.mirostat is not None:
                 sequence.mirostat.roll_back()

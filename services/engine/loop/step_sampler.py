@@ -1,25 +1,27 @@
 """Prompt scores and drawn tokens from the hidden states of a step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from services.engine.batch.transfer import copy_rows, rows_of, to_device
 from services.engine.execution.model_runner import SCORED_ROWS, ModelRunner
 from services.engine.loop import refusals
 from services.engine.loop.request_table import RequestTable
 from services.engine.messages import FinishCause, Score, ScoredPrompt
 from services.engine.sampling.bad_words import intersect_masks
+from services.engine.sampling.pending_tokens import PendingTokens
 from services.engine.sampling.row import NOTHING_ALLOWED, Row
 from services.engine.sampling.sampler import argmax, reject_nan, sample
-from services.engine.sampling.score import score
+from services.engine.sampling.score import PendingScores, score
 from services.engine.scheduling.sequence import Sequence, SequenceState
 from services.engine.scheduling.step_plan import Chunk, StepPlan
 
-__all__ = ["Draw", "HeldLogits", "StepSampler"]
+__all__ = ["Draw", "HeldLogits", "LaunchedDraws", "PromptResults", "StepSampler"]
 
 
 class Draw(NamedTuple):
@@ -74,6 +76,46 @@ class HeldLogits(NamedTuple):
         draws = [draw for draw in self.draws if self.sequence.may_draw_at(draw.position)]
         return draws, self.logits[: len(draws)]
 
+    @property
+    def continues(self) -> bool:
+        """True if the next step may compute the drawn token before the host has it.
+
+        Otherwise the host must take the tokens first, because they verify draft tokens, or because
+        the next step can compute forced tokens behind them.
+        """
+        sequence = self.sequence
+        is_followed = len(sequence.forced) > 1 and sequence.request.draws_independently
+        return len(self.draws) == 1 and not is_followed
+
+
+class LaunchedDraws(NamedTuple):
+    """Draws whose tokens are on their way from the device to the host."""
+
+    draws: list[Draw]
+    """A draw gets `assumed` if the token in front of it turns out wrong"""
+    tokens: PendingTokens
+    held: HeldLogits | None = None
+    """Logits of the tokens, if their sequence does not continue before the host has the tokens.
+    They are void if these logits are no longer valid then"""
+
+
+class PromptResults(NamedTuple):
+    """Results of a step's prompts that the host does not have yet."""
+
+    scores: list["_PromptScores"]
+    scored: list[Sequence]
+    """Sequences that end with these scores"""
+
+
+class _PromptScores(NamedTuple):
+    """Scores of consecutive prompt tokens."""
+
+    sequence: Sequence
+    start: int
+    """Index of the first token"""
+    ids: list[int]
+    scores: PendingScores
+
 
 class StepSampler:
     """Scores prompts, draws tokens, and holds the logits of sequences that may not draw yet."""
@@ -92,38 +134,54 @@ class StepSampler:
         self._eos_token_ids = eos_token_ids
         self._searches = runner.finds_most_likely and not needs_logits
         self._held: list[HeldLogits] = []
+        self._results = PromptResults([], [])
 
     def score_prompts(self, plan: StepPlan, hidden: Tensor) -> None:
-        """Report the scores of the prompt tokens whose predecessors the step computed."""
+        """Score the prompt tokens whose predecessors the step computed, for `take_results`."""
         end_row = len(plan.decodes)
         for chunk in plan.chunks:
             end_row += chunk.num_outputs
             sequence = chunk.sequence
             width = sequence.request.command.checked.prompt_logprobs
             if width is not None:
-                self._score_chunk(chunk, hidden, end_row, width)
+                self._results.scores.extend(self._score_chunk(chunk, hidden, end_row, width))
             sequence.scored = max(sequence.scored, min(chunk.end + 1, sequence.prompt_length))
 
-    def _score_chunk(self, chunk: Chunk, hidden: Tensor, end_row: int, width: int) -> None:
+    def _score_chunk(
+        self, chunk: Chunk, hidden: Tensor, end_row: int, width: int
+    ) -> Iterator[_PromptScores]:
         """Score the prompt tokens after a chunk's; `end_row` is one past its last kept row."""
         sequence = chunk.sequence
         end = min(chunk.end + 1, sequence.prompt_length)
         for start in range(max(sequence.scored, chunk.start + 1), end, SCORED_ROWS):
-            if sequence.state is SequenceState.FINISHED:
-                return  # the model has computed NaN
             ids = sequence.tokens[start : min(start + SCORED_ROWS, end)].tolist()
             row = end_row - chunk.end + start - 1
             logits = self._runner.logits(hidden, list(range(row, row + len(ids))))
+            index = to_device(torch.tensor(ids, dtype=torch.int64), logits.device)
+            yield _PromptScores(sequence, start, ids, PendingScores(logits, index, width))
+
+    def take_results(self) -> PromptResults:
+        """Return the results of prompts since the last call."""
+        results, self._results = self._results, PromptResults([], [])
+        return results
+
+    def report_results(self, results: PromptResults) -> None:
+        """Wait for scores of prompts and report them; end the sequences that only score."""
+        for sequence, start, ids, pending in results.scores:
+            if sequence.state is SequenceState.FINISHED:
+                continue  # cancelled, or the model has computed NaN
+            scores = pending.wait()
             handle, prompt = sequence.request.command.handle, sequence.prompt_index
-            scores = score(logits, ids, width)
             if any(math.isnan(each.logprob) for each in scores):
                 self._requests.abort(refusals.not_finite(handle))
             else:
                 self._requests.report(ScoredPrompt(handle, prompt, start, ids, scores))
-                sequence.scored = start + len(ids)
+        for sequence in results.scored:
+            if sequence.state is not SequenceState.FINISHED:
+                self._requests.finish(sequence, FinishCause.LENGTH)
 
     def draws(self, plan: StepPlan) -> list[Draw]:
-        """Return the draws that a step makes possible, and end sequences that only score."""
+        """Return the draws that a step makes possible; note the sequences that only score."""
         draws: list[Draw] = []
         for row, sequence in enumerate(plan.decodes):
             if self._generates(sequence):
@@ -143,11 +201,11 @@ class StepSampler:
         return draws
 
     def _generates(self, sequence: Sequence) -> bool:
-        """Return whether a computed sequence goes on; end it if it only scores its prompt."""
+        """Return whether a computed sequence goes on; note it if it only scores its prompt."""
         if sequence.state is SequenceState.FINISHED:
-            return False  # its request was aborted over the scores of a prompt
+            return False
         if sequence.max_tokens == 0:
-            self._requests.finish(sequence, FinishCause.LENGTH)
+            self._results.scored.append(sequence)
             return False
         return True
 
@@ -171,36 +229,73 @@ class StepSampler:
     def draw(self, draws: Items[Draw], logits: Tensor) -> None:
         """Draw tokens for the sequences that may; hold the logits of the others."""
         ready: list[int] = []
-        held: dict[Sequence, list[int]] = {}
+        held: list[int] = []
         for i, draw in enumerate(draws):
             sequence = draw.sequence
             if sequence.state is SequenceState.FINISHED or draw.position < sequence.position:
                 continue  # ended, or advanced by forced tokens, while the step ran
-            if sequence.may_draw_at(draw.position):
-                ready.append(i)
-            elif draw.assumed is None:
-                held[sequence] = [i]
-            elif sequence in held:
-                held[sequence].append(i)
+            (ready if sequence.may_draw_at(draw.position) else held).append(i)
         if held:
-            self._hold(draws, logits, list(held.values()))
+            self.hold([draws[i] for i in held], copy_rows(logits, held))
         if ready:
-            some = logits if len(ready) == len(draws) else logits[ready]
-            self.advance([draws[i] for i in ready], some)
+            self.advance([draws[i] for i in ready], rows_of(logits, ready))
 
-    def _hold(self, draws: Items[Draw], logits: Tensor, held: Items[list[int]]) -> None:
-        """Keep a copy of the logits of some sequences, given by the indices of their draws."""
-        copied = logits[[i for indices in held for i in indices]]
-        for indices in held:
-            own, copied = copied[: len(indices)], copied[len(indices) :]
+    def hold(self, draws: Items[Draw], logits: Tensor) -> None:
+        """Hold logits until `take_ready` returns them. A draft token's need those in front of it.
+
+        logits: float32 [draws, vocabulary], which no later step changes.
+        """
+        held: dict[Sequence, list[int]] = {}
+        for i, draw in enumerate(draws):
+            if draw.assumed is not None and draw.sequence in held:
+                held[draw.sequence].append(i)
+            elif draw.assumed is None and draw.is_next:
+                held[draw.sequence] = [i]
+        for sequence, indices in held.items():
+            own = logits[indices[0] : indices[-1] + 1]
             self._held.append(HeldLogits([draws[i] for i in indices], own))
-            draws[indices[0]].sequence.held_logits = own
+            sequence.held_logits = own
 
     def take_ready(self) -> list[HeldLogits]:
         """Remove and return the held logits of sequences that may draw now."""
         held = [each for each in self._held if each.is_valid]
         self._held = [each for each in held if not each.sequence.may_draw]
         return [each for each in held if each.sequence.may_draw]
+
+    @property
+    def awaits_masks(self) -> bool:
+        """True if logits are held for the lack of a mask."""
+        return any(held.is_valid and held.sequence.awaits_mask for held in self._held)
+
+    def launch(self, draws: Items[Draw], logits: Tensor) -> LaunchedDraws:
+        """Draw on the device, without waiting for it. logits: float32 [draws, vocabulary]."""
+        widths = [draw.sequence.request.command.checked.logprobs for draw in draws]
+        return LaunchedDraws(list(draws), PendingTokens(logits, self.rows(draws), widths))
+
+    def launch_held(self, ready: Items[HeldLogits]) -> list[LaunchedDraws]:
+        """Draw from held logits on the device, without waiting for it.
+
+        All sequences that continue with their tokens on the device share the first launch.
+        """
+        continuing: list[HeldLogits] = []
+        waiting: list[HeldLogits] = []
+        for held in ready:
+            (continuing if held.continues else waiting).append(held)
+        launched = [self.launch(*held.allowed)._replace(held=held) for held in waiting]
+        if continuing:
+            draws = [held.draws[0] for held in continuing]
+            launched.append(self.launch(draws, _join([held.logits for held in continuing])))
+        for held in continuing:
+            held.sequence.held_logits = None
+        return launched
+
+    def shrink_held(self) -> None:
+        """Copy held logits out of larger tensors, which would stay allocated as long as they."""
+        for i, held in enumerate(self._held):
+            if held.is_valid and held.logits.untyped_storage().nbytes() > held.logits.nbytes:
+                own = held.logits.clone()
+                self._held[i] = held._replace(logits=own)
+                held.sequence.held_logits = own
 
     def draw_held(self, ready: Items[HeldLogits]) -> None:
         """Draw tokens from held logits."""
@@ -249,7 +344,7 @@ class StepSampler:
         scores: dict[int, Score] = {}
         for width in {width for width in widths if width is not None}:
             rows = [i for i, each in enumerate(widths) if each == width]
-            found = score(logits[rows], [tokens[i] for i in rows], width)
+            found = score(rows_of(logits, rows), [tokens[i] for i in rows], width)
             scores.update(zip(rows, found, strict=True))
         return scores
 
@@ -280,3 +375,18 @@ class StepSampler:
             sequence.mirostat,
             forbidden,
         )
+
+
+def _join(parts: Items[Tensor]) -> Tensor:
+    """Concatenate held logits. Consecutive rows of one tensor need no copy.
+
+    parts: float32 [1, vocabulary] each.
+    """
+    first, width = parts[0], parts[0].shape[1]
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    if all(
+        part.untyped_storage().data_ptr() == storage and part.storage_offset() == offset + i * width
+        for i, part in enumerate(parts)
+    ):
+        return first.as_strided((len(parts), width), (width, 1))
+    return torch.cat(list(parts))

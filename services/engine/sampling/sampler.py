@@ -9,17 +9,19 @@ A native kernel draws on a CPU; torch draws on other devices and where the kerne
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.batch.transfer import to_device
+from services.engine.batch.transfer import HostCopy, rows_of, to_device
 from services.engine.kernels.library import DrawCall, native
 from services.engine.sampling.adjustments import adjust
+from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.row import Row
 
-__all__ = ["argmax", "reject_nan", "sample", "try_sample"]
+__all__ = ["Drawn", "argmax", "mark_nan", "reject_nan", "sample", "try_sample"]
 
 _CANDIDATES = 256
 """Likeliest tokens that a restricted draw examines before it sorts the whole row"""
@@ -59,38 +61,98 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
 def reject_nan(logits: Tensor, ids: Sequence[int]) -> list[int]:
     """Return the drawn ids, with -1 where the id's logit is NaN.
 
-    A row of NaN yields an id whose logit is NaN, however it is drawn. The check works on a CPU
-    only: on another device most steps go on before the host has the ids. logits: float32
+    A row of NaN yields an id whose logit is NaN, however it is drawn. logits: float32
     [rows, vocabulary].
     """
     if logits.device.type != "cpu":
-        return list(ids)
+        index = to_device(torch.tensor(ids, dtype=torch.int64), logits.device)
+        return _ids(mark_nan(logits, index))
     logit = logits.numpy().item  # ten times as fast as indexing
     return [-1 if math.isnan(logit(row, token)) else token for row, token in enumerate(ids)]
 
 
-def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> tuple[Tensor, Tensor | None]:
+def mark_nan(logits: Tensor, ids: Tensor) -> Tensor:
+    """Do the same as `reject_nan` on the device, without waiting for it. ids: int64 [rows]."""
+    is_nan = logits.gather(1, ids.unsqueeze(1)).squeeze(1).isnan()
+    return torch.where(is_nan, -1, ids)
+
+
+class RestrictedDraws(NamedTuple):
+    """Draws among the likeliest tokens alone, which more candidates may change."""
+
+    indices: Sequence[int]
+    """Their rows in the batch"""
+    rows: Sequence[Row]
+    logits: Tensor
+    """float32 [rows, vocabulary], adjusted"""
+    is_settled: HostCopy
+    """bool [rows], False where more candidates must be examined"""
+
+    def repeat_unsettled(self) -> Iterator[tuple[int, int]]:
+        """Wait for the device, and draw again where needed: yields row and id."""
+        for i in (~self.is_settled.wait()).nonzero().squeeze(1).tolist():
+            [token] = _ids(_draw_restricted(self.logits[i : i + 1], [self.rows[i]]))
+            yield self.indices[i], token
+
+
+class MirostatDraws(NamedTuple):
+    """Draws whose surprise updates their sequences' mirostat states."""
+
+    states: Sequence[Mirostat]
+    surprises: HostCopy
+    """float64 [rows], in bits"""
+
+    def observe(self) -> None:
+        """Wait for the device, and update the states."""
+        for state, surprise in zip(self.states, self.surprises.wait().tolist(), strict=True):
+            state.observe(surprise)
+
+
+class Drawn(NamedTuple):
+    """Tokens that a device draws."""
+
+    ids: Tensor
+    """int64 [rows]"""
+    restricted: Sequence[RestrictedDraws] = ()
+    mirostat: Sequence[MirostatDraws] = ()
+
+
+def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> Drawn:
     """Draw on the device, without waiting for it.
 
-    rows: none with mirostat; None = plain greedy. Returns ids, int64 [rows], and bool [rows] that
-    is False where `sample` must examine more candidates, or None where no row needs that.
+    logits: float32 [rows, vocabulary], free to change after the call; rows: None = plain greedy.
     """
     if rows is None:
-        return _draw_greedy(logits), None
-    device = logits.device
-    drawn = torch.empty(len(rows), dtype=torch.int64, device=device)
-    is_settled: Tensor | None = None
+        return Drawn(_draw_greedy(logits))
+    drawn: list[Tensor] = []
+    order: list[int] = []
+    restricted: list[RestrictedDraws] = []
+    mirostat: list[MirostatDraws] = []
     for draw, indices, part, part_rows in _groups(logits, rows, _draw_of):
-        index = to_device(torch.tensor(indices), device)
         if draw is _draw_restricted:
-            if is_settled is None:
-                is_settled = torch.ones(len(rows), dtype=torch.bool, device=device)
-            ids, settled, _ = _draw_candidates(part, part_rows)
-            is_settled.index_copy_(0, index, settled)
+            ids, is_settled, _ = _draw_candidates(part, part_rows)
+            kept = part.clone() if _share_memory(part, logits) else part
+            restricted.append(RestrictedDraws(indices, part_rows, kept, HostCopy(is_settled)))
+        elif draw is _draw_mirostat:
+            ids, surprises = _draw_by_surprise(part, part_rows)
+            mirostat.append(MirostatDraws(_states(part_rows), HostCopy(surprises)))
         else:
             ids = draw(part, part_rows)
-        drawn.index_copy_(0, index, ids)
-    return drawn, is_settled
+        drawn.append(ids)
+        order += indices
+    return Drawn(_in_order(drawn, order), restricted, mirostat)
+
+
+def _share_memory(part: Tensor, whole: Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def _in_order(drawn: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    """Concatenate the groups' ids by row. order: the row of each."""
+    if len(drawn) == 1:
+        return drawn[0]  # a group's rows rise
+    places = torch.from_numpy(np.argsort(order))
+    return torch.cat(list(drawn))[to_device(places, drawn[0].device)]
 
 
 def _groups(
@@ -112,11 +174,8 @@ def _groups(
 
 def _select(logits: Tensor, indices: Sequence[int], is_modified: bool) -> Tensor:
     """Select rows, in rising order; a copy where they are modified or not contiguous."""
-    first, last = indices[0], indices[-1]
-    if last - first + 1 > len(indices):
-        return logits[to_device(torch.tensor(indices), logits.device)]
-    part = logits[first : last + 1]
-    if not is_modified:
+    part = rows_of(logits, indices)
+    if not is_modified or not _share_memory(part, logits):
         return part
     # numpy copies in this thread; torch's threads would wait for cores that others use
     return torch.from_numpy(part.numpy().copy()) if logits.device.type == "cpu" else part.clone()
@@ -164,19 +223,30 @@ def _draw_plain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _draw_mirostat(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Draw from the tokens whose surprise is at most mu, or the likeliest if none, in id order."""
-    states = [row.mirostat for row in rows if row.mirostat is not None]
+    """Draw by mirostat, and update the rows' states."""
+    ids, surprises = _draw_by_surprise(logits, rows)
+    MirostatDraws(_states(rows), HostCopy(surprises)).observe()
+    return ids
+
+
+def _draw_by_surprise(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Draw from the tokens whose surprise is at most mu, or the likeliest if none, in id order.
+
+    Returns ids, int64 [rows], and their surprises, float64 [rows].
+    """
     weights = _weights(logits, rows)
     totals = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    mu = torch.tensor([state.mu for state in states], dtype=torch.float64, device=logits.device)
+    mu = _column([state.mu for state in _states(rows)], logits.device)
     # -log2(weight / total) <= mu, and the largest weight is 1
-    least = (totals * torch.exp2(-mu.unsqueeze(1))).clamp_(max=1).float()
+    least = (totals * torch.exp2(-mu)).clamp_(max=1).float()
     weights *= weights >= least
     ids = _pick(weights, _noises(rows, logits.device))
     surprises = -(weights.gather(1, ids) / totals).log2()
-    for state, surprise in zip(states, surprises.squeeze(1).tolist(), strict=True):
-        state.observe(surprise)
-    return ids.squeeze(1)
+    return ids.squeeze(1), surprises.squeeze(1)
+
+
+def _states(rows: Sequence[Row]) -> list[Mirostat]:
+    return [row.mirostat for row in rows if row.mirostat is not None]
 
 
 def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -187,7 +257,7 @@ def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     drawn, is_settled, normaliser = _draw_candidates(logits, rows)
     unsettled = (~is_settled).nonzero().squeeze(1).tolist()
     if unsettled:
-        part, part_rows = logits[unsettled], [rows[i] for i in unsettled]
+        part, part_rows = rows_of(logits, unsettled), [rows[i] for i in unsettled]
         ids = _sort_falling(part)
         values = part.gather(1, ids).double() / _temperatures(part_rows, logits.device)
         index, _ = _pick_restricted(values, normaliser[unsettled], part_rows, False)

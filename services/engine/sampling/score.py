@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.engine.batch.transfer import HostCopy, to_device
 from services.engine.kernels.library import ScoreCall, native
 from services.engine.messages import Score
 
-__all__ = ["score"]
+__all__ = ["PendingScores", "score"]
 
 
 def score(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:
@@ -21,17 +22,49 @@ def score(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:
     width = min(width, logits.shape[1])
     if native is not None and logits.device.type == "cpu":
         return _score_by_kernel(logits, ids, width)
+    index = to_device(torch.tensor(ids, dtype=torch.int64), logits.device)
+    return PendingScores(logits, index, width).wait()
+
+
+class PendingScores:
+    """Scores that the device computes, from logits that may change after the launch."""
+
+    def __init__(self, logits: Tensor, ids: Tensor, width: int) -> None:
+        """logits: float32 [rows, vocabulary]; ids: int64 [rows]; width: as for `score`."""
+        self._width = min(width, logits.shape[1])
+        self._scores: list[Score] | None = None
+        if native is not None and logits.device.type == "cpu":
+            self._scores = _score_by_kernel(logits, ids.tolist(), self._width)
+        else:
+            self._columns = HostCopy(_columns(logits, ids, self._width))
+
+    def wait(self) -> list[Score]:
+        """Wait for the device, and return a score for each row."""
+        if self._scores is None:
+            self._scores = _read(self._columns.wait(), self._width)
+        return self._scores
+
+
+def _columns(logits: Tensor, ids: Tensor, width: int) -> Tensor:
+    """Return rank, logprob, and the ids and logprobs of the candidates: int32 [rows, columns].
+
+    One tensor takes one copy to the host: the logprobs are the bits of float32.
+    """
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    index = torch.tensor(ids, dtype=torch.int64, device=logits.device).unsqueeze(1)
-    chosen = logits.gather(1, index)
-    ranks = (logits > chosen).sum(dim=-1).tolist()
-    logprobs = (chosen - normaliser).squeeze(1).tolist()
-    if width == 0:
-        return [Score(p, r + 1, (), ()) for p, r in zip(logprobs, ranks, strict=True)]
+    chosen = logits.gather(1, ids.unsqueeze(1))
+    ranks = (logits > chosen).sum(dim=-1, keepdim=True, dtype=torch.int32)
     top = logits.topk(width, dim=-1)
-    top_ids, top_logprobs = top.indices.tolist(), (top.values - normaliser).tolist()
-    columns = zip(logprobs, ranks, top_ids, top_logprobs, strict=True)
-    return [Score(p, rank + 1, best, best_logprobs) for p, rank, best, best_logprobs in columns]
+    logprobs = (torch.cat((chosen, top.values), dim=1) - normaliser).view(torch.int32)
+    return torch.cat((ranks, top.indices.int(), logprobs), dim=1)
+
+
+def _read(columns: Tensor, width: int) -> list[Score]:
+    ranks, ids = columns[:, 0].tolist(), columns[:, 1 : width + 1].tolist()
+    logprobs = columns[:, width + 1 :].contiguous().view(torch.float32).tolist()
+    return [
+        Score(own, rank + 1, best, best_logprobs)
+        for rank, best, (own, *best_logprobs) in zip(ranks, ids, logprobs, strict=True)
+    ]
 
 
 def _score_by_kernel(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:

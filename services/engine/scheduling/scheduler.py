@@ -203,6 +203,8 @@ class Scheduler:
                 if len(self.running) >= self.limits.max_running:
                     candidates.skip_waiting()
                     continue
+                if sequence.in_flight:
+                    continue  # just preempted: its newest token is not here yet
                 if sequence.queued.awaited_block in pending:
                     continue
                 found = self._find_prefix(sequence)

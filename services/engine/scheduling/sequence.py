@@ -151,6 +151,11 @@ class Sequence:
         return self.mask is not None and position <= self.mask.last
 
     @property
+    def awaits_mask(self) -> bool:
+        """True if only the mask for the next token is missing."""
+        return self.has_credit and not self.may_draw
+
+    @property
     def order(self) -> tuple[int, float, int, int]:
         """Sort key: the first sequences are scheduled first and preempted last."""
         return (*self.request.order, self.index)
@@ -225,7 +230,8 @@ class Request:
     needs_no_logits: bool = field(init=False)
     """True if the most likely token is all that a step must return"""
     runs_ahead: bool = field(init=False)
-    """True if the device may draw a token before the host has the previous one"""
+    """True if a draw needs nothing that follows from the token before: the device may then draw a
+    token before the host has the previous one"""
 
     def __post_init__(self) -> None:
         checked, sampling = self.command.checked, self.command.checked.sampling
@@ -244,9 +250,7 @@ class Request:
             and not checked.constrained
         )
         self.needs_no_logits = self.is_plainly_greedy and checked.logprobs is None
-        self.runs_ahead = (
-            self.draws_independently and not checked.constrained and checked.logprobs is None
-        )
+        self.runs_ahead = self.draws_independently and not checked.constrained
 
     @property
     def order(self) -> tuple[int, float, int]:

@@ -1,7 +1,8 @@
 """Forced tokens, draft tokens and late masks never change the output under a grammar."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import cycle
 from typing import TypeAlias
 
 import pytest
@@ -11,27 +12,23 @@ from hypothesis import strategies as st
 from services.engine.messages import (
     AddRequest,
     Command,
-    DraftTokens,
     Finished,
     GrantCredit,
-    Mask,
     MirostatSettings,
     Output,
     RequestDone,
     Resume,
     SamplingSettings,
-    SetMasks,
     StepOutput,
     Token,
 )
 from services.engine.model.decoder import Decoder
+from tests.unit.engine.loop.grammar import Grammar
 from tests.unit.engine.tiny import (
-    EOS,
     SAME_EXAMPLES,
     VOCABULARY,
     make_loop,
     make_request,
-    mask_of,
     with_resume,
 )
 
@@ -48,57 +45,6 @@ REPEATED = st.one_of(ALLOWED, ALLOWED.map(lambda allowed: 6 * allowed[:4]))
 """The same with repetitions, so that many draft tokens are right"""
 
 
-@dataclass
-class Grammar:
-    """Answers like the grammar service, after a number of steps."""
-
-    allowed: Sequence[set[int]]
-    jumps: bool
-    lateness: Iterator[int]
-    """Steps until each answer"""
-    known: dict[int, int] = field(default_factory=dict)
-    """Position of the last answer, by sequence"""
-    due: list[tuple[int, Mask]] = field(default_factory=list)
-
-    def open(self, request: AddRequest) -> None:
-        resumed = {resume.sequence: len(resume.generated) for resume in request.checked.resume}
-        for sequence in range(request.checked.num_sequences):
-            self._answer(sequence, resumed.get(sequence, 0), ())
-
-    def feed(self, outputs: Sequence[Output]) -> None:
-        """Take all tokens of a step, and then answer."""
-        mine = [o for o in outputs if isinstance(o, Token) and o.handle == 1 and o.id != EOS]
-        drafts = {o.sequence: o.ids for o in outputs if isinstance(o, DraftTokens)}
-        for sequence, position in {token.sequence: token.position + 1 for token in mine}.items():
-            if position > self.known[sequence]:
-                self._answer(sequence, position, drafts.get(sequence, ()))
-
-    def masks(self) -> list[Command]:
-        """Return the answers that are due."""
-        ready = [mask for wait, mask in self.due if wait == 0]
-        self.due = [(wait - 1, mask) for wait, mask in self.due if wait > 0]
-        return [SetMasks(ready)] if ready else []
-
-    def _answer(self, sequence: int, position: int, draft: Sequence[int]) -> None:
-        end = position
-        while self.jumps and end < len(self.allowed) and len(self.allowed[end]) == 1:
-            end += 1
-        forced = [next(iter(ids)) for ids in self.allowed[position:end]]
-        is_over = end == len(self.allowed)
-        self.known[sequence] = end
-        rest = draft[len(forced) :] if list(draft[: len(forced)]) == forced else ()
-        draft_masks: list[tuple[int, bytes]] = []
-        for at, token in enumerate(rest, start=end):
-            if at + 1 >= len(self.allowed) or token not in self.allowed[at]:
-                break
-            draft_masks.append((token, self._bits(at + 1)))
-        mask = Mask(1, sequence, position, forced, self._bits(end), is_over, draft_masks)
-        self.due.append((next(self.lateness), mask))
-
-    def _bits(self, position: int) -> bytes:
-        return mask_of(self.allowed[position] if position < len(self.allowed) else {EOS})
-
-
 def generate(
     decoder: Decoder,
     request: AddRequest,
@@ -109,10 +55,11 @@ def generate(
     blocks: int = 256,
     neighbours: int = 0,
     speculate: bool = False,
+    overlaps: bool = False,
 ) -> list[Output]:
     """Return the outputs of the request (handle 1), which runs beside unconstrained ones."""
-    loop = make_loop(decoder, blocks=blocks, step_tokens=32, speculate=speculate)
-    grammar = Grammar(allowed, jumps, _cycle(lateness))
+    loop = make_loop(decoder, blocks=blocks, step_tokens=32, speculate=speculate, overlaps=overlaps)
+    grammar = Grammar(allowed, jumps, cycle(lateness))
     free = [make_request(2 + i, [[7 + i, 9]], max_tokens=20) for i in range(neighbours)]
     commands: list[Command] = [*free, request]
     grammar.open(request)
@@ -135,11 +82,6 @@ def generate(
         if loop.is_idle:
             return outputs
     raise AssertionError("the loop never came to rest")
-
-
-def _cycle(numbers: Sequence[int]) -> Iterator[int]:
-    while True:
-        yield from numbers
 
 
 Seen: TypeAlias = dict[int, list[tuple[object, ...]]]
@@ -190,18 +132,18 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
 @given(
     allowed=REPEATED,
     jumps=st.booleans(),
-    speculate=st.booleans(),
+    mode=st.sampled_from(["plain", "speculate", "overlaps"]),
     max_tokens=st.integers(2, 24),
     lateness=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     neighbours=st.integers(0, 2),
 )
-@settings(SAME_EXAMPLES, max_examples=12)
+@settings(SAME_EXAMPLES, max_examples=18)
 def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
     decoder: Decoder,
     kind: str,
     allowed: list[set[int]],
     jumps: bool,
-    speculate: bool,
+    mode: str,
     max_tokens: int,
     lateness: list[int],
     neighbours: int,
@@ -216,7 +158,8 @@ def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
         lateness=lateness,
         blocks=26,
         neighbours=neighbours,
-        speculate=speculate,
+        speculate=mode == "speculate",
+        overlaps=mode == "overlaps",
     )
     (seen, numbers), (expected, their_numbers) = visible(at_once), visible(one_by_one)
     assert seen == expected
@@ -250,7 +193,7 @@ def num_steps(
     """Return the number of steps that the request takes alone."""
     steps = 0
     loop = make_loop(decoder, speculate=speculate)
-    grammar = Grammar(allowed, jumps, _cycle([lateness]))
+    grammar = Grammar(allowed, jumps, cycle([lateness]))
     grammar.open(request)
     commands: list[Command] = [request]
     while not (steps and loop.is_idle):
