@@ -72,6 +72,9 @@ def _run(loop: StepLoop, messages: "_MessageSocket", turns: EncoderTurns | None)
     timeout: float | None = None
     while True:
         messages.wait(timeout)
+        while seconds := loop.spare_seconds:
+            messages.wait(seconds)
+            loop.apply(messages.receive())
         began = time.monotonic()
         output = loop.step(messages.receive)
         if output.outputs or output.cache or loop.progressed or not loop.is_idle:

@@ -30,6 +30,8 @@ from services.engine.scheduling.step_plan import StepPlan
 __all__ = ["StepLoop"]
 
 _LOG = logging.getLogger("loop")
+_SPARE_SHARE = 0.9
+"""Share of a step's time for which the next one may wait for masks"""
 
 
 @dataclass(slots=True)
@@ -113,6 +115,8 @@ class StepLoop:
         """Time when the last step was complete"""
         self._launch_seconds = 0.0
         """Time that the host took to launch the last step"""
+        self._decode_seconds = 0.0
+        """Duration of the last step without prompts"""
         self._steps = 0
         self.progressed = False
         """True if the last step computed anything"""
@@ -124,6 +128,19 @@ class StepLoop:
     @property
     def is_idle(self) -> bool:
         return not self._requests
+
+    @property
+    def spare_seconds(self) -> float:
+        """Seconds that the next step may wait for masks without a pause of the device.
+
+        Above 0 only if a mask is missing while a step is in flight. As much time as the last launch
+        took stays for the next one. The share makes the estimate sink after a step that came late.
+        """
+        step = self._in_flight
+        if step is None or not self._sampler.awaits_masks:
+            return 0.0
+        end = max(step.began, self._last_end) + _SPARE_SHARE * self._decode_seconds
+        return max(end - self._launch_seconds - self._clock(), 0.0)
 
     def step(self, receive: Callable[[], Iterable[Command]]) -> StepOutput:
         """Take commands, plan a step, compute it, draw, and report.
@@ -246,7 +263,10 @@ class StepLoop:
     def _record_duration(self, plan: StepPlan, began: float) -> None:
         """Report a step's duration to the scheduler, counted from the end of the step before."""
         now = self._clock()
-        self._scheduler.learn(plan, now - max(began, self._last_end))
+        seconds = now - max(began, self._last_end)
+        self._scheduler.learn(plan, seconds)
+        if not plan.chunks:
+            self._decode_seconds = seconds
         self._last_end = now
 
     # Steps in flight.

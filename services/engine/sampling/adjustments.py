@@ -85,18 +85,16 @@ def _penalise_repetitions(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _mask(logits: Tensor, rows: Sequence[Row]) -> None:
-    vocabulary = logits.shape[1]
-    masked = {
-        i: _amounts(row.mask, vocabulary) for i, row in enumerate(rows) if row.mask is not None
-    }
-    if masked and logits.device.type == "cpu":
+    masks = {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
+    if masks and logits.device.type == "cpu":
         # numpy, row by row: torch's threads would wait for cores that other processes use
         values = logits.numpy()
-        for i, amounts in masked.items():
-            values[i] += amounts
-    elif masked:
-        stacked = torch.from_numpy(np.stack(list(masked.values())))
-        logits[list(masked)] += stacked.to(logits.device)
+        for i, mask in masks.items():
+            values[i] += _amounts(mask, logits.shape[1])
+    elif masks:
+        from services.engine.sampling.mask_kernel import apply_masks  # needs Triton
+
+        apply_masks(logits, masks)
 
 
 @lru_cache(maxsize=_MASKS)
@@ -121,15 +119,22 @@ def _ban(logits: Tensor, rows: Sequence[Row]) -> None:
     entries = [
         (i, np.array(row.banned, dtype=np.int64)) for i, row in enumerate(rows) if row.banned
     ]
-    if entries:
-        places = _places(logits, entries)
-        flat = logits.view(-1)
-        before = flat[places]
-        flat[places] = -torch.inf
-        owners = np.repeat([i for i, _ in entries], [len(ids) for _, ids in entries])
-        emptied = logits.amax(dim=-1) == -torch.inf
-        again = emptied[to_device(torch.from_numpy(owners), logits.device)]
-        flat[places] = before.masked_fill(~again, -torch.inf)
+    if not entries:
+        return
+    places = _places(logits, entries)
+    flat = logits.view(-1)
+    if not any(
+        rows[i].mask is not None or rows[i].forbidden or len(ids) >= logits.shape[1]
+        for i, ids in entries
+    ):
+        flat[places] = -torch.inf  # every row has an id left
+        return
+    before = flat[places]
+    flat[places] = -torch.inf
+    owners = np.repeat([i for i, _ in entries], [len(ids) for _, ids in entries])
+    emptied = logits.amax(dim=-1) == -torch.inf
+    again = emptied[to_device(torch.from_numpy(owners), logits.device)]
+    flat[places] = before.masked_fill(~again, -torch.inf)
 
 
 def _places(logits: Tensor, entries: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.batch.transfer import HostCopy, rows_of, to_device
+from services.engine.batch.transfer import HostCopy, rows_of, staging_buffer, to_device
 from services.engine.kernels.library import DrawCall, native
 from services.engine.sampling.adjustments import adjust
 from services.engine.sampling.mirostat import Mirostat
@@ -33,6 +33,9 @@ _LOG2_E = math.log2(math.e)
 """Factor from exp to exp2: masks leave -inf, and exp is 100 times slower where it underflows"""
 _LOWEST_TEMPERATURE = 1e-30
 """Lowest temperature: it already draws only the larger of any two logits that differ"""
+
+_NO_LIMIT = 2**31
+"""top_k of a row without one: more than any vocabulary"""
 
 _Draw = Callable[[Tensor, Sequence[Row]], Tensor]
 
@@ -130,7 +133,8 @@ def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> Drawn:
     mirostat: list[MirostatDraws] = []
     for draw, indices, part, part_rows in _groups(logits, rows, _draw_of):
         if draw is _draw_restricted:
-            ids, is_settled, _ = _draw_candidates(part, part_rows)
+            columns = _columns(part_rows, logits.device)
+            ids, is_settled, _ = _draw_candidates(part, part_rows, columns)
             kept = part.clone() if _share_memory(part, logits) else part
             restricted.append(RestrictedDraws(indices, part_rows, kept, HostCopy(is_settled)))
         elif draw is _draw_mirostat:
@@ -219,7 +223,10 @@ def _draw_greedy(logits: Tensor, rows: Sequence[Row] = ()) -> Tensor:
 
 def _draw_plain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Draw from the whole vocabulary, in the order of ids."""
-    return _pick(_weights(logits, rows), _noises(rows, logits.device)).squeeze(1)
+    columns = _columns(rows, logits.device)
+    if logits.device.type == "cpu":
+        return _pick(_weights(logits, columns), columns.noise).squeeze(1)
+    return _pick_by_kernel(logits, columns).squeeze(1)
 
 
 def _draw_mirostat(logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -234,13 +241,14 @@ def _draw_by_surprise(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tens
 
     Returns ids, int64 [rows], and their surprises, float64 [rows].
     """
-    weights = _weights(logits, rows)
+    columns = _columns(rows, logits.device)
+    weights = _weights(logits, columns)
     totals = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
     mu = _column([state.mu for state in _states(rows)], logits.device)
     # -log2(weight / total) <= mu, and the largest weight is 1
     least = (totals * torch.exp2(-mu)).clamp_(max=1).float()
     weights *= weights >= least
-    ids = _pick(weights, _noises(rows, logits.device))
+    ids = _pick(weights, columns.noise)
     surprises = -(weights.gather(1, ids) / totals).log2()
     return ids.squeeze(1), surprises.squeeze(1)
 
@@ -254,34 +262,36 @@ def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
     Equal logits are in the order of ids: the result must not depend on the number of candidates.
     """
-    drawn, is_settled, normaliser = _draw_candidates(logits, rows)
+    columns = _columns(rows, logits.device)
+    drawn, is_settled, normaliser = _draw_candidates(logits, rows, columns)
     unsettled = (~is_settled).nonzero().squeeze(1).tolist()
     if unsettled:
         part, part_rows = rows_of(logits, unsettled), [rows[i] for i in unsettled]
-        ids = _sort_falling(part)
-        values = part.gather(1, ids).double() / _temperatures(part_rows, logits.device)
-        index, _ = _pick_restricted(values, normaliser[unsettled], part_rows, False)
+        ids, columns = _sort_falling(part), _columns(part_rows, logits.device)
+        values = part.gather(1, ids).double() / columns.temperature
+        index, _ = _pick_restricted(values, normaliser[unsettled], part_rows, columns, False)
         drawn[unsettled] = ids.gather(1, index).squeeze(1)
     return drawn
 
 
-def _draw_candidates(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_candidates(
+    logits: Tensor, rows: Sequence[Row], columns: "_Columns"
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw from the likeliest tokens alone.
 
     Returns ids, int64 [rows]; whether the other tokens can't change them, bool [rows]; and the log
     of the sum of exp(logit / temperature), float64 [rows, 1].
     """
     width = min(_CANDIDATES, logits.shape[1])
-    ids = logits.topk(width, dim=-1).indices.sort(dim=-1).values
-    order = logits.gather(1, ids).argsort(dim=-1, descending=True, stable=True)
+    ids = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
+    found, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
-    temperatures = _temperatures(rows, logits.device)
-    values = logits.gather(1, ids).double() / temperatures
+    values = found.double() / columns.temperature
     normaliser = values[:, :1]
     if not all(0 < row.settings.top_k < width for row in rows):  # top-k normalises its own tokens
-        totals = _weights(logits, rows).sum(dim=-1, keepdim=True, dtype=torch.float64)
-        normaliser = normaliser + totals.log()
-    index, is_settled = _pick_restricted(values, normaliser, rows, width < logits.shape[1])
+        normaliser = normaliser + _totals(logits, found[:, :1], columns).log()
+    more = width < logits.shape[1]
+    index, is_settled = _pick_restricted(values, normaliser, rows, columns, more)
     return ids.gather(1, index).squeeze(1), is_settled, normaliser
 
 
@@ -298,7 +308,7 @@ def _sort_falling(logits: Tensor) -> Tensor:
 
 
 def _pick_restricted(
-    values: Tensor, normaliser: Tensor, rows: Sequence[Row], more: bool
+    values: Tensor, normaliser: Tensor, rows: Sequence[Row], columns: "_Columns", more: bool
 ) -> tuple[Tensor, Tensor]:
     """Draw an index into each row's candidates; say whether other tokens can't change it.
 
@@ -308,37 +318,37 @@ def _pick_restricted(
     """
     count, device = values.shape[1], values.device
     last = values[:, -1:]
-
-    def column(numbers: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
-        return _column(numbers, device, dtype)
-
     limits = [row.settings.top_k or count for row in rows]
-    most = column([min(limit, count) for limit in limits], torch.int64)
-    is_limited = most < count
-    if any(limit < count for limit in limits):
+    has_limit = any(limit < count for limit in limits)
+    most = columns.top_k.clamp(max=count).long() if has_limit else None
+    if most is not None:
         places = torch.arange(count, device=device)
         values = values.masked_fill(places >= most, -torch.inf)
-        normaliser = torch.where(is_limited, values.logsumexp(dim=-1, keepdim=True), normaliser)
+        limited = values.logsumexp(dim=-1, keepdim=True)
+        normaliser = torch.where(most < count, limited, normaliser)
     probabilities = ((values - normaliser) * _LOG2_E).exp2_()
     cumulated = probabilities.cumsum(dim=-1)
 
     def kept_by(condition: Tensor) -> Tensor:
         return condition.sum(dim=-1, keepdim=True)
 
-    kept = kept_by(cumulated - probabilities < column([row.settings.top_p for row in rows]))
-    floor = column([row.settings.min_p for row in rows]) * probabilities[:, :1]
+    kept = kept_by(cumulated - probabilities < columns.top_p)
+    floor = columns.min_p * probabilities[:, :1]
     kept = torch.minimum(kept, kept_by((probabilities >= floor) & (probabilities > 0)))
-    kept = torch.minimum(kept, most).clamp_(min=1)
-    target = _noises(rows, device) * cumulated.gather(1, kept - 1)
+    if most is not None:
+        kept = torch.minimum(kept, most)
+    kept = kept.clamp_(min=1)
+    target = columns.noise * cumulated.gather(1, kept - 1)
     index = torch.minimum(kept_by(cumulated <= target), kept - 1)
     if not more:
         return index, torch.ones(len(rows), dtype=torch.bool, device=device)
     # Unsettled rows: equal logits continue past the candidates, so their order by id is unknown;
     # or top-p or top-k keep more tokens than there are candidates.
-    end = torch.where(is_limited, most, kept)
+    end = kept if most is None else torch.where(most < count, most, kept)
     is_settled = (values.gather(1, end - 1) > last) | (last == -torch.inf)
-    is_known = column([row.settings.top_k < count for row in rows], torch.bool)
-    return index, (is_settled & is_known).squeeze(1)
+    if any(row.settings.top_k >= count for row in rows):
+        is_settled &= (columns.top_k < count) | (columns.top_k == _NO_LIMIT)
+    return index, is_settled.squeeze(1)
 
 
 def _pick(weights: Tensor, noises: Tensor) -> Tensor:
@@ -349,20 +359,57 @@ def _pick(weights: Tensor, noises: Tensor) -> Tensor:
     padding = -weights.shape[1] % _GROUP
     padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
     groups = padded.view(len(weights), -1, _GROUP)
-    cumulated = groups.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+
+    def weights_of(group: Tensor) -> Tensor:
+        return groups.gather(1, group.unsqueeze(2).expand(-1, 1, _GROUP)).squeeze(1)
+
+    sums = groups.sum(dim=-1, dtype=torch.float64)
+    return _search(sums, weights_of, noises).clamp_(max=weights.shape[1] - 1)
+
+
+def _pick_by_kernel(logits: Tensor, columns: "_Columns") -> Tensor:
+    """Do the same as `_pick` for the weights of logits on a GPU, without storing the weights."""
+    from services.engine.sampling.weight_kernel import sum_weights  # needs Triton
+
+    last = logits.shape[1] - 1
+    largest, scales = logits.amax(dim=-1, keepdim=True), columns.scales
+    places = torch.arange(_GROUP, device=logits.device)
+
+    def weights_of(group: Tensor) -> Tensor:
+        ids = group * _GROUP + places
+        weights = ((logits.gather(1, ids.clamp(max=last)) - largest) * scales).exp2_()
+        return weights.masked_fill_(ids > last, 0)
+
+    sums = sum_weights(logits, largest, scales, _GROUP)
+    return _search(sums, weights_of, columns.noise).clamp_(max=last)
+
+
+def _search(sums: Tensor, weights_of: Callable[[Tensor], Tensor], noises: Tensor) -> Tensor:
+    """Return the id at which each row's cumulative weight passes its noise: int64 [rows, 1].
+
+    sums: float64 [rows, groups], the weights of `_GROUP` ids each; weights_of: returns the weights
+    of one group of each row, given as int64 [rows, 1]; noises: float64 [rows, 1].
+    """
+    cumulated = sums.cumsum(dim=-1)
     target = noises * cumulated[:, -1:]
     group = _first_above(cumulated, target)
-    before = torch.where(group > 0, cumulated.gather(1, (group - 1).clamp(min=0)), 0.0)
-    chosen = groups.gather(1, group.unsqueeze(2).expand(-1, 1, _GROUP)).squeeze(1)
-    inner = _first_above(chosen.cumsum(dim=-1, dtype=torch.float64), target - before)
-    return (group * _GROUP + inner).clamp_(max=weights.shape[1] - 1)
+    before = torch.where(group > 0, cumulated.gather(1, (group - 1).clamp_(min=0)), 0.0)
+    chosen = weights_of(group).cumsum(dim=-1, dtype=torch.float64)
+    return group * _GROUP + _first_above(chosen, target - before)
 
 
-def _weights(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def _totals(logits: Tensor, largest: Tensor, columns: "_Columns") -> Tensor:
+    """Return the sum of the weights of each row: float64 [rows, 1]. largest: [rows, 1]."""
+    if logits.device.type == "cpu":
+        return _weights(logits, columns).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    from services.engine.sampling.weight_kernel import sum_weights  # needs Triton
+
+    return sum_weights(logits, largest, columns.scales, _GROUP).sum(dim=-1, keepdim=True)
+
+
+def _weights(logits: Tensor, columns: "_Columns") -> Tensor:
     """Return exp((logit - largest) / temperature): float32 [rows, vocabulary]."""
-    # a denormal temperature may count as 0, and 0 / 0 is NaN
-    scales = _LOG2_E / _temperatures(rows, logits.device).clamp_(min=_LOWEST_TEMPERATURE)
-    return (logits - logits.amax(dim=-1, keepdim=True)).mul_(scales.float()).exp2_()
+    return (logits - logits.amax(dim=-1, keepdim=True)).mul_(columns.scales).exp2_()
 
 
 def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
@@ -376,12 +423,35 @@ def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
     return torch.minimum(index, last).clamp_(max=cumulated.shape[1] - 1)
 
 
-def _temperatures(rows: Sequence[Row], device: torch.device) -> Tensor:
-    return _column([row.settings.temperature for row in rows], device)
+class _Columns(NamedTuple):
+    """Parameters of the rows on a device: float64 [rows, 1] each."""
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    """`_NO_LIMIT` where it is not set"""
+    noise: Tensor
+
+    @property
+    def scales(self) -> Tensor:
+        """Factors from differences of logits to exponents of 2: float32 [rows, 1]."""
+        # a denormal temperature may count as 0, and 0 / 0 is NaN
+        return (_LOG2_E / self.temperature.clamp(min=_LOWEST_TEMPERATURE)).float()
 
 
-def _noises(rows: Sequence[Row], device: torch.device) -> Tensor:
-    return _column([row.noise for row in rows], device)
+def _columns(rows: Sequence[Row], device: torch.device) -> _Columns:
+    """Copy the rows' parameters to a device, all at once."""
+    numbers = staging_buffer((len(_Columns._fields), len(rows), 1), torch.float64, device)
+    settings = [row.settings for row in rows]
+    numbers.numpy()[:, :, 0] = (
+        [each.temperature for each in settings],
+        [each.top_p for each in settings],
+        [each.min_p for each in settings],
+        [each.top_k or _NO_LIMIT for each in settings],
+        [row.noise for row in rows],
+    )
+    return _Columns(*to_device(numbers, device))
 
 
 def _column(

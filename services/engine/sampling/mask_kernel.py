@@ -1,0 +1,61 @@
+"""Triton kernel that applies packed masks to rows of logits on a GPU."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.engine.batch.transfer import staging_buffer, to_device
+
+__all__ = ["apply_masks"]
+
+_IDS = 1024
+"""Ids of a program: 32 words of a mask"""
+
+
+def apply_masks(logits: Tensor, masks: Mapping[int, bytes]) -> None:
+    """Set the logits of ids that a mask excludes to -inf, in place.
+
+    logits: float32 [rows, vocabulary], contiguous. masks: by row, bit i, least significant first,
+    allows id i; past the end are zeros. One copy moves ceil(vocabulary / 32) + 1 words for each
+    masked row to the device; nothing waits for it.
+    """
+    vocabulary = logits.shape[1]
+    words = -(-vocabulary // 32)
+    packed = pack_masks(masks, words, logits.device)
+    grid = (triton.cdiv(vocabulary, _IDS), len(masks))
+    _exclude[grid](logits, to_device(packed, logits.device), vocabulary, words + 1, width=_IDS)
+
+
+def pack_masks(masks: Mapping[int, bytes], words: int, device: torch.device) -> Tensor:
+    """Return a row number and a mask of `words` words for each mask: int32 [masks, 1 + words]."""
+    packed = staging_buffer((len(masks), 1 + words), torch.int32, device)
+    rows = packed.numpy()
+    rows[:, 0] = list(masks)
+    as_bytes = rows[:, 1:].view(np.uint8)
+    for place, mask in enumerate(masks.values()):
+        size = min(len(mask), 4 * words)
+        as_bytes[place, :size] = np.frombuffer(mask, np.uint8, size)
+        as_bytes[place, size:] = 0
+    return packed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exclude(  # type: ignore[no-untyped-def]
+    logits,  # float32 [rows, vocabulary]
+    packed,  # int32 [masks, stride]
+    vocabulary,
+    stride,
+    width: tl.constexpr,
+):
+    """Apply 32 words of one mask. Grid: parts of the vocabulary, masks."""
+    mask = packed + tl.program_id(1).to(tl.int64) * stride
+    row = tl.load(mask).to(tl.int64)
+    ids = tl.program_id(0) * width + tl.arange(0, width)
+    is_id = ids < vocabulary
+    word = tl.load(mask + 1 + ids // 32, mask=is_id, other=0)
+    is_excluded = ((word >> (ids % 32)) & 1) == 0
+    tl.store(logits + row * vocabulary + ids, float("-inf"), mask=is_id & is_excluded)
