@@ -15,7 +15,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if device.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def staging_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -141,11 +141,9 @@ class StepSampler:
         end_row = len(plan.decodes)
         for chunk in plan.chunks:
             end_row += chunk.num_outputs
-            sequence = chunk.sequence
-            width = sequence.request.command.checked.prompt_logprobs
+            width = chunk.sequence.request.command.checked.prompt_logprobs
             if width is not None:
                 self._results.scores.extend(self._score_chunk(chunk, hidden, end_row, width))
-            sequence.scored = max(sequence.scored, min(chunk.end + 1, sequence.prompt_length))
 
     def _score_chunk(
         self, chunk: Chunk, hidden: Tensor, end_row: int, width: int
@@ -168,14 +166,18 @@ class StepSampler:
     def report_results(self, results: PromptResults) -> None:
         """Wait for scores of prompts and report them; end the sequences that only score."""
         for sequence, start, ids, pending in results.scores:
-            if sequence.state is SequenceState.FINISHED:
-                continue  # cancelled, or the model has computed NaN
+            known = max(sequence.scored - start, 0)  # it was preempted, and is scored again
+            if sequence.state is SequenceState.FINISHED or known >= len(ids):
+                continue
             scores = pending.wait()
             handle, prompt = sequence.request.command.handle, sequence.prompt_index
             if any(math.isnan(each.logprob) for each in scores):
                 self._requests.abort(refusals.not_finite(handle))
-            else:
-                self._requests.report(ScoredPrompt(handle, prompt, start, ids, scores))
+                continue
+            first = start + known
+            scored = ScoredPrompt(handle, prompt, first, ids[known:], scores[known:])
+            self._requests.report(scored)
+            sequence.scored = start + len(ids)
         for sequence in results.scored:
             if sequence.state is not SequenceState.FINISHED:
                 self._requests.finish(sequence, FinishCause.LENGTH)

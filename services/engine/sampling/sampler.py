@@ -76,8 +76,12 @@ def reject_nan(logits: Tensor, ids: Sequence[int]) -> list[int]:
 
 def mark_nan(logits: Tensor, ids: Tensor) -> Tensor:
     """Do the same as `reject_nan` on the device, without waiting for it. ids: int64 [rows]."""
-    is_nan = logits.gather(1, ids.unsqueeze(1)).squeeze(1).isnan()
-    return torch.where(is_nan, -1, ids)
+    if logits.device.type == "cpu":
+        is_nan = logits.gather(1, ids.unsqueeze(1)).squeeze(1).isnan()
+        return torch.where(is_nan, -1, ids)
+    from services.engine.sampling.draw_kernels import mark_nan_ids  # needs Triton
+
+    return mark_nan_ids(logits, ids)
 
 
 class RestrictedDraws(NamedTuple):
@@ -133,8 +137,7 @@ def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> Drawn:
     mirostat: list[MirostatDraws] = []
     for draw, indices, part, part_rows in _groups(logits, rows, _draw_of):
         if draw is _draw_restricted:
-            columns = _columns(part_rows, logits.device)
-            ids, is_settled, _ = _draw_candidates(part, part_rows, columns)
+            ids, is_settled = _try_restricted(part, part_rows)
             kept = part.clone() if _share_memory(part, logits) else part
             restricted.append(RestrictedDraws(indices, part_rows, kept, HostCopy(is_settled)))
         elif draw is _draw_mirostat:
@@ -226,7 +229,11 @@ def _draw_plain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     columns = _columns(rows, logits.device)
     if logits.device.type == "cpu":
         return _pick(_weights(logits, columns), columns.noise).squeeze(1)
-    return _pick_by_kernel(logits, columns).squeeze(1)
+    from services.engine.sampling.draw_kernels import pick, sum_weights  # needs Triton
+
+    largest = logits.amax(dim=-1, keepdim=True)
+    sums = sum_weights(logits, largest, columns.scale, _GROUP)
+    return pick(logits, largest, columns.scale, columns.noise, sums, _GROUP)
 
 
 def _draw_mirostat(logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -274,6 +281,22 @@ def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return drawn
 
 
+def _try_restricted(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Draw from the likeliest tokens alone, without waiting for the device.
+
+    Returns ids, int64 [rows], and whether the other tokens can't change them, bool [rows].
+    """
+    columns = _columns(rows, logits.device)
+    if logits.device.type == "cpu":
+        return _draw_candidates(logits, rows, columns)[:2]
+    from services.engine.sampling.draw_kernels import pick_restricted, sum_weights  # needs Triton
+
+    found, ids = _candidates(logits)
+    sums = sum_weights(logits, found[:, :1], columns.scale, _GROUP)
+    more = found.shape[1] < logits.shape[1]
+    return pick_restricted(found, ids, sums, columns[:5], _NO_LIMIT, more)
+
+
 def _draw_candidates(
     logits: Tensor, rows: Sequence[Row], columns: "_Columns"
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,17 +305,24 @@ def _draw_candidates(
     Returns ids, int64 [rows]; whether the other tokens can't change them, bool [rows]; and the log
     of the sum of exp(logit / temperature), float64 [rows, 1].
     """
-    width = min(_CANDIDATES, logits.shape[1])
-    ids = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
-    found, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, order)
+    found, ids = _candidates(logits)
+    width = ids.shape[1]
     values = found.double() / columns.temperature
     normaliser = values[:, :1]
     if not all(0 < row.settings.top_k < width for row in rows):  # top-k normalises its own tokens
-        normaliser = normaliser + _totals(logits, found[:, :1], columns).log()
+        totals = _weights(logits, columns).sum(dim=-1, keepdim=True, dtype=torch.float64)
+        normaliser = normaliser + totals.log()
     more = width < logits.shape[1]
     index, is_settled = _pick_restricted(values, normaliser, rows, columns, more)
     return ids.gather(1, index).squeeze(1), is_settled, normaliser
+
+
+def _candidates(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens, by falling logit, then by id: float32 and int64 [rows, n]."""
+    width = min(_CANDIDATES, logits.shape[1])
+    ids = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
+    found, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return found, ids.gather(1, order)
 
 
 def _sort_falling(logits: Tensor) -> Tensor:
@@ -359,57 +389,19 @@ def _pick(weights: Tensor, noises: Tensor) -> Tensor:
     padding = -weights.shape[1] % _GROUP
     padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
     groups = padded.view(len(weights), -1, _GROUP)
-
-    def weights_of(group: Tensor) -> Tensor:
-        return groups.gather(1, group.unsqueeze(2).expand(-1, 1, _GROUP)).squeeze(1)
-
-    sums = groups.sum(dim=-1, dtype=torch.float64)
-    return _search(sums, weights_of, noises).clamp_(max=weights.shape[1] - 1)
-
-
-def _pick_by_kernel(logits: Tensor, columns: "_Columns") -> Tensor:
-    """Do the same as `_pick` for the weights of logits on a GPU, without storing the weights."""
-    from services.engine.sampling.weight_kernel import sum_weights  # needs Triton
-
-    last = logits.shape[1] - 1
-    largest, scales = logits.amax(dim=-1, keepdim=True), columns.scales
-    places = torch.arange(_GROUP, device=logits.device)
-
-    def weights_of(group: Tensor) -> Tensor:
-        ids = group * _GROUP + places
-        weights = ((logits.gather(1, ids.clamp(max=last)) - largest) * scales).exp2_()
-        return weights.masked_fill_(ids > last, 0)
-
-    sums = sum_weights(logits, largest, scales, _GROUP)
-    return _search(sums, weights_of, columns.noise).clamp_(max=last)
-
-
-def _search(sums: Tensor, weights_of: Callable[[Tensor], Tensor], noises: Tensor) -> Tensor:
-    """Return the id at which each row's cumulative weight passes its noise: int64 [rows, 1].
-
-    sums: float64 [rows, groups], the weights of `_GROUP` ids each; weights_of: returns the weights
-    of one group of each row, given as int64 [rows, 1]; noises: float64 [rows, 1].
-    """
-    cumulated = sums.cumsum(dim=-1)
+    cumulated = groups.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = noises * cumulated[:, -1:]
     group = _first_above(cumulated, target)
-    before = torch.where(group > 0, cumulated.gather(1, (group - 1).clamp_(min=0)), 0.0)
-    chosen = weights_of(group).cumsum(dim=-1, dtype=torch.float64)
-    return group * _GROUP + _first_above(chosen, target - before)
-
-
-def _totals(logits: Tensor, largest: Tensor, columns: "_Columns") -> Tensor:
-    """Return the sum of the weights of each row: float64 [rows, 1]. largest: [rows, 1]."""
-    if logits.device.type == "cpu":
-        return _weights(logits, columns).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    from services.engine.sampling.weight_kernel import sum_weights  # needs Triton
-
-    return sum_weights(logits, largest, columns.scales, _GROUP).sum(dim=-1, keepdim=True)
+    before = torch.where(group > 0, cumulated.gather(1, (group - 1).clamp(min=0)), 0.0)
+    chosen = groups.gather(1, group.unsqueeze(2).expand(-1, 1, _GROUP)).squeeze(1)
+    inner = _first_above(chosen.cumsum(dim=-1, dtype=torch.float64), target - before)
+    return (group * _GROUP + inner).clamp_(max=weights.shape[1] - 1)
 
 
 def _weights(logits: Tensor, columns: "_Columns") -> Tensor:
     """Return exp((logit - largest) / temperature): float32 [rows, vocabulary]."""
-    return (logits - logits.amax(dim=-1, keepdim=True)).mul_(columns.scales).exp2_()
+    scales = columns.scale.float()
+    return (logits - logits.amax(dim=-1, keepdim=True)).mul_(scales).exp2_()
 
 
 def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
@@ -432,24 +424,24 @@ class _Columns(NamedTuple):
     top_k: Tensor
     """`_NO_LIMIT` where it is not set"""
     noise: Tensor
-
-    @property
-    def scales(self) -> Tensor:
-        """Factors from differences of logits to exponents of 2: float32 [rows, 1]."""
-        # a denormal temperature may count as 0, and 0 / 0 is NaN
-        return (_LOG2_E / self.temperature.clamp(min=_LOWEST_TEMPERATURE)).float()
+    scale: Tensor
+    """Factor from differences of logits to exponents of 2, rounded to float32"""
 
 
 def _columns(rows: Sequence[Row], device: torch.device) -> _Columns:
     """Copy the rows' parameters to a device, all at once."""
     numbers = staging_buffer((len(_Columns._fields), len(rows), 1), torch.float64, device)
     settings = [row.settings for row in rows]
+    temperatures = np.array([each.temperature for each in settings])
+    # a denormal temperature may count as 0, and 0 / 0 is NaN
+    scales = 1 / np.maximum(temperatures, _LOWEST_TEMPERATURE) * _LOG2_E
     numbers.numpy()[:, :, 0] = (
-        [each.temperature for each in settings],
+        temperatures,
         [each.top_p for each in settings],
         [each.min_p for each in settings],
         [each.top_k or _NO_LIMIT for each in settings],
         [row.noise for row in rows],
+        scales.astype(np.float32),
     )
     return _Columns(*to_device(numbers, device))
 

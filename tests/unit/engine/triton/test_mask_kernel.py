@@ -1,8 +1,6 @@
-"""Packed masks on a GPU: in Triton's interpreter, and compiled without a GPU."""
+"""Packed masks on a GPU: in Triton's interpreter."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -30,7 +28,7 @@ def masked_on_cpu(logits: Tensor, masks: dict[int, bytes]) -> Tensor:
     vocabulary=st.sampled_from([1, 31, 32, 33, 1000, 1024, 1025, 2111]),
     masks=st.dictionaries(st.integers(0, 5), st.binary(max_size=300), min_size=1),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_kernel_excludes_the_same_ids_as_the_cpu(vocabulary: int, masks: dict[int, bytes]) -> None:
     """A mask may be short, or have bits past the vocabulary; rows without one stay as they are."""
     masks = {row: mask[: -(-vocabulary // 8)] for row, mask in sorted(masks.items())}
@@ -44,32 +42,3 @@ def test_masked_step_copies_one_bit_for_each_id() -> None:
     masks = dict.fromkeys(range(64), b"\xff" * 16000)
     packed = kernel.pack_masks(masks, 4000, torch.device("cpu"))
     assert packed.nbytes == 64 * (16000 + 4)
-
-
-COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from services.engine.sampling.mask_kernel import _IDS, _exclude
-
-for capability in (80, 89, 90):
-    source = ASTSource(
-        _exclude,
-        signature={"logits": "*fp32", "packed": "*i32", "vocabulary": "i32", "stride": "i32"}
-        | {"width": "constexpr"},
-        constexprs={"width": _IDS},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    assert compiled.asm["cubin"]
-    print(capability, compiled.metadata.shared)
-"""
-
-
-def test_kernel_compiles_for_gpus() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["80", "89", "90"]
