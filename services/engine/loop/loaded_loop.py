@@ -13,6 +13,7 @@ from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import ModelDescription
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.decoder import Decoder
+from services.engine.sampling.warm_up import warm_up
 from services.engine.scheduling.block_pool import BlockPool
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.step_plan import SchedulerLimits
@@ -75,6 +76,9 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     model.ranks.watch()  # a rank may end while the graphs are captured
     _capture_graphs(runner, settings, model)
     overlaps = decoder.device.type == "cuda"
+    if overlaps:
+        with usable_kernels():
+            warm_up(spec.vocab_size, decoder.device)
     alone = model.ranks.rank.is_alone
     steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
     return LoadedLoop(steps, pool, model, description)

@@ -15,6 +15,7 @@ from services.engine.messages import (
     Finished,
     GrantCredit,
     Mask,
+    MirostatSettings,
     Output,
     RequestDone,
     SamplingSettings,
@@ -219,11 +220,10 @@ def test_block_with_a_wrong_assumed_token_is_not_cached(decoder: Decoder) -> Non
         assert tokens_of(run(loop, [CancelRequest(1), longer]))[2, 0] == expected
 
 
-def test_wait_for_a_mask_suspends_overlap_and_changes_no_token(
-    decoder: Decoder,
-) -> None:
-    allowed = bytes([0b11111110, *[255] * (VOCABULARY // 8 - 1)])
+ANY_BUT_EOS = bytes([0b11111110, *[255] * (VOCABULARY // 8 - 1)])
 
+
+def test_late_masks_change_no_token(decoder: Decoder) -> None:
     def outcome(overlaps: bool) -> dict[tuple[int, int], list[int]]:
         loop = make_loop(decoder, overlaps=overlaps)
         loop.apply([make_request(1, [[1, 2, 3]], max_tokens=20)])
@@ -231,7 +231,7 @@ def test_wait_for_a_mask_suspends_overlap_and_changes_no_token(
         loop.apply([make_request(2, [[4, 5]], max_tokens=5, constrained=True)])
         outputs += loop.step(list).outputs
         for position in range(5):
-            loop.apply([SetMasks([Mask(2, 0, position, (), allowed, False)])])
+            loop.apply([SetMasks([Mask(2, 0, position, (), ANY_BUT_EOS, False)])])
             outputs += loop.step(list).outputs
             outputs += loop.step(list).outputs
             loop.check()
@@ -239,6 +239,76 @@ def test_wait_for_a_mask_suspends_overlap_and_changes_no_token(
 
     assert outcome(True) == outcome(False)
     assert EOS not in outcome(True)[2, 0]
+
+
+NEEDS_THE_HOST = {
+    "penalised": make_request(
+        1, [[1, 2, 3]], sampling=replace(KINDS["penalised"], frequency_penalty=0.5)
+    ),
+    "mirostat": make_request(
+        1, [[1, 2, 3]], sampling=replace(KINDS["plain"], mirostat=MirostatSettings(3.0, 0.1))
+    ),
+    "scored": make_request(1, [[1, 2, 3]], logprobs=2, prompt_logprobs=1),
+    "longer bad words": make_request(1, [[1, 2, 3]], sampling=KINDS["longer bad words"]),
+}
+
+
+@pytest.mark.parametrize("kind", NEEDS_THE_HOST)
+def test_stream_that_needs_the_host_takes_part_in_every_step(decoder: Decoder, kind: str) -> None:
+    """And the step of all streams is launched before the host has the tokens in front."""
+    loop = make_loop(decoder, overlaps=True)
+    loop.apply([NEEDS_THE_HOST[kind], make_request(2, [[1, 2, 3]])])
+    for count in range(10):
+        tokens = tokens_of(loop.step(list).outputs)
+        assert {key: len(ids) for key, ids in tokens.items()} == (
+            {(1, 0): 1, (2, 0): 1} if 0 < count < 9 else {}
+        )
+    assert loop.is_idle
+    assert loop.take_output().load.steps == 8
+
+
+def test_constrained_stream_takes_part_in_every_step_if_its_masks_are_in_time(
+    decoder: Decoder,
+) -> None:
+    loop = make_loop(decoder, overlaps=True)
+    loop.apply([make_request(1, [[1, 2, 3]], constrained=True), make_request(2, [[1, 2, 3]])])
+    outputs: list[Output] = []
+    for _ in range(9):
+        position = len(tokens_of(outputs).get((1, 0), []))
+        loop.apply([SetMasks([Mask(1, 0, position, (), ANY_BUT_EOS, False)])])
+        outputs += loop.step(list).outputs
+    assert loop.is_idle
+    assert loop.take_output().load.steps == 8
+
+
+def test_stream_without_a_mask_alone_misses_steps(decoder: Decoder) -> None:
+    loop = make_loop(decoder, overlaps=True)
+    loop.apply([make_request(1, [[1, 2, 3]], constrained=True), make_request(2, [[1, 2, 3]])])
+    outputs = [o for _ in range(9) for o in loop.step(list).outputs]
+    assert [len(ids) for ids in tokens_of(outputs).values()] == [8]
+    assert loop.take_output().load.steps == 8
+    assert not loop.step(list).outputs
+    assert not loop.progressed  # the process sleeps until a mask comes
+    loop.apply([SetMasks([Mask(1, 0, 0, (), ANY_BUT_EOS, False)])])
+    assert len(tokens_of(loop.step(list).outputs)[1, 0]) == 1
+
+
+def test_next_step_waits_for_masks_only_while_the_device_computes(decoder: Decoder) -> None:
+    loop = make_loop(decoder, overlaps=True, ticks=[0.001])
+    loop.apply([make_request(1, [[1, 2, 3]], max_tokens=40)])
+    for _ in range(5):
+        loop.step(list)
+        assert loop.spare_seconds == 0  # no mask is missing
+    loop.apply([make_request(2, [[1, 2, 3]], constrained=True)])
+    loop.step(list)
+    assert loop.spare_seconds > 0
+    for _ in range(20):
+        seconds = loop.spare_seconds  # each reading of the clock takes a millisecond
+    assert seconds == 0
+    loop.step(list)
+    assert loop.spare_seconds > 0
+    loop.apply([SetMasks([Mask(2, 0, 0, (), ANY_BUT_EOS, False)])])
+    assert loop.spare_seconds == 0
 
 
 def test_padded_rows_change_no_token(decoder: Decoder) -> None:

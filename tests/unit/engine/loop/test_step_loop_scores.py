@@ -147,15 +147,17 @@ def test_logprobs_do_not_change_greedy_tokens(
     ],
     ids=["greedy", "drawn", "restricted", "mirostat"],
 )
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_nan_weights_fail_a_generating_request(
     tmp_path: Path,
+    overlaps: bool,
     dtype: torch.dtype,
     logprobs: int | None,
     constrained: bool,
     sampling: SamplingSettings,
 ) -> None:
     """A token drawn from NaN would look like an answer."""
-    loop = make_loop(load_broken(tmp_path, dtype), block=32)
+    loop = make_loop(load_broken(tmp_path, dtype), block=32, overlaps=overlaps)
     request = make_request(
         1, [[3, 4]], n=2, sampling=sampling, logprobs=logprobs, constrained=constrained
     )
@@ -169,11 +171,14 @@ def test_nan_weights_fail_a_generating_request(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_tokens", [0, 8])
 @pytest.mark.parametrize("step_tokens", [8, 256])
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_nan_weights_fail_a_scoring_request(
-    tmp_path: Path, dtype: torch.dtype, max_tokens: int, step_tokens: int
+    tmp_path: Path, dtype: torch.dtype, max_tokens: int, step_tokens: int, overlaps: bool
 ) -> None:
     """An evaluation harness would take NaN for a score."""
-    loop = make_loop(load_broken(tmp_path, dtype), block=32, step_tokens=step_tokens)
+    loop = make_loop(
+        load_broken(tmp_path, dtype), block=32, step_tokens=step_tokens, overlaps=overlaps
+    )
     prompts = [[3, 4, 5], list(range(20, 60)), [3, 4, 6]]
     outputs = run(loop, [make_request(1, prompts, max_tokens=max_tokens, prompt_logprobs=1)])
     assert scores_of(outputs, 1) == []

@@ -17,6 +17,7 @@ from services.engine.sampling.penalties import Penalties
 from services.engine.sampling.pending_tokens import PendingTokens
 from services.engine.sampling.row import Row
 from services.engine.sampling.sampler import argmax
+from services.engine.sampling.warm_up import warm_up
 
 draw_kernels = pytest.importorskip("services.engine.sampling.draw_kernels")
 mask_kernel = pytest.importorskip("services.engine.sampling.mask_kernel")
@@ -28,12 +29,14 @@ MASK = b"\x5a" * (VOCABULARY // 8)
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations on a device that compute something, and the copied bytes."""
+    """Counts what computes on a device, and the copied bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
         self.copied = 0
+        self.kernels: set[str] = set()
+        """Names of launched Triton kernels"""
 
     def __torch_dispatch__(
         self, function: Any, types: object, args: Any = (), kwargs: Any = None
@@ -51,6 +54,18 @@ class Launches(TorchDispatchMode):
             self.count += 1
         return result
 
+    def launch(self, kernel: str) -> None:
+        self.count += 1
+        self.kernels.add(kernel)
+
+
+KERNELS = [
+    (module, name)
+    for module in (draw_kernels, mask_kernel)
+    for name, value in vars(module).items()
+    if hasattr(value, "arg_names")
+]
+
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
@@ -58,16 +73,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     mode = Launches()
 
     class Kernel:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
         def __getitem__(self, grid: object) -> Callable[..., None]:
-            def launch(*arguments: object, **options: object) -> None:
-                mode.count += 1
+            return lambda *arguments, **options: mode.launch(self._name)
 
-            return launch
-
-    for module in (draw_kernels, mask_kernel):
-        for name, value in vars(module).items():
-            if hasattr(value, "arg_names"):
-                monkeypatch.setattr(module, name, Kernel())
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Kernel(name))
     with mode:
         yield mode
 
@@ -113,7 +126,7 @@ def test_draws_and_scores_are_launched_without_waiting(
 
 
 def test_waiting_for_a_device_is_found() -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(NotImplementedError):
         argmax(torch.empty(ROWS, VOCABULARY, device=DEVICE))
 
 
@@ -132,3 +145,10 @@ def test_masks_are_copied_as_bits(launches: Launches) -> None:
     rows = [Row(masked, 0, i, mask=MASK) for i in range(ROWS)]
     PendingTokens(torch.empty(ROWS, VOCABULARY, device=DEVICE), rows)
     assert launches.copied == ROWS * 4 * (1 + -(-VOCABULARY // 32))
+
+
+def test_first_draws_use_every_kernel(launches: Launches) -> None:
+    """A kernel that compiles under load stops all streams for seconds."""
+    with pytest.raises(NotImplementedError):  # they end with a wait
+        warm_up(VOCABULARY, DEVICE)
+    assert launches.kernels == {name for _, name in KERNELS}
