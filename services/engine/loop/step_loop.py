@@ -250,7 +250,11 @@ class StepLoop:
             if not self._isolates:
                 raise
             self._draw_held_isolated(ready, error)
-        for held in ready:
+        self._accept_drafts(ready)
+
+    def _accept_drafts(self, drawn: Iterable[HeldLogits]) -> None:
+        """Accept draft tokens that held logits have verified."""
+        for held in drawn:
             if held.draft:
                 self._scheduler.accept(held.sequence, held.draft)
 
@@ -279,8 +283,10 @@ class StepLoop:
         hidden, draws = self._forward(plan, None if previous is None else previous.drawn)
         logits, _ = self._sampler.compute(draws, hidden)
         end = Mark(self._runner.device)
-        ahead = [i for i, draw in enumerate(draws) if draw.runs_ahead]
-        others = [i for i, draw in enumerate(draws) if not draw.runs_ahead]
+        ahead: list[int] = []
+        others: list[int] = []
+        for i, draw in enumerate(draws):
+            (ahead if draw.runs_ahead else others).append(i)
         launched: list[LaunchedDraws] = []
         held, held_logits = [draws[i] for i in others], None
         if logits is not None:
@@ -310,6 +316,7 @@ class StepLoop:
             if not self._isolates:
                 raise
             self._draw_held_isolated(ready, error)
+            self._accept_drafts(ready)
             return
         self._count_in_flight(launched)
         if self._in_flight is None:
@@ -355,8 +362,7 @@ class StepLoop:
         """Append tokens for which their sequence has waited, and accept its draft tokens."""
         arrived = launched.tokens.wait()
         self._sampler.append(launched.draws, arrived.final, arrived.scores)
-        if held.draft:
-            self._scheduler.accept(held.sequence, held.draft)
+        self._accept_drafts([held])
 
     def _withdraw(
         self,

@@ -234,7 +234,7 @@ def _pick_restricted(  # type: ignore[no-untyped-def]
         tl.store(is_settled + row, True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _mark_nan(  # type: ignore[no-untyped-def]
     logits,  # float32 [rows, stride]
     ids,  # int64 [rows]

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from services.engine.execution.model_runner import DeviceTokens, ModelRunner
 from services.engine.loop.request_table import LoopLimits, RequestTable
-from services.engine.messages import AddRequest, MirostatSettings, Output, Refused, SamplingSettings
+from services.engine.messages import (
+    AddRequest,
+    Mask,
+    MirostatSettings,
+    Output,
+    Refused,
+    SamplingSettings,
+    SetMasks,
+)
 from services.engine.model.decoder import Decoder
 from services.engine.scheduling.block_pool import BlockPool
 from services.engine.scheduling.scheduler import Scheduler
@@ -21,6 +29,7 @@ from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import (
     BLOCK,
     SAME_EXAMPLES,
+    VOCABULARY,
     make_loop,
     make_request,
     run,
@@ -104,6 +113,20 @@ def test_step_that_raises_once_changes_no_output(decoder: Decoder, overlaps: boo
             break
     assert refusals(outputs) == {}
     assert tokens_of(outputs) == undisturbed
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_draw_that_raises_fails_only_its_request(decoder: Decoder, overlaps: bool) -> None:
+    """The grammar service sends one of them a mask for a larger vocabulary."""
+    loop = make_loop(decoder, overlaps=overlaps)
+    requests = [make_request(i, [[1, 2]], max_tokens=1, constrained=True) for i in range(3)]
+    loop.apply(requests)
+    outputs = [*loop.step(list).outputs, *loop.step(list).outputs]  # their logits are held
+    sizes = [VOCABULARY // 8, VOCABULARY, VOCABULARY // 8]
+    masks = [Mask(i, 0, 0, (), b"\xff" * size, False) for i, size in enumerate(sizes)]
+    outputs += run(loop, [SetMasks(masks)])
+    assert refusals(outputs) == {1: "STEP_FAILED"}
+    assert sorted(tokens_of(outputs)) == [(0, 0), (2, 0)]
 
 
 def test_out_of_memory_has_its_own_reason(decoder: Decoder) -> None:

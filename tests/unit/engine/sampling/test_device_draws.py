@@ -28,11 +28,11 @@ PLAIN = SamplingSettings(0.8, 1.0, 0, 0.0, 1)
 MASK = b"\x5a" * (VOCABULARY // 8)
 
 
-class Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what computes on a device, and the copied bytes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
         self.copied = 0
         self.kernels: set[str] = set()
