@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from services.engine.messages import DrySettings, LogitBias, MirostatSettings, SamplingSettings
 from services.engine.sampling.mirostat import Mirostat
@@ -42,13 +43,18 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        given = tree_leaves((args, kwargs))
         name, alias = function.name(), function._schema.returns[0].alias_info
         is_view = alias is not None and not alias.is_write
         is_on_device = any(
-            isinstance(each, Tensor) and each.device == DEVICE
-            for each in (result if isinstance(result, tuple | list) else [result])
+            isinstance(each, Tensor) and each.device == DEVICE for each in tree_leaves(result)
         )
-        if name == "aten::_to_copy" and args[0].device.type == "cpu":
+        is_from_host = is_on_device and any(
+            isinstance(each, Tensor) and each.device.type == "cpu" and each.dim() for each in given
+        )
+        if is_from_host:  # such as an index on the host
+            assert name == "aten::_to_copy", f"{name} waits"
+            assert kwargs["non_blocking"]
             self.copied += args[0].nbytes
         elif is_on_device and not is_view and not name.startswith("aten::empty"):
             self.count += 1
@@ -125,9 +131,13 @@ def test_draws_and_scores_are_launched_without_waiting(
     assert pending.on_device.shape == (ROWS,)
 
 
+@pytest.mark.usefixtures("launches")
 def test_waiting_for_a_device_is_found() -> None:
+    logits = torch.empty(ROWS, VOCABULARY, device=DEVICE)
     with pytest.raises(NotImplementedError):
-        argmax(torch.empty(ROWS, VOCABULARY, device=DEVICE))
+        argmax(logits)
+    with pytest.raises(AssertionError, match="waits"):
+        logits[torch.tensor([1, 3])]
 
 
 @pytest.mark.parametrize(
