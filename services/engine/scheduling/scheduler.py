@@ -203,8 +203,9 @@ class Scheduler:
                 if len(self.running) >= self.limits.max_running:
                     candidates.skip_waiting()
                     continue
-                if sequence.in_flight:
-                    continue  # just preempted: its newest token is not here yet
+                if sequence.in_flight:  # preempted by this plan: its newest token is not here yet
+                    candidates.skip_waiting()
+                    continue
                 if sequence.queued.awaited_block in pending:
                     continue
                 found = self._find_prefix(sequence)

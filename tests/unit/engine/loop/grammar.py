@@ -26,12 +26,21 @@ class Grammar:
     handle: int = 1
     known: dict[int, int] = field(default_factory=dict)
     """Position of the last answer, by sequence"""
+    generated: dict[int, int] = field(default_factory=dict)
+    """Number of tokens, by sequence"""
     due: list[tuple[int, Mask]] = field(default_factory=list)
 
     def open(self, request: AddRequest) -> None:
         resumed = {resume.sequence: len(resume.generated) for resume in request.checked.resume}
         for sequence in range(request.checked.num_sequences):
-            self._answer(sequence, resumed.get(sequence, 0), ())
+            self.generated[sequence] = resumed.get(sequence, 0)
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Answer once more: another service takes the sequences, with the tokens so far."""
+        self.due.clear()
+        for sequence, position in self.generated.items():
+            self._answer(sequence, position, ())
 
     def feed(self, outputs: Sequence[Output]) -> None:
         """Take all tokens of a step, and then answer."""
@@ -44,6 +53,7 @@ class Grammar:
             if isinstance(o, DraftTokens) and o.handle == self.handle
         }
         for sequence, position in {token.sequence: token.position + 1 for token in mine}.items():
+            self.generated[sequence] = position
             if position > self.known[sequence]:
                 self._answer(sequence, position, drafts.get(sequence, ()))
 

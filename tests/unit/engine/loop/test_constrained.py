@@ -187,12 +187,13 @@ def num_steps(
     allowed: Sequence[set[int]],
     *,
     jumps: bool,
-    speculate: bool,
+    speculate: bool = False,
+    overlaps: bool = False,
     lateness: int = 0,
 ) -> int:
     """Return the number of steps that the request takes alone."""
     steps = 0
-    loop = make_loop(decoder, speculate=speculate)
+    loop = make_loop(decoder, speculate=speculate, overlaps=overlaps)
     grammar = Grammar(allowed, jumps, cycle([lateness]))
     grammar.open(request)
     commands: list[Command] = [request]
@@ -203,11 +204,13 @@ def num_steps(
     return steps
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_forced_tokens_share_steps(decoder: Decoder, logprobs: int | None) -> None:
+def test_forced_tokens_share_steps(decoder: Decoder, logprobs: int | None, overlaps: bool) -> None:
     allowed: list[set[int]] = [{1, 2}, *({3 + i} for i in range(12)), {1, 2}]
     request = make_request(1, [[5]], max_tokens=24, logprobs=logprobs, constrained=True)
-    assert num_steps(decoder, request, allowed, jumps=True, speculate=False) < len(allowed) / 2
+    steps = num_steps(decoder, request, allowed, jumps=True, overlaps=overlaps)
+    assert steps < len(allowed) / 2
 
 
 @pytest.mark.parametrize("lateness", [0, 3])

@@ -1,6 +1,6 @@
 """Overlapping steps generate the same tokens as consecutive steps."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
 import pytest
@@ -24,7 +24,13 @@ from services.engine.messages import (
 )
 from services.engine.model.decoder import Decoder
 from services.engine.sampling import sampler
+from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.step_plan import SchedulerLimits
+from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import (
+    BLOCK,
     EOS,
     SAME_EXAMPLES,
     VOCABULARY,
@@ -119,7 +125,7 @@ def test_overlap_never_changes_output(
 
 
 def run_with_credit(
-    loop: StepLoop, requests: Sequence[AddRequest], credit: int, more: Sequence[GrantCredit]
+    loop: StepLoop, requests: Items[AddRequest], credit: int, more: Items[GrantCredit]
 ) -> list[Output]:
     """Let all requests use up their credit before they get more."""
     loop.apply(requests)
@@ -309,6 +315,22 @@ def test_next_step_waits_for_masks_only_while_the_device_computes(decoder: Decod
     assert loop.spare_seconds > 0
     loop.apply([SetMasks([Mask(2, 0, 0, (), ANY_BUT_EOS, False)])])
     assert loop.spare_seconds == 0
+
+
+def test_preempted_sequence_restarts_once_its_token_is_on_the_host() -> None:
+    """Until then nobody knows the last token that it must compute."""
+    scheduler = Scheduler(SchedulerLimits(4, 64, 2.0, BLOCK, 32), BlockPool(64))
+    request = Request(make_request(1, [[1, 2, 3]]))
+    sequence = Sequence(request, 0, Prompt([1, 2, 3], b"", BLOCK), None, 8)
+    scheduler.add(sequence)
+    scheduler.plan(0.0)
+    sequence.in_flight = 1
+    scheduler._preempt(sequence)
+    assert scheduler.plan(0.0).is_empty
+    sequence.append(5)
+    scheduler.settle(sequence)
+    [chunk] = scheduler.plan(0.0).chunks
+    assert chunk.count == 4
 
 
 def test_padded_rows_change_no_token(decoder: Decoder) -> None:

@@ -63,6 +63,8 @@ class Stream:
     """Step before which it arrives"""
     cancelled: int | None
     """Step before which it is cancelled"""
+    lost: int | None
+    """Step before which its grammar service is lost"""
 
 
 STREAMS = st.builds(
@@ -80,6 +82,7 @@ STREAMS = st.builds(
     priority=st.integers(0, 1),
     arrival=st.integers(0, 8),
     cancelled=st.none() | st.none() | st.integers(0, 20),
+    lost=st.none() | st.integers(1, 20),
 )
 
 
@@ -165,6 +168,8 @@ def serve(
                     lateness = cycle(stream.lateness if is_disturbed else [0])
                     grammars[handle] = Grammar(stream.grammar, stream.jumps, lateness, handle)
                     grammars[handle].open(request)
+            if is_disturbed and turn == stream.lost and handle in grammars:
+                grammars[handle].reopen()
             if is_disturbed and turn == stream.cancelled:
                 commands.append(CancelRequest(handle))
             if stream.credit is not None and turn % 5 == 4:
@@ -194,7 +199,7 @@ def serve(
 )
 @settings(
     SAME_EXAMPLES,
-    max_examples=50,
+    max_examples=120,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_mixed_streams_get_the_same_output(
