@@ -430,12 +430,14 @@ class _Columns(NamedTuple):
 
 def _columns(rows: Sequence[Row], device: torch.device) -> _Columns:
     """Copy the rows' parameters to a device, all at once."""
-    numbers = staging_buffer((len(_Columns._fields), len(rows), 1), torch.float64, device)
+    count = len(rows)
+    # Columns of an even length all begin at 16 bytes: Triton compiles a kernel for each alignment.
+    numbers = staging_buffer((len(_Columns._fields), count + count % 2, 1), torch.float64, device)
     settings = [row.settings for row in rows]
     temperatures = np.array([each.temperature for each in settings])
     # a denormal temperature may count as 0, and 0 / 0 is NaN
     scales = 1 / np.maximum(temperatures, _LOWEST_TEMPERATURE) * _LOG2_E
-    numbers.numpy()[:, :, 0] = (
+    numbers.numpy()[:, :count, 0] = (
         temperatures,
         [each.top_p for each in settings],
         [each.min_p for each in settings],
@@ -443,7 +445,7 @@ def _columns(rows: Sequence[Row], device: torch.device) -> _Columns:
         [row.noise for row in rows],
         scales.astype(np.float32),
     )
-    return _Columns(*to_device(numbers, device))
+    return _Columns(*to_device(numbers, device)[:, :count])
 
 
 def _column(

@@ -15,7 +15,11 @@ _KINDS = (_PLAIN, replace(_PLAIN, temperature=0.0), replace(_PLAIN, top_p=0.9))
 
 
 def warm_up(vocabulary: int, device: torch.device) -> None:
-    """Draw in every way that has a kernel, masked and unmasked, so that all are compiled."""
-    logits = torch.zeros((2 * len(_KINDS), vocabulary), device=device)
-    rows = [Row(kind, 0, 0, mask=mask) for kind in _KINDS for mask in (None, b"\1")]
-    PendingTokens(logits, rows, [0] * len(rows)).wait()
+    """Draw in every way that has a kernel, so that all are compiled.
+
+    A second row of logits may be aligned otherwise than the first, which takes other machine code.
+    """
+    for logits in torch.zeros((2, 1, vocabulary), device=device):
+        for kind in _KINDS:
+            for mask in (None, b"\1"):
+                PendingTokens(logits, [Row(kind, 0, 0, mask=mask)], [0]).wait()
