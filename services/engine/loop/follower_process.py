@@ -11,8 +11,7 @@ from services.common.checkpoint import opened
 from services.common.settings import StartupError
 from services.engine.batch.buckets import row_bucket
 from services.engine.execution.decode_graphs import DecodeGraphs
-from services.engine.execution.loaded_model import LoadedModel, load
-from services.engine.loop.loaded_loop import graph_capacity
+from services.engine.execution.loaded_model import LoadedModel, graph_capacity, load
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.lockstep import Follower
 from services.engine.settings import EngineSettings
