@@ -29,6 +29,7 @@ AGAINST ?= main
 PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
+GPU_ARGS ?=
 BENCH_CACHE ?= $(HOME)/.cache/tokenwire-bench
 PEERS ?= installed
 COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose)
@@ -36,10 +37,10 @@ COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(shell find protos services/engine/kernels/src -type f)
 
-.PHONY: help serve test chaos coverage lint breaking docs bench images clean
+.PHONY: help serve test chaos coverage lint breaking docs bench gpu-bundle gpu-check images clean
 
 help: ## List the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTYPE, REPLICAS, ENGINE_ARGS, …
 	@exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
@@ -87,6 +88,12 @@ bench: .venv/.dev $(BENCH_CACHE)/models/bench-15m/model.safetensors ## Benchmark
 	  --scenarios S1,S8,S32,P --against "$(PEERS)" $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.steps --model $(BENCH_CACHE)/models/bench-15m \
 	  --batches 1,8,32,128 --contexts 128 --seconds 1
+
+gpu-bundle: .venv/.dev ## Gather what a GPU machine without a network needs: build/gpu-bundle
+	$(BIN)/python -m benchmarks.gpu.bundle
+
+gpu-check: ## Check the GPU path with the torch that is there: PYTHON, GPU_ARGS="--minutes 9"
+	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 $(BENCH_CACHE)/models/%/model.safetensors: | .venv/.dev
 	$(BIN)/python -m benchmarks.checkpoints --out $(BENCH_CACHE)/models --only $*

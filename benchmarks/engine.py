@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from ctypes import Array, c_double
 from itertools import islice
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -21,11 +21,12 @@ import torch
 from benchmarks.prompts import Prompts
 from benchmarks.scenarios import ClosedLoop, Workload
 from services.common.block_hash import hash_block
+from services.engine import engine
 from services.engine.batch.step_batch import StepBatch
 from services.engine.engine import Engine
 from services.engine.kernels.library import Kernel, OperationCall
 from services.engine.loop import step_sampler
-from services.engine.messages import RequestDone, Token
+from services.engine.messages import RequestDone, SamplingSettings, Token
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.loader import load_spec, resolve_dtype
 from services.engine.model.operators.interface import Gate, Operators, Projection
@@ -62,7 +63,8 @@ class MeasuredEngine(Engine):
         device: str = "cpu",
     ) -> None:
         """tokens: what the KV cache has to hold."""
-        per_token = KVCache.bytes_per_block(load_spec(model), 1, resolve_dtype(dtype))
+        on = torch.device(device)
+        per_token = KVCache.bytes_per_block(load_spec(model), 1, resolve_dtype(dtype, on))
         settings = EngineSettings(
             dtype=dtype,
             device=device,
@@ -148,6 +150,16 @@ class MeasuredEngine(Engine):
         yield step
         self.cancel(handles)
         self.step()
+
+    @contextmanager
+    def masked(self, allowed: bytes) -> Iterator[None]:
+        """Let requests draw only ids whose bits are set, as a grammar's mask does."""
+
+        def settings(**values: Any) -> SamplingSettings:
+            return SamplingSettings(**values, allowed=allowed)
+
+        with patch.object(engine, "SamplingSettings", settings):
+            yield
 
     def _add(self, prompt: Sequence[int], output: int, temperature: float = 0.0) -> int:
         return self.submit(

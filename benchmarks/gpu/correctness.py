@@ -1,0 +1,214 @@
+"""Correctness on a GPU: kernels against torch, families against float32 on the CPU, graphs."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine import MeasuredEngine
+from benchmarks.gpu.checkpoints import FAMILIES, make_checkpoint
+from benchmarks.gpu.report import Figure
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention import AttentionBackend, AttentionStep, choose_backend
+from services.engine.model.attention.torch_backend import TorchAttention
+from services.engine.model.loader import load_spec
+
+__all__ = ["check_attention", "check_families", "check_graphs", "release"]
+
+_CASES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "decode, 1 row": ((1,), (700,), 1),
+    "decode, 37 rows": ((1,) * 37, tuple(range(1, 1100, 30))[:37], 37),
+    "prompts": ((200, 33, 1), (200, 33, 1), 0),
+    "prompts behind prefixes": ((100, 64, 7), (400, 64, 1030), 0),
+    "decodes beside prompts": ((1, 1, 90), (300, 65, 190), 2),
+}
+"""Query lengths, context lengths and number of decodes of each step"""
+_ATTENTIONS = ("llama", "mistral, window", "gemma2", "gpt-oss", "phi3, head of 96", "qwen3")
+_WITH_GRAPHS = ("llama", "gemma2", "qwen3 moe", "gpt-oss")
+_MOST_DIFFERENCE = 0.02
+"""Largest difference from float32 attention, of values near 1 in bfloat16"""
+_MEAN_NATS, _MOST_NATS = 0.02, 0.5
+"""Bounds of log-probability differences from float32"""
+
+
+def check_attention(
+    device: torch.device, folder: Path, families: Sequence[str]
+) -> Iterator[dict[str, Figure]]:
+    """Compare the backend of this device with torch's in float32, for all kinds of attention."""
+    for family in (each for each in _ATTENTIONS if each in families):
+        path = make_checkpoint(folder / f"family-{family}", FAMILIES[family], device, small=True)
+        spec = load_spec(path)
+        sinks = None
+        if spec.family.names.sinks is not None:
+            sinks = tuple(
+                torch.randn(spec.num_heads, device=device) for _ in range(spec.num_layers)
+            )
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        ours = choose_backend(spec, dtype, device, sinks)
+        exact = TorchAttention(spec, torch.float32, device, sinks)
+        for name, (queries, contexts, decodes) in _CASES.items():
+            found, expected = _attend(spec, ours, exact, queries, contexts, decodes, dtype, device)
+            difference = (found.float() - expected).abs().max().item()
+            yield {
+                "attention": family,
+                "step": name,
+                "difference": difference,
+                "ok": difference <= _MOST_DIFFERENCE,
+            }
+
+
+def _attend(
+    spec: ModelSpec,
+    ours: AttentionBackend,
+    exact: AttentionBackend,
+    queries: tuple[int, ...],
+    contexts: tuple[int, ...],
+    decodes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Return both outputs of the second layer, over caches that hold the same values."""
+    size = ours.block_size
+    needed = [-(-context // size) for context in contexts]
+    order = torch.randperm(sum(needed), device=device).to(torch.int32)
+    tables = torch.zeros(len(contexts), max(*needed, 16), dtype=torch.int32, device=device)
+    begin = 0
+    for row, count in enumerate(needed):
+        tables[row, :count] = order[begin : begin + count]
+        begin += count
+    outputs = []
+    caches = [backend.allocate(sum(needed) + 1, size) for backend in (ours, exact)]
+    pasts = [_batch(tuple(contexts), tuple(contexts), 0, tables, size, device)]
+    pasts.append(_batch(queries, contexts, decodes, tables, size, device))
+    steps = []
+    for batch in pasts:
+        tokens = len(batch.token_ids)
+        shape = (tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        steps.append((batch, torch.randn(shape, device=device).to(dtype)))
+    for backend, cache in zip((ours, exact), caches, strict=True):
+        for batch, heads in steps:
+            used = heads if backend is ours else heads.float()
+            q, k, v = used.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+            out = used.new_empty(len(batch.token_ids), spec.num_heads * spec.head_dim)
+            backend.attend(1, AttentionStep(q, k, v, replace(batch), cache, out))
+        outputs.append(out)
+    return outputs[0], outputs[1]
+
+
+def _batch(
+    queries: tuple[int, ...],
+    contexts: tuple[int, ...],
+    decodes: int,
+    tables: Tensor,
+    size: int,
+    device: torch.device,
+) -> StepBatch:
+    positions = torch.cat(
+        [
+            torch.arange(end - count, end, device=device)
+            for count, end in zip(queries, contexts, strict=True)
+        ]
+    )
+    rows = torch.repeat_interleave(
+        torch.arange(len(queries), device=device), torch.tensor(queries, device=device)
+    )
+    slots = tables[rows, positions // size].long() * size + positions % size
+    starts = torch.tensor([0, *queries], device=device).cumsum(0).to(torch.int32)
+    return StepBatch(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        slots=slots,
+        query_starts=starts,
+        context_lengths=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables=tables,
+        num_decodes=decodes,
+        query_lengths_host=queries,
+        context_lengths_host=contexts,
+    )
+
+
+def check_families(
+    device: torch.device, folder: Path, families: Sequence[str]
+) -> Iterator[dict[str, Figure]]:
+    """Compare the log-probabilities of small families with those of float32 on the CPU."""
+    for name in families:
+        path = make_checkpoint(folder / f"family-{name}", FAMILIES[name], device, small=True)
+        try:
+            yield {"family": name, **_accuracy(path, device)}
+        except Exception as error:  # one family must not hide the others
+            yield {"family": name, "ok": False, "failure": f"{type(error).__name__}: {error}"[:200]}
+        release()
+
+
+def _accuracy(path: Path, device: torch.device) -> dict[str, Figure]:
+    prompts = [random.Random(size).choices(range(3, 900), k=size) for size in (7, 64, 300)]
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    found: list[list[float]] = []
+    answers: list[list[int]] = []
+    with MeasuredEngine(path, dtype, 4096, device=device.type) as engine:
+        for prompt in prompts:
+            scored = engine.generate(prompt, max_tokens=0, prompt_logprobs=0).prompt_scores
+            made = engine.generate(
+                prompt, max_tokens=24, temperature=0, ignore_eos=True, logprobs=0
+            )
+            found.append([score.logprob for score in (*scored, *made.scores)])
+            answers.append([*prompt, *made.token_ids])
+    release()
+    differences: list[float] = []
+    with MeasuredEngine(path, "float32", 4096) as exact:
+        for answer, scores in zip(answers, found, strict=True):
+            known = exact.generate(answer, max_tokens=0, prompt_logprobs=0).prompt_scores
+            differences += [abs(a - b.logprob) for a, b in zip(scores, known, strict=True)]
+    mean, most = sum(differences) / len(differences), max(differences)
+    return {"mean": mean, "most": most, "ok": mean <= _MEAN_NATS and most <= _MOST_NATS}
+
+
+def check_graphs(
+    device: torch.device, folder: Path, families: Sequence[str]
+) -> Iterator[dict[str, Figure]]:
+    """Compare greedy tokens of 8 streams with CUDA graphs and without them."""
+    for name in (each for each in _WITH_GRAPHS if each in families):
+        path = make_checkpoint(folder / f"family-{name}", FAMILIES[name], device, small=True)
+        prompts = [random.Random(i).choices(range(3, 900), k=20 + i) for i in range(8)]
+        results = []
+        for with_graphs in (True, False):
+            with (
+                _graphs(with_graphs),
+                MeasuredEngine(path, "auto", 4096, device=device.type) as engine,
+            ):
+                results.append(
+                    [
+                        engine.generate(prompt, max_tokens=32, temperature=0, ignore_eos=True)
+                        for prompt in prompts
+                    ]
+                )
+            release()
+        pairs = zip(*results, strict=True)
+        equal = sum(a.token_ids == b.token_ids for a, b in pairs)
+        yield {"family": name, "equal streams of 8": equal, "ok": equal >= 7}
+
+
+@contextmanager
+def _graphs(allowed: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        if not allowed:
+            for module in ("execution.loaded_model", "loop.loaded_loop"):
+                name = f"services.engine.{module}.graph_capacity"
+                stack.enter_context(patch(name, return_value=None))
+        yield
+
+
+def release() -> None:
+    """Give unused memory back to the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
