@@ -47,6 +47,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
             speculate=settings.speculate == "ngram",
             keeps_images_whole=spec.family.images_see_ahead,
             max_logit_rows=max_logit_rows(settings.max_running),
+            prompts_have_fixed_cost=decoder.device.type == "cuda",
         ),
         pool,
     )

@@ -29,6 +29,8 @@ _MUCH_LONGER = 4
 """A prompt this many times as long as the mean of the others leaves them half of each step"""
 _NEWCOMERS = 4
 """Waiting sequences, the first in order, for which others may be preempted"""
+_MEASURABLE_TOKENS = 32
+"""Prompt tokens whose time shows in a step's, on a machine whose tiles are larger than this"""
 _SECONDS_PER_CHOICE = 0.25
 """Queueing delay of each choice after the one before it: requests of few choices pass the later
 choices of large requests"""
@@ -48,7 +50,9 @@ class Scheduler:
         """Uncached tokens of the waiting sequences"""
         self.preemptions = 0
         """Preemptions since the start"""
-        self._cost = StepCost(limits.rows_at_once)
+        self._cost = StepCost(
+            min(limits.rows_at_once, _MEASURABLE_TOKENS), limits.prompts_have_fixed_cost
+        )
         self._budget = PromptBudget(self._cost, limits)
         self._preemption = Preemption(self.running, pool, limits)
         self._drafter = Drafter(self.running, limits)

@@ -6,6 +6,7 @@ measured continuously, so the bound holds on any machine, model and context.
 """
 
 import math
+from abc import ABC, abstractmethod
 
 __all__ = ["StepCost"]
 
@@ -13,22 +14,27 @@ _SMOOTHING = 0.3
 """Weight of a new measurement in an estimate; a measurement counts as twice the estimate at most"""
 _FRESH_STEPS = 16
 """Steps after which the cost of decoding is measured again: contexts grow"""
+_LEAST_SPREAD = 0.2
+"""Standard deviation of the prompt tokens of steps, as a share of their mean, from which on their
+times show which part of the cost is fixed"""
+_LEAST_SHARE = 0.1
+"""Share of the time of prompt tokens that is not fixed, at least"""
 
 
 class StepCost:
-    """Estimated seconds of a decode step, by batch size, and of a further prompt token."""
+    """Estimated seconds of a decode step, by batch size, and of its prompt tokens."""
 
-    def __init__(self, measurable_tokens: int) -> None:
+    def __init__(self, measurable_tokens: int, prompts_have_fixed_cost: bool = False) -> None:
         """measurable_tokens: fewest prompt tokens of a step whose time shows the cost of one; the
-        cost of fewer is lost in noise."""
+        cost of fewer is lost in noise. prompts_have_fixed_cost: as in SchedulerLimits."""
         self._measurable_tokens = measurable_tokens
         self._steps = 0
         self._last_decode_step = 0
         """Number of the latest step without prompts"""
         self._decode: dict[int, float] = {}
         """Seconds of a step without prompts, by size class"""
-        self._prompt_token: float | None = None
-        """Seconds that a prompt token adds to a step; None = not measured"""
+        self._prompts: _PromptCost = _AffineCost() if prompts_have_fixed_cost else _LinearCost()
+        """Seconds that prompt tokens add to a step"""
 
     def learn(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         """Update the estimates with a step. decodes: its tokens of running streams."""
@@ -39,11 +45,9 @@ class StepCost:
             # Never exceed the newest time: overestimates admit too many prompt tokens.
             self._decode[size] = min(seconds, _smooth(estimate, seconds))
             self._last_decode_step = self._steps
-        elif prompt_tokens >= self._measurable_tokens and (decodes or self._prompt_token is None):
+        elif prompt_tokens >= self._measurable_tokens and (decodes or not self._prompts.is_known):
             alone = self.decode_seconds(decodes) if decodes else 0.0
-            added = max(seconds - alone, 1e-9) / prompt_tokens
-            known = self._prompt_token
-            self._prompt_token = added if known is None else _smooth(known, added)
+            self._prompts.learn(prompt_tokens, max(seconds - alone, 1e-9))
 
     def prompt_tokens(self, decodes: int, factor: float) -> int | None:
         """Return the prompt tokens that make a step of `decodes` take `factor` times as long.
@@ -52,23 +56,105 @@ class StepCost:
         """
         if not self._decode or self._steps - self._last_decode_step >= _FRESH_STEPS:
             return None
-        if self._prompt_token is None:
+        if not self._prompts.is_known:
             return self._measurable_tokens
-        return int((factor - 1) * self.decode_seconds(decodes) / self._prompt_token)
+        return self._prompts.tokens_within((factor - 1) * self.decode_seconds(decodes))
 
     def tokens_within(self, seconds: float) -> int:
         """Return the prompt tokens that add `seconds` to a step; 0 if not measured."""
-        return int(seconds / self._prompt_token) if self._prompt_token else 0
+        return self._prompts.tokens_within(seconds) if self._prompts.is_known else 0
 
     def prompt_seconds(self, tokens: float) -> float:
         """Return the seconds that prompt tokens add to a step; 0 if not measured."""
-        return tokens * (self._prompt_token or 0.0)
+        return self._prompts.seconds(tokens) if self._prompts.is_known else 0.0
 
     def decode_seconds(self, decodes: int) -> float:
         """Return the seconds of a step without prompts, from the nearest size measured."""
         wanted = _size_class(decodes)
         nearest = min(self._decode, key=lambda size: abs(size - wanted), default=None)
         return 0.0 if nearest is None else self._decode[nearest]
+
+
+class _PromptCost(ABC):
+    """Estimated seconds that prompt tokens add to a step."""
+
+    is_known = False
+    """True if anything was measured"""
+
+    @abstractmethod
+    def learn(self, tokens: int, seconds: float) -> None:
+        """Update the estimate with a step whose prompt tokens have added `seconds`, above 0."""
+
+    @abstractmethod
+    def seconds(self, tokens: float) -> float:
+        """Return the seconds that prompt tokens add, once the cost is known."""
+
+    @abstractmethod
+    def tokens_within(self, seconds: float) -> int:
+        """Return the prompt tokens that a step may take, once the cost is known."""
+
+
+class _LinearCost(_PromptCost):
+    """Seconds per token: a CPU begins a step with prompts like any other."""
+
+    def __init__(self) -> None:
+        self._token = 0.0
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        each = seconds / tokens
+        self._token = _smooth(self._token, each) if self.is_known else each
+        self.is_known = True
+
+    def seconds(self, tokens: float) -> float:
+        return tokens * self._token
+
+    def tokens_within(self, seconds: float) -> int:
+        return int(seconds / self._token)
+
+
+class _AffineCost(_PromptCost):
+    """Fixed seconds, and seconds per token: a line through the latest steps by least squares.
+
+    A GPU launches a step with prompts kernel by kernel, which takes as long for few tokens as for
+    some hundred. Charged to the tokens, this time would make chunks smaller, and so more numerous.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._squares = self._products = 0.0
+        """Weighted means of the steps' tokens x, their seconds y, x², and xy"""
+        self._fixed = self._each = 0.0
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        if self.is_known:
+            seconds = min(seconds, 2 * self.seconds(tokens))
+        weight = _SMOOTHING if self.is_known else 1.0
+        self._tokens += weight * (tokens - self._tokens)
+        self._seconds += weight * (seconds - self._seconds)
+        self._squares += weight * (tokens * tokens - self._squares)
+        self._products += weight * (tokens * seconds - self._products)
+        self.is_known = True
+        self._fit()
+
+    def seconds(self, tokens: float) -> float:
+        return self._fixed + tokens * self._each
+
+    def tokens_within(self, seconds: float) -> int:
+        """Return the tokens that take the rest of `seconds`, or at least as long as the fixed part.
+
+        Fewer would spend more time on the beginning of steps than on prompts.
+        """
+        return int(max(seconds - self._fixed, self._fixed) / self._each)
+
+    def _fit(self) -> None:
+        per_token = self._seconds / self._tokens
+        variance = self._squares - self._tokens**2
+        if variance > (_LEAST_SPREAD * self._tokens) ** 2:
+            self._each = (self._products - self._tokens * self._seconds) / variance
+        elif not self._each:
+            self._each = per_token
+        # The fixed part is not negative, and a token takes some time.
+        self._each = min(max(self._each, _LEAST_SHARE * per_token), per_token)
+        self._fixed = self._seconds - self._each * self._tokens
 
 
 def _size_class(decodes: int) -> int:

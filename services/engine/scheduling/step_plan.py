@@ -27,6 +27,9 @@ class SchedulerLimits:
     """True if a step computes all tokens of an image, because they see each other"""
     max_logit_rows: int = 256
     """Rows of logits that a step has memory for"""
+    prompts_have_fixed_cost: bool = False
+    """True if prompts add a fixed time to a step besides the time of their tokens, as on a GPU,
+    where only steps without prompts are graphs"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from services.engine.model.operators.interface import Gate, Operators, Projectio
 
 __all__ = ["TorchGate", "TorchOperators", "join", "normalize"]
 
+_CUDA_ROWS = 256
+"""Rows that a GPU multiplies in little more time than reading the weights takes"""
+
 
 class TorchOperators(Operators):
     """Reference for the faster operators, exact in float32."""
@@ -17,6 +20,8 @@ class TorchOperators(Operators):
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
+        if device.type == "cuda":
+            self.rows_at_once = _CUDA_ROWS
         on_cpu = device.type == "cpu"
         self._prepacks = on_cpu and dtype == torch.bfloat16 and _is_onednn_available()
 

@@ -21,8 +21,20 @@ ROWS = 32
 class Machine:
     """A scheduler whose steps take `seconds(decodes, prompt tokens)` on a fake clock."""
 
-    def __init__(self, seconds: Callable[[int, int], float], rows_at_once: int = ROWS) -> None:
-        limits = SchedulerLimits(256, 2048, FACTOR, block_size=32, rows_at_once=rows_at_once)
+    def __init__(
+        self,
+        seconds: Callable[[int, int], float],
+        rows_at_once: int = ROWS,
+        prompts_have_fixed_cost: bool = False,
+    ) -> None:
+        limits = SchedulerLimits(
+            256,
+            2048,
+            FACTOR,
+            block_size=32,
+            rows_at_once=rows_at_once,
+            prompts_have_fixed_cost=prompts_have_fixed_cost,
+        )
         self.scheduler = Scheduler(limits, BlockPool(10_000))
         self.seconds = seconds
         self.handles = 0
@@ -147,16 +159,34 @@ def test_cost_of_growing_contexts_is_learned_during_a_long_prompt() -> None:
     assert plan.prompt_tokens == 0 or took > 0.8 * FACTOR * machine.seconds(8, 0)
 
 
+def test_fixed_cost_of_prompts_is_not_charged_to_their_tokens() -> None:
+    """Otherwise a prompt takes many steps, and each of them pays the fixed cost."""
+
+    def seconds(decodes: int, prompt: int) -> float:
+        return 0.02 + 1e-5 * prompt + (0.01 if prompt else 0.0)
+
+    steps = []
+    for has_fixed_cost in (False, True):
+        machine = Machine(seconds, prompts_have_fixed_cost=has_fixed_cost)
+        machine.decode(8)
+        for length in (64, 500, 2048) * 4:
+            times = machine.prefill(length)
+        steps.append(len(times))
+        assert max(times) <= FACTOR * seconds(8, 0) * 1.05
+    assert steps[1] < steps[0]
+
+
 @given(
     steps=st.lists(
         st.tuples(st.integers(0, 300), st.integers(0, 4096), st.floats(0, 10)), max_size=100
     ),
     streams=st.integers(1, 100),
+    has_fixed_cost=st.booleans(),
 )
 def test_prompts_advance_beside_streams_whatever_was_measured(
-    steps: Sequence[tuple[int, int, float]], streams: int
+    steps: Sequence[tuple[int, int, float]], streams: int, has_fixed_cost: bool
 ) -> None:
-    machine = Machine(linear(0.024, 0.0003, 3e-4))
+    machine = Machine(linear(0.024, 0.0003, 3e-4), prompts_have_fixed_cost=has_fixed_cost)
     machine.decode(streams)
     for decodes, prompt, seconds in steps:
         machine.scheduler.learn(StepPlan([], [], decodes, prompt), seconds)
