@@ -34,7 +34,8 @@ class StepFields(Generic[T]):
     slots: T
     """int64 [tokens]"""
     sources: T
-    """int64 [tokens], index of the token id among those drawn on the device, or -1"""
+    """int64 [tokens], index of the token id among those drawn on the device, followed by
+    `token_ids`; not filled in if no token was drawn"""
     output_rows: T
     """int64 [tokens]; only the first entries, one per output row, are filled in"""
     query_starts: T

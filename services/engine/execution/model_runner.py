@@ -159,15 +159,14 @@ class ModelRunner:
         _fill_token_ids(fields, plan, padding)
         self._fill_slots(fields, counts)
         if drawn is not None:
-            fields.sources[: len(decodes)] = [
-                drawn.indices.get(s, -1) if s.in_flight else -1 for s in decodes
-            ]
+            _fill_sources(fields, decodes, drawn)
         if is_partial := outputs != counts:
             _fill_output_rows(fields, outputs)
         images = self._images.of(plan, fields) if self._images.concern(plan) else NO_IMAGES
         staged = self._staging.send()
         if drawn is not None:
-            _insert(staged.token_ids[: len(decodes)], staged.sources[: len(decodes)], drawn.ids)
+            known = torch.cat((drawn.ids, staged.token_ids))
+            torch.index_select(known, 0, staged.sources, out=staged.token_ids)
         output_rows = None
         if is_partial:
             indices = staged.output_rows[: sum(outputs)]
@@ -213,6 +212,16 @@ def _fill_token_ids(fields: HostFields, plan: StepPlan, padding: int) -> None:
         ids[start + known : start + chunk.count] = chunk.draft
 
 
+def _fill_sources(fields: HostFields, decodes: Items[Sequence], drawn: DeviceTokens) -> None:
+    """Fill in where each token id is: among the drawn ones, or behind these in its own place."""
+    first = len(drawn.ids)
+    fields.sources[:] = np.arange(first, first + len(fields.sources))
+    fields.sources[: len(decodes)] = [
+        drawn.indices.get(sequence, row) if sequence.in_flight else row
+        for row, sequence in enumerate(decodes, start=first)
+    ]
+
+
 def _fill_output_rows(fields: HostFields, outputs: list[int]) -> None:
     """Fill in the last rows of each sequence. outputs: rows of each sequence."""
     starts = fields.output_starts
@@ -228,8 +237,3 @@ def _rows_of(hidden: Tensor, rows: list[int]) -> Tensor:
         return hidden[: len(rows)]
     index = to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)
     return hidden.index_select(0, index)
-
-
-def _insert(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
-    """Replace each id with a source >= 0 by `drawn` there. All int64; the first two [rows]."""
-    token_ids.copy_(torch.where(sources < 0, token_ids, drawn[sources.clamp(min=0)]))

@@ -26,6 +26,7 @@ from services.engine.messages import (
     RequestDone,
     Score,
     SetMasks,
+    StoppingSettings,
     Token,
 )
 from services.engine.scheduling.prompt_images import PromptImages
@@ -125,7 +126,7 @@ class RequestTable:
     def _make_request(self, command: AddRequest, max_tokens: Items[int]) -> Request:
         """Enter a request with its sequences."""
         checked, size = command.checked, self._scheduler.limits.block_size
-        request = Request(command)
+        request = Request(command, self._last_ids(checked.stopping))
         resumed = {resume.sequence: resume for resume in checked.resume}
         prompts = [
             Prompt(
@@ -144,6 +145,11 @@ class RequestTable:
         request.unfinished = len(request.sequences)
         self._requests[command.handle] = request
         return request
+
+    def _last_ids(self, stopping: StoppingSettings) -> frozenset[int]:
+        if stopping.ignore_eos:
+            return stopping.stop_token_ids
+        return stopping.stop_token_ids | self._limits.eos_token_ids
 
     def _refusal(self, command: AddRequest, max_tokens: Items[int]) -> Refused | None:
         if self._is_full_for(command):
@@ -245,7 +251,8 @@ class RequestTable:
         if sequence.mirostat is not None:
             sequence.mirostat.commit()
             mu = sequence.mirostat.mu
-        self.report(Token(request.command.handle, sequence.index, position, token, score, mu))
+        handle = request.command.handle
+        self._outputs.append(Token(handle, sequence.index, position, token, score, mu))
         self._end_if_done(sequence, token)
 
     def finish(self, sequence: Sequence, cause: FinishCause, token: int | None = None) -> None:
@@ -285,11 +292,11 @@ class RequestTable:
         self._starved[sequence] = None
 
     def _end_if_done(self, sequence: Sequence, token: int) -> None:
-        stopping = sequence.request.command.checked.stopping
-        if token in stopping.stop_token_ids:
-            self.finish(sequence, FinishCause.STOP_TOKEN, token)
-        elif token in self._limits.eos_token_ids and not stopping.ignore_eos:
-            self.finish(sequence, FinishCause.EOS, token)
+        request = sequence.request
+        if token in request.last_ids:
+            is_stop_token = token in request.command.checked.stopping.stop_token_ids
+            cause = FinishCause.STOP_TOKEN if is_stop_token else FinishCause.EOS
+            self.finish(sequence, cause, token)
         elif sequence.position >= sequence.max_tokens:
             self.finish(sequence, FinishCause.LENGTH)
         elif sequence.is_at_end:

@@ -38,7 +38,7 @@ class Draw(NamedTuple):
     @property
     def runs_ahead(self) -> bool:
         """True if the device can draw the token before the host has the preceding one."""
-        return self.sequence.request.runs_ahead and self.sequence.may_draw
+        return self.sequence.request.runs_ahead and self.sequence.has_credit
 
     @property
     def is_next(self) -> bool:

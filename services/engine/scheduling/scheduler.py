@@ -41,6 +41,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
         self.limits = limits
+        self._block_size = limits.block_size
         self.pool = pool
         self.running: list[Sequence] = []
         """Sequences in their `order`"""
@@ -59,7 +60,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> int:
         """Queue a sequence. Return how many of its tokens the prefix cache holds now."""
-        found = len(self.pool.find(sequence.reusable_hashes())) * self.limits.block_size
+        found = len(self.pool.find(sequence.reusable_hashes())) * self._block_size
         command, queued = sequence.request.command, sequence.queued
         queued.tokens = sequence.length - found
         self.queued_tokens += queued.tokens
@@ -98,9 +99,8 @@ class Scheduler:
         if len(self.waiting):
             self._preempt_for_newcomer(now)
         preemptions = self.preemptions
-        decodes, drafts = self._plan_decodes()
+        decodes, drafts, prompts = self._plan_decodes()
         decode_tokens = len(decodes) + sum(chunk.count for chunk in drafts)
-        prompts = [s for s in self.running if s.uncomputed > 1]
         backlog = self._backlog(prompts)
         allowance = self._budget.allow(len(decodes) + len(drafts), decode_tokens, backlog)
         prefills: list[Chunk] = []
@@ -138,8 +138,9 @@ class Scheduler:
     def settle(self, sequence: Sequence) -> None:
         """Cache the block of a token that was in flight and is now appended, once it is full."""
         sequence.in_flight -= 1
-        if sequence.state is SequenceState.RUNNING:
-            self._cache_blocks(sequence, (sequence.length - 1) // self.limits.block_size)
+        full, rest = divmod(sequence.length, self._block_size)
+        if rest == 0 and sequence.state is SequenceState.RUNNING:
+            self._cache_blocks(sequence, full - 1)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Count the newest token as not computed: the device computed a wrong one in its place."""
@@ -151,35 +152,42 @@ class Scheduler:
 
         Other sequences of that step may hold these blocks as prefix hits: they are preempted.
         """
-        blocks = sequence.blocks[start // self.limits.block_size :]
+        blocks = sequence.blocks[start // self._block_size :]
         self.pool.invalidate(blocks)
         unwritten = set(blocks)
         for other in list(self.running):
             if other is not sequence and not unwritten.isdisjoint(other.blocks):
                 self._preempt(other)
 
-    def _plan_decodes(self) -> tuple[list[Sequence], list[Chunk]]:
-        """Plan the newest tokens: of sequences without draft tokens, and of those with some."""
+    def _plan_decodes(self) -> tuple[list[Sequence], list[Chunk], list[Sequence]]:
+        """Plan the newest tokens: of sequences without draft tokens, and of those with some.
+
+        Returns them, and the sequences whose prompts or forced tokens are not computed.
+        """
         decodes: list[Sequence] = []
         drafts: list[Chunk] = []
-        width = self._drafter.width
+        prompts: list[Sequence] = []
+        width, running = self._drafter.width, SequenceState.RUNNING
         # `running` is in order, so victims of preemption come after the sequences already planned
         for sequence in list(self.running):
-            if sequence.uncomputed == 0 or sequence.state is not SequenceState.RUNNING:
+            uncomputed = sequence.uncomputed
+            if uncomputed == 0 or sequence.state is not running:
                 continue
-            decodes_one = sequence.uncomputed == 1  # more: a prompt, or appended forced tokens
-            if decodes_one and not sequence.has_credit:
+            if uncomputed == 1 and not sequence.has_credit:
                 continue
-            if not self._grow(sequence) or not decodes_one:
+            if not self._grow(sequence):
+                continue
+            if uncomputed > 1:
+                prompts.append(sequence)
                 continue
             start = sequence.num_computed
             self._compute(sequence, 1)
-            if draft := self._draft(sequence, width):
+            if (width or sequence.mask) and (draft := self._draft(sequence, width)):
                 rows = 1 + len(draft)
                 drafts.append(Chunk(sequence, start, rows, draft, num_outputs=rows))
             else:
                 decodes.append(sequence)
-        return decodes, drafts
+        return decodes, drafts, [s for s in prompts if s.state is running]
 
     def _draft(self, sequence: Sequence, width: int) -> list[int]:
         """Allocate blocks for a sequence's draft tokens. Return no tokens if blocks are too few."""
@@ -283,7 +291,7 @@ class Scheduler:
             return False
         self.pool.hold(found)
         sequence.blocks = found + self.pool.allocate(self._blocks_for(sequence.length) - len(found))
-        sequence.num_computed = len(found) * self.limits.block_size
+        sequence.num_computed = len(found) * self._block_size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_length)
         self._leave_queue(sequence)
@@ -316,7 +324,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """Allocate the newest token's block. Return False if the sequence itself was preempted."""
         tokens = sequence.length + sequence.in_flight
-        while len(sequence.blocks) * self.limits.block_size < tokens:
+        while len(sequence.blocks) * self._block_size < tokens:
             if self.pool.num_free:
                 sequence.blocks += self.pool.allocate(1)
                 continue
@@ -332,16 +340,15 @@ class Scheduler:
         Blocks are cached before the step runs: it writes keys and values layer by layer, before any
         of its sequences reads them. A block whose last token is in flight has no hash yet.
         """
-        size = self.limits.block_size
-        first = sequence.num_computed // size
+        first = sequence.num_computed // self._block_size
         sequence.num_computed += count
-        if sequence.num_computed // size > first:
+        if sequence.num_computed // self._block_size > first:
             self._cache_blocks(sequence, first)
 
     def _cache_blocks(self, sequence: Sequence, first: int) -> None:
         """Cache the full blocks from index `first` on."""
         known = min(sequence.num_computed, sequence.length)
-        for index in range(first, known // self.limits.block_size):
+        for index in range(first, known // self._block_size):
             self.pool.cache(sequence.blocks[index], sequence.block_hash(index))
 
     def _pending_hashes(self) -> set[bytes]:
@@ -349,12 +356,12 @@ class Scheduler:
         return {each for sequence in self.running for each in self._uncomputed_hashes(sequence)}
 
     def _uncomputed_hashes(self, sequence: Sequence) -> Iterator[bytes]:
-        size = self.limits.block_size
+        size = self._block_size
         for index in range(sequence.num_computed // size, sequence.length // size):
             yield sequence.block_hash(index)
 
     def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.limits.block_size)
+        return -(-tokens // self._block_size)
 
 
 def _share(wanted: int, left: int, slack: int, backlog: Backlog) -> int:

@@ -62,6 +62,11 @@ class Sequence:
         self.images = prompt.images
         """Images of the prompt; None = text alone"""
         self._ids = TokenIds(prompt, resume.generated if resume is not None else ())
+        self.length = len(self._ids.array)
+        """Number of prompt and generated tokens"""
+        self.position = self.length - self.prompt_length
+        """Number of generated tokens, from the end of the original prompt"""
+        self.newest = int(self._ids.array[-1])
 
         self.state = SequenceState.WAITING
         self.tenant = Tenant(command.cache_salt)
@@ -99,23 +104,9 @@ class Sequence:
         return self.index // self.request.command.checked.n
 
     @property
-    def length(self) -> int:
-        """Number of prompt and generated tokens."""
-        return self._ids.length
-
-    @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """Prompt and generated ids: int32 [length], a view."""
         return self._ids.array
-
-    @property
-    def newest(self) -> int:
-        return self._ids.newest
-
-    @property
-    def position(self) -> int:
-        """Number of generated tokens, from the end of the original prompt."""
-        return self._ids.length - self.prompt_length
 
     @property
     def forced(self) -> Items[int]:
@@ -185,6 +176,9 @@ class Sequence:
         if self.mask is not None and not self.mask.holds_after(self.position, token):
             self.mask = None
         self._ids.append(token)
+        self.length += 1
+        self.position += 1
+        self.newest = token
 
     def drop_draft_masks(self) -> None:
         """Drop the mask once a draft token was accepted: the grammar service sends a new one."""
@@ -211,6 +205,8 @@ class Request:
     """A request and its progress."""
 
     command: AddRequest
+    last_ids: frozenset[int] = frozenset()
+    """Ids that end a sequence"""
     sequences: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
     """Sequences that have not finished"""

@@ -62,26 +62,22 @@ class TokenIds:
         """Shared with the prompt until the first append"""
         if generated:
             self._ids = np.concatenate((prompt.ids, np.array(generated, dtype=np.int32)))
-        self.length = len(self._ids)
+        self._length = len(self._ids)
         self._hashes: list[bytes] = []
         """Hashes of the blocks after those that the prompt fills"""
 
     @property
     def array(self) -> npt.NDArray[np.int32]:
         """All ids: int32 [length], a view."""
-        return self._ids[: self.length]
-
-    @property
-    def newest(self) -> int:
-        return int(self._ids[self.length - 1])
+        return self._ids[: self._length]
 
     def append(self, token: int) -> None:
-        if self.length == len(self._ids):
-            grown = np.empty(self.length + max(64, self.length // 4), dtype=np.int32)
-            grown[: self.length] = self._ids
+        if self._length == len(self._ids):
+            grown = np.empty(self._length + max(64, self._length // 4), dtype=np.int32)
+            grown[: self._length] = self._ids
             self._ids = grown
-        self._ids[self.length] = token
-        self.length += 1
+        self._ids[self._length] = token
+        self._length += 1
 
     def block_hash(self, index: int) -> bytes:
         prompt, size = self._prompt, self._prompt.block_size
