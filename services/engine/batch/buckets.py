@@ -1,11 +1,16 @@
-"""Sizes to which decode steps on a GPU are padded.
+"""Sizes to which steps on a GPU are padded.
 
-Each size needs its own CUDA graph and its own compiled attention kernel, so there are few sizes.
+Each size needs its own CUDA graphs, and a decode step its own compiled attention kernel, so there
+are few sizes.
 """
 
 from collections.abc import Callable, Iterator
 
-__all__ = ["decode_sizes", "row_bucket", "table_width"]
+__all__ = ["TOKEN_BUCKETS", "decode_sizes", "row_bucket", "table_width", "token_bucket"]
+
+TOKEN_BUCKETS = (64, 128, 256, 384, 512, 768, 1024)
+"""Tokens of steps with prompts, rising. Up to some hundred tokens a GPU computes padding in no
+time; a step of more than these takes longer than its launches, so it needs no graphs"""
 
 _DENSE = 16
 """Rows above which there is one more size between two powers of two"""
@@ -26,6 +31,11 @@ def table_width(blocks: int) -> int:
     while width < blocks:
         width *= 4
     return width
+
+
+def token_bucket(tokens: int) -> int:
+    """Return the least of `TOKEN_BUCKETS` that is at least `tokens`, which must not exceed all."""
+    return next(size for size in TOKEN_BUCKETS if size >= tokens)
 
 
 def decode_sizes(most_rows: int, most_blocks: int, num_blocks: int) -> list[tuple[int, int]]:

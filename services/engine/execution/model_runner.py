@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.batch.buckets import row_bucket
+from services.engine.batch.buckets import TOKEN_BUCKETS, row_bucket
 from services.engine.batch.staging import HostFields, Staging
 from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.execution.decode_graphs import DecodeGraphs
+from services.engine.execution.piece_graphs import PieceGraphs
 from services.engine.execution.start_progress import StartProgress
 from services.engine.execution.step_images import NO_IMAGES, StepImages
 from services.engine.model.attention import KVCache
@@ -60,13 +61,14 @@ class ModelRunner:
     def __init__(
         self, decoder: Decoder, cache: KVCache, graph_capacity: StepCapacity | None = None
     ) -> None:
-        """graph_capacity: pad decode steps, and run them as CUDA graphs on a GPU. No step may be
-        larger. Padding writes to the last block of the cache."""
+        """graph_capacity: pad steps, and run them as CUDA graphs on a GPU. No step may be larger.
+        Padding writes to the last block of the cache."""
         self._decoder = decoder
         self._cache = cache
         self._staging = Staging(decoder.device)
         self._spare = [cache.num_blocks - 1]
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
         self._images = StepImages(decoder.spec, decoder.dtype, decoder.device)
         self.device = decoder.device
         if graph_capacity is not None:
@@ -75,6 +77,8 @@ class ModelRunner:
             self._staging.reserve(tokens, rows, graph_capacity.blocks)
             decoder.reserve(tokens, rows)
             self._graphs = DecodeGraphs(decoder, cache)
+            if decoder.runs_in_pieces and tokens >= TOKEN_BUCKETS[0]:
+                self._pieces = PieceGraphs(decoder, cache, tokens)
 
     def forward(self, plan: StepPlan, drawn: DeviceTokens | None = None) -> Tensor:
         """Compute the plan. Return hidden states [rows, hidden], valid until the next call.
@@ -82,8 +86,13 @@ class ModelRunner:
         Rows are in the order of the plan: one per decode, `num_outputs` per chunk. drawn: the
         newest tokens of the sequences that have one in flight.
         """
-        if self._graphs is None or plan.chunks or self._images.concern(plan):
+        if self._graphs is None or self._images.concern(plan):
             return self._decoder.forward(self._batch(plan, drawn), self._cache)
+        if plan.chunks:
+            batch = self._batch(plan, drawn)
+            if self._pieces is None or len(batch.token_ids) > self._pieces.sizes[0]:
+                return self._decoder.forward(batch, self._cache)
+            return self._pieces.run(batch)
         padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
         return self._graphs.run(self._batch(plan, drawn, padding))
 
@@ -103,6 +112,19 @@ class ModelRunner:
         capture = self._graphs.capture if announces else self._graphs.capture_here
         for rows, blocks in sizes:
             capture(self._batch(_NOTHING, None, padding=rows, least_blocks=blocks))
+            if progress is not None:
+                progress.add()
+
+    @property
+    def piece_sizes(self) -> Items[int]:
+        """Tokens of the padded steps with prompts that may run in pieces, largest first."""
+        return () if self._pieces is None else self._pieces.sizes
+
+    def capture_pieces(self, sizes: Items[int], progress: StartProgress | None = None) -> None:
+        """Capture the graphs of padded steps with prompts, of some of `piece_sizes`."""
+        for size in sizes:
+            if self._pieces is not None:
+                self._pieces.capture(size)
             if progress is not None:
                 progress.add()
 

@@ -2,9 +2,11 @@
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -118,13 +120,22 @@ def _measure_largest(decoder: Decoder, cache: KVCache, tokens: int, rows: int) -
 def _measure_graphs(decoder: Decoder, cache: KVCache, capacity: StepCapacity) -> int:
     runner = ModelRunner(decoder, cache, capacity)
     enough = capacity.blocks + row_bucket(capacity.sequences)  # so that no size is left out
-    sizes = decode_sizes(capacity.sequences, capacity.blocks, enough)
+    decodes = decode_sizes(capacity.sequences, capacity.blocks, enough)
+    return _measure_captures(
+        [partial(runner.capture_graphs, [size], announces=False) for size in decodes]
+    ) + _measure_captures([partial(runner.capture_pieces, [size]) for size in runner.piece_sizes])
+
+
+def _measure_captures(captures: Items[Callable[[], None]]) -> int:
+    """Return the bytes that all captures take, from the first two. The largest one is first."""
+    if not captures:
+        return 0
     free = [_release()]
-    for size in sizes[:2]:
-        runner.capture_graphs([size], announces=False)
+    for capture in captures[:2]:
+        capture()
         free.append(_release())
     first, *further = (before - after for before, after in itertools.pairwise(free))
-    return total_of_graphs(max(first, 0), max(further, default=0), len(sizes))
+    return total_of_graphs(max(first, 0), max(further, default=0), len(captures))
 
 
 def _release() -> int:

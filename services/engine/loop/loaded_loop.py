@@ -86,13 +86,15 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
 
 
 def _capture_graphs(runner: ModelRunner, settings: EngineSettings, model: LoadedModel) -> None:
-    """Capture the CUDA graphs of all decode steps, on all ranks. Raises StartupError."""
+    """Capture all CUDA graphs, on all ranks. Raises StartupError."""
     capacity = graph_capacity(settings, model.decoder)
     if capacity is None:
         return
     sizes = decode_sizes(capacity.sequences, capacity.blocks, model.num_blocks)
+    progress = StartProgress("CUDA graphs", len(sizes) + len(runner.piece_sizes), shown=True)
     with usable_kernels():
-        runner.capture_graphs(sizes, StartProgress("CUDA graphs", len(sizes), shown=True))
+        runner.capture_graphs(sizes, progress)
+        runner.capture_pieces(runner.piece_sizes, progress)
 
 
 def _kernels(decoder: Decoder) -> str:

@@ -110,6 +110,8 @@ class Decoder:
         self.weight_bytes = weights.step_bytes
         self.block_size = attention.block_size
         self.rows_at_once = operators.rows_at_once
+        self.runs_in_pieces = True
+        """True if a pass may run by `compute_piece`, `attend` and `finish`"""
         self._weights = weights
         self._operators = operators
         self._attention = attention
@@ -179,17 +181,43 @@ class Decoder:
         This part can be captured in a CUDA graph.
         """
         buffers = self._buffers(len(batch.token_ids))
-        self._embed(batch, buffers.hidden)
-        positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
-        for rotary, rotation in zip(self._rotaries, buffers.rotations, strict=True):
-            rotary.compute(positions, rotation)
-        outputs = batch.output_rows
-        kept = buffers if outputs is None else self._activations.first(len(outputs.indices))
+        self._begin(batch, buffers)
+        kept = self._kept(batch, buffers)
         layers = partial(self._run_layers, batch, cache, buffers, kept)
         if self._recording is None or any(len(image.embeddings) > 1 for image in batch.images):
             layers()  # a recording lacks what images add between the layers
         else:
             self._recording.run(batch, cache, layers)
+        return kept.hidden
+
+    @torch.inference_mode()
+    def compute_piece(self, layer: int, batch: StepBatch) -> None:
+        """Compute what lies between the attention of the previous layer and that of `layer`.
+
+        All layers' pieces and `attend`, in turn, and then `finish` do the same as `forward`, for a
+        batch without images. A piece reads only the token ids and positions of its batch, which may
+        have more tokens than the step: a CUDA graph of it serves all steps that are padded so.
+        """
+        buffers = self._buffers(len(batch.token_ids))
+        if layer == 0:
+            self._begin(batch, buffers)
+        else:
+            self._after_attention(layer - 1, buffers)
+        self._before_attention(layer, buffers)
+
+    @torch.inference_mode()
+    def attend(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
+        """Compute a layer's attention, after its piece. Writes keys and values to `cache`."""
+        buffers = self._buffers(len(batch.token_ids))
+        is_last = layer == self.spec.num_layers - 1
+        kept = self._kept(batch, buffers) if is_last else buffers
+        self._attend(layer, batch, cache, buffers, kept)
+
+    @torch.inference_mode()
+    def finish(self, batch: StepBatch) -> Tensor:
+        """Compute what follows the last attention. Return hidden states as `forward` does."""
+        kept = self._kept(batch, self._buffers(len(batch.token_ids)))
+        self._after_attention(self.spec.num_layers - 1, kept)
         return kept.hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -245,33 +273,71 @@ class Decoder:
 
         The last layer writes keys and values of all rows, then continues with those in `kept`.
         """
-        spec, operators, epsilon = self.spec, self._operators, self.spec.norm_epsilon
-        heads, last = buffers.heads, self._weights.layers[-1]
+        last = self.spec.num_layers - 1
+        for index in range(self.spec.num_layers):
+            self._before_attention(index, buffers)
+            self._attend(index, batch, cache, buffers, kept)
+            rest = buffers if index < last else kept
+            self._after_attention(index, rest)
+            for image in batch.images:
+                if index + 1 < len(image.embeddings):
+                    rest.hidden.index_add_(0, image.indices, image.embeddings[index + 1])
+
+    def _before_attention(self, index: int, buffers: _Activations) -> None:
+        """Compute a layer's queries, keys and values from the residual."""
+        layer = self._weights.layers[index]
+        self._norm(buffers.hidden, layer.attention_norm, buffers.normed)
+        layer.qkv.into(buffers.normed, buffers.qkv)
+        if (rotary := self._rotary_of_layer[index]) is not None:
+            self._operators.rotate(
+                buffers.heads.rotated,
+                self.spec.num_heads,
+                buffers.rotations[rotary],
+                layer.query_norm,
+                layer.key_norm,
+                self.spec.norm_epsilon,
+            )
+
+    def _attend(
+        self,
+        index: int,
+        batch: StepBatch,
+        cache: KVCache,
+        buffers: _Activations,
+        kept: _Activations,
+    ) -> None:
+        """Compute a layer's attention; the last layer's for the rows that are kept."""
+        heads = buffers.heads
         step = AttentionStep(
             heads.queries, heads.keys, heads.values, batch, cache, buffers.attended
         )
-        for index, layer in enumerate(self._weights.layers):
-            self._norm(buffers.hidden, layer.attention_norm, buffers.normed)
-            layer.qkv.into(buffers.normed, buffers.qkv)
-            if (rotary := self._rotary_of_layer[index]) is not None:
-                rotation = buffers.rotations[rotary]
-                norms = layer.query_norm, layer.key_norm
-                operators.rotate(heads.rotated, spec.num_heads, rotation, *norms, epsilon)
-            if layer is last:
-                rows = None if batch.output_rows is None else batch.output_rows.indices
-                operators.keep(buffers.hidden, rows)
-                operators.keep(heads.queries, rows)
-                buffers = kept
-                step = replace(
-                    step, queries=buffers.heads.queries, batch=batch.narrowed, out=buffers.attended
-                )
-            self._attention.attend(index, step)
-            layer.output.add_to(buffers.attended, buffers.hidden)
-            self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
-            layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner)
-            for image in batch.images:
-                if index + 1 < len(image.embeddings):
-                    buffers.hidden.index_add_(0, image.indices, image.embeddings[index + 1])
+        if index == self.spec.num_layers - 1:
+            rows = None if batch.output_rows is None else batch.output_rows.indices
+            self._operators.keep(buffers.hidden, rows)
+            self._operators.keep(heads.queries, rows)
+            step = replace(
+                step, queries=kept.heads.queries, batch=batch.narrowed, out=kept.attended
+            )
+        self._attention.attend(index, step)
+
+    def _after_attention(self, index: int, buffers: _Activations) -> None:
+        """Add a layer's attention and feed-forward layer to the residual."""
+        layer = self._weights.layers[index]
+        layer.output.add_to(buffers.attended, buffers.hidden)
+        self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
+        layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner)
+
+    def _begin(self, batch: StepBatch, buffers: _Activations) -> None:
+        """Compute what all layers share: the embeddings and the rotations."""
+        self._embed(batch, buffers.hidden)
+        positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
+        for rotary, rotation in zip(self._rotaries, buffers.rotations, strict=True):
+            rotary.compute(positions, rotation)
+
+    def _kept(self, batch: StepBatch, buffers: _Activations) -> _Activations:
+        """Return the buffers of the rows that the step returns."""
+        outputs = batch.output_rows
+        return buffers if outputs is None else self._activations.first(len(outputs.indices))
 
     def _embed(self, batch: StepBatch, hidden: Tensor) -> None:
         torch.index_select(self._weights.embedding, 0, batch.token_ids, out=hidden)

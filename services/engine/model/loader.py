@@ -115,9 +115,13 @@ def load_model(
         finally:
             bar.finish()
     attention = choose_backend(spec, dtype, device, loaded.sinks)
-    if ranks.leads_others:
-        return LeadingDecoder(ranks, spec, dtype, loaded, operators, attention)
-    return Decoder(spec, dtype, loaded, operators, attention)
+    decoder = (
+        LeadingDecoder(ranks, spec, dtype, loaded, operators, attention)
+        if ranks.leads_others
+        else Decoder(spec, dtype, loaded, operators, attention)
+    )
+    decoder.runs_in_pieces = ranks.rank.is_alone  # rank 0 announces whole passes
+    return decoder
 
 
 def _open_tensors(directory: Path) -> TensorFiles:

@@ -46,6 +46,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from services.engine.batch.step_batch import OutputRows, StepBatch
+from services.engine.execution.piece_graphs import PieceGraphs
 from services.engine.model.decoder import Decoder
 
 VOCABULARY = 97
@@ -293,7 +294,15 @@ def reference_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 class Driver:
     """Feeder of sequences to a decoder, in chunks, with KV blocks in random order."""
 
-    def __init__(self, decoder: Decoder, sequences: Sequence[Tensor], block_size: int = 32) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        sequences: Sequence[Tensor],
+        block_size: int = 32,
+        *,
+        in_pieces: bool = False,
+    ) -> None:
+        """in_pieces: run steps in padded pieces, as on a GPU."""
         self._decoder = decoder
         self._sequences = sequences
         self._size = block_size
@@ -304,10 +313,16 @@ class Driver:
         for index, count in enumerate(needed):
             first = sum(needed[:index])
             self._tables[index, :count] = shuffled[first : first + count]
-        self.cache = decoder.allocate_cache(len(shuffled), block_size)
+        self.cache = decoder.allocate_cache(len(shuffled) + 1, block_size)  # the last one is spare
+        self._pieces = PieceGraphs(decoder, self.cache, 1024) if in_pieces else None
         self._done = [0] * len(sequences)
         self.logits = [torch.empty(0, decoder.spec.vocab_size) for _ in sequences]
         """Logits so far, [tokens, vocabulary] for each sequence; NaN: not computed"""
+
+    def blocks_of(self, sequence: int) -> set[int]:
+        """Return the blocks that hold a sequence's tokens so far."""
+        count = -(-self._done[sequence] // self._size)
+        return set(self._tables[sequence, :count].tolist())
 
     def share(self, sequence: int, other: int, tokens: int) -> None:
         """Let `sequence` reuse the blocks of `tokens` first tokens that it shares with `other`."""
@@ -325,7 +340,10 @@ class Driver:
         counts = batch.query_lengths_host
         if kept is not None:
             batch, counts = replace(batch, output_rows=keep_last(counts, kept)), tuple(kept)
-        hidden = self._decoder.forward(batch, self.cache)
+        if self._pieces is not None:
+            hidden = self._pieces.run(batch)
+        else:
+            hidden = self._decoder.forward(batch, self.cache)
         logits = torch.split(self._decoder.logits(hidden), list(counts))
         for (index, count), rows in zip(chunks, logits, strict=True):
             self._done[index] += count

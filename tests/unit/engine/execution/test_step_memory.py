@@ -39,8 +39,10 @@ def test_graphs_of_all_sizes_are_captured_before_the_first_request(embedded_mode
     model = load(settings)
     cache = model.decoder.allocate_cache(9)
     before = [layer.clone() for layer in cache.keys]
-    runner = ModelRunner(model.decoder, cache, StepCapacity(64, 5, 40))
+    runner = ModelRunner(model.decoder, cache, StepCapacity(200, 5, 40))
     runner.capture_graphs(decode_sizes(5, 40, 100))
+    assert runner.piece_sizes == [128, 64]
+    runner.capture_pieces(runner.piece_sizes)
     for old, new in zip(before, cache.keys, strict=True):
         assert torch.equal(old[:-1], new[:-1])
         assert not torch.equal(old[-1], new[-1])
