@@ -25,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.engine import Stopwatch
 from benchmarks.tables import markdown
+from services.common.json_values import Json
 from services.engine.batch.step_batch import StepBatch
 from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.framing import pack
@@ -54,7 +55,7 @@ SAMPLINGS = {
     "greedy": SamplingSettings(0.0, 1.0, 0, 0.0, 1),
     "top-p": SamplingSettings(0.7, 0.9, 0, 0.0, 1),
 }
-_CONFIG = {
+_CONFIG: dict[str, Json] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 16,
     "intermediate_size": 16,
