@@ -71,6 +71,8 @@ _CONFIG: dict[str, Json] = {
 class IdleDecoder(Decoder):
     """A decoder whose hidden states and logits are constant."""
 
+    runs_in_pieces = False
+
     def __init__(self, rows: int) -> None:
         """rows: upper bound of the rows of a step."""
         self.spec = ModelSpec.from_config(_CONFIG)
@@ -86,10 +88,10 @@ class IdleDecoder(Decoder):
     def reserve(self, tokens: int, rows: int) -> None:
         pass
 
-    def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
+    def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
         return self._hidden[: len(batch.token_ids)]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._constant[: len(hidden)]
 
 
