@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -375,7 +375,7 @@ class StepLoop:
         for draws in (held, *(launched.draws for launched in ahead)):
             for i, draw in enumerate(draws):
                 if draw.sequence is sequence:
-                    draws[i] = draw._replace(assumed=assumption)
+                    draws[i] = replace(draw, assumed=assumption)
                     self._scheduler.withdraw(sequence)
                     if draws is not held:
                         sequence.in_flight -= 1

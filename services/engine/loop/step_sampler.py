@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from services.engine.batch.transfer import copy_rows, rows_of, to_device
 from services.engine.execution.model_runner import SCORED_ROWS, ModelRunner
 from services.engine.loop import refusals
 from services.engine.loop.request_table import RequestTable
-from services.engine.messages import FinishCause, Score, ScoredPrompt
+from services.engine.messages import AddRequest, FinishCause, Score, ScoredPrompt
 from services.engine.sampling.bad_words import intersect_masks
 from services.engine.sampling.pending_tokens import PendingTokens
 from services.engine.sampling.row import NOTHING_ALLOWED, Row
@@ -24,8 +25,9 @@ from services.engine.scheduling.step_plan import Chunk, StepPlan
 __all__ = ["Draw", "HeldLogits", "LaunchedDraws", "PromptResults", "StepSampler"]
 
 
-class Draw(NamedTuple):
-    """One token to draw from one row of logits."""
+@dataclass(slots=True, eq=False)
+class Draw:
+    """One token to draw from one row of logits. Not frozen, because each token makes one."""
 
     sequence: Sequence
     row: int
@@ -329,16 +331,20 @@ class StepSampler:
         for i, (draw, token) in enumerate(zip(draws, tokens, strict=True)):
             if not draw.is_next:
                 continue
-            command = draw.sequence.request.command
-            if token == NOTHING_ALLOWED:
-                sampling = command.checked.sampling
-                self._requests.abort(refusals.nothing_allowed(command.handle, sampling))
-            elif token < 0:
-                self._requests.abort(refusals.not_finite(command.handle))
+            if token < 0:
+                self._abort(draw.sequence.request.command, token)
             else:
                 self._requests.append(draw.sequence, token, scores.get(i))
         for draw in draws:
-            draw.sequence.drop_draft_masks()
+            if draw.sequence.mask is not None:
+                draw.sequence.drop_draft_masks()
+
+    def _abort(self, command: AddRequest, token: int) -> None:
+        if token == NOTHING_ALLOWED:
+            sampling = command.checked.sampling
+            self._requests.abort(refusals.nothing_allowed(command.handle, sampling))
+        else:
+            self._requests.abort(refusals.not_finite(command.handle))
 
     def _scores(self, draws: Items[Draw], logits: Tensor, tokens: Items[int]) -> dict[int, Score]:
         """Return the scores of the drawn tokens that a request asks for, by index of the draw."""
