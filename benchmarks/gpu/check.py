@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -130,9 +131,9 @@ class Check:
         yield _Step("graphs", lambda: check_graphs(device, folder, names), 30)
         yield _Step("memory", self._measure_memory, 2)
         for name in models:
-            yield _Step(f"speed, {name}", lambda name=name: self._speed(name), 90)
+            yield _Step(f"speed, {name}", partial(self._speed, name), 90)
         for name in models:
-            yield _Step(f"peers, {name}", lambda name=name: self._peers(name), 60)
+            yield _Step(f"peers, {name}", partial(self._peers, name), 60)
 
     def _measure_memory(self) -> Iterator[dict[str, Figure]]:
         size = (4 << 30) if self._device.type == "cuda" else (64 << 20)

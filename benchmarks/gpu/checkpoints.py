@@ -147,7 +147,7 @@ def _save(out: Path, files: list[dict[str, torch.Tensor]]) -> None:
     if len(files) == 1:
         save_file(files[0], out / "model.safetensors")
         return
-    placed = {}
+    placed: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         save_file(tensors, out / name)

@@ -97,7 +97,8 @@ def _attend(
     for backend, cache in zip((ours, exact), caches, strict=True):
         for batch, heads in steps:
             used = heads if backend is ours else heads.float()
-            q, k, v = used.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+            counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+            q, k, v = used.split_with_sizes(counts, dim=1)
             out = used.new_empty(len(batch.token_ids), spec.num_heads * spec.head_dim)
             backend.attend(1, AttentionStep(q, k, v, replace(batch), cache, out))
         outputs.append(out)
