@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -140,6 +141,11 @@ def _choose_operators(
                 "multiples of 32. Start without it."
             )
         return Int8Operators(native)
+    if device.type == "cuda" and find_spec("triton") is not None:
+        # imported here: only GPU machines have Triton
+        from services.engine.model.operators.triton_operators import TritonOperators
+
+        return TritonOperators(dtype, device)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchOperators(dtype, device)
     if runs_in_tiles(spec, dtype, device):

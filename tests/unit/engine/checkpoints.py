@@ -336,7 +336,7 @@ class Driver:
 
         kept: number of each chunk's last tokens whose logits are computed; None: all.
         """
-        batch = self._batch(chunks)
+        batch = self.batch(chunks)
         counts = batch.query_lengths_host
         if kept is not None:
             batch, counts = replace(batch, output_rows=keep_last(counts, kept)), tuple(kept)
@@ -350,7 +350,7 @@ class Driver:
             unknown = torch.full((count - len(rows), rows.shape[1]), torch.nan)
             self.logits[index] = torch.cat((self.logits[index], unknown, rows))
 
-    def _batch(self, chunks: Sequence[tuple[int, int]]) -> StepBatch:
+    def batch(self, chunks: Sequence[tuple[int, int]]) -> StepBatch:
         spans = [(i, self._done[i], self._done[i] + count) for i, count in chunks]
         positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
         lengths = torch.tensor([count for _, count in chunks])

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from services.engine.batch.buckets import row_bucket
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention.cache_kernel import write_tokens
 from services.engine.model.attention.interface import AttentionStep, KVCache
 from services.engine.model.attention.paged_kernels import PagedRows, PagedShape, attend_pages
 from services.engine.model.attention.paged_tiles import (
@@ -101,8 +102,8 @@ class XformersAttention(TorchAttention):
         return KVCache.allocate(self._spec.num_layers, block_size, make)
 
     def _write(self, layer: int, step: AttentionStep) -> None:
-        _tokens(step.cache.keys[layer]).index_copy_(0, step.batch.slots, step.keys)
-        _tokens(step.cache.values[layer]).index_copy_(0, step.batch.slots, step.values)
+        caches = _tokens(step.cache.keys[layer]), _tokens(step.cache.values[layer])
+        write_tokens(step.keys, step.values, *caches, step.batch.slots)
 
     def _decode(self, layer: int, step: AttentionStep) -> None:
         if not self._is_supported:

@@ -1,0 +1,189 @@
+"""Triton kernels between a layer's matrix products: one launch in place of three to eighteen.
+
+Each computes in float32 and rounds where torch's operators do. Not yet run on a GPU.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.engine.model.architecture.activation import Activation, Nonlinearity
+from services.engine.model.architecture.rotary import Rotation
+
+__all__ = ["activate", "norm_rows", "rotate_heads"]
+
+_COLUMNS = 1024
+"""Columns that a program of `activate` computes"""
+_KINDS = {kind: number for number, kind in enumerate(Nonlinearity)}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm(  # type: ignore[no-untyped-def]
+    rows,
+    weight,
+    out,
+    row_stride,
+    out_stride,
+    columns,
+    epsilon,
+    adds: tl.constexpr,
+    width: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, width)
+    inside = at < columns
+    values = tl.load(rows + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values) / columns + epsilon)
+    normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)
+    result = normed * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    place = out + row * out_stride + at
+    if adds:
+        rounded = result.to(out.dtype.element_ty).to(tl.float32)
+        result = tl.load(place, mask=inside, other=0.0).to(tl.float32) + rounded
+    tl.store(place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate(  # type: ignore[no-untyped-def]
+    heads,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    token_stride,
+    num_queries,
+    half,
+    epsilon,
+    has_norms: tl.constexpr,
+    width: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, width)
+    inside = at < half
+    place = heads + token * token_stride + head * (2 * half) + at
+    low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
+    if has_norms:
+        mean = (tl.sum(low * low) + tl.sum(high * high)) / (2 * half)
+        scale = tl.rsqrt(mean + epsilon)
+        is_query = head < num_queries
+        dtype = heads.dtype.element_ty
+        low = (low * scale).to(dtype).to(tl.float32)
+        high = (high * scale).to(dtype).to(tl.float32)
+        queries_low = tl.load(query_norm + at, mask=inside, other=0.0).to(tl.float32)
+        queries_high = tl.load(query_norm + half + at, mask=inside, other=0.0).to(tl.float32)
+        keys_low = tl.load(key_norm + at, mask=inside, other=0.0).to(tl.float32)
+        keys_high = tl.load(key_norm + half + at, mask=inside, other=0.0).to(tl.float32)
+        low = (low * tl.where(is_query, queries_low, keys_low)).to(dtype).to(tl.float32)
+        high = (high * tl.where(is_query, queries_high, keys_high)).to(dtype).to(tl.float32)
+    cosine = tl.load(cosines + token * half + at, mask=inside, other=0.0)
+    sine = tl.load(sines + token * half + at, mask=inside, other=0.0)
+    tl.store(place, (low * cosine - high * sine).to(heads.dtype.element_ty), mask=inside)
+    tl.store(place + half, (high * cosine + low * sine).to(heads.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activate(  # type: ignore[no-untyped-def]
+    product,
+    out,
+    columns,
+    alpha,
+    limit,
+    kind: tl.constexpr,
+    gated: tl.constexpr,
+    width: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * width + tl.arange(0, width)
+    inside = at < columns
+    begin = product + row * columns * (2 if gated else 1)
+    gate = tl.load(begin + at, mask=inside, other=0.0).to(tl.float32)
+    if kind == 3:
+        gate = tl.minimum(gate, limit)
+        result = gate / (1.0 + tl.exp(-alpha * gate))
+    elif kind == 2:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        result = gate / (1.0 + tl.exp(-2.0 * inner))
+    elif kind == 1:
+        result = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
+    else:
+        result = gate / (1.0 + tl.exp(-gate))
+    if gated:
+        factor = tl.load(begin + columns + at, mask=inside, other=0.0).to(tl.float32)
+        if kind == 3:
+            factor = tl.minimum(tl.maximum(factor, -limit), limit) + 1.0
+        result = result.to(out.dtype.element_ty).to(tl.float32) * factor
+    tl.store(out + row * columns + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+def norm_rows(
+    rows: Tensor, weight: Tensor, epsilon: float, out: Tensor, *, adds: bool = False
+) -> None:
+    """Write each row's RMSNorm to `out`, or add it; `out` may be `rows`.
+
+    rows, out: [n, width], the rows contiguous; weight: [width].
+    """
+    count, columns = rows.shape
+    if count:
+        _norm[(count,)](
+            rows,
+            weight,
+            out,
+            rows.stride(0),
+            out.stride(0),
+            columns,
+            epsilon,
+            adds=adds,
+            width=triton.next_power_of_2(columns),
+        )
+
+
+def rotate_heads(
+    heads: Tensor,
+    num_queries: int,
+    rotation: Rotation,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    epsilon: float,
+) -> None:
+    """Apply RoPE in place, after the RMSNorms of each head if both are given.
+
+    heads: [tokens, heads, head_dim], first `num_queries` query heads, then key heads; norms:
+    [head_dim] each.
+    """
+    tokens, count, head_dim = heads.shape
+    if tokens:
+        has_norms = query_norm is not None
+        _rotate[(tokens, count)](
+            heads,
+            rotation.cosines,
+            rotation.sines,
+            query_norm if query_norm is not None else heads,
+            key_norm if key_norm is not None else heads,
+            heads.stride(0),
+            num_queries,
+            head_dim // 2,
+            epsilon,
+            has_norms=has_norms,
+            width=triton.next_power_of_2(head_dim // 2),
+        )
+
+
+def activate(product: Tensor, activation: Activation, out: Tensor) -> None:
+    """Write the activation of a product [n, width], or [n, 2 * width] if gated, to out [n, width].
+
+    All contiguous.
+    """
+    count, columns = out.shape
+    if count:
+        width = min(_COLUMNS, triton.next_power_of_2(columns))
+        _activate[(count, triton.cdiv(columns, width))](
+            product,
+            out,
+            columns,
+            activation.alpha,
+            activation.limit,
+            kind=_KINDS[activation.nonlinearity],
+            gated=activation.gated,
+            width=width,
+        )

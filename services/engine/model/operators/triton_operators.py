@@ -1,0 +1,64 @@
+"""Operators of torch on a GPU, with fused kernels between the matrix products."""
+
+from torch import Tensor
+
+from services.engine.model.architecture.activation import SWIGLU, Activation
+from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.operators.fused_kernels import activate, norm_rows, rotate_heads
+from services.engine.model.operators.interface import Gate, Projection
+from services.engine.model.operators.torch_operators import TorchOperators, join
+
+__all__ = ["TritonOperators"]
+
+
+class TritonOperators(TorchOperators):
+    """One launch for each norm, rotation and activation."""
+
+    def gate(
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
+    ) -> Gate:
+        product = self.projection(*join(gate, up, gate_bias, up_bias))
+        return _TritonGate(product, activation, self)
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        norm_rows(rows, weight, epsilon, out)
+
+    def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        norm_rows(rows, weight, epsilon, out, adds=True)
+
+    def rotate(
+        self,
+        heads: Tensor,
+        num_queries: int,
+        rotation: Rotation,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        epsilon: float,
+    ) -> None:
+        if query_norm is not None and key_norm is not None and len(query_norm) > heads.shape[2]:
+            parts = heads[:, :num_queries].flatten(1), heads[:, num_queries:].flatten(1)
+            for part, norm in zip(parts, (query_norm, key_norm), strict=True):
+                norm_rows(part, norm, epsilon, part)
+            query_norm = key_norm = None
+        rotate_heads(heads, num_queries, rotation, query_norm, key_norm, epsilon)
+
+
+class _TritonGate(Gate):
+    def __init__(
+        self, product: Projection, activation: Activation, operators: TorchOperators
+    ) -> None:
+        self._product = product
+        self._activation = activation
+        self._operators = operators
+        self.weight_bytes = product.weight_bytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        width = out.shape[1] * (2 if self._activation.gated else 1)
+        product = self._operators.temporary(rows.shape[0], width)
+        self._product.into(rows, product)
+        activate(product, self._activation, out)
