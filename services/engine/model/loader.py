@@ -13,6 +13,7 @@ from services.engine.kernels.library import native
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
+from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.gguf_tensors import GgufTensors
 from services.engine.model.checkpoint.progress import LoadProgress
@@ -102,7 +103,9 @@ def load_model(
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
     operators = _choose_operators(spec, dtype, device, weights)
-    with _open_tensors(directory) as checkpoint:
+    if spec.fp8 is not None:
+        _LOG.info("decoding the FP8 weights of %s to %s", directory, str(dtype).split(".")[-1])
+    with _open_tensors(directory, whole) as checkpoint:
         names = whole.family.names
         held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
         root = next(held, next(iter(names.roots)))
@@ -125,8 +128,10 @@ def load_model(
     return decoder
 
 
-def _open_tensors(directory: Path) -> TensorFiles:
-    return GgufTensors(directory) if (directory / PARTS).is_dir() else Checkpoint(directory)
+def _open_tensors(directory: Path, spec: ModelSpec) -> TensorFiles:
+    if (directory / PARTS).is_dir():
+        return GgufTensors(directory)
+    return Checkpoint(directory) if spec.fp8 is None else Fp8Tensors(directory, spec.fp8)
 
 
 def _choose_operators(

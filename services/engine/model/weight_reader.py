@@ -282,7 +282,7 @@ class WeightReader:
 
     def _tensor(self, stored: StoredTensor) -> Tensor:
         tensor = self._checkpoint.tensor(stored)
-        self._bar.add(tensor.nbytes)
+        self._bar.add(self._checkpoint.num_bytes(stored))
         return tensor
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
@@ -10,6 +11,7 @@ from services.engine.model.architecture.activation import Activation, Nonlineari
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.families import FAMILIES, Family, WindowRule
+from services.engine.model.checkpoint.fp8 import METHODS, Fp8Format
 from services.engine.model.checkpoint.gguf_families import gguf_family
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 
@@ -72,6 +74,8 @@ class ModelSpec:
     """RoPE of each layer; None: the layer has none"""
     dtype: str
     """Dtype of the stored weights according to config.json: float32, bfloat16 or float16"""
+    fp8: Fp8Format | None
+    """Format of the weights that are stored as FP8 instead; None: there are none"""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -102,7 +106,7 @@ class ModelSpec:
             family = gguf_family(family)
         nested = {} if family.section is None else whole.section(family.section).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
-        is_mxfp4 = _is_mxfp4(config, family)
+        stored_as = _quantization(config, family)
         hidden_size = config.positive("hidden_size")
         num_heads = config.positive("num_attention_heads")
         num_kv_heads = config.positive("num_key_value_heads", num_heads)
@@ -150,7 +154,7 @@ class ModelSpec:
             output_bias=attention_bias,
             mlp_bias=family.reads_mlp_bias and config.flag("mlp_bias", False),
             activation=_activation(config, family),
-            experts=_experts(config, family, num_layers, intermediate_size, is_mxfp4),
+            experts=_experts(config, family, num_layers, intermediate_size, stored_as == "mxfp4"),
             attention_scale=_attention_scale(config, family, head_dim),
             attention_cap=cap("attn_logit_softcapping"),
             logit_cap=cap("final_logit_softcapping"),
@@ -162,6 +166,7 @@ class ModelSpec:
             windows=tuple(window if is_local else 0 for is_local in local),
             rotaries=_rotaries(config, family, local, head_dim, context_length),
             dtype=_dtype(config),
+            fp8=stored_as if isinstance(stored_as, Fp8Format) else None,
             eos_token_ids=config.ids("eos_token_id"),
             bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         )
@@ -181,16 +186,20 @@ def _family(config: Config) -> Family:
     )
 
 
-def _is_mxfp4(config: Config, family: Family) -> bool:
-    """Return whether experts are stored as MXFP4. Refuse every other quantization."""
+def _quantization(config: Config, family: Family) -> Fp8Format | Literal["mxfp4"] | None:
+    """Return how weights are quantized. Raises CheckpointError for what is not read."""
     if not config.has("quantization_config"):
-        return False
-    method = config.section("quantization_config").text("quant_method", "unnamed")
+        return None
+    section = config.section("quantization_config")
+    method = section.text("quant_method", "unnamed")
+    if method in METHODS:
+        return Fp8Format.from_config(section)
     if method == "mxfp4" and family.names.experts is not None and family.names.experts.are_stacked:
-        return True
+        return "mxfp4"
     raise CheckpointError(
-        f"{config.file}: quantization_config ({method}) is not supported; "
-        "serve a float32, bfloat16 or float16 checkpoint."
+        f"{config.file}: quantization_config ({method}) is not supported. Supported: "
+        f"{', '.join(METHODS)} with FP8 weights, mxfp4 for the experts of gpt-oss; or serve a "
+        "float32, bfloat16 or float16 checkpoint."
     )
 
 

@@ -63,6 +63,10 @@ class TensorFiles(ABC):
     def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
         """Return the tensor's size in the file. Raises CheckpointError for a dtype not read."""
 
+    def num_bytes(self, stored: StoredTensor) -> int:
+        """Return the bytes that the files hold for a tensor that `require` found."""
+        return self._num_bytes(stored, self._found[stored.name])
+
     def holds(self, name: str) -> bool:
         return name in self._found
 

@@ -1,0 +1,111 @@
+"""FP8 weights (E4M3) with scales, and the keys of config.json that describe them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from torch import Tensor
+
+from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.tensors import Checkpoint, FoundTensor, StoredTensor
+
+__all__ = ["METHODS", "Fp8Format", "Fp8Tensors"]
+
+METHODS = ("fp8", "compressed-tensors")
+"""Values of quant_method whose weights may be FP8"""
+_STORED = "F8_E4M3"
+_UNUSED = ("*.input_scale", "*.k_scale", "*.v_scale")
+"""Scales of activations and of a quantized KV cache; the engine keeps both in its own dtype"""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """How a checkpoint stores the scales of its FP8 weights.
+
+    A stored number times its scale is the weight. What the lists `ignore` and
+    `modules_to_not_convert` leave out has another dtype in the file, which tells it apart.
+    """
+
+    suffix: str
+    """The scale of a.weight is a.weight followed by this"""
+    block: tuple[int, int] | None
+    """Outputs and inputs that share a scale; None: a scale for each tensor or each output"""
+
+    @staticmethod
+    def from_config(config: Config) -> "Fp8Format":
+        """Read a quantization_config of one of METHODS. Raises CheckpointError."""
+        if config.text("quant_method") == "fp8":
+            if not config.has("weight_block_size"):
+                return Fp8Format("_scale", None)
+            block = config.ids("weight_block_size")
+            if len(block) != 2 or min(block) < 1:
+                raise CheckpointError(
+                    f"{config.file}: weight_block_size must be two positive integers, not "
+                    f"{list(block)}."
+                )
+            return Fp8Format("_scale_inv", (block[0], block[1]))
+        name = config.text("format", "unnamed")
+        if name != "float-quantized":
+            raise CheckpointError(
+                f"{config.file}: the format {name} of compressed-tensors is not supported. "
+                "Supported: float-quantized with a scale for each tensor or each output."
+            )
+        return Fp8Format("_scale", None)
+
+    def scale_shapes(self, weight: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes that the scale of a weight [outputs, inputs] may have."""
+        if self.block is None:
+            return (weight[0], 1), (1,), ()
+        return (tuple(-(-size // part) for size, part in zip(weight, self.block, strict=True)),)
+
+
+class Fp8Tensors(Checkpoint):
+    """The safetensors files of a checkpoint whose weights, or some of them, are FP8."""
+
+    def __init__(self, directory: Path, stored_as: Fp8Format) -> None:
+        super().__init__(directory)
+        self._format = stored_as
+
+    def require(
+        self,
+        wanted: Iterable[StoredTensor],
+        ignored: Sequence[str],
+        among: Sequence[str] = ("*",),
+    ) -> int:
+        """Require the scales of FP8 weights, too. Scales of activations are optional."""
+        both = (part for stored in wanted for part in self._parts(stored))
+        return super().require(both, (*ignored, *_UNUSED), among)
+
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        """Return a view of the mapped file, or for an FP8 weight its numbers in float32."""
+        tensor, *scales = map(super().tensor, self._parts(stored))
+        if not scales:
+            return tensor
+        scale = scales[0].float()
+        if self._format.block is not None:
+            for dim, (part, size) in enumerate(zip(self._format.block, stored.shape, strict=True)):
+                scale = scale.repeat_interleave(part, dim).narrow(dim, 0, size)
+        return tensor.float().mul_(scale)
+
+    def num_bytes(self, stored: StoredTensor) -> int:
+        return sum(map(super().num_bytes, self._parts(stored)))
+
+    def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
+        if self._is_scaled(stored):
+            return prod(found.shape)
+        return super()._num_bytes(stored, found)
+
+    def _parts(self, stored: StoredTensor) -> Iterator[StoredTensor]:
+        """Yield the tensor and, if it is FP8, its scale."""
+        yield stored
+        if self._is_scaled(stored):
+            name = f"{stored.name}{self._format.suffix}"
+            shapes = self._format.scale_shapes(stored.shape)
+            found = self._found.get(name)
+            is_known = found is not None and found.shape in shapes
+            yield StoredTensor(name, found.shape if found and is_known else shapes[0])
+
+    def _is_scaled(self, stored: StoredTensor) -> bool:
+        found = self._found.get(stored.name)
+        return len(stored.shape) == 2 and found is not None and found.dtype == _STORED
