@@ -4,6 +4,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
 MODEL_ID ?=
+CHAT_TEMPLATE ?=
 CATALOG ?=
 KEYS ?=
 DTYPE ?= auto
@@ -46,7 +47,7 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 	@exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
 	  --tokenizer-port "$(TOKENIZER_PORT)" --engine-port "$(ENGINE_PORT)" \
 	  --grammar-port "$(GRAMMAR_PORT)" --engine-args="$(ENGINE_ARGS)" --replicas "$(REPLICAS)" \
-	  $(if $(MODEL),--model "$(MODEL)") $(if $(MODEL_ID),--model-id "$(MODEL_ID)") \
+	  $(if $(MODEL),--model "$(MODEL)") $(if $(MODEL_ID),--model-id "$(MODEL_ID)") $(if $(CHAT_TEMPLATE),--chat-template "$(CHAT_TEMPLATE)") \
 	  $(if $(CATALOG),--catalog "$(CATALOG)") $(if $(KEYS),--keys "$(KEYS)") \
 	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(LOG_SIZE),--log-size "$(LOG_SIZE)") $(if $(OPEN),--open) \
 	  $(if $(CORS_ORIGINS),--cors-origins "$(CORS_ORIGINS)") \

@@ -35,6 +35,10 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
         "Format of the weights in memory; full = --dtype, int8 = half the bytes of bfloat16.",
         choices=("full", "int8"),
     )
+    generation_config: bool = setting(
+        False,
+        "Sample as generation_config.json recommends where a request says nothing.",
+    )
     device: str = setting(
         "auto",
         "Device of the computation; auto = a GPU if there is one.",

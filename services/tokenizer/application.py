@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -84,6 +85,9 @@ class TokenizerSettings(StreamSettings, PeerSettings, LimitSettings, CheckpointS
     suffix_fallback: str = setting(
         "append", "Treatment of `suffix` on a model that can't infill.", choices=("append", "error")
     )
+    chat_template: str = setting(
+        "", "File (Jinja) of the default chat template; empty = the checkpoint's."
+    )
     tool_format: str = setting(
         "auto",
         "Form of the model's tool calls; auto = by its chat templates.",
@@ -112,7 +116,8 @@ class TokenizerApplication(Application):
         directory = settings.model
         model = self._model = settings.model_id or served_name(directory)
         processor = read_processor_settings(directory)
-        vocabulary = Vocabulary(directory, answer_marks() | image_tokens(processor))
+        template = Path(settings.chat_template) if settings.chat_template else None
+        vocabulary = Vocabulary(directory, answer_marks() | image_tokens(processor), template)
         family = read_image_family(processor, vocabulary)
         infill = _infill_template(settings.infill, vocabulary)
         pool_settings = PoolSettings(

@@ -382,3 +382,30 @@ async def test_invalid_flag_ends_the_start_with_one_sentence_and_exit_code_2(
     assert process.returncode == 2, stderr.decode()
     assert complaint in lines[-1]
     assert "Traceback" not in stderr.decode()
+
+
+async def test_recommended_sampling_fills_what_a_request_leaves_open(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    recommended = {"do_sample": False, "top_k": 500, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+
+    async def outputs(engine: RunningService, **sampling: float) -> list[list[int]]:
+        async with connect(engine.target) as channel:
+            requests = [make_request([1, 2, 3], max_tokens=40) for _ in range(4)]
+            for seed, request in enumerate(requests):
+                request.sampling.Clear()
+                request.sampling.seed = seed
+                for field, value in sampling.items():
+                    setattr(request.sampling, field, value)
+            return [ids_of(await generate(channel, request)) for request in requests]
+
+    model = ("--model", str(tmp_path))
+    log = tmp_path / "log"
+    async with running_service("engine", *model, "--generation-config", log=log) as engine:
+        greedy = await outputs(engine)
+        assert all(ids == greedy[0] for ids in greedy)
+        drawn = await outputs(engine, temperature=1.5)
+        assert any(ids != drawn[0] for ids in drawn)
+    async with running_service("engine", *model, log=log) as engine:
+        plain = await outputs(engine)
+        assert any(ids != plain[0] for ids in plain)

@@ -65,8 +65,12 @@ async def _serve(options: argparse.Namespace) -> int:
     from tokenwire.serving.stack_layout import ServeError, ServeOptions, hub_checkpoints
     from tokenwire.serving.supervisor import supervise
 
-    if options.catalog is not None and (options.model is not None or options.model_id):
-        print_error("--catalog names the models; leave out --model and --model-id.")
+    if options.catalog is not None and (
+        options.model is not None or options.model_id or options.chat_template is not None
+    ):
+        print_error(
+            "--catalog names the models; leave out --model, --model-id and --chat-template."
+        )
         return 2
     try:
         given = {field.name: getattr(options, field.name) for field in fields(ServeOptions)}
@@ -123,7 +127,16 @@ def _add_models(serve: argparse.ArgumentParser) -> None:
         "the embedded one.",
     )
     serve.add_argument(
-        "--model-id", default="", help="Name to serve the model under; by default the directory's."
+        "--model-id",
+        "--served-model-name",
+        default="",
+        help="Name to serve the model under; by default the directory's.",
+    )
+    serve.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja file of the chat template; by default the checkpoint's.",
     )
     serve.add_argument(
         "--catalog",

@@ -81,6 +81,8 @@ class ServeOptions:
     """Directory of a checkpoint, or hf:owner/name; None = the embedded one"""
     model_id: str = ""
     """Name under which the model is served; empty = the directory's name"""
+    chat_template: Path | None = None
+    """File (Jinja) of the model's default chat template; None = the checkpoint's"""
     catalog: Path | None = None
     """Models to serve instead; their services get free ports from `tokenizer_port` upwards"""
     keys: Path | None = None
@@ -274,6 +276,11 @@ def _peer_token(options: ServeOptions) -> tuple[str, ...]:
     return () if token is None else ("--peer-token-file", str(token.absolute()))
 
 
+def _chat_template(options: ServeOptions) -> tuple[str, ...]:
+    file = options.chat_template
+    return () if file is None else ("--chat-template", str(file.absolute()))
+
+
 def _limits(options: ServeOptions, service: str) -> tuple[tuple[str, str], ...]:
     """Return the variable with the URL of Redis, whose password must not be seen in `ps`."""
     url = options.limits_url
@@ -304,7 +311,12 @@ def _backend(
     beyond = ("--dtype", dtype, "--grammar", grammar, *keys, *engine_args)
     return (
         replace(
-            service("tokenizer", host, ports.tokenizer, "--engine", ",".join(engines), *keys),
+            service(
+                "tokenizer",
+                host,
+                ports.tokenizer,
+                *("--engine", ",".join(engines), *keys, *_chat_template(options)),
+            ),
             environment=_limits(options, "tokenizer"),
         ),
         *(

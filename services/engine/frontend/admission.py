@@ -4,7 +4,7 @@ import math
 import secrets
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -22,6 +22,7 @@ from services.common.contract import (
 from services.engine.messages import (
     CheckedRequest,
     DrySettings,
+    GenerationDefaults,
     LogitBias,
     MirostatSettings,
     ModelDescription,
@@ -59,6 +60,8 @@ class Admission:
     """True if a grammar service is configured"""
     takes_images: bool = False
     """True if an image encoder runs"""
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    """Sampling where a request says nothing; None in a field = that of the API"""
 
     def check(self, request: GenerateRequest) -> CheckedRequest:
         """Return the request with its defaults. Raises ServiceError that names the bad field."""
@@ -163,10 +166,38 @@ class Admission:
         )
 
     def _sampling(self, params: SamplingParams) -> SamplingSettings:
-        temperature = _number(params, "temperature", 1.0, lambda v: 0 <= v <= 2, "between 0 and 2")
-        top_p = _number(params, "top_p", 1.0, lambda v: 0 <= v <= 1, "between 0 and 1")
-        top_k = int(_number(params, "top_k", 0, lambda v: v <= MAX_TOP_K, f"at most {MAX_TOP_K}"))
-        min_p = _number(params, "min_p", 0.0, lambda v: 0 <= v <= 1, "between 0 and 1")
+        # what mirostat replaces must not come from a recommendation
+        defaults = GenerationDefaults() if params.HasField("mirostat") else self.defaults
+        temperature = _number(
+            params,
+            "temperature",
+            _default(defaults.temperature, 1.0, most=2),
+            lambda v: 0 <= v <= 2,
+            "between 0 and 2",
+        )
+        top_p = _number(
+            params,
+            "top_p",
+            _default(defaults.top_p, 1.0, most=1),
+            lambda v: 0 <= v <= 1,
+            "between 0 and 1",
+        )
+        top_k = int(
+            _number(
+                params,
+                "top_k",
+                _default(defaults.top_k, 0, most=MAX_TOP_K),
+                lambda v: v <= MAX_TOP_K,
+                f"at most {MAX_TOP_K}",
+            )
+        )
+        min_p = _number(
+            params,
+            "min_p",
+            _default(defaults.min_p, 0.0, most=1),
+            lambda v: 0 <= v <= 1,
+            "between 0 and 1",
+        )
         if params.HasField("mirostat"):
             clashes = {
                 "temperature": temperature == 0,
@@ -187,7 +218,11 @@ class Admission:
             frequency_penalty=_penalty(params, "frequency_penalty"),
             presence_penalty=_penalty(params, "presence_penalty"),
             repetition_penalty=_number(
-                params, "repetition_penalty", 1.0, lambda v: 0 < v <= 2, "above 0 and at most 2"
+                params,
+                "repetition_penalty",
+                _default(defaults.repetition_penalty, 1.0, most=2),
+                lambda v: 0 < v <= 2,
+                "above 0 and at most 2",
             ),
             logit_bias=self._logit_bias(params),
             dry=self._dry(params.dry),
@@ -338,6 +373,11 @@ def _check_mu(resumed: ResumedSequence, in_use: bool, field: str) -> None:
             raise invalid(field, "mirostat_mu must be finite.")
     elif in_use and resumed.generated.ids:
         raise invalid(field, "A sequence that resumes with mirostat needs its mirostat_mu.")
+
+
+def _default(recommended: float | None, otherwise: float, most: float) -> float:
+    """Return the default of a setting: what is recommended, at most what requests may ask for."""
+    return otherwise if recommended is None else min(recommended, most)
 
 
 def _number(

@@ -40,6 +40,7 @@ from services.engine.messages import (
     Finished,
     FlushCache,
     FollowCache,
+    GenerationDefaults,
     GrantCredit,
     LoadSnapshot,
     ModelDescription,
@@ -136,6 +137,7 @@ class Frontend:
             min(MAX_SEQUENCES, self._max_requests),
             bool(settings.grammar),
             self._images is not None,
+            model.recommended if settings.generation_config else GenerationDefaults(),
         )
         self.load = LoadSnapshot(free_blocks=model.total_blocks, total_blocks=model.total_blocks)
         self._load_metrics.observe(self.load)

@@ -58,10 +58,16 @@ class TextEncoding:
 class Vocabulary:
     """The tokenizer.json of a checkpoint, with the files beside it. Thread-safe."""
 
-    def __init__(self, directory: Path, answer_marks: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        answer_marks: Collection[str] = (),
+        chat_template: Path | None = None,
+    ) -> None:
         """Read a checkpoint.
 
         answer_marks: texts of added tokens that frame tool calls and reasoning in any family.
+        chat_template: file (Jinja) of the default chat template, in place of the checkpoint's.
         Raises StartupError if the directory has no tokenizer that can be served.
         """
         path = directory / "tokenizer.json"
@@ -93,6 +99,11 @@ class Vocabulary:
         self.adds_bos = self.bos_id is not None and empty[:1] == [self.bos_id]
 
         self.chat_templates: Mapping[str, str] = read_chat_templates(directory, config)
+        if chat_template is not None:
+            text = read_text(chat_template)
+            if not text:
+                raise StartupError(f"The chat template {chat_template} is missing or empty.")
+            self.chat_templates = {**self.chat_templates, DEFAULT_TEMPLATE: text}
         self.control_tokens = self._control_tokens(added.values(), answer_marks)
         """Texts of tokens that steer the model, instead of spelling text"""
         self._plain = _without_control_tokens(definition, self.control_tokens)
