@@ -127,8 +127,9 @@ class Decoder:
     @property
     def is_capturable(self) -> bool:
         """True if a CUDA graph of a decode step serves all decode steps of its size."""
-        # The host reads the experts that the router chose, which a graph can't.
-        return self._attention.is_capturable and self.spec.experts is None
+        # Else the host reads the experts that the router chose, which a graph can't.
+        has_fixed_launches = self.spec.experts is None or self._operators.groups_experts
+        return self._attention.is_capturable and has_fixed_launches
 
     @property
     def attention_name(self) -> str:

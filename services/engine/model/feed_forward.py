@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.model.operators.interface import Gate, Operators, Projection
+from services.engine.model.operators.interface import Gate, Mixture, Projection
 
 __all__ = ["Dense", "Experts", "FeedForward"]
 
@@ -39,29 +39,17 @@ class Experts(FeedForward):
     """A mixture of experts: a router picks a few per row (https://arxiv.org/abs/2101.03961)."""
 
     router: Projection
-    experts: tuple[Dense, ...]
+    mixture: Mixture
+    count: int
+    """Experts among which the router chooses"""
     per_token: int
     normalized: bool
     """True if the weights of a row's experts are scaled to sum to 1"""
-    width: int
-    """Intermediate size of an expert"""
-    operators: Operators
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
-        scores = torch.empty(len(rows), len(self.experts), device=rows.device)
+        scores = torch.empty(len(rows), self.count, device=rows.device)
         self.router.into(rows, scores)
         weights, chosen = scores.softmax(dim=1).topk(self.per_token, dim=1)
         if self.normalized:
             weights /= weights.sum(dim=1, keepdim=True)
-        total = torch.zeros(out.shape, device=out.device)
-        # In the order of their numbers, so that a row's sum is independent of the batch.
-        for number in sorted(set(chosen.flatten().tolist())):
-            index, choice = torch.where(chosen == number)
-            expert = self.experts[number]
-            hidden = self.operators.temporary(len(index), self.width)
-            output = self.operators.temporary(len(index), out.shape[1])
-            has_all = len(index) == len(rows)
-            expert.gate.into(rows if has_all else self.operators.gather(rows, index), hidden)
-            expert.down.into(hidden, output)
-            total[index] += output * weights[index, choice, None]
-        out += total
+        self.mixture.add_to(rows, chosen, weights, out)

@@ -34,7 +34,13 @@ from services.engine.model.manifest import (
     StoredLinear,
     StoredNorm,
 )
-from services.engine.model.operators.interface import Gate, NormedProjection, Operators, Projection
+from services.engine.model.operators.interface import (
+    ExpertWeights,
+    Gate,
+    NormedProjection,
+    Operators,
+    Projection,
+)
 from services.engine.model.shard import Shard
 
 __all__ = ["WeightReader"]
@@ -130,29 +136,28 @@ class WeightReader:
             return Dense(gate, self._residual_projection(content.down, post_norm))
         assert spec.experts is not None
         if isinstance(content.experts, StackedExperts):
-            experts = tuple(self._stacked_experts(content.experts))
+            experts = self._stacked_experts(content.experts)
         else:
-            experts = tuple(
-                Dense(
-                    self._gate(self._linear(expert.gate, norm)),
-                    self._partial_projection(expert.down),
-                )
+            experts = (
+                self._expert(self._linear(expert.gate, norm), *self._partial(expert.down))
                 for expert in content.experts
             )
+        mixture = self._operators.mixture(
+            experts, spec.experts.count, spec.experts.per_token, spec.activation
+        )
         ((weight, bias),) = self._linear(content.router, norm)
         router = self._operators.exact_projection(weight, bias)
-        self._step_bytes += router.weight_bytes
-        mixture = Experts(
+        self._step_bytes += mixture.weight_bytes + router.weight_bytes
+        layer_experts = Experts(
             router=router,
-            experts=experts,
+            mixture=mixture,
+            count=spec.experts.count,
             per_token=spec.experts.per_token,
             normalized=spec.experts.normalized,
-            width=spec.experts.width // self._shard.count,
-            operators=self._operators,
         )
-        return self._shard.summed_experts(mixture)
+        return self._shard.summed_experts(layer_experts)
 
-    def _stacked_experts(self, content: StackedExperts) -> Iterator[Dense]:
+    def _stacked_experts(self, content: StackedExperts) -> Iterator[ExpertWeights]:
         gates, gate_biases = self._stack(content.gate), self._tensor(content.gate_bias)
         downs, down_biases = self._stack(content.down), self._tensor(content.down_bias)
         for gate, gate_bias, down, down_bias in zip(
@@ -160,8 +165,13 @@ class WeightReader:
         ):
             parts = [(gate[first::2], gate_bias[first::2]) for first in range(2)]
             down = self._shard.columns(down)
-            down_bias = self._shard.first_rank_only(down_bias)
-            yield Dense(self._gate(parts), self._projection(down, down_bias))
+            yield self._expert(parts, down, self._shard.first_rank_only(down_bias))
+
+    def _expert(
+        self, parts: list[WeightAndBias], down: Tensor, down_bias: Tensor | None
+    ) -> ExpertWeights:
+        (gate, gate_bias), (up, up_bias) = self._gate_parts(parts, 2)
+        return ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
 
     def _stack(self, content: tuple[StoredTensor, ...]) -> Iterator[Tensor]:
         """Yield each expert's weight as [outputs, inputs]."""
@@ -174,14 +184,16 @@ class WeightReader:
     def _gate(self, parts: list[WeightAndBias]) -> Gate:
         """Make a gate of one product or two, which may be stored as one."""
         activation = self._spec.activation
-        products = 2 if activation.gated else 1
-        outputs = sum(len(weight) for weight, _ in parts) // products
-        parts = [_rows(part, self._shard) for part in _split(parts, [outputs] * products)]
-        (gate, gate_bias), *second = parts
+        (gate, gate_bias), *second = self._gate_parts(parts, 2 if activation.gated else 1)
         up, up_bias = second[0] if second else (None, None)
         made = self._operators.gate(gate, up, gate_bias, up_bias, activation)
         self._step_bytes += made.weight_bytes
         return made
+
+    def _gate_parts(self, parts: list[WeightAndBias], products: int) -> list[WeightAndBias]:
+        """Return this rank's rows of each product."""
+        outputs = sum(len(weight) for weight, _ in parts) // products
+        return [_rows(part, self._shard) for part in _split(parts, [outputs] * products)]
 
     def _residual_projection(
         self, linear: StoredLinear, post_norm: StoredNorm | None
@@ -195,10 +207,14 @@ class WeightReader:
 
     def _partial_projection(self, linear: StoredLinear) -> Projection:
         """Make this rank's summand of a projection that is added to the residual."""
+        return self._projection(*self._partial(linear))
+
+    def _partial(self, linear: StoredLinear) -> WeightAndBias:
+        """Read this rank's summand of a layer whose output is added to the residual."""
         ((weight, bias),) = self._linear(linear, None)
         bias = self._shard.first_rank_only(bias)
         weight = self._fold_residual(self._shard.columns(weight))
-        return self._projection(weight, None if bias is None else self._fold_residual(bias))
+        return weight, None if bias is None else self._fold_residual(bias)
 
     def _fold_residual(self, outputs: Tensor) -> Tensor:
         """Fold the LayerNorm's mean and the residual scale into what is added to the residual."""

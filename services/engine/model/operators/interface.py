@@ -1,14 +1,17 @@
 """Interface of a decoder layer's operators besides attention."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.recording import Recording
 
-__all__ = ["Gate", "NormedProjection", "Operators", "Projection"]
+__all__ = ["ExpertWeights", "Gate", "Mixture", "NormedProjection", "Operators", "Projection"]
 
 
 class Projection(ABC):
@@ -52,11 +55,41 @@ class Gate(ABC):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One expert's weights [outputs, inputs] and biases [outputs], of any floating dtype."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+class Mixture(ABC):
+    """The experts of a layer, among which a router has chosen."""
+
+    weight_bytes: int
+    """Bytes of weights that a product with all experts reads, in the stored layout"""
+
+    @abstractmethod
+    def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
+        """Add to `out` each row's sum of its experts' outputs, times their factors.
+
+        rows: [n, inputs]; chosen: int64 [n, k], numbers of experts, different in a row; factors:
+        float32 [n, k]; out: [n, outputs] in the model's dtype or float32. A row's sum is
+        independent of the other rows.
+        """
+
+
 class Operators(ABC):
     """Implementation of all operators for one dtype and device."""
 
     rows_at_once = 32
     """Rows that a product computes at once: with fewer it takes as long"""
+    groups_experts = False
+    """True if a mixture never waits for the host, so that CUDA graphs hold it"""
 
     @abstractmethod
     def empty(self, rows: int, width: int) -> Tensor:
@@ -84,6 +117,15 @@ class Operators(ABC):
         activation: Activation = SWIGLU,
     ) -> Gate:
         """Make a gate of `gate` and, if `activation` is gated, `up`: [outputs, inputs], copied."""
+
+    def mixture(
+        self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
+    ) -> Mixture:
+        """Make a mixture of `count` experts, of which each row has `per_row`.
+
+        Their weights are copied, one expert at a time.
+        """
+        return _LoopedMixture(experts, activation, self)
 
     def recording(self) -> Recording | None:
         """Return a recording for a decoder's layers; None: these operators can't be recorded."""
@@ -150,3 +192,37 @@ class NormedProjection(Projection):
         product = self._operators.temporary(*out.shape)
         self._projection.into(rows, product)
         self._operators.add_rms_norm(product, self._norm, self._epsilon, out)
+
+
+class _LoopedMixture(Mixture):
+    """A loop over the experts that the host reads from what the router chose."""
+
+    def __init__(
+        self, experts: Iterable[ExpertWeights], activation: Activation, operators: Operators
+    ) -> None:
+        self._operators = operators
+        self._experts = [
+            (
+                operators.gate(each.gate, each.up, each.gate_bias, each.up_bias, activation),
+                operators.projection(each.down, each.down_bias),
+                each.down.shape[1],
+            )
+            for each in experts
+        ]
+        self.weight_bytes = sum(
+            gate.weight_bytes + down.weight_bytes for gate, down, _ in self._experts
+        )
+
+    def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
+        total = torch.zeros(out.shape, device=out.device)
+        # In the order of their numbers, so that a row's sum is independent of the batch.
+        for number in sorted(set(chosen.flatten().tolist())):
+            index, choice = torch.where(chosen == number)
+            gate, down, width = self._experts[number]
+            hidden = self._operators.temporary(len(index), width)
+            output = self._operators.temporary(len(index), out.shape[1])
+            has_all = len(index) == len(rows)
+            gate.into(rows if has_all else self._operators.gather(rows, index), hidden)
+            down.into(hidden, output)
+            total[index] += output * factors[index, choice, None]
+        out += total

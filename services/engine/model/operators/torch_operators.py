@@ -1,17 +1,30 @@
 """Operators in plain torch, for all dtypes and devices."""
 
+from collections.abc import Iterable
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
-from services.engine.model.operators.interface import Gate, Operators, Projection
+from services.engine.model.operators.interface import (
+    ExpertWeights,
+    Gate,
+    Mixture,
+    Operators,
+    Projection,
+)
 
 __all__ = ["TorchGate", "TorchOperators", "join", "normalize"]
 
 _CUDA_ROWS = 256
 """Rows that a GPU multiplies in little more time than reading the weights takes"""
+
+
+_AMPERE = (8, 0)
+"""Compute capability that the Triton kernels need"""
 
 
 class TorchOperators(Operators):
@@ -23,6 +36,7 @@ class TorchOperators(Operators):
         if device.type == "cuda":
             self.rows_at_once = _CUDA_ROWS
         on_cpu = device.type == "cpu"
+        self.groups_experts = _runs_expert_kernels(dtype, device)
         self._prepacks = on_cpu and dtype == torch.bfloat16 and _is_onednn_available()
 
     def empty(self, rows: int, width: int) -> Tensor:
@@ -47,6 +61,16 @@ class TorchOperators(Operators):
     ) -> Gate:
         product = self.projection(*join(gate, up, gate_bias, up_bias))
         return TorchGate(product, 1 if up is None else 2, activation, self)
+
+    def mixture(
+        self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
+    ) -> Mixture:
+        if not self.groups_experts:
+            return super().mixture(experts, count, per_row, activation)
+        # Imported here, because only GPU machines need Triton.
+        from services.engine.model.operators.expert_kernels import GroupedMixture
+
+        return GroupedMixture(experts, count, per_row, activation, self._dtype, self._device)
 
     def arrange(self, rows: Tensor, out: Tensor) -> None:
         out.copy_(rows)
@@ -165,6 +189,12 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     exact = rows.float()
     scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + epsilon)
     return (exact * scale).to(rows.dtype) * weight
+
+
+def _runs_expert_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 def _is_onednn_available() -> bool:

@@ -1,0 +1,384 @@
+"""Mixtures of experts on a GPU: grouped products in Triton, whose launches depend on no content.
+
+Rows are sorted by expert into blocks, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841): all
+rows of a block belong to one expert. Not yet run on a GPU.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.engine.model.architecture.activation import Activation
+from services.engine.model.operators.interface import ExpertWeights, Mixture
+
+__all__ = ["GroupedMixture"]
+
+_CHUNK = 1024
+"""Choices that a program of the sorting kernels reads at a time"""
+_COLUMNS = 1024
+"""Columns that a program of the summing kernel adds"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What one program multiplies at a time, and how. A run on a GPU tunes these figures."""
+
+    rows: int
+    outputs: int
+    """Outputs of all its products together"""
+    inputs: int
+    warps: int
+    stages: int
+    """Depth of the pipeline that loads rows and weights"""
+
+
+_TILES = (
+    _Tile(rows=16, outputs=128, inputs=64, warps=4, stages=4),
+    _Tile(rows=32, outputs=128, inputs=64, warps=4, stages=4),
+    _Tile(rows=64, outputs=128, inputs=64, warps=4, stages=3),
+    _Tile(rows=128, outputs=128, inputs=64, warps=8, stages=3),
+)
+
+
+def _choose_tile(choices: int, experts: int) -> _Tile:
+    """Return the tile whose rows the average expert fills, else the largest."""
+    average = choices // experts
+    return next((tile for tile in _TILES if tile.rows >= average), _TILES[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Choices in the order of their experts, in blocks of `tile.rows`. A choice is row * k + j."""
+
+    tile: _Tile
+    order: Tensor
+    """int32 [limit * tile.rows], the choices of each block; their count where there is none"""
+    experts: Tensor
+    """int32 [limit], the expert of each block"""
+    count: Tensor
+    """int32 [1], blocks that there are; all others are left uninitialised"""
+    limit: int
+    """Upper bound of the blocks"""
+    choices: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """The same products of all experts."""
+
+    weight: Tensor
+    """[experts, products * outputs, inputs]"""
+    bias: Tensor | None
+    """[experts, products * outputs]"""
+
+
+class GroupedMixture(Mixture):
+    """Experts in one product per half, without a word to the host. float16 and bfloat16."""
+
+    def __init__(
+        self,
+        experts: Iterable[ExpertWeights],
+        count: int,
+        per_row: int,
+        activation: Activation,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Copy the weights to the device, an expert at a time, and compile the kernels.
+
+        per_row: experts that the router chooses for a row.
+        """
+        first, rest = _first(experts)
+        width, inputs = first.gate.shape
+        outputs = len(first.down)
+
+        def allocate(outputs: int, inputs: int, bias: Tensor | None) -> _Weights:
+            return _Weights(
+                torch.empty((count, outputs, inputs), dtype=dtype, device=device),
+                None if bias is None else torch.empty((count, outputs), dtype=dtype, device=device),
+            )
+
+        self._gate = allocate(2 * width, inputs, first.gate_bias)
+        self._down = allocate(outputs, width, first.down_bias)
+        for number, each in enumerate(rest):
+            gate, up = self._gate.weight[number].chunk(2)
+            gate.copy_(each.gate)
+            up.copy_(each.up)
+            self._down.weight[number].copy_(each.down)
+            if self._gate.bias is not None and each.gate_bias is not None:
+                assert each.up_bias is not None
+                self._gate.bias[number].copy_(torch.cat((each.gate_bias, each.up_bias)))
+            if self._down.bias is not None and each.down_bias is not None:
+                self._down.bias[number].copy_(each.down_bias)
+        self.weight_bytes = self._gate.weight.nbytes + self._down.weight.nbytes
+        self._activation = activation
+        self._count = count
+        row, out = (
+            torch.zeros((1, width), dtype=dtype, device=device) for width in (inputs, outputs)
+        )
+        chosen = torch.arange(per_row, device=device)[None]
+        # Else the first step of some size would wait for the compiler.
+        for tile in _TILES:
+            self._add_to(row, chosen, chosen.float(), out, tile)
+
+    def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
+        tile = _choose_tile(chosen.numel(), self._count)
+        self._add_to(rows, chosen, factors, out, tile)
+
+    def _add_to(
+        self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor, tile: _Tile
+    ) -> None:
+        choices, per_row = chosen.numel(), chosen.shape[1]
+        width, outputs = self._down.weight.shape[2], out.shape[1]
+        blocks = _sort(chosen, self._count, tile)
+        hidden = rows.new_empty((choices, width))
+        _multiply_all(rows, self._gate, blocks, per_row, self._activation, hidden)
+        products = rows.new_empty((choices, outputs))
+        _multiply_all(hidden, self._down, blocks, 1, None, products)
+        _add_sums[(len(rows), triton.cdiv(outputs, _COLUMNS))](
+            out, products, factors, per_row=per_row, outputs=outputs, tile=_COLUMNS
+        )
+
+
+def _first(experts: Iterable[ExpertWeights]) -> tuple[ExpertWeights, Iterable[ExpertWeights]]:
+    """Return the first expert, and all of them."""
+    iterator = iter(experts)
+    first = next(iterator)
+    return first, chain((first,), iterator)
+
+
+def _sort(chosen: Tensor, experts: int, tile: _Tile) -> _Blocks:
+    """Sort the choices by their experts; those of an expert stay in their order."""
+    choices = chosen.numel()
+    # An expert with choices has at most one partial block.
+    limit = (choices + min(choices, experts) * (tile.rows - 1)) // tile.rows
+    integers = torch.empty(
+        experts + 1 + limit + limit * tile.rows, dtype=torch.int32, device=chosen.device
+    )
+    counts, count, numbers, order = integers.split_with_sizes(
+        (experts, 1, limit, limit * tile.rows)
+    )
+    _count_choices[(experts,)](counts, chosen, choices, chunk=_CHUNK)
+    _place_choices[(experts,)](
+        order,
+        numbers,
+        count,
+        counts,
+        chosen,
+        choices,
+        experts=experts,
+        padded_experts=triton.next_power_of_2(experts),
+        tile_rows=tile.rows,
+        chunk=_CHUNK,
+    )
+    return _Blocks(tile, order, numbers, count, limit, choices)
+
+
+def _multiply_all(
+    rows: Tensor,
+    weights: _Weights,
+    blocks: _Blocks,
+    per_row: int,
+    activation: Activation | None,
+    out: Tensor,
+) -> None:
+    """Write each choice's product with its expert to `out` [choices, outputs].
+
+    rows: [choices / per_row, inputs]. activation: joins two products into one; None: there is one.
+    """
+    products = 1 if activation is None else 2
+    tile, outputs = blocks.tile, out.shape[1]
+    tile_outputs = tile.outputs // products
+    _multiply[(blocks.limit, triton.cdiv(outputs, tile_outputs))](
+        out,
+        rows,
+        weights.weight,
+        weights.bias,
+        blocks.order,
+        blocks.experts,
+        blocks.count,
+        blocks.choices,
+        per_row=per_row,
+        inputs=rows.shape[1],
+        outputs=outputs,
+        nonlinearity=None if activation is None else activation.nonlinearity.value,
+        alpha=0.0 if activation is None else activation.alpha,
+        limit=0.0 if activation is None else activation.limit,
+        tile_rows=tile.rows,
+        tile_outputs=tile_outputs,
+        tile_inputs=tile.inputs,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@triton.jit(do_not_specialize=["choices"])  # type: ignore[untyped-decorator]
+def _count_choices(
+    counts: tl.tensor, chosen: tl.tensor, choices: tl.tensor, chunk: tl.constexpr
+) -> None:
+    """Count one expert's choices."""
+    expert = tl.program_id(0)
+    found = tl.zeros((chunk,), tl.int32)
+    for first in range(0, choices, chunk):
+        index = first + tl.arange(0, chunk)
+        found += (tl.load(chosen + index, mask=index < choices, other=-1) == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, axis=0))
+
+
+# Parts of one buffer begin at any multiple of 4 bytes: without alignment in its key, a kernel is
+# compiled once and not again in the middle of a run.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["order", "block_experts", "block_count", "choices"]
+)
+def _place_choices(
+    order: tl.tensor,
+    block_experts: tl.tensor,
+    block_count: tl.tensor,
+    counts: tl.tensor,
+    chosen: tl.tensor,
+    choices: tl.tensor,
+    experts: tl.constexpr,
+    padded_experts: tl.constexpr,
+    tile_rows: tl.constexpr,
+    chunk: tl.constexpr,
+) -> None:
+    """Write one expert's choices to its blocks, which follow those of the experts before it."""
+    expert = tl.program_id(0)
+    numbers = tl.arange(0, padded_experts)
+    counts_of_all = tl.load(counts + numbers, mask=numbers < experts, other=0)
+    blocks_of_all = (counts_of_all + tile_rows - 1) // tile_rows
+    first_block = tl.sum(tl.where(numbers < expert, blocks_of_all, 0), axis=0)
+    blocks = tl.sum(tl.where(numbers == expert, blocks_of_all, 0), axis=0)
+    place = order + first_block * tile_rows
+    done = tl.full((), 0, tl.int32)
+    for first in range(0, choices, chunk):
+        index = first + tl.arange(0, chunk)
+        is_own = tl.load(chosen + index, mask=index < choices, other=-1) == expert
+        ordinal = done + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+        tl.store(place + ordinal, index, mask=is_own)
+        done += tl.sum(is_own.to(tl.int32), axis=0)
+    unused = done + tl.arange(0, tile_rows)
+    none = tl.zeros((tile_rows,), tl.int32) + choices
+    tl.store(place + unused, none, mask=unused < blocks * tile_rows)
+    for first in range(0, blocks, chunk):
+        block = first + tl.arange(0, chunk)
+        number = tl.zeros((chunk,), tl.int32) + expert
+        tl.store(block_experts + first_block + block, number, mask=block < blocks)
+    tl.store(block_count, first_block + blocks, mask=expert == experts - 1)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["order", "block_experts", "block_count", "choices"]
+)
+def _multiply(
+    out: tl.tensor,
+    rows: tl.tensor,
+    weights: tl.tensor,
+    biases: tl.tensor,
+    order: tl.tensor,
+    block_experts: tl.tensor,
+    block_count: tl.tensor,
+    choices: tl.tensor,
+    per_row: tl.constexpr,
+    inputs: tl.constexpr,
+    outputs: tl.constexpr,
+    nonlinearity: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_inputs: tl.constexpr,
+) -> None:
+    """Multiply a block of rows with some outputs of its expert, of one product or of two."""
+    products: tl.constexpr = 1 if nonlinearity is None else 2
+    block = tl.program_id(0)
+    if block < tl.load(block_count):
+        choice = tl.load(order + block * tile_rows + tl.arange(0, tile_rows))
+        is_choice = choice < choices
+        row = (choice // per_row).to(tl.int64)
+        expert = tl.load(block_experts + block).to(tl.int64)
+        output = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
+        is_output = output < outputs
+        first_output = expert * products * outputs
+        weight_rows = weights + (first_output + output.to(tl.int64)) * inputs
+        product = tl.zeros((tile_rows, tile_outputs), tl.float32)
+        second = tl.zeros((tile_rows, tile_outputs), tl.float32)
+        for first in range(0, inputs, tile_inputs):
+            column = first + tl.arange(0, tile_inputs)
+            is_column = column < inputs
+            part = tl.load(
+                rows + row[:, None] * inputs + column[None, :],
+                mask=is_choice[:, None] & is_column[None, :],
+                other=0.0,
+            )
+            place = weight_rows[None, :] + column[:, None]
+            is_weight = is_output[None, :] & is_column[:, None]
+            weight = tl.load(place, mask=is_weight, other=0.0)
+            product = tl.dot(part, weight, product, input_precision="ieee")
+            if products == 2:
+                weight = tl.load(place + outputs * inputs, mask=is_weight, other=0.0)
+                second = tl.dot(part, weight, second, input_precision="ieee")
+        if biases is not None:
+            bias = biases + first_output + output
+            product += tl.load(bias, mask=is_output, other=0.0).to(tl.float32)[None, :]
+            if products == 2:
+                bias_of_second = tl.load(bias + outputs, mask=is_output, other=0.0)
+                second += bias_of_second.to(tl.float32)[None, :]
+        if products == 2:
+            product = _activate(product, second, nonlinearity, alpha, limit)
+        tl.store(
+            out + choice.to(tl.int64)[:, None] * outputs + output[None, :],
+            product.to(out.dtype.element_ty),
+            mask=is_choice[:, None] & is_output[None, :],
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activate(
+    gate: tl.tensor,
+    up: tl.tensor,
+    nonlinearity: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+) -> tl.tensor:
+    """Return what Activation.apply does for one of the values of Nonlinearity."""
+    if nonlinearity == "clamped_swiglu":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        activated = gate * tl.sigmoid(alpha * gate) * (up + 1.0)
+    elif nonlinearity == "silu":
+        activated = gate * tl.sigmoid(gate) * up
+    elif nonlinearity == "gelu":
+        activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        activated = gate * tl.sigmoid(2.0 * inner) * up
+    return activated
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_sums(
+    out: tl.tensor,
+    products: tl.tensor,
+    factors: tl.tensor,
+    per_row: tl.constexpr,
+    outputs: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Add a row's products, times their factors, in the order of its choices."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * tile + tl.arange(0, tile)
+    is_column = column < outputs
+    total = tl.zeros((tile,), tl.float32)
+    for choice in range(per_row):
+        place = row * per_row + choice
+        product = tl.load(products + place * outputs + column, mask=is_column, other=0.0)
+        total += tl.load(factors + place) * product.to(tl.float32)
+    sums = out + row * outputs + column
+    total += tl.load(sums, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(sums, total.to(out.dtype.element_ty), mask=is_column)

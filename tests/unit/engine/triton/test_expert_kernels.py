@@ -1,0 +1,159 @@
+"""Mixtures of experts on a GPU: in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.engine.model import loader
+from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
+from services.engine.model.operators import torch_operators
+from services.engine.model.operators.interface import ExpertWeights, Mixture
+from services.engine.model.operators.torch_operators import TorchOperators
+from tests.unit.engine.checkpoints import (
+    CONFIGS,
+    Driver,
+    make_checkpoint,
+    random_tokens,
+    reference_logits,
+)
+
+kernels = pytest.importorskip("services.engine.model.operators.expert_kernels")
+interpreted = pytest.mark.skipif(
+    "TRITON_INTERPRET" not in os.environ, reason="a GPU runs the kernels compiled"
+)
+
+CPU = torch.device("cpu")
+HIDDEN, WIDTH, EXPERTS = 72, 40, 6
+"""Widths that no tile divides"""
+CLAMPED = Activation(Nonlinearity.CLAMPED_SWIGLU, alpha=1.702, limit=0.8)
+ACTIVATIONS = {
+    "silu": SWIGLU,
+    "gelu": Activation(Nonlinearity.GELU),
+    "gelu_tanh": Activation(Nonlinearity.GELU_TANH),
+    "clamped": CLAMPED,
+}
+
+
+def random_experts(generator: torch.Generator, *, biased: bool) -> list[ExpertWeights]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / 5
+
+    def bias(width: int) -> Tensor | None:
+        return random(width) if biased else None
+
+    return [
+        ExpertWeights(
+            *(random(WIDTH, HIDDEN), random(WIDTH, HIDDEN), random(HIDDEN, WIDTH)),
+            *(bias(WIDTH), bias(WIDTH), bias(HIDDEN)),
+        )
+        for _ in range(EXPERTS)
+    ]
+
+
+def choose(generator: torch.Generator, rows: int, among: Sequence[int], per_row: int) -> Tensor:
+    """Choose different experts for each row."""
+    order = torch.rand(rows, len(among), generator=generator).argsort(dim=1)[:, :per_row]
+    return torch.tensor(among)[order]
+
+
+def grouped(experts: list[ExpertWeights], activation: Activation) -> Mixture:
+    mixture: Mixture = kernels.GroupedMixture(experts, EXPERTS, 1, activation, torch.float32, CPU)
+    return mixture
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("activation", "rows", "among", "per_row"),
+    [
+        ("silu", 1, range(EXPERTS), 2),
+        ("clamped", 3, (4,), 1),  # all rows to one expert, all others without rows
+        ("gelu", 7, (0, 2, 5), 3),
+        ("gelu_tanh", 40, range(EXPERTS), 1),
+        ("clamped", 150, (1, 3), 2),  # several blocks for each expert
+        ("silu", 300, range(EXPERTS), 4),  # more choices than are read at a time, the highest tile
+    ],
+)
+def test_grouped_product_equals_the_loop(
+    activation: str, rows: int, among: Sequence[int], per_row: int
+) -> None:
+    """With and without biases, to a float32 sum over ranks as to the residual."""
+    generator = torch.Generator().manual_seed(rows)
+    experts = random_experts(generator, biased=activation != "silu")
+    inputs, out = (torch.randn(rows, HIDDEN, generator=generator) for _ in range(2))
+    chosen = choose(generator, rows, among, per_row)
+    factors = torch.rand(rows, per_row, generator=generator)
+    expected = out.clone()
+    loop = TorchOperators(torch.float32, CPU).mixture(
+        experts, EXPERTS, per_row, ACTIVATIONS[activation]
+    )
+    loop.add_to(inputs, chosen, factors, expected)
+    mixture = grouped(experts, ACTIVATIONS[activation])
+    mixture.add_to(inputs, chosen, factors, out)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert mixture.weight_bytes == loop.weight_bytes
+
+
+@interpreted
+def test_row_is_independent_of_the_batch() -> None:
+    """Otherwise greedy output would change with the load."""
+    generator = torch.Generator().manual_seed(3)
+    mixture = grouped(random_experts(generator, biased=True), CLAMPED)
+    inputs = torch.randn(8, HIDDEN, generator=generator)
+    chosen = choose(generator, 8, range(EXPERTS), 2)
+    factors = torch.rand(8, 2, generator=generator)
+    together, alone = torch.zeros(8, HIDDEN), torch.zeros(8, HIDDEN)
+    mixture.add_to(inputs, chosen, factors, together)
+    for row in range(8):
+        one = slice(row, row + 1)
+        mixture.add_to(inputs[one], chosen[one], factors[one], alone[one])
+    # Not exactly: the interpreter multiplies by BLAS, where a sum depends on the row's place.
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
+
+
+@interpreted
+def test_nan_stays_in_its_row() -> None:
+    """Otherwise all requests of the batch would fail, because rows share blocks."""
+    generator = torch.Generator().manual_seed(3)
+    mixture = grouped(random_experts(generator, biased=False), SWIGLU)
+    inputs = torch.randn(8, HIDDEN, generator=generator)
+    inputs[5] = torch.nan
+    out = torch.zeros(8, HIDDEN)
+    mixture.add_to(inputs, torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1), out)
+    assert out.isnan().any(dim=1).tolist() == [row == 5 for row in range(8)]
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss"])
+def test_logits_equal_those_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In prefills and decodes that CUDA graphs may hold."""
+    xformers_backend = pytest.importorskip("services.engine.model.attention.xformers_backend")
+    monkeypatch.setattr(xformers_backend, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(loader, "native", None)
+    monkeypatch.setattr(loader, "choose_backend", xformers_backend.XformersAttention)
+    monkeypatch.setattr(torch_operators, "_runs_expert_kernels", lambda *_: True)
+    model = make_checkpoint(tmp_path, CONFIGS[name])
+    decoder = loader.load_model(tmp_path, torch.float32)
+    assert decoder.is_capturable
+    sequences = [random_tokens(30, seed) for seed in range(2)]
+    driver = Driver(decoder, sequences, block_size=64)
+    driver.step([(0, 27), (1, 29)])
+    driver.step([(0, 1), (1, 1)])
+    driver.step([(0, 2)])
+    for ours, tokens in zip(driver.logits, sequences, strict=True):
+        torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+def test_kernels_compile_for_gpus() -> None:
+    """Each tile and dtype fits the shared memory of an L4, and spills next to nothing."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.unit.engine.triton.compile_experts", "80", "90"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
