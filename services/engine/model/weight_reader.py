@@ -20,8 +20,8 @@ from torch import Tensor
 
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.families import QkNorm
+from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.decoder import DecoderLayer, DecoderWeights
@@ -163,23 +163,43 @@ class WeightReader:
         for gate, gate_bias, down, down_bias in zip(
             gates, gate_biases, downs, down_biases, strict=True
         ):
-            parts = [(gate[first::2], gate_bias[first::2]) for first in range(2)]
-            down = self._shard.columns(down)
-            yield self._expert(parts, down, self._shard.first_rank_only(down_bias))
+            yield ExpertWeights(
+                gate=self._alternate_rows(gate, 0),
+                up=self._alternate_rows(gate, 1),
+                down=self._columns(down),
+                gate_bias=self._shard.rows(gate_bias[0::2]),
+                up_bias=self._shard.rows(gate_bias[1::2]),
+                down_bias=self._shard.first_rank_only(down_bias),
+            )
+
+    def _stack(self, content: tuple[StoredTensor, ...]) -> Iterator[Tensor | Mxfp4Weight]:
+        """Yield each expert's weight as [outputs, inputs]."""
+        if not content[0].is_raw:
+            yield from self._tensor(content[0]).transpose(1, 2)
+        else:
+            blocks, scales = map(self._tensor, content)
+            yield from map(Mxfp4Weight, blocks, scales)
+
+    def _alternate_rows(self, weight: Tensor | Mxfp4Weight, first: int) -> Tensor | Mxfp4Weight:
+        """View this rank's part of every second output."""
+        if isinstance(weight, Tensor):
+            return self._shard.rows(weight[first::2])
+        parts = (weight.blocks[first::2], weight.scales[first::2])
+        return Mxfp4Weight(*map(self._shard.rows, parts))
+
+    def _columns(self, weight: Tensor | Mxfp4Weight) -> Tensor | Mxfp4Weight:
+        """View this rank's part of the inputs; decoded if ranks share a group."""
+        if isinstance(weight, Tensor):
+            return self._shard.columns(weight)
+        if weight.scales.shape[1] % self._shard.count:
+            return self._shard.columns(weight.decode())
+        return Mxfp4Weight(*map(self._shard.columns, (weight.blocks, weight.scales)))
 
     def _expert(
         self, parts: list[WeightAndBias], down: Tensor, down_bias: Tensor | None
     ) -> ExpertWeights:
         (gate, gate_bias), (up, up_bias) = self._gate_parts(parts, 2)
         return ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
-
-    def _stack(self, content: tuple[StoredTensor, ...]) -> Iterator[Tensor]:
-        """Yield each expert's weight as [outputs, inputs]."""
-        if not content[0].is_raw:
-            yield from self._tensor(content[0]).transpose(1, 2)
-        else:
-            blocks, scales = map(self._tensor, content)
-            yield from map(mxfp4.decode, blocks, scales)
 
     def _gate(self, parts: list[WeightAndBias]) -> Gate:
         """Make a gate of one product or two, which may be stored as one."""

@@ -1,9 +1,11 @@
 """MXFP4: 4-bit floats in groups that share a power of two (OCP Microscaling Formats v1.0)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP_SIZE", "decode"]
+__all__ = ["GROUP_SIZE", "Mxfp4Weight", "decode"]
 
 GROUP_SIZE = 32
 """Weights that share a scale"""
@@ -13,6 +15,25 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype
 _PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=1)
 """[256, 2]: the two values in a byte, the lower half's first"""
 _EXPONENT_BIAS = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Weight:
+    """An encoded weight [outputs, inputs]."""
+
+    blocks: Tensor
+    """uint8 [outputs, groups, 16]; the lower half of a byte holds the first of two inputs"""
+    scales: Tensor
+    """uint8 [outputs, groups], exponents of 2 plus 127"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, groups = self.scales.shape
+        return outputs, groups * GROUP_SIZE
+
+    def decode(self) -> Tensor:
+        """Return the numbers in bfloat16, which holds all of them."""
+        return decode(self.blocks, self.scales)
 
 
 def decode(blocks: Tensor, scales: Tensor) -> Tensor:

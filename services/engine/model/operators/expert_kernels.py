@@ -4,7 +4,7 @@ Rows are sorted by expert into blocks, as in MegaBlocks (Gale et al. 2022, arXiv
 rows of a block belong to one expert. Not yet run on a GPU.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -12,14 +12,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from services.engine.model.architecture.activation import Activation
+from services.engine.model.checkpoint.mxfp4 import GROUP_SIZE, Mxfp4Weight
 from services.engine.model.operators.interface import ExpertWeights, Mixture
 
 __all__ = ["GroupedMixture"]
 
 _CHUNK = 1024
 """Choices that a program of the sorting kernels reads at a time"""
+_PACKED = 2 * GROUP_SIZE
+"""Inputs that _pack arranges together, and that a program multiplies at a time"""
 _COLUMNS = 1024
 """Columns that a program of the summing kernel adds"""
 
@@ -32,6 +36,7 @@ class _Tile:
     outputs: int
     """Outputs of all its products together"""
     inputs: int
+    """Inputs of a step, but for MXFP4"""
     warps: int
     stages: int
     """Depth of the pipeline that loads rows and weights"""
@@ -72,9 +77,73 @@ class _Weights:
     """The same products of all experts."""
 
     weight: Tensor
-    """[experts, products * outputs, inputs]"""
+    """[experts, products * outputs, inputs], or uint8 as _pack returns it for MXFP4"""
+    scales: Tensor | None
+    """uint8 [experts, groups, products * outputs], exponents of 2 plus 127; None: not MXFP4"""
     bias: Tensor | None
     """[experts, products * outputs]"""
+
+    @staticmethod
+    def allocate(
+        weights: Sequence[Tensor | Mxfp4Weight],
+        bias: Tensor | None,
+        count: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "_Weights":
+        """Allocate space for `count` experts like the one with these products."""
+        first = weights[0]
+        outputs, inputs = sum(weight.shape[0] for weight in weights), first.shape[1]
+        weight_dtype, scales = dtype, None
+        if isinstance(first, Mxfp4Weight):
+            chunks = triton.cdiv(inputs, _PACKED)
+            weight_dtype, inputs = torch.uint8, chunks * _PACKED // 2
+            groups = chunks * _PACKED // GROUP_SIZE
+            scales = torch.empty((count, groups, outputs), dtype=torch.uint8, device=device)
+        return _Weights(
+            torch.empty((count, outputs, inputs), dtype=weight_dtype, device=device),
+            scales,
+            None if bias is None else torch.empty((count, outputs), dtype=dtype, device=device),
+        )
+
+    def put(
+        self,
+        number: int,
+        weights: Sequence[Tensor | Mxfp4Weight],
+        biases: Sequence[Tensor | None],
+    ) -> None:
+        """Copy one expert's products."""
+        first = 0
+        for weight, bias in zip(weights, biases, strict=True):
+            part = slice(first, first + weight.shape[0])
+            if isinstance(weight, Tensor):
+                self.weight[number, part] = weight.to(self.weight.device, self.weight.dtype)
+            else:
+                assert self.scales is not None
+                packed, scales = _pack(weight, self.weight.device)
+                self.weight[number, part] = packed
+                self.scales[number, :, part] = scales
+            if self.bias is not None and bias is not None:
+                self.bias[number, part] = bias.to(self.bias.device, self.bias.dtype)
+            first = part.stop
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+def _pack(weight: Mxfp4Weight, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Arrange MXFP4 for the kernel, whose loads are then contiguous.
+
+    A byte of the result [outputs, inputs / 2] holds an input of one group and the same of the next.
+    The scales become [groups, outputs]. Inputs are padded to pairs of groups with zeros.
+    """
+    blocks, scales = weight.blocks.to(device), weight.scales.to(device)
+    outputs, groups = scales.shape
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=3).flatten(1)
+    codes = pad(codes, (0, -groups * GROUP_SIZE % _PACKED)).view(outputs, -1, 2, GROUP_SIZE)
+    packed = (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1)
+    return packed, pad(scales, (0, groups % 2)).T
 
 
 class GroupedMixture(Mixture):
@@ -94,28 +163,16 @@ class GroupedMixture(Mixture):
         per_row: experts that the router chooses for a row.
         """
         first, rest = _first(experts)
-        width, inputs = first.gate.shape
-        outputs = len(first.down)
-
-        def allocate(outputs: int, inputs: int, bias: Tensor | None) -> _Weights:
-            return _Weights(
-                torch.empty((count, outputs, inputs), dtype=dtype, device=device),
-                None if bias is None else torch.empty((count, outputs), dtype=dtype, device=device),
-            )
-
-        self._gate = allocate(2 * width, inputs, first.gate_bias)
-        self._down = allocate(outputs, width, first.down_bias)
+        inputs, outputs = first.gate.shape[1], first.down.shape[0]
+        self._gate = _Weights.allocate(
+            (first.gate, first.up), first.gate_bias, count, dtype, device
+        )
+        self._down = _Weights.allocate((first.down,), first.down_bias, count, dtype, device)
         for number, each in enumerate(rest):
-            gate, up = self._gate.weight[number].chunk(2)
-            gate.copy_(each.gate)
-            up.copy_(each.up)
-            self._down.weight[number].copy_(each.down)
-            if self._gate.bias is not None and each.gate_bias is not None:
-                assert each.up_bias is not None
-                self._gate.bias[number].copy_(torch.cat((each.gate_bias, each.up_bias)))
-            if self._down.bias is not None and each.down_bias is not None:
-                self._down.bias[number].copy_(each.down_bias)
-        self.weight_bytes = self._gate.weight.nbytes + self._down.weight.nbytes
+            self._gate.put(number, (each.gate, each.up), (each.gate_bias, each.up_bias))
+            self._down.put(number, (each.down,), (each.down_bias,))
+        self.weight_bytes = self._gate.nbytes + self._down.nbytes
+        self._width = first.gate.shape[0]
         self._activation = activation
         self._count = count
         row, out = (
@@ -134,9 +191,9 @@ class GroupedMixture(Mixture):
         self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor, tile: _Tile
     ) -> None:
         choices, per_row = chosen.numel(), chosen.shape[1]
-        width, outputs = self._down.weight.shape[2], out.shape[1]
+        outputs = out.shape[1]
         blocks = _sort(chosen, self._count, tile)
-        hidden = rows.new_empty((choices, width))
+        hidden = rows.new_empty((choices, self._width))
         _multiply_all(rows, self._gate, blocks, per_row, self._activation, hidden)
         products = rows.new_empty((choices, outputs))
         _multiply_all(hidden, self._down, blocks, 1, None, products)
@@ -198,6 +255,7 @@ def _multiply_all(
         out,
         rows,
         weights.weight,
+        weights.scales,
         weights.bias,
         blocks.order,
         blocks.experts,
@@ -211,7 +269,7 @@ def _multiply_all(
         limit=0.0 if activation is None else activation.limit,
         tile_rows=tile.rows,
         tile_outputs=tile_outputs,
-        tile_inputs=tile.inputs,
+        tile_inputs=tile.inputs if weights.scales is None else _PACKED,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -279,6 +337,7 @@ def _multiply(
     out: tl.tensor,
     rows: tl.tensor,
     weights: tl.tensor,
+    scales: tl.tensor,
     biases: tl.tensor,
     order: tl.tensor,
     block_experts: tl.tensor,
@@ -305,24 +364,53 @@ def _multiply(
         output = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
         is_output = output < outputs
         first_output = expert * products * outputs
-        weight_rows = weights + (first_output + output.to(tl.int64)) * inputs
         product = tl.zeros((tile_rows, tile_outputs), tl.float32)
         second = tl.zeros((tile_rows, tile_outputs), tl.float32)
-        for first in range(0, inputs, tile_inputs):
-            column = first + tl.arange(0, tile_inputs)
-            is_column = column < inputs
-            part = tl.load(
-                rows + row[:, None] * inputs + column[None, :],
-                mask=is_choice[:, None] & is_column[None, :],
-                other=0.0,
-            )
-            place = weight_rows[None, :] + column[:, None]
-            is_weight = is_output[None, :] & is_column[:, None]
-            weight = tl.load(place, mask=is_weight, other=0.0)
-            product = tl.dot(part, weight, product, input_precision="ieee")
-            if products == 2:
-                weight = tl.load(place + outputs * inputs, mask=is_weight, other=0.0)
-                second = tl.dot(part, weight, second, input_precision="ieee")
+        row_start = rows + row[:, None] * inputs
+        if scales is None:
+            weight_rows = weights + (first_output + output.to(tl.int64)) * inputs
+            for first in range(0, inputs, tile_inputs):
+                column = first + tl.arange(0, tile_inputs)
+                is_column = column < inputs
+                is_part = is_choice[:, None] & is_column[None, :]
+                part = tl.load(row_start + column[None, :], mask=is_part, other=0.0)
+                place = weight_rows[None, :] + column[:, None]
+                is_weight = is_output[None, :] & is_column[:, None]
+                weight = tl.load(place, mask=is_weight, other=0.0)
+                product = tl.dot(part, weight, product, input_precision="ieee")
+                if products == 2:
+                    weight = tl.load(place + outputs * inputs, mask=is_weight, other=0.0)
+                    second = tl.dot(part, weight, second, input_precision="ieee")
+        else:
+            # The inputs of a step are two groups; the lower halves of bytes hold the first.
+            group: tl.constexpr = tile_inputs // 2
+            row_bytes: tl.constexpr = (inputs + tile_inputs - 1) // tile_inputs * group
+            stride: tl.constexpr = products * outputs
+            weight_rows = weights + (first_output + output.to(tl.int64)) * row_bytes
+            exponents = scales + expert * (row_bytes // group * 2 * stride) + output
+            for first in range(0, inputs, tile_inputs):
+                column = first + tl.arange(0, group)
+                is_part = is_choice[:, None] & (column < inputs)[None, :]
+                part = tl.load(row_start + column[None, :], mask=is_part, other=0.0)
+                is_next = is_choice[:, None] & (column + group < inputs)[None, :]
+                next_part = tl.load(row_start + column[None, :] + group, mask=is_next, other=0.0)
+                place = weight_rows[None, :] + (first // 2 + tl.arange(0, group))[:, None]
+                codes = tl.load(place, mask=is_output[None, :], other=0)
+                exponent = exponents + first // group * stride
+                scale = tl.load(exponent, mask=is_output, other=0)
+                next_scale = tl.load(exponent + stride, mask=is_output, other=0)
+                weight = _decode(codes & 15, scale).to(part.dtype)
+                product = tl.dot(part, weight, product, input_precision="ieee")
+                weight = _decode(codes >> 4, next_scale).to(part.dtype)
+                product = tl.dot(next_part, weight, product, input_precision="ieee")
+                if products == 2:
+                    codes = tl.load(place + outputs * row_bytes, mask=is_output[None, :], other=0)
+                    scale = tl.load(exponent + outputs, mask=is_output, other=0)
+                    next_scale = tl.load(exponent + outputs + stride, mask=is_output, other=0)
+                    weight = _decode(codes & 15, scale).to(part.dtype)
+                    second = tl.dot(part, weight, second, input_precision="ieee")
+                    weight = _decode(codes >> 4, next_scale).to(part.dtype)
+                    second = tl.dot(next_part, weight, second, input_precision="ieee")
         if biases is not None:
             bias = biases + first_output + output
             product += tl.load(bias, mask=is_output, other=0.0).to(tl.float32)[None, :]
@@ -336,6 +424,19 @@ def _multiply(
             product.to(out.dtype.element_ty),
             mask=is_choice[:, None] & is_output[None, :],
         )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """Return float32 numbers of MXFP4 codes [group, outputs] and scales [outputs].
+
+    The three lower bits of a code, as the lowest of a float32's exponent and the highest of its
+    mantissa, are the number times 2^-126; 0.5 is then subnormal.
+    """
+    bits = codes.to(tl.int32)
+    numbers = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
+    factors = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return numbers * 8.507059173023462e37 * factors[None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.operators.recording import Recording
 
 __all__ = ["ExpertWeights", "Gate", "Mixture", "NormedProjection", "Operators", "Projection"]
@@ -57,11 +58,14 @@ class Gate(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert's weights [outputs, inputs] and biases [outputs], of any floating dtype."""
+    """One expert's weights [outputs, inputs] and biases [outputs], of any floating dtype.
 
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    Both `gate` and `up` or neither are MXFP4.
+    """
+
+    gate: Tensor | Mxfp4Weight
+    up: Tensor | Mxfp4Weight
+    down: Tensor | Mxfp4Weight
     gate_bias: Tensor | None
     up_bias: Tensor | None
     down_bias: Tensor | None
@@ -203,8 +207,14 @@ class _LoopedMixture(Mixture):
         self._operators = operators
         self._experts = [
             (
-                operators.gate(each.gate, each.up, each.gate_bias, each.up_bias, activation),
-                operators.projection(each.down, each.down_bias),
+                operators.gate(
+                    _decoded(each.gate),
+                    _decoded(each.up),
+                    each.gate_bias,
+                    each.up_bias,
+                    activation,
+                ),
+                operators.projection(_decoded(each.down), each.down_bias),
                 each.down.shape[1],
             )
             for each in experts
@@ -226,3 +236,7 @@ class _LoopedMixture(Mixture):
             down.into(hidden, output)
             total[index] += output * factors[index, choice, None]
         out += total
+
+
+def _decoded(weight: Tensor | Mxfp4Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.decode()

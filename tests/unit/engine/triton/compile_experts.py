@@ -35,24 +35,35 @@ def main() -> None:
         _compile(expert_kernels._add_sums, capability, "bf16", summing)
         for tile in expert_kernels._TILES:
             _compile_product(capability, "bf16", GATE, tile)
+            if tile.rows in (16, 128):
+                _compile_product(capability, "bf16", GATE, tile, is_packed=True)
         first, *_, last = expert_kernels._TILES
         _compile_product(capability, "bf16", DOWN, last)
         _compile_product(capability, "fp16", GATE | {"nonlinearity": "gelu"}, first)
 
 
-def _compile_product(capability: int, dtype: str, constants: dict[str, Any], tile: Any) -> None:
+def _compile_product(
+    capability: int, dtype: str, constants: dict[str, Any], tile: Any, *, is_packed: bool = False
+) -> None:
     products = 1 if constants["nonlinearity"] is None else 2
     sizes = {
         "tile_rows": tile.rows,
         "tile_outputs": tile.outputs // products,
         "tile_inputs": tile.inputs,
     }
+    if not is_packed:
+        sizes["scales"] = None
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    _compile(expert_kernels._multiply, capability, dtype, constants | sizes, **options)
+    _compile(expert_kernels._multiply, capability, dtype, constants | sizes, is_packed, **options)
 
 
 def _compile(
-    kernel: Any, capability: int, dtype: str, constants: dict[str, Any], **options: int
+    kernel: Any,
+    capability: int,
+    dtype: str,
+    constants: dict[str, Any],
+    is_packed: bool = False,
+    **options: int,
 ) -> None:
     types = {
         "chosen": "*i64",
@@ -61,11 +72,13 @@ def _compile(
         **dict.fromkeys(POINTERS, "*i32"),
         **dict.fromkeys(("out", "rows", "weights", "biases", "products"), f"*{dtype}"),
     }
+    if is_packed:
+        types |= {"weights": "*u8", "scales": "*u8"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]]
-        for name in ("out", "rows", "weights", "biases", "products", "chosen")
+        for name in ("out", "rows", "weights", "scales", "biases", "products", "chosen")
         if name in names
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -73,9 +86,12 @@ def _compile(
     compiled = triton.compile(source, target=target, options=options)
     used = _resources(compiled.asm["ptx"], capability)
     is_pipelined = "cp.async" in compiled.asm["ptx"]
-    print(kernel.__name__, capability, dtype, compiled.metadata.shared, used, is_pipelined)
+    stored = "MXFP4" if is_packed else dtype
+    print(kernel.__name__, capability, stored, compiled.metadata.shared, used, is_pipelined)
     assert compiled.metadata.shared <= SHARED_MEMORY, constants
     assert used["spilled"] <= 128, constants
+    # MXFP4's 0.5 is decoded from a subnormal number, which such a product would take for 0.
+    assert not is_packed or "mul.ftz" not in compiled.asm["ptx"], constants
     assert is_pipelined or kernel is not expert_kernels._multiply, constants
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from services.engine.model import loader
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
+from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.operators import torch_operators
 from services.engine.model.operators.interface import ExpertWeights, Mixture
 from services.engine.model.operators.torch_operators import TorchOperators
@@ -19,6 +20,7 @@ from tests.unit.engine.checkpoints import (
     CONFIGS,
     Driver,
     make_checkpoint,
+    make_packed_checkpoint,
     random_tokens,
     reference_logits,
 )
@@ -100,6 +102,37 @@ def test_grouped_product_equals_the_loop(
 
 
 @interpreted
+@pytest.mark.parametrize(("hidden", "width"), [(64, 96), (160, 32)])
+def test_packed_experts_equal_decoded_ones(hidden: int, width: int) -> None:
+    """All codes and many scales, groups of odd number included."""
+    generator = torch.Generator().manual_seed(width)
+
+    def random(outputs: int, inputs: int) -> Mxfp4Weight:
+        groups = (outputs, inputs // 32)
+        blocks = torch.randint(256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(100, 127, groups, generator=generator, dtype=torch.uint8)
+        return Mxfp4Weight(blocks, scales)
+
+    experts = [
+        ExpertWeights(
+            *(random(width, hidden), random(width, hidden), random(hidden, width)),
+            *(torch.randn(size, generator=generator) for size in (width, width, hidden)),
+        )
+        for _ in range(EXPERTS)
+    ]
+    inputs = torch.randn(9, hidden, generator=generator)
+    chosen = choose(generator, 9, range(EXPERTS), 3)
+    factors = torch.rand(9, 3, generator=generator)
+    out, expected = torch.zeros(9, hidden), torch.zeros(9, hidden)
+    mixture = grouped(experts, CLAMPED)
+    mixture.add_to(inputs, chosen, factors, out)
+    loop = TorchOperators(torch.float32, CPU).mixture(experts, EXPERTS, 3, CLAMPED)
+    loop.add_to(inputs, chosen, factors, expected)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
+    assert mixture.weight_bytes < loop.weight_bytes / 4
+
+
+@interpreted
 def test_row_is_independent_of_the_batch() -> None:
     """Otherwise greedy output would change with the load."""
     generator = torch.Generator().manual_seed(3)
@@ -129,7 +162,7 @@ def test_nan_stays_in_its_row() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss in MXFP4"])
 def test_logits_equal_those_of_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +172,10 @@ def test_logits_equal_those_of_transformers(
     monkeypatch.setattr(loader, "native", None)
     monkeypatch.setattr(loader, "choose_backend", xformers_backend.XformersAttention)
     monkeypatch.setattr(torch_operators, "_runs_expert_kernels", lambda *_: True)
-    model = make_checkpoint(tmp_path, CONFIGS[name])
+    if name in CONFIGS:
+        model = make_checkpoint(tmp_path, CONFIGS[name])
+    else:
+        model = make_packed_checkpoint(tmp_path)
     decoder = loader.load_model(tmp_path, torch.float32)
     assert decoder.is_capturable
     sequences = [random_tokens(30, seed) for seed in range(2)]
