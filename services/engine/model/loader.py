@@ -33,6 +33,8 @@ __all__ = ["load_model", "load_spec", "resolve_dtype"]
 
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
+_ADA = (8, 9)
+"""Least compute capability that multiplies FP8"""
 _AMPERE = (8, 0)
 """Least compute capability that multiplies bfloat16"""
 _DTYPES = {
@@ -91,11 +93,12 @@ def load_model(
     """Load a checkpoint, one layer at a time from the mapped files.
 
     progress: show a bar on a terminal, or log a few lines without one.
-    weights: "full" (in `dtype`) or "int8" (rounded, for all products but an expert router's).
+    weights: "full" (in `dtype`), or "int8" or "fp8" (rounded, for all products but an expert
+    router's and, in FP8, the experts').
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
     Raises CheckpointError before loading if a tensor is missing or of another shape.
-    Raises StartupError if this machine can't multiply int8 weights or the ranks can't share the
+    Raises StartupError if this machine can't multiply such weights or the ranks can't share the
     model.
     """
     directory = Path(path)
@@ -146,6 +149,8 @@ def _choose_operators(
                 "multiples of 32. Start without it."
             )
         return Int8Operators(native)
+    if weights == "fp8":
+        return _fp8_operators(dtype, device)
     if device.type == "cuda" and find_spec("triton") is not None:
         # imported here: only GPU machines have Triton
         from services.engine.model.operators.triton_operators import TritonOperators
@@ -156,3 +161,20 @@ def _choose_operators(
     if runs_in_tiles(spec, dtype, device):
         return TiledOperators(native)
     return NativeOperators(native, dtype)
+
+
+def _fp8_operators(dtype: torch.dtype, device: torch.device) -> Operators:
+    if (
+        device.type != "cuda"
+        or torch.cuda.get_device_capability(device) < _ADA
+        or dtype != torch.bfloat16
+        or find_spec("triton") is None
+    ):
+        raise StartupError(
+            "--weights fp8 needs a GPU of compute capability 8.9 or more (L4, H100), Triton and "
+            "--dtype bfloat16. Start without it."
+        )
+    # Imported here, because only GPU machines need Triton.
+    from services.engine.model.operators.fp8_operators import Fp8Operators
+
+    return Fp8Operators(dtype, device)
