@@ -52,6 +52,10 @@ FULL = Loads(
 )
 
 
+_WITH_FP8 = (8, 9)
+"""Least compute capability that multiplies FP8"""
+
+
 class _Cut(BaseException):  # no part may catch it
     """SIGTERM."""
 
@@ -132,6 +136,9 @@ class Check:
         yield _Step("memory", self._measure_memory, 2)
         for name in models:
             yield _Step(f"speed, {name}", partial(self._speed, name), 90)
+        if device.type == "cuda" and torch.cuda.get_device_capability() >= _WITH_FP8:
+            for name in models:
+                yield _Step(f"speed in FP8, {name}", partial(self._speed, name, "fp8"), 90)
         for name in models:
             yield _Step(f"peers, {name}", partial(self._peers, name), 60)
 
@@ -140,14 +147,14 @@ class Check:
         self._memory = bandwidth(self._device, size)
         yield {"GB/s of a copy, read and written": self._memory / 1e9}
 
-    def _speed(self, name: str) -> Iterator[dict[str, Figure]]:
+    def _speed(self, name: str, weights: str = "full") -> Iterator[dict[str, Figure]]:
         loads, device = self._loads, self._device
         path = make_checkpoint(self._checkpoints / name, LLAMAS[name], device, small=False)
         release()
         began = time.monotonic()
         most = max(loads.streams)
         room = most * (loads.prompt + loads.output + 64) + 2 * loads.long_prompt
-        with MeasuredEngine(path, "auto", room, device=device.type) as engine:
+        with MeasuredEngine(path, "auto", room, weights=weights, device=device.type) as engine:
             yield {"what": "start", "seconds": time.monotonic() - began}
             memory = self._memory or 1e12
             yield from measure_one_stream(engine, loads, device, memory)
