@@ -94,7 +94,7 @@ def load_model(
 
     progress: show a bar on a terminal, or log a few lines without one.
     weights: "full" (in `dtype`), or "int8" or "fp8" (rounded, for all products but an expert
-    router's and, in FP8, the experts').
+    router's).
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
     Raises CheckpointError before loading if a tensor is missing or of another shape.

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.checkpoint.mxfp4 import GROUP_SIZE, Mxfp4Weight
+from services.engine.model.operators.fp8_operators import quantize_rows
 from services.engine.model.operators.interface import ExpertWeights, Mixture
 
 __all__ = ["GroupedMixture"]
@@ -79,7 +80,8 @@ class _Weights:
     weight: Tensor
     """[experts, products * outputs, inputs], or uint8 as _pack returns it for MXFP4"""
     scales: Tensor | None
-    """uint8 [experts, groups, products * outputs], exponents of 2 plus 127; None: not MXFP4"""
+    """MXFP4: uint8 [experts, groups, products * outputs], exponents of 2 plus 127; FP8: float32
+    [experts, products * outputs]; else None"""
     bias: Tensor | None
     """[experts, products * outputs]"""
 
@@ -89,19 +91,22 @@ class _Weights:
         bias: Tensor | None,
         count: int,
         dtype: torch.dtype,
+        stored: torch.dtype,
         device: torch.device,
     ) -> "_Weights":
         """Allocate space for `count` experts like the one with these products."""
         first = weights[0]
         outputs, inputs = sum(weight.shape[0] for weight in weights), first.shape[1]
-        weight_dtype, scales = dtype, None
+        scales = None
         if isinstance(first, Mxfp4Weight):
             chunks = triton.cdiv(inputs, _PACKED)
-            weight_dtype, inputs = torch.uint8, chunks * _PACKED // 2
+            stored, inputs = torch.uint8, chunks * _PACKED // 2
             groups = chunks * _PACKED // GROUP_SIZE
             scales = torch.empty((count, groups, outputs), dtype=torch.uint8, device=device)
+        elif stored == torch.float8_e4m3fn:
+            scales = torch.empty((count, outputs), dtype=torch.float32, device=device)
         return _Weights(
-            torch.empty((count, outputs, inputs), dtype=weight_dtype, device=device),
+            torch.empty((count, outputs, inputs), dtype=stored, device=device),
             scales,
             None if bias is None else torch.empty((count, outputs), dtype=dtype, device=device),
         )
@@ -116,13 +121,17 @@ class _Weights:
         first = 0
         for weight, bias in zip(weights, biases, strict=True):
             part = slice(first, first + weight.shape[0])
-            if isinstance(weight, Tensor):
-                self.weight[number, part] = weight.to(self.weight.device, self.weight.dtype)
-            else:
+            if isinstance(weight, Mxfp4Weight):
                 assert self.scales is not None
                 packed, scales = _pack(weight, self.weight.device)
                 self.weight[number, part] = packed
                 self.scales[number, :, part] = scales
+            elif self.scales is not None:
+                rounded, scales = quantize_rows(weight.to(self.weight.device))
+                self.weight[number, part] = rounded
+                self.scales[number, part] = scales[:, 0]
+            else:
+                self.weight[number, part] = weight.to(self.weight.device, self.weight.dtype)
             if self.bias is not None and bias is not None:
                 self.bias[number, part] = bias.to(self.bias.device, self.bias.dtype)
             first = part.stop
@@ -147,7 +156,7 @@ def _pack(weight: Mxfp4Weight, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class GroupedMixture(Mixture):
-    """Experts in one product per half, without a word to the host. float16 and bfloat16."""
+    """Experts in one product per half, without a word to the host. float16 and bfloat16 rows."""
 
     def __init__(
         self,
@@ -156,18 +165,20 @@ class GroupedMixture(Mixture):
         per_row: int,
         activation: Activation,
         dtype: torch.dtype,
+        stored: torch.dtype,
         device: torch.device,
     ) -> None:
         """Copy the weights to the device, an expert at a time, and compile the kernels.
 
-        per_row: experts that the router chooses for a row.
+        per_row: experts that the router chooses for a row. dtype: that of rows. stored: that of
+        weights other than MXFP4, `dtype` or float8_e4m3fn.
         """
         first, rest = _first(experts)
         inputs, outputs = first.gate.shape[1], first.down.shape[0]
         self._gate = _Weights.allocate(
-            (first.gate, first.up), first.gate_bias, count, dtype, device
+            (first.gate, first.up), first.gate_bias, count, dtype, stored, device
         )
-        self._down = _Weights.allocate((first.down,), first.down_bias, count, dtype, device)
+        self._down = _Weights.allocate((first.down,), first.down_bias, count, dtype, stored, device)
         for number, each in enumerate(rest):
             self._gate.put(number, (each.gate, each.up), (each.gate_bias, each.up_bias))
             self._down.put(number, (each.down,), (each.down_bias,))
@@ -269,7 +280,7 @@ def _multiply_all(
         limit=0.0 if activation is None else activation.limit,
         tile_rows=tile.rows,
         tile_outputs=tile_outputs,
-        tile_inputs=tile.inputs if weights.scales is None else _PACKED,
+        tile_inputs=_PACKED if weights.weight.dtype == torch.uint8 else tile.inputs,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -355,6 +366,7 @@ def _multiply(
 ) -> None:
     """Multiply a block of rows with some outputs of its expert, of one product or of two."""
     products: tl.constexpr = 1 if nonlinearity is None else 2
+    is_packed: tl.constexpr = weights.dtype.element_ty == tl.uint8
     block = tl.program_id(0)
     if block < tl.load(block_count):
         choice = tl.load(order + block * tile_rows + tl.arange(0, tile_rows))
@@ -367,7 +379,7 @@ def _multiply(
         product = tl.zeros((tile_rows, tile_outputs), tl.float32)
         second = tl.zeros((tile_rows, tile_outputs), tl.float32)
         row_start = rows + row[:, None] * inputs
-        if scales is None:
+        if not is_packed:
             weight_rows = weights + (first_output + output.to(tl.int64)) * inputs
             for first in range(0, inputs, tile_inputs):
                 column = first + tl.arange(0, tile_inputs)
@@ -377,10 +389,16 @@ def _multiply(
                 place = weight_rows[None, :] + column[:, None]
                 is_weight = is_output[None, :] & is_column[:, None]
                 weight = tl.load(place, mask=is_weight, other=0.0)
-                product = tl.dot(part, weight, product, input_precision="ieee")
+                product = tl.dot(part, weight.to(part.dtype), product, input_precision="ieee")
                 if products == 2:
                     weight = tl.load(place + outputs * inputs, mask=is_weight, other=0.0)
-                    second = tl.dot(part, weight, second, input_precision="ieee")
+                    second = tl.dot(part, weight.to(part.dtype), second, input_precision="ieee")
+            if scales is not None:
+                scale = scales + first_output + output
+                product *= tl.load(scale, mask=is_output, other=0.0)[None, :]
+                if products == 2:
+                    scale_of_second = tl.load(scale + outputs, mask=is_output, other=0.0)
+                    second *= scale_of_second[None, :]
         else:
             # The inputs of a step are two groups; the lower halves of bytes hold the first.
             group: tl.constexpr = tile_inputs // 2

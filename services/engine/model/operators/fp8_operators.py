@@ -23,8 +23,13 @@ _CHUNK = 2048
 class Fp8Operators(TritonOperators):
     """bfloat16 activations, rounded row by row before each product.
 
-    Routers, experts and products whose inputs are no multiple of 16 stay in bfloat16.
+    Experts multiply bfloat16 activations; MXFP4 stays as it is. Routers and products whose inputs
+    are no multiple of 16 stay in bfloat16.
     """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._expert_dtype = torch.float8_e4m3fn
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.shape[1] % _ALIGNMENT:
@@ -74,9 +79,10 @@ class _Fp8Projection(Projection):
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row, times its own factor, to E4M3. NaN stays NaN.
 
-    rows: [n, width], contiguous. Returns float8_e4m3fn [n, width] and float32 scales [n, 1]: a
+    rows: [n, width]. Returns contiguous float8_e4m3fn [n, width] and float32 scales [n, 1]: a
     number times its row's scale is about the number in `rows`.
     """
+    rows = rows.contiguous()
     count, width = rows.shape
     rounded = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
     scales = torch.empty((count, 1), dtype=torch.float32, device=rows.device)

@@ -36,14 +36,16 @@ def main() -> None:
         for tile in expert_kernels._TILES:
             _compile_product(capability, "bf16", GATE, tile)
             if tile.rows in (16, 128):
-                _compile_product(capability, "bf16", GATE, tile, is_packed=True)
+                _compile_product(capability, "bf16", GATE, tile, stored="u8")
         first, *_, last = expert_kernels._TILES
         _compile_product(capability, "bf16", DOWN, last)
+        if capability >= 90:
+            _compile_product(capability, "bf16", GATE, last, stored="fp8e4nv")
         _compile_product(capability, "fp16", GATE | {"nonlinearity": "gelu"}, first)
 
 
 def _compile_product(
-    capability: int, dtype: str, constants: dict[str, Any], tile: Any, *, is_packed: bool = False
+    capability: int, dtype: str, constants: dict[str, Any], tile: Any, *, stored: str = ""
 ) -> None:
     products = 1 if constants["nonlinearity"] is None else 2
     sizes = {
@@ -51,10 +53,10 @@ def _compile_product(
         "tile_outputs": tile.outputs // products,
         "tile_inputs": tile.inputs,
     }
-    if not is_packed:
+    if not stored:
         sizes["scales"] = None
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    _compile(expert_kernels._multiply, capability, dtype, constants | sizes, is_packed, **options)
+    _compile(expert_kernels._multiply, capability, dtype, constants | sizes, stored, **options)
 
 
 def _compile(
@@ -62,7 +64,7 @@ def _compile(
     capability: int,
     dtype: str,
     constants: dict[str, Any],
-    is_packed: bool = False,
+    stored: str = "",
     **options: int,
 ) -> None:
     types = {
@@ -72,8 +74,8 @@ def _compile(
         **dict.fromkeys(POINTERS, "*i32"),
         **dict.fromkeys(("out", "rows", "weights", "biases", "products"), f"*{dtype}"),
     }
-    if is_packed:
-        types |= {"weights": "*u8", "scales": "*u8"}
+    if stored:
+        types |= {"weights": f"*{stored}", "scales": "*u8" if stored == "u8" else "*fp32"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = {
@@ -86,12 +88,13 @@ def _compile(
     compiled = triton.compile(source, target=target, options=options)
     used = _resources(compiled.asm["ptx"], capability)
     is_pipelined = "cp.async" in compiled.asm["ptx"]
-    stored = "MXFP4" if is_packed else dtype
-    print(kernel.__name__, capability, stored, compiled.metadata.shared, used, is_pipelined)
+    print(
+        kernel.__name__, capability, stored or dtype, compiled.metadata.shared, used, is_pipelined
+    )
     assert compiled.metadata.shared <= SHARED_MEMORY, constants
     assert used["spilled"] <= 128, constants
     # MXFP4's 0.5 is decoded from a subnormal number, which such a product would take for 0.
-    assert not is_packed or "mul.ftz" not in compiled.asm["ptx"], constants
+    assert stored != "u8" or "mul.ftz" not in compiled.asm["ptx"], constants
     assert is_pipelined or kernel is not expert_kernels._multiply, constants
 
 

@@ -64,6 +64,16 @@ def test_each_row_has_its_own_scale() -> None:
     assert torch.equal(scaled.to(torch.float8_e4m3fn).float(), expected.float())
 
 
+@interpreted
+def test_transposed_weights_are_rounded_by_output() -> None:
+    """GPT-2 stores its weights so."""
+    weight = torch.randn(40, 24)
+    views = (operators.quantize_rows(each) for each in (weight.T, weight.T.contiguous()))
+    (rounded, scales), (expected, expected_scales) = views
+    assert torch.equal(rounded.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+
+
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (41, 32), (48, 24)])
 def test_product_is_close_to_bfloat16(outputs: int, inputs: int) -> None:
