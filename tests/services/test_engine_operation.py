@@ -247,6 +247,7 @@ async def test_refused_requests_hold_nothing_and_are_told_different_times(
         session = SessionClient(channel)
         await session.send(*(start(handle, long) for handle in (1, 2, 3)))
         await session.until("delta", 1)
+        await watch_load(service.target, until=lambda load: load.waiting_sequences == 2)
         times = [(await refused(channel, long)).retry_seconds or 0 for _ in range(6)]
         assert times == sorted(times)
         assert 1 <= times[0] < times[-1] or times[-1] == 300
