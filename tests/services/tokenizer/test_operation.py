@@ -110,7 +110,7 @@ async def test_sigterm_finishes_running_requests(
     [
         (["--model", "/nowhere"], "The model directory /nowhere does not exist."),
         (["--model", "tests"], "tests has no tokenizer.json."),
-        ([], "--model must name the directory of a checkpoint."),
+        ([], "--model must name the directory of a checkpoint, or a GGUF file."),
         (["--max-logprobs", "21"], "--max-logprobs must be between 0 and 20, not 21."),
     ],
 )
