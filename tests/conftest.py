@@ -1,6 +1,9 @@
 """Fixtures of all tests: the embedded checkpoint, free ports, one running stack."""
 
 import os
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before any import of gRPC
+
 from collections.abc import Iterator
 from pathlib import Path
 
