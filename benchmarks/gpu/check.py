@@ -15,7 +15,13 @@ import torch
 
 from benchmarks.engine import MeasuredEngine
 from benchmarks.gpu.checkpoints import FAMILIES, LLAMAS, make_checkpoint
-from benchmarks.gpu.correctness import check_attention, check_families, check_graphs, release
+from benchmarks.gpu.correctness import (
+    check_attention,
+    check_families,
+    check_fp8,
+    check_graphs,
+    release,
+)
 from benchmarks.gpu.peers import measure_peers
 from benchmarks.gpu.report import Figure, Part, Report
 from benchmarks.gpu.speed import (
@@ -133,10 +139,13 @@ class Check:
         yield _Step("attention", lambda: check_attention(device, folder, names), 20)
         yield _Step("families", lambda: check_families(device, folder, names), 60)
         yield _Step("graphs", lambda: check_graphs(device, folder, names), 30)
+        has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability() >= _WITH_FP8
+        if has_fp8:
+            yield _Step("FP8", lambda: check_fp8(device), 15)
         yield _Step("memory", self._measure_memory, 2)
         for name in models:
             yield _Step(f"speed, {name}", partial(self._speed, name), 90)
-        if device.type == "cuda" and torch.cuda.get_device_capability() >= _WITH_FP8:
+        if has_fp8:
             for name in models:
                 yield _Step(f"speed in FP8, {name}", partial(self._speed, name, "fp8"), 90)
         for name in models:

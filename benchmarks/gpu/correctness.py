@@ -21,8 +21,9 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, AttentionStep, choose_backend
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
+from services.engine.model.operators.fp8_weights import Fp8Rounding
 
-__all__ = ["check_attention", "check_families", "check_graphs", "release"]
+__all__ = ["check_attention", "check_families", "check_fp8", "check_graphs", "release"]
 
 _CASES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "decode, 1 row": ((1,), (700,), 1),
@@ -36,6 +37,8 @@ _ATTENTIONS = ("llama", "mistral, window", "gemma2", "gpt-oss", "phi3, head of 9
 _WITH_GRAPHS = ("llama", "gemma2", "qwen3 moe", "gpt-oss")
 _MOST_DIFFERENCE = 0.02
 """Largest difference from float32 attention, of values near 1 in bfloat16"""
+_FP8_DIFFERENCE = 0.02
+"""Largest error of a product of FP8 numbers, of the largest result"""
 _MEAN_NATS, _MOST_NATS = 0.02, 0.5
 """Bounds of log-probability differences from float32"""
 
@@ -196,6 +199,40 @@ def check_graphs(
         pairs = zip(*results, strict=True)
         equal = sum(a.token_ids == b.token_ids for a, b in pairs)
         yield {"family": name, "equal streams of 8": equal, "ok": equal >= 7}
+
+
+def check_fp8(device: torch.device) -> Iterator[dict[str, Figure]]:
+    """Compare products of FP8 weights with those of the same rounded numbers in float32."""
+    # imported here: only GPU machines have Triton
+    from services.engine.model.operators.fp8_kernels import round_groups, round_rows
+    from services.engine.model.operators.fp8_operators import Fp8Operators
+
+    for group in (None, 128):
+        rounding = Fp8Rounding(group)
+        weight, bias = torch.randn(3072, 1664, device=device), torch.randn(3072, device=device)
+        projection = Fp8Operators(torch.bfloat16, device, rounding).projection(weight, bias)
+        rounded = rounding.round(weight)
+        exact = _decoded(rounded.numbers, rounded.scales.T)
+        for count in (1, 17, 37, 100, 300):
+            rows = torch.randn(count, 1664, device=device).to(torch.bfloat16)
+            residual = torch.randn(count, 3072, device=device).to(torch.bfloat16)
+            out = residual.clone()
+            projection.add_to(rows, out)
+            numbers, scales = round_rows(rows) if group is None else round_groups(rows, group)
+            product = _decoded(numbers, scales) @ exact.T
+            expected = residual.float() + product + bias.to(torch.bfloat16).float()
+            difference = ((out.float() - expected).abs().max() / expected.abs().max()).item()
+            yield {
+                "inputs of a scale": group or "all",
+                "rows": count,
+                "difference": difference,
+                "ok": difference <= _FP8_DIFFERENCE,
+            }
+
+
+def _decoded(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Return FP8 numbers [n, width] times the scales [n, groups]."""
+    return numbers.float() * scales.repeat_interleave(numbers.shape[1] // scales.shape[1], 1)
 
 
 @contextmanager

@@ -32,8 +32,8 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     )
     weights: str = setting(
         "full",
-        "Format of the weights in memory; full = --dtype; int8 (CPU) and fp8 (GPU) = half the "
-        "bytes of bfloat16.",
+        "Format of the weights in memory; full = --dtype, or a checkpoint's own FP8 or MXFP4 where "
+        "the GPU computes with it; int8 (CPU) and fp8 (GPU) = half the bytes of bfloat16.",
         choices=("full", "int8", "fp8"),
     )
     generation_config: bool = setting(

@@ -21,6 +21,7 @@ from services.engine.model.checkpoint.tensors import Checkpoint, TensorFiles
 from services.engine.model.decoder import Decoder
 from services.engine.model.lockstep import LeadingDecoder
 from services.engine.model.manifest import Manifest
+from services.engine.model.operators.fp8_weights import Fp8Rounding
 from services.engine.model.operators.interface import Operators
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.tiled_operators import Int8Operators, TiledOperators
@@ -34,7 +35,7 @@ __all__ = ["load_model", "load_spec", "resolve_dtype"]
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
 _ADA = (8, 9)
-"""Least compute capability that multiplies FP8"""
+"""Compute capability that multiplies FP8"""
 _AMPERE = (8, 0)
 """Least compute capability that multiplies bfloat16"""
 _DTYPES = {
@@ -93,21 +94,22 @@ def load_model(
     """Load a checkpoint, one layer at a time from the mapped files.
 
     progress: show a bar on a terminal, or log a few lines without one.
-    weights: "full" (in `dtype`), or "int8" or "fp8" (rounded, for all products but an expert
-    router's).
+    weights: "full" (in `dtype`; those of an FP8 checkpoint stay FP8 if `device` multiplies it),
+    "int8" (rounded, for all products but an expert router's) or "fp8" (rounded, for all products
+    but an expert router's and those that compute the logits).
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
     Raises CheckpointError before loading if a tensor is missing or of another shape.
-    Raises StartupError if this machine can't multiply such weights or the ranks can't share the
-    model.
+    Raises StartupError if this machine can't multiply int8 or FP8 weights or the ranks can't share
+    the model.
     """
     directory = Path(path)
     whole = load_spec(directory)
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
     operators = _choose_operators(spec, dtype, device, weights)
-    if spec.fp8 is not None:
-        _LOG.info("decoding the FP8 weights of %s to %s", directory, str(dtype).split(".")[-1])
+    if spec.fp8 is not None and operators.without_fp8() is operators:
+        _LOG.warning("decoding the FP8 weights of %s to %s", directory, str(dtype).split(".")[-1])
     with _open_tensors(directory, whole) as checkpoint:
         names = whole.family.names
         held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
@@ -149,8 +151,18 @@ def _choose_operators(
                 "multiples of 32. Start without it."
             )
         return Int8Operators(native)
-    if weights == "fp8":
-        return _fp8_operators(dtype, device)
+    if weights == "fp8" or spec.fp8 is not None:
+        if _multiplies_fp8(dtype, device):
+            # imported here: only GPU machines have Triton
+            from services.engine.model.operators.fp8_operators import Fp8Operators
+
+            group = None if spec.fp8 is None else spec.fp8.group
+            return Fp8Operators(dtype, device, Fp8Rounding(group))
+        if weights == "fp8":
+            raise StartupError(
+                "--weights fp8 needs a GPU of compute capability 8.9 or more (L4, H100, …), Triton "
+                "and --dtype bfloat16. Start without it."
+            )
     if device.type == "cuda" and find_spec("triton") is not None:
         # imported here: only GPU machines have Triton
         from services.engine.model.operators.triton_operators import TritonOperators
@@ -163,18 +175,7 @@ def _choose_operators(
     return NativeOperators(native, dtype)
 
 
-def _fp8_operators(dtype: torch.dtype, device: torch.device) -> Operators:
-    if (
-        device.type != "cuda"
-        or torch.cuda.get_device_capability(device) < _ADA
-        or dtype != torch.bfloat16
-        or find_spec("triton") is None
-    ):
-        raise StartupError(
-            "--weights fp8 needs a GPU of compute capability 8.9 or more (L4, H100), Triton and "
-            "--dtype bfloat16. Start without it."
-        )
-    # Imported here, because only GPU machines need Triton.
-    from services.engine.model.operators.fp8_operators import Fp8Operators
-
-    return Fp8Operators(dtype, device)
+def _multiplies_fp8(dtype: torch.dtype, device: torch.device) -> bool:
+    if device.type != "cuda" or dtype != torch.bfloat16 or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _ADA

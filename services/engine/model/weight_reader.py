@@ -13,6 +13,7 @@ With tensor parallelism it takes this rank's shard of each weight.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -81,7 +82,8 @@ class WeightReader:
         if manifest.head is not None:
             head = self._tensor(manifest.head)
         head = self._shard.rows(head)
-        output = self._projection(head, self._with_norm_bias(head, None, manifest.final_norm))
+        head_bias = self._with_norm_bias(head, None, manifest.final_norm)
+        output = self._projection(head, head_bias, self._operators.without_fp8())
         sinks = tuple(self._sinks(layer.sinks) for layer in manifest.layers if layer.sinks)
         return DecoderWeights(
             embedding=self._embedding(manifest.embedding),
@@ -126,23 +128,26 @@ class WeightReader:
 
         biases = [bias for _, bias in local if bias is not None]
         weight = joined([weight for weight, _ in local])
-        return self._projection(weight, joined(biases) if biases else None)
+        bias = joined(biases) if biases else None
+        return self._projection(weight, bias, self._operators_of(layer.qkv))
 
     def _feed_forward(self, layer: StoredLayer) -> FeedForward:
         spec, content = self._spec, layer.feed_forward
         norm, post_norm = layer.feed_forward_norm, layer.feed_forward_post_norm
         if isinstance(content, StoredFeedForward):
-            gate = self._gate(self._linear(content.gate, norm))
+            gate = self._gate(self._linear(content.gate, norm), self._operators_of(content.gate))
             return Dense(gate, self._residual_projection(content.down, post_norm))
         assert spec.experts is not None
         if isinstance(content.experts, StackedExperts):
-            experts = self._stacked_experts(content.experts)
+            operators, experts = self._operators, self._stacked_experts(content.experts)
         else:
+            parts = ((expert.gate, expert.down) for expert in content.experts)
+            operators = self._operators_of(*chain.from_iterable(parts))
             experts = (
                 self._expert(self._linear(expert.gate, norm), *self._partial(expert.down))
                 for expert in content.experts
             )
-        mixture = self._operators.mixture(
+        mixture = operators.mixture(
             experts, spec.experts.count, spec.experts.per_token, spec.activation
         )
         ((weight, bias),) = self._linear(content.router, norm)
@@ -201,12 +206,12 @@ class WeightReader:
         (gate, gate_bias), (up, up_bias) = self._gate_parts(parts, 2)
         return ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
 
-    def _gate(self, parts: list[WeightAndBias]) -> Gate:
+    def _gate(self, parts: list[WeightAndBias], operators: Operators) -> Gate:
         """Make a gate of one product or two, which may be stored as one."""
         activation = self._spec.activation
         (gate, gate_bias), *second = self._gate_parts(parts, 2 if activation.gated else 1)
         up, up_bias = second[0] if second else (None, None)
-        made = self._operators.gate(gate, up, gate_bias, up_bias, activation)
+        made = operators.gate(gate, up, gate_bias, up_bias, activation)
         self._step_bytes += made.weight_bytes
         return made
 
@@ -227,7 +232,7 @@ class WeightReader:
 
     def _partial_projection(self, linear: StoredLinear) -> Projection:
         """Make this rank's summand of a projection that is added to the residual."""
-        return self._projection(*self._partial(linear))
+        return self._projection(*self._partial(linear), self._operators_of(linear))
 
     def _partial(self, linear: StoredLinear) -> WeightAndBias:
         """Read this rank's summand of a layer whose output is added to the residual."""
@@ -243,10 +248,17 @@ class WeightReader:
         scale = self._spec.residual_scale
         return outputs if scale == 1 else outputs.float() * scale
 
-    def _projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        projection = self._operators.projection(weight, bias)
+    def _projection(self, weight: Tensor, bias: Tensor | None, operators: Operators) -> Projection:
+        projection = operators.projection(weight, bias)
         self._step_bytes += projection.weight_bytes
         return projection
+
+    def _operators_of(self, *linears: StoredLinear) -> Operators:
+        """Return the operators for layers that are multiplied at once."""
+        weights = (weight for linear in linears for weight in linear.weights)
+        if any(map(self._checkpoint.leaves_unquantized, weights)):
+            return self._operators.without_fp8()
+        return self._operators
 
     def _linear(self, linear: StoredLinear, norm: StoredNorm | None) -> list[WeightAndBias]:
         """Read weights [outputs, inputs] and biases, with the bias of `norm` folded in."""

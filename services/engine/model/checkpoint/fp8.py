@@ -15,6 +15,8 @@ __all__ = ["METHODS", "Fp8Format", "Fp8Tensors"]
 METHODS = ("fp8", "compressed-tensors")
 """Values of quant_method whose weights may be FP8"""
 _STORED = "F8_E4M3"
+_GROUPS = (64, 128)
+"""Widths of blocks that the GPU's kernels multiply as they are"""
 _UNUSED = ("*.input_scale", "*.k_scale", "*.v_scale")
 """Scales of activations and of a quantized KV cache; the engine keeps both in its own dtype"""
 
@@ -31,6 +33,11 @@ class Fp8Format:
     """The scale of a.weight is a.weight followed by this"""
     block: tuple[int, int] | None
     """Outputs and inputs that share a scale; None: a scale for each tensor or each output"""
+
+    @property
+    def group(self) -> int | None:
+        """Inputs that share a scale on a GPU; None: all of an output."""
+        return self.block[1] if self.block is not None and self.block[1] in _GROUPS else None
 
     @staticmethod
     def from_config(config: Config) -> "Fp8Format":
@@ -87,6 +94,9 @@ class Fp8Tensors(Checkpoint):
             for dim, (part, size) in enumerate(zip(self._format.block, stored.shape, strict=True)):
                 scale = scale.repeat_interleave(part, dim).narrow(dim, 0, size)
         return tensor.float().mul_(scale)
+
+    def leaves_unquantized(self, stored: StoredTensor) -> bool:
+        return not self._is_scaled(stored)
 
     def num_bytes(self, stored: StoredTensor) -> int:
         return sum(map(super().num_bytes, self._parts(stored)))

@@ -67,6 +67,10 @@ class TensorFiles(ABC):
         """Return the bytes that the files hold for a tensor that `require` found."""
         return self._num_bytes(stored, self._found[stored.name])
 
+    def leaves_unquantized(self, stored: StoredTensor) -> bool:
+        """Return whether this weight is not quantized, though the checkpoint is."""
+        return False
+
     def holds(self, name: str) -> bool:
         return name in self._found
 

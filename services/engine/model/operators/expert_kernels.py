@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.checkpoint.mxfp4 import GROUP_SIZE, Mxfp4Weight
-from services.engine.model.operators.fp8_operators import quantize_rows
+from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding
 from services.engine.model.operators.interface import ExpertWeights, Mixture
 
 __all__ = ["GroupedMixture"]
@@ -78,12 +78,14 @@ class _Weights:
     """The same products of all experts."""
 
     weight: Tensor
-    """[experts, products * outputs, inputs], or uint8 as _pack returns it for MXFP4"""
+    """[experts, products * outputs, inputs]; uint8 as _pack returns it for MXFP4"""
     scales: Tensor | None
-    """MXFP4: uint8 [experts, groups, products * outputs], exponents of 2 plus 127; FP8: float32
-    [experts, products * outputs]; else None"""
+    """[experts, groups, products * outputs]: exponents of 2 plus 127 in uint8 for MXFP4, float32
+    for FP8; None: there are none"""
     bias: Tensor | None
     """[experts, products * outputs]"""
+    rounding: Fp8Rounding | None
+    """Rounding to FP8 of weights that are not MXFP4"""
 
     @staticmethod
     def allocate(
@@ -91,24 +93,26 @@ class _Weights:
         bias: Tensor | None,
         count: int,
         dtype: torch.dtype,
-        stored: torch.dtype,
         device: torch.device,
+        rounding: Fp8Rounding | None,
     ) -> "_Weights":
         """Allocate space for `count` experts like the one with these products."""
         first = weights[0]
         outputs, inputs = sum(weight.shape[0] for weight in weights), first.shape[1]
-        scales = None
+        weight_dtype, scales = dtype, None
         if isinstance(first, Mxfp4Weight):
             chunks = triton.cdiv(inputs, _PACKED)
-            stored, inputs = torch.uint8, chunks * _PACKED // 2
+            weight_dtype, inputs = torch.uint8, chunks * _PACKED // 2
             groups = chunks * _PACKED // GROUP_SIZE
             scales = torch.empty((count, groups, outputs), dtype=torch.uint8, device=device)
-        elif stored == torch.float8_e4m3fn:
-            scales = torch.empty((count, outputs), dtype=torch.float32, device=device)
+        elif rounding is not None:
+            weight_dtype, groups = FP8, triton.cdiv(inputs, rounding.group_inputs(inputs))
+            scales = torch.empty((count, groups, outputs), dtype=torch.float32, device=device)
         return _Weights(
-            torch.empty((count, outputs, inputs), dtype=stored, device=device),
+            torch.empty((count, outputs, inputs), dtype=weight_dtype, device=device),
             scales,
             None if bias is None else torch.empty((count, outputs), dtype=dtype, device=device),
+            rounding,
         )
 
     def put(
@@ -121,20 +125,34 @@ class _Weights:
         first = 0
         for weight, bias in zip(weights, biases, strict=True):
             part = slice(first, first + weight.shape[0])
-            if isinstance(weight, Mxfp4Weight):
-                assert self.scales is not None
-                packed, scales = _pack(weight, self.weight.device)
-                self.weight[number, part] = packed
+            numbers, scales = self._converted(weight)
+            self.weight[number, part] = numbers
+            if self.scales is not None and scales is not None:
                 self.scales[number, :, part] = scales
-            elif self.scales is not None:
-                rounded, scales = quantize_rows(weight.to(self.weight.device))
-                self.weight[number, part] = rounded
-                self.scales[number, part] = scales[:, 0]
-            else:
-                self.weight[number, part] = weight.to(self.weight.device, self.weight.dtype)
             if self.bias is not None and bias is not None:
                 self.bias[number, part] = bias.to(self.bias.device, self.bias.dtype)
             first = part.stop
+
+    def _converted(self, weight: Tensor | Mxfp4Weight) -> tuple[Tensor, Tensor | None]:
+        """Return numbers [outputs, inputs] and scales [groups, outputs] as they are stored."""
+        device = self.weight.device
+        if not isinstance(weight, Tensor):
+            return _pack(weight, device)
+        if self.rounding is None:
+            return weight.to(device, self.weight.dtype), None
+        rounded = self.rounding.round(weight.to(device))
+        return rounded.numbers, rounded.scales
+
+    @property
+    def fp8_groups(self) -> int:
+        """FP8 scales of an output; 0: the weights are not FP8."""
+        return self.scales.shape[1] if self.scales is not None and self.weight.dtype == FP8 else 0
+
+    @property
+    def group_inputs(self) -> int:
+        """Inputs that share an FP8 scale."""
+        inputs = self.weight.shape[2]
+        return inputs if self.rounding is None else self.rounding.group_inputs(inputs)
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +174,10 @@ def _pack(weight: Mxfp4Weight, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class GroupedMixture(Mixture):
-    """Experts in one product per half, without a word to the host. float16 and bfloat16 rows."""
+    """Experts in one product per half, without a word to the host. float16 and bfloat16.
+
+    Encoded weights are decoded in registers; rows keep their dtype.
+    """
 
     def __init__(
         self,
@@ -165,20 +186,22 @@ class GroupedMixture(Mixture):
         per_row: int,
         activation: Activation,
         dtype: torch.dtype,
-        stored: torch.dtype,
         device: torch.device,
+        rounding: Fp8Rounding | None = None,
     ) -> None:
         """Copy the weights to the device, an expert at a time, and compile the kernels.
 
-        per_row: experts that the router chooses for a row. dtype: that of rows. stored: that of
-        weights other than MXFP4, `dtype` or float8_e4m3fn.
+        per_row: experts that the router chooses for a row. rounding: to FP8, of weights that are
+        not MXFP4; None: they get `dtype`.
         """
         first, rest = _first(experts)
         inputs, outputs = first.gate.shape[1], first.down.shape[0]
         self._gate = _Weights.allocate(
-            (first.gate, first.up), first.gate_bias, count, dtype, stored, device
+            (first.gate, first.up), first.gate_bias, count, dtype, device, rounding
         )
-        self._down = _Weights.allocate((first.down,), first.down_bias, count, dtype, stored, device)
+        self._down = _Weights.allocate(
+            (first.down,), first.down_bias, count, dtype, device, rounding
+        )
         for number, each in enumerate(rest):
             self._gate.put(number, (each.gate, each.up), (each.gate_bias, each.up_bias))
             self._down.put(number, (each.down,), (each.down_bias,))
@@ -280,6 +303,8 @@ def _multiply_all(
         limit=0.0 if activation is None else activation.limit,
         tile_rows=tile.rows,
         tile_outputs=tile_outputs,
+        groups=weights.fp8_groups,
+        group_inputs=weights.group_inputs,
         tile_inputs=_PACKED if weights.weight.dtype == torch.uint8 else tile.inputs,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -360,13 +385,14 @@ def _multiply(
     nonlinearity: tl.constexpr,
     alpha: tl.constexpr,
     limit: tl.constexpr,
+    groups: tl.constexpr,
+    group_inputs: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
 ) -> None:
     """Multiply a block of rows with some outputs of its expert, of one product or of two."""
     products: tl.constexpr = 1 if nonlinearity is None else 2
-    is_packed: tl.constexpr = weights.dtype.element_ty == tl.uint8
     block = tl.program_id(0)
     if block < tl.load(block_count):
         choice = tl.load(order + block * tile_rows + tl.arange(0, tile_rows))
@@ -379,8 +405,11 @@ def _multiply(
         product = tl.zeros((tile_rows, tile_outputs), tl.float32)
         second = tl.zeros((tile_rows, tile_outputs), tl.float32)
         row_start = rows + row[:, None] * inputs
-        if not is_packed:
+        stride: tl.constexpr = products * outputs
+        if scales is None or groups > 0:
             weight_rows = weights + (first_output + output.to(tl.int64)) * inputs
+            if groups > 0:
+                factors = scales + expert * (groups * stride) + output
             for first in range(0, inputs, tile_inputs):
                 column = first + tl.arange(0, tile_inputs)
                 is_column = column < inputs
@@ -388,22 +417,29 @@ def _multiply(
                 part = tl.load(row_start + column[None, :], mask=is_part, other=0.0)
                 place = weight_rows[None, :] + column[:, None]
                 is_weight = is_output[None, :] & is_column[:, None]
-                weight = tl.load(place, mask=is_weight, other=0.0)
-                product = tl.dot(part, weight.to(part.dtype), product, input_precision="ieee")
+                weight = tl.load(place, mask=is_weight, other=0.0).to(part.dtype)
+                if groups > 1:
+                    place_of_factor = factors + first // group_inputs * stride
+                    factor = tl.load(place_of_factor, mask=is_output, other=0.0)
+                    product += tl.dot(part, weight, input_precision="ieee") * factor[None, :]
+                else:
+                    product = tl.dot(part, weight, product, input_precision="ieee")
                 if products == 2:
                     weight = tl.load(place + outputs * inputs, mask=is_weight, other=0.0)
-                    second = tl.dot(part, weight.to(part.dtype), second, input_precision="ieee")
-            if scales is not None:
-                scale = scales + first_output + output
-                product *= tl.load(scale, mask=is_output, other=0.0)[None, :]
+                    weight = weight.to(part.dtype)
+                    if groups > 1:
+                        factor = tl.load(place_of_factor + outputs, mask=is_output, other=0.0)
+                        second += tl.dot(part, weight, input_precision="ieee") * factor[None, :]
+                    else:
+                        second = tl.dot(part, weight, second, input_precision="ieee")
+            if groups == 1:
+                product *= tl.load(factors, mask=is_output, other=0.0)[None, :]
                 if products == 2:
-                    scale_of_second = tl.load(scale + outputs, mask=is_output, other=0.0)
-                    second *= scale_of_second[None, :]
+                    second *= tl.load(factors + outputs, mask=is_output, other=0.0)[None, :]
         else:
             # The inputs of a step are two groups; the lower halves of bytes hold the first.
             group: tl.constexpr = tile_inputs // 2
             row_bytes: tl.constexpr = (inputs + tile_inputs - 1) // tile_inputs * group
-            stride: tl.constexpr = products * outputs
             weight_rows = weights + (first_output + output.to(tl.int64)) * row_bytes
             exponents = scales + expert * (row_bytes // group * 2 * stride) + output
             for first in range(0, inputs, tile_inputs):

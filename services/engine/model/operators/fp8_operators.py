@@ -1,116 +1,115 @@
-"""Operators for FP8 weights on a GPU: E4M3, with a scale for each output and for each row.
+"""Operators of a GPU that multiplies FP8."""
 
-Not yet run on a GPU.
-"""
+from collections.abc import Iterable
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
-from services.engine.model.operators.interface import Projection
+from services.engine.model.architecture.activation import Activation
+from services.engine.model.operators.expert_kernels import GroupedMixture
+from services.engine.model.operators.fp8_kernels import multiply_groups, round_groups, round_rows
+from services.engine.model.operators.fp8_weights import Fp8Rounding, Fp8Weight
+from services.engine.model.operators.interface import (
+    ExpertWeights,
+    Mixture,
+    Operators,
+    Projection,
+)
 from services.engine.model.operators.triton_operators import TritonOperators
 
-__all__ = ["Fp8Operators", "quantize_rows"]
+__all__ = ["Fp8Operators"]
 
-_ALIGNMENT = 16
-"""Inputs and outputs of torch's FP8 products are multiples of it"""
-_CHUNK = 2048
-"""Numbers that the rounding kernel reads at a time"""
+_MULTIPLE = 16
+"""Divisor of both widths of a product in FP8"""
 
 
 class Fp8Operators(TritonOperators):
-    """bfloat16 activations, rounded row by row before each product.
+    """TritonOperators with weights in FP8, half the bytes of bfloat16.
 
-    Experts multiply bfloat16 activations; MXFP4 stays as it is. Routers and products whose inputs
-    are no multiple of 16 stay in bfloat16.
+    Products round their rows to FP8, too, with a scale for each row or group; experts don't.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, rounding: Fp8Rounding) -> None:
         super().__init__(dtype, device)
-        self._expert_dtype = torch.float8_e4m3fn
+        self._rounding = rounding
+        self.groups_experts = True
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        if weight.shape[1] % _ALIGNMENT:
+        if any(width % _MULTIPLE for width in weight.shape):
             return super().projection(weight, bias)
-        return _Fp8Projection(self._own(weight), None if bias is None else self._own(bias))
+        rounded = self._rounding.round(weight.to(self._device))
+        own_bias = None if bias is None else self._own(bias)
+        if self._rounding.group is None:
+            return _RowScaledProjection(rounded, own_bias)
+        return _GroupScaledProjection(rounded, own_bias, self._rounding.group)
 
     def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return super().projection(weight, bias)
 
+    def mixture(
+        self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
+    ) -> Mixture:
+        return GroupedMixture(
+            experts, count, per_row, activation, self._dtype, self._device, self._rounding
+        )
 
-class _Fp8Projection(Projection):
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._outputs = len(weight)
-        missing = -self._outputs % _ALIGNMENT
-        self._weight, scales = quantize_rows(pad(weight, (0, 0, 0, missing)))
-        self._scales = scales.view(1, -1)
-        self._bias = None if bias is None else pad(bias, (0, missing))
-        self.weight_bytes = self._weight.nbytes + scales.nbytes
+    def without_fp8(self) -> Operators:
+        return TritonOperators(self._dtype, self._device)
+
+
+class _ScaledProjection(Projection):
+    """A projection that owns an FP8 weight."""
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
+        self.weight = weight
+        self._bias = bias
+        self.weight_bytes = weight.numbers.nbytes + weight.scales.nbytes
+
+
+class _RowScaledProjection(_ScaledProjection):
+    """A scale for each row and each output: torch's own product."""
 
     def into(self, rows: Tensor, out: Tensor) -> None:
-        if out.dtype == rows.dtype and self._outputs == len(self._weight):
+        if out.dtype == rows.dtype:
             self._multiply(rows, out)
         else:
-            out.copy_(self._product(rows))
+            out.copy_(self._product(rows, out))
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        out += self._product(rows)
+        out += self._product(rows, out)
 
-    def _product(self, rows: Tensor) -> Tensor:
-        product = rows.new_empty((len(rows), len(self._weight)))
+    def _product(self, rows: Tensor, out: Tensor) -> Tensor:
+        product = torch.empty_like(out, dtype=rows.dtype)
         self._multiply(rows, product)
-        return product[:, : self._outputs]
+        return product
 
     def _multiply(self, rows: Tensor, out: Tensor) -> None:
-        rounded, scales = quantize_rows(rows)
+        numbers, scales = round_rows(rows)
         torch._scaled_mm(
-            rounded,
-            self._weight.T,
+            numbers,
+            self.weight.numbers.T,
             scale_a=scales,
-            scale_b=self._scales,
+            scale_b=self.weight.scales,
             bias=self._bias,
             out_dtype=out.dtype,
+            use_fast_accum=True,
             out=out,
         )
 
 
-def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row, times its own factor, to E4M3. NaN stays NaN.
+class _GroupScaledProjection(_ScaledProjection):
+    """A scale for each group of inputs of a row, and of an output."""
 
-    rows: [n, width]. Returns contiguous float8_e4m3fn [n, width] and float32 scales [n, 1]: a
-    number times its row's scale is about the number in `rows`.
-    """
-    rows = rows.contiguous()
-    count, width = rows.shape
-    rounded = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
-    scales = torch.empty((count, 1), dtype=torch.float32, device=rows.device)
-    _quantize[(count,)](rounded, scales, rows, width=width, chunk=_CHUNK)
-    return rounded, scales
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None, group: int) -> None:
+        super().__init__(weight, bias)
+        self._group = group
 
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self._multiply(rows, out, adds=False)
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _quantize(
-    rounded: tl.tensor,
-    scales: tl.tensor,
-    rows: tl.tensor,
-    width: tl.constexpr,
-    chunk: tl.constexpr,
-) -> None:
-    """Round one row."""
-    row = tl.program_id(0).to(tl.int64)
-    start = rows + row * width
-    largest = tl.zeros((chunk,), tl.float32)
-    for first in range(0, width, chunk):
-        column = first + tl.arange(0, chunk)
-        numbers = tl.load(start + column, mask=column < width, other=0.0)
-        largest = tl.maximum(largest, tl.abs(numbers.to(tl.float32)))
-    # A row of zeros has a scale, too. 448 is the largest number in E4M3.
-    scale = tl.maximum(tl.max(largest, axis=0), 1e-12) / 448.0
-    tl.store(scales + row, scale)
-    for first in range(0, width, chunk):
-        column = first + tl.arange(0, chunk)
-        numbers = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
-        place = rounded + row * width + column
-        tl.store(place, (numbers / scale).to(rounded.dtype.element_ty), mask=column < width)
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        self._multiply(rows, out, adds=True)
+
+    def _multiply(self, rows: Tensor, out: Tensor, *, adds: bool) -> None:
+        rounded = round_groups(rows, self._group)
+        multiply_groups(rounded, self.weight, self._bias, self._group, out, adds=adds)

@@ -108,8 +108,15 @@ class Operators(ABC):
         """Make a projection of `weight` [outputs, inputs], of any floating dtype; it is copied."""
 
     def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        """Make a projection whose weight is never rounded to int8, such as a router's."""
+        """Make a projection whose weight is never rounded, such as a router's."""
         return self.projection(weight, bias)
+
+    def without_fp8(self) -> "Operators":
+        """Return operators for weights that stay in the model's dtype where others are FP8.
+
+        These are the output projection, and what an FP8 checkpoint does not quantize.
+        """
+        return self
 
     @abstractmethod
     def gate(

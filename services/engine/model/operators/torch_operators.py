@@ -37,7 +37,6 @@ class TorchOperators(Operators):
             self.rows_at_once = _CUDA_ROWS
         on_cpu = device.type == "cpu"
         self.groups_experts = _runs_expert_kernels(dtype, device)
-        self._expert_dtype = dtype
         self._prepacks = on_cpu and dtype == torch.bfloat16 and _is_onednn_available()
 
     def empty(self, rows: int, width: int) -> Tensor:
@@ -71,9 +70,7 @@ class TorchOperators(Operators):
         # Imported here, because only GPU machines need Triton.
         from services.engine.model.operators.expert_kernels import GroupedMixture
 
-        return GroupedMixture(
-            experts, count, per_row, activation, self._dtype, self._expert_dtype, self._device
-        )
+        return GroupedMixture(experts, count, per_row, activation, self._dtype, self._device)
 
     def arrange(self, rows: Tensor, out: Tensor) -> None:
         out.copy_(rows)

@@ -14,6 +14,7 @@ from services.engine.model.operators import expert_kernels
 from tests.unit.engine.triton.compile_attention import _resources
 
 SHARED_MEMORY = 99 << 10
+FP8_CAPABILITY = 89
 POINTERS = {"order", "block_experts", "block_count", "counts"}
 SORTING = {"experts": 128, "padded_experts": 128, "tile_rows": 16, "chunk": 1024}
 GATE = {
@@ -36,27 +37,31 @@ def main() -> None:
         for tile in expert_kernels._TILES:
             _compile_product(capability, "bf16", GATE, tile)
             if tile.rows in (16, 128):
-                _compile_product(capability, "bf16", GATE, tile, stored="u8")
+                _compile_product(capability, "bf16", GATE, tile, "mxfp4")
+                if capability >= FP8_CAPABILITY:
+                    _compile_product(capability, "bf16", GATE, tile, "fp8 groups")
         first, *_, last = expert_kernels._TILES
         _compile_product(capability, "bf16", DOWN, last)
-        if capability >= 90:
-            _compile_product(capability, "bf16", GATE, last, stored="fp8e4nv")
+        if capability >= FP8_CAPABILITY:
+            _compile_product(capability, "bf16", DOWN, last, "fp8")
         _compile_product(capability, "fp16", GATE | {"nonlinearity": "gelu"}, first)
 
 
 def _compile_product(
-    capability: int, dtype: str, constants: dict[str, Any], tile: Any, *, stored: str = ""
+    capability: int, dtype: str, constants: dict[str, Any], tile: Any, weights: str = "plain"
 ) -> None:
     products = 1 if constants["nonlinearity"] is None else 2
     sizes = {
         "tile_rows": tile.rows,
         "tile_outputs": tile.outputs // products,
         "tile_inputs": tile.inputs,
+        "groups": {"fp8": 1, "fp8 groups": 23}.get(weights, 0),
+        "group_inputs": 128 if weights == "fp8 groups" else 2880,
     }
-    if not stored:
+    if weights == "plain":
         sizes["scales"] = None
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    _compile(expert_kernels._multiply, capability, dtype, constants | sizes, stored, **options)
+    _compile(expert_kernels._multiply, capability, dtype, constants | sizes, weights, **options)
 
 
 def _compile(
@@ -64,7 +69,7 @@ def _compile(
     capability: int,
     dtype: str,
     constants: dict[str, Any],
-    stored: str = "",
+    weights: str = "plain",
     **options: int,
 ) -> None:
     types = {
@@ -74,8 +79,10 @@ def _compile(
         **dict.fromkeys(POINTERS, "*i32"),
         **dict.fromkeys(("out", "rows", "weights", "biases", "products"), f"*{dtype}"),
     }
-    if stored:
-        types |= {"weights": f"*{stored}", "scales": "*u8" if stored == "u8" else "*fp32"}
+    if weights == "mxfp4":
+        types |= {"weights": "*u8", "scales": "*u8"}
+    elif weights != "plain":
+        types |= {"weights": "*fp8e4nv", "scales": "*fp32"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = {
@@ -88,13 +95,11 @@ def _compile(
     compiled = triton.compile(source, target=target, options=options)
     used = _resources(compiled.asm["ptx"], capability)
     is_pipelined = "cp.async" in compiled.asm["ptx"]
-    print(
-        kernel.__name__, capability, stored or dtype, compiled.metadata.shared, used, is_pipelined
-    )
+    print(kernel.__name__, capability, dtype, weights, compiled.metadata.shared, used, is_pipelined)
     assert compiled.metadata.shared <= SHARED_MEMORY, constants
     assert used["spilled"] <= 128, constants
     # MXFP4's 0.5 is decoded from a subnormal number, which such a product would take for 0.
-    assert stored != "u8" or "mul.ftz" not in compiled.asm["ptx"], constants
+    assert weights != "mxfp4" or "mul.ftz" not in compiled.asm["ptx"], constants
     assert is_pipelined or kernel is not expert_kernels._multiply, constants
 
 

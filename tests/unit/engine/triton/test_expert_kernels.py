@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from tests.unit.engine.checkpoints import (
     random_tokens,
     reference_logits,
 )
-from tests.unit.engine.triton.test_fp8_operators import rounded_by_torch
 
 kernels = pytest.importorskip("services.engine.model.operators.expert_kernels")
 interpreted = pytest.mark.skipif(
@@ -66,12 +64,8 @@ def choose(generator: torch.Generator, rows: int, among: Sequence[int], per_row:
     return torch.tensor(among)[order]
 
 
-def grouped(
-    experts: list[ExpertWeights], activation: Activation, stored: torch.dtype = torch.float32
-) -> Mixture:
-    mixture: Mixture = kernels.GroupedMixture(
-        experts, EXPERTS, 1, activation, torch.float32, stored, CPU
-    )
+def grouped(experts: list[ExpertWeights], activation: Activation) -> Mixture:
+    mixture: Mixture = kernels.GroupedMixture(experts, EXPERTS, 1, activation, torch.float32, CPU)
     return mixture
 
 
@@ -136,34 +130,6 @@ def test_packed_experts_equal_decoded_ones(hidden: int, width: int) -> None:
     loop.add_to(inputs, chosen, factors, expected)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
     assert mixture.weight_bytes < loop.weight_bytes / 4
-
-
-@interpreted
-def test_experts_in_fp8_equal_their_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounded by torch, because the interpreter's rounding differs from a GPU's."""
-    monkeypatch.setattr(kernels, "quantize_rows", rounded_by_torch)
-    generator = torch.Generator().manual_seed(1)
-    experts = random_experts(generator, biased=True)
-
-    def rounded(weight: Tensor | Mxfp4Weight) -> Tensor:
-        assert isinstance(weight, Tensor)
-        numbers, scales = rounded_by_torch(weight)
-        return numbers.float() * scales
-
-    expected, out = torch.zeros(9, HIDDEN), torch.zeros(9, HIDDEN)
-    inputs = torch.randn(9, HIDDEN, generator=generator)
-    chosen = choose(generator, 9, range(EXPERTS), 3)
-    factors = torch.rand(9, 3, generator=generator)
-    mixture = grouped(experts, SWIGLU, torch.float8_e4m3fn)
-    mixture.add_to(inputs, chosen, factors, out)
-    decoded = [
-        replace(each, gate=rounded(each.gate), up=rounded(each.up), down=rounded(each.down))
-        for each in experts
-    ]
-    loop = TorchOperators(torch.float32, CPU).mixture(decoded, EXPERTS, 3, SWIGLU)
-    loop.add_to(inputs, chosen, factors, expected)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    assert mixture.weight_bytes < loop.weight_bytes / 3
 
 
 @interpreted
