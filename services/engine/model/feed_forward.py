@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.model.operators.interface import Gate, Mixture, Projection
+from services.engine.model.operators.interface import Gate, Mixture, Operators, Projection
 
 __all__ = ["Dense", "Experts", "FeedForward"]
 
@@ -45,11 +45,10 @@ class Experts(FeedForward):
     per_token: int
     normalized: bool
     """True if the weights of a row's experts are scaled to sum to 1"""
+    operators: Operators
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         scores = torch.empty(len(rows), self.count, device=rows.device)
         self.router.into(rows, scores)
-        weights, chosen = scores.softmax(dim=1).topk(self.per_token, dim=1)
-        if self.normalized:
-            weights /= weights.sum(dim=1, keepdim=True)
-        self.mixture.add_to(rows, chosen, weights, out)
+        choice = self.operators.choose(scores, self.per_token, normalized=self.normalized)
+        self.mixture.add_to(rows, *choice, out)

@@ -159,6 +159,7 @@ class WeightReader:
             count=spec.experts.count,
             per_token=spec.experts.per_token,
             normalized=spec.experts.normalized,
+            operators=self._operators,
         )
         return self._shard.summed_experts(layer_experts)
 

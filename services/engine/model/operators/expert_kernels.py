@@ -19,7 +19,7 @@ from services.engine.model.checkpoint.mxfp4 import GROUP_SIZE, Mxfp4Weight
 from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding
 from services.engine.model.operators.interface import ExpertWeights, Mixture
 
-__all__ = ["GroupedMixture"]
+__all__ = ["GroupedMixture", "choose_experts"]
 
 _CHUNK = 1024
 """Choices that a program of the sorting kernels reads at a time"""
@@ -236,6 +236,24 @@ class GroupedMixture(Mixture):
         )
 
 
+def choose_experts(scores: Tensor, per_row: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
+    """Return what Operators.choose does. Experts of a row that has NaN have NaN as factors."""
+    count, experts = scores.shape
+    chosen = torch.empty((count, per_row), dtype=torch.int64, device=scores.device)
+    factors = torch.empty((count, per_row), dtype=torch.float32, device=scores.device)
+    _choose[(count,)](
+        chosen,
+        factors,
+        scores,
+        experts=experts,
+        per_row=per_row,
+        normalized=normalized,
+        padded_experts=triton.next_power_of_2(experts),
+        num_warps=1,
+    )
+    return chosen, factors
+
+
 def _first(experts: Iterable[ExpertWeights]) -> tuple[ExpertWeights, Iterable[ExpertWeights]]:
     """Return the first expert, and all of them."""
     iterator = iter(experts)
@@ -309,6 +327,39 @@ def _multiply_all(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _choose(
+    chosen: tl.tensor,
+    factors: tl.tensor,
+    scores: tl.tensor,
+    experts: tl.constexpr,
+    per_row: tl.constexpr,
+    normalized: tl.constexpr,
+    padded_experts: tl.constexpr,
+) -> None:
+    """Choose one row's experts, of equal ones the first."""
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, padded_experts)
+    is_expert = number < experts
+    score = tl.load(scores + row * experts + number, mask=is_expert, other=float("-inf"))
+    factor = tl.exp(score - tl.max(score, axis=0))
+    factor = factor / tl.sum(factor, axis=0)
+    # Above minus infinity, so that a row of NaN has experts, too, and no expert twice.
+    left = tl.where(score > -3e38, score, -3e38)
+    left = tl.where(is_expert, left, float("-inf"))
+    ordinal = tl.zeros((padded_experts,), tl.int32) + per_row
+    for choice in tl.static_range(per_row):
+        is_best = left == tl.max(left, axis=0)
+        best = tl.min(tl.where(is_best, number, padded_experts), axis=0)
+        ordinal = tl.where(number == best, choice, ordinal)
+        left = tl.where(number == best, float("-inf"), left)
+    is_chosen = ordinal < per_row
+    if normalized:
+        factor = factor / tl.sum(tl.where(is_chosen, factor, 0.0), axis=0)
+    tl.store(factors + row * per_row + ordinal, factor, mask=is_chosen)
+    tl.store(chosen + row * per_row + ordinal, number.to(tl.int64), mask=is_chosen)
 
 
 @triton.jit(do_not_specialize=["choices"])  # type: ignore[untyped-decorator]

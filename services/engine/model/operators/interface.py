@@ -138,6 +138,17 @@ class Operators(ABC):
         """
         return _LoopedMixture(experts, activation, self)
 
+    def choose(self, scores: Tensor, per_row: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
+        """Return the experts with the `per_row` highest scores of each row, and their factors.
+
+        scores: float32 [n, experts]. Returns int64 [n, per_row] and float32 [n, per_row]: their
+        parts of the softmax, which `normalized` scales to sum to 1.
+        """
+        factors, chosen = scores.softmax(dim=1).topk(per_row, dim=1)
+        if normalized:
+            factors /= factors.sum(dim=1, keepdim=True)
+        return chosen, factors
+
     def recording(self) -> Recording | None:
         """Return a recording for a decoder's layers; None: these operators can't be recorded."""
         return None

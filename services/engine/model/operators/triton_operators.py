@@ -4,6 +4,7 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.operators.expert_kernels import choose_experts
 from services.engine.model.operators.fused_kernels import activate, norm_rows, rotate_heads
 from services.engine.model.operators.interface import Gate, Projection
 from services.engine.model.operators.torch_operators import TorchOperators, join
@@ -12,7 +13,7 @@ __all__ = ["TritonOperators"]
 
 
 class TritonOperators(TorchOperators):
-    """One launch for each norm, rotation and activation."""
+    """One launch for each norm, rotation, activation and choice of experts."""
 
     def gate(
         self,
@@ -30,6 +31,9 @@ class TritonOperators(TorchOperators):
 
     def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         norm_rows(rows, weight, epsilon, out, adds=True)
+
+    def choose(self, scores: Tensor, per_row: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
+        return choose_experts(scores, per_row, normalized=normalized)
 
     def rotate(
         self,

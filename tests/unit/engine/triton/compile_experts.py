@@ -30,6 +30,8 @@ DOWN = GATE | {"per_row": 1, "nonlinearity": None}
 
 def main() -> None:
     for capability in map(int, sys.argv[1:]):
+        choosing = {"experts": 100, "padded_experts": 128, "per_row": 8, "normalized": True}
+        _compile(expert_kernels._choose, capability, "bf16", choosing, num_warps=1)
         _compile(expert_kernels._count_choices, capability, "bf16", {"chunk": 1024})
         _compile(expert_kernels._place_choices, capability, "bf16", SORTING)
         summing = {"per_row": 4, "outputs": 2880, "tile": 1024}
@@ -74,6 +76,7 @@ def _compile(
 ) -> None:
     types = {
         "chosen": "*i64",
+        "scores": "*fp32",
         "choices": "i32",
         "factors": "*fp32",
         **dict.fromkeys(POINTERS, "*i32"),

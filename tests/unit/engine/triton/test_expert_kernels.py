@@ -70,6 +70,32 @@ def grouped(experts: list[ExpertWeights], activation: Activation) -> Mixture:
 
 
 @interpreted
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(("experts", "per_row"), [(5, 2), (8, 1), (128, 8), (3, 3)])
+def test_router_chooses_as_in_torch(experts: int, per_row: int, normalized: bool) -> None:
+    scores = torch.randn(9, experts) * 4
+    scores[3, 0] = 200.0  # the others' parts of the softmax are 0
+    plain = TorchOperators(torch.float32, CPU)
+    chosen, factors = plain.choose(scores, per_row, normalized=normalized)
+    mine, my_factors = kernels.choose_experts(scores, per_row, normalized=normalized)
+    torch.testing.assert_close(my_factors, factors, atol=1e-6, rtol=1e-5)
+    rows = [row for row in range(9) if row != 3]
+    assert torch.equal(mine[rows], chosen[rows])
+    assert mine[3, 0] == 0
+
+
+@interpreted
+def test_row_of_nan_chooses_experts_that_exist() -> None:
+    """Otherwise the product would read weights of no expert; the request fails by its logits."""
+    scores = torch.randn(4, 6)
+    scores[1], scores[2, 3] = torch.nan, torch.nan
+    chosen, factors = kernels.choose_experts(scores, 3, normalized=True)
+    assert ((chosen >= 0) & (chosen < 6)).all()
+    assert all(len(set(row)) == 3 for row in chosen.tolist())
+    assert factors.isnan().all(dim=1).tolist() == [False, True, True, False]
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("activation", "rows", "among", "per_row"),
     [
