@@ -245,7 +245,8 @@ async def test_refused_requests_hold_nothing_and_are_told_different_times(
     ):
         await generate(channel, make_request([1, 2], max_tokens=100))  # a length to judge by
         session = SessionClient(channel)
-        await session.send(*(start(handle, long) for handle in (1, 2, 3)))
+        # Without more credit the first one runs for ever, however fast the machine is.
+        await session.send(start(1, long, credit=8), start(2, long), start(3, long))
         await session.until("delta", 1)
         await watch_load(service.target, until=lambda load: load.waiting_sequences == 2)
         times = [(await refused(channel, long)).retry_seconds or 0 for _ in range(6)]
