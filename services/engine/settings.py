@@ -32,9 +32,9 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     )
     weights: str = setting(
         "full",
-        "Format of the weights in memory; full = --dtype, or a checkpoint's own FP8 or MXFP4 where "
-        "the GPU computes with it; int8 (CPU) and fp8 (GPU) = half the bytes of bfloat16.",
-        choices=("full", "int8", "fp8"),
+        "Format of the weights in memory; full = the checkpoint's own where this machine computes "
+        "with it, else --dtype; decoded = --dtype; int4 and int8 (CPU) and fp8 (GPU) = rounded.",
+        choices=("full", "decoded", "int4", "int8", "fp8"),
     )
     generation_config: bool = setting(
         False,

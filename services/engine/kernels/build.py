@@ -41,6 +41,8 @@ _ANYWHERE = (
     _Unit("portable.cpp", defines="TW_TABLE=portable_baseline"),
     _Unit("draw.cpp", defines="TW_DRAW=draw_baseline"),
     _Unit("score.cpp", defines="TW_SCORE=score_baseline"),
+    _Unit("grouped.cpp", defines="TW_GROUPED=grouped_baseline"),
+    _Unit("grouped_pack.cpp"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (
@@ -56,6 +58,8 @@ _X86_64 = (
     _Unit("draw.cpp", _AVX512, "TW_DRAW=draw_avx512"),
     _Unit("score.cpp", _AVX2, "TW_SCORE=score_avx2"),
     _Unit("score.cpp", _AVX512, "TW_SCORE=score_avx512"),
+    _Unit("grouped.cpp", _AVX2, "TW_GROUPED=grouped_avx2"),
+    _Unit("grouped.cpp", (*_AVX512, "-mavx512vnni"), "TW_GROUPED=grouped_vnni"),
     _Unit("pack.cpp", _AVX512_BF16),
     _Unit("coded.cpp", _AVX512_BF16),
     _Unit("avx512_linear.cpp", _AVX512_BF16),

@@ -18,6 +18,7 @@ __all__ = [
     "DrawCall",
     "Epilogue",
     "Format",
+    "GroupedCall",
     "InstructionSet",
     "KeepCall",
     "Kernel",
@@ -182,6 +183,27 @@ class LinearCall(ctypes.Structure):
     ]
 
 
+class GroupedCall(ctypes.Structure):
+    """struct tw_grouped"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("num_rows", c_int64),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("group", c_int64),
+        ("bits", c_int32),
+        ("has_halves", c_int32),
+        ("has_offsets", c_int32),
+        ("adds", c_int32),
+        ("dtype", c_int32),
+        ("out_dtype", c_int32),
+    ]
+
+
 class KeepCall(ctypes.Structure):
     """struct tw_keep"""
 
@@ -262,6 +284,12 @@ class Native:
         self.draw_tokens = function("tw_draw_tokens", None, POINTER(DrawCall), size, size)
         self.score_tokens = function("tw_score_tokens", None, POINTER(ScoreCall), size, size, size)
         self.paged_decode = function("tw_paged_decode", None, POINTER(AttentionCall))
+        self.grouped_linear = function("tw_grouped_linear", None, POINTER(GroupedCall))
+        self.grouped_bytes = function("tw_grouped_bytes", size, POINTER(GroupedCall))
+        self.grouped_pack = function(
+            *("tw_grouped_pack", None, POINTER(GroupedCall)),
+            *(c_void_p, c_void_p, c_void_p, c_void_p),
+        )
         self.packed_elements = function("tw_tiled_packed_elements", size, size, size)
         self.pack = function(
             "tw_tiled_pack", None, c_int32, c_void_p, c_void_p, size, size, size, size

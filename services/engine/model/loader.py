@@ -9,7 +9,7 @@ import torch
 
 from services.common.gguf.checkpoint_files import PARTS
 from services.common.settings import StartupError
-from services.engine.kernels.library import native
+from services.engine.kernels.library import InstructionSet, native
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
@@ -22,6 +22,7 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.lockstep import LeadingDecoder
 from services.engine.model.manifest import Manifest
 from services.engine.model.operators.fp8_weights import Fp8Rounding
+from services.engine.model.operators.grouped_operators import GroupedOperators, RoundedOperators
 from services.engine.model.operators.interface import Operators
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.tiled_operators import Int8Operators, TiledOperators
@@ -38,6 +39,8 @@ _ADA = (8, 9)
 """Compute capability that multiplies FP8"""
 _AMPERE = (8, 0)
 """Least compute capability that multiplies bfloat16"""
+_GROUPED = (torch.float32, torch.bfloat16)
+"""Types of rows that weights in groups multiply"""
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -94,9 +97,10 @@ def load_model(
     """Load a checkpoint, one layer at a time from the mapped files.
 
     progress: show a bar on a terminal, or log a few lines without one.
-    weights: "full" (in `dtype`; those of an FP8 checkpoint stay FP8 if `device` multiplies it),
-    "int8" (rounded, for all products but an expert router's) or "fp8" (rounded, for all products
-    but an expert router's and those that compute the logits).
+    weights: "full" (as stored where `device` multiplies that, else in `dtype`), "decoded" (in
+    `dtype`), "int4" and "int8" (rounded, for all products but an expert router's; of "int4", those
+    that compute the logits have 8 bits) or "fp8" (rounded, for all products but an expert router's
+    and those that compute the logits).
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
     Raises CheckpointError before loading if a tensor is missing or of another shape.
@@ -123,7 +127,8 @@ def load_model(
             loaded = reader.read(manifest)
         finally:
             bar.finish()
-    attention = choose_backend(spec, dtype, device, loaded.sinks)
+    tiled = isinstance(operators, TiledOperators)
+    attention = choose_backend(spec, dtype, device, loaded.sinks, tiled=tiled)
     decoder = (
         LeadingDecoder(ranks, spec, dtype, loaded, operators, attention)
         if ranks.leads_others
@@ -143,15 +148,17 @@ def _choose_operators(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: str
 ) -> Operators:
     """Return the fastest operators for this machine, dtype and shape."""
-    if weights == "int8":
-        if native is None or not runs_in_tiles(spec, dtype, device):
+    groups = native is not None and device.type == "cpu" and dtype in _GROUPED
+    if weights in ("int8", "int4"):
+        if native is None or not groups:
             raise StartupError(
-                "--weights int8 needs a CPU with AMX or with AVX-512 BF16 and VBMI, the compiled "
-                "kernels, --dtype bfloat16, and layer widths that, divided by the ranks, are "
-                "multiples of 32. Start without it."
+                f"--weights {weights} needs a CPU, the compiled kernels, and --dtype bfloat16 or "
+                "float32. Start without it."
             )
-        return Int8Operators(native)
-    if weights == "fp8" or spec.fp8 is not None:
+        if weights == "int8" and runs_in_tiles(spec, dtype, device):
+            return Int8Operators(native)
+        return RoundedOperators(native, dtype, int(weights.removeprefix("int")))
+    if weights == "fp8" or (weights == "full" and spec.fp8 is not None):
         if _multiplies_fp8(dtype, device):
             # imported here: only GPU machines have Triton
             from services.engine.model.operators.fp8_operators import Fp8Operators
@@ -168,10 +175,12 @@ def _choose_operators(
         from services.engine.model.operators.triton_operators import TritonOperators
 
         return TritonOperators(dtype, device)
-    if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+    if native is None or not groups:
         return TorchOperators(dtype, device)
     if runs_in_tiles(spec, dtype, device):
         return TiledOperators(native)
+    if weights == "full" and native.instruction_set() >= InstructionSet.AVX2:
+        return GroupedOperators(native, dtype)
     return NativeOperators(native, dtype)
 
 

@@ -14,6 +14,12 @@ from torch import Tensor
 
 from services.common.settings import StartupError
 from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint.quantized import (
+    QuantizedWeight,
+    Weight,
+    decoded,
+    split,
+)
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.ranks.all_reduce import AllReduce
@@ -66,9 +72,17 @@ class Shard:
         """View this part of the outputs: the first dimension of a weight or a bias."""
         return tensor.split_with_sizes(self.sizes(len(tensor)))[self.number]
 
-    def columns(self, weight: Tensor) -> Tensor:
-        """View this part of the inputs of `weight` [outputs, inputs]."""
-        return weight.chunk(self.count, dim=1)[self.number]
+    def outputs(self, weight: Weight) -> Weight:
+        """View this part of the outputs of a weight that may be quantized."""
+        return split(weight, self.sizes(weight.shape[0]))[self.number]
+
+    def columns(self, weight: Weight) -> Weight:
+        """View this part of the inputs of `weight` [outputs, inputs]; decoded if a group is cut."""
+        if isinstance(weight, QuantizedWeight):
+            part = weight.columns(self.number, self.count)
+            if part is not None:
+                return part
+        return decoded(weight).chunk(self.count, dim=1)[self.number]
 
     def first_rank_only(self, bias: Tensor | None) -> Tensor | None:
         """Return `bias` on rank 0 only, because the ranks' products are summed."""

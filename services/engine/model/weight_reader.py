@@ -24,6 +24,13 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.families import QkNorm
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.progress import LoadProgress
+from services.engine.model.checkpoint.quantized import (
+    QuantizedWeight,
+    Weight,
+    decoded,
+    joined,
+    split,
+)
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.decoder import DecoderLayer, DecoderWeights
 from services.engine.model.feed_forward import Dense, Experts, FeedForward
@@ -46,7 +53,7 @@ from services.engine.model.shard import Shard
 
 __all__ = ["WeightReader"]
 
-WeightAndBias: TypeAlias = tuple[Tensor, Tensor | None]
+WeightAndBias: TypeAlias = tuple[Weight, Tensor | None]
 """A weight [outputs, inputs] and its bias [outputs]"""
 
 
@@ -78,12 +85,9 @@ class WeightReader:
             for layer, rotary in zip(manifest.layers, self._spec.rotaries, strict=True)
         )
         positions = None if manifest.positions is None else self._embedding(manifest.positions)
-        head = self._checkpoint.tensor(manifest.embedding)
-        if manifest.head is not None:
-            head = self._tensor(manifest.head)
-        head = self._shard.rows(head)
+        head = self._shard.outputs(self._head(manifest))
         head_bias = self._with_norm_bias(head, None, manifest.final_norm)
-        output = self._projection(head, head_bias, self._operators.without_fp8())
+        output = self._projection(head, head_bias, self._operators.for_logits())
         sinks = tuple(self._sinks(layer.sinks) for layer in manifest.layers if layer.sinks)
         return DecoderWeights(
             embedding=self._embedding(manifest.embedding),
@@ -94,6 +98,12 @@ class WeightReader:
             sinks=sinks or None,
             step_bytes=self._step_bytes,
         )
+
+    def _head(self, manifest: Manifest) -> Weight:
+        if manifest.head is not None:
+            return self._weight(manifest.head, manifest.final_norm)
+        quantized = self._quantized(manifest.embedding, manifest.final_norm)
+        return self._checkpoint.tensor(manifest.embedding) if quantized is None else quantized
 
     def _layer(self, layer: StoredLayer, rotary: RotarySpec | None) -> DecoderLayer:
         qkv, query_norm, key_norm = self._qkv(layer, rotary), *self._head_norms(layer, rotary)
@@ -119,16 +129,13 @@ class WeightReader:
         queries, *others = _split(parts, [count * spec.head_dim for count in heads])
         keys = shard.of_heads(spec.num_kv_heads)
         local = [_rows(queries, shard), *(_rows(part, keys) for part in others)]
-        rotated = len(local[0][0]) + len(local[1][0])
-
-        def joined(parts: list[Tensor]) -> Tensor:
-            whole = torch.cat(parts)
-            whole[:rotated] = self._to_half_split(whole[:rotated], rotary)
-            return whole
-
-        biases = [bias for _, bias in local if bias is not None]
+        rotated = local[0][0].shape[0] + local[1][0].shape[0]
+        order = torch.arange(sum(weight.shape[0] for weight, _ in local))
+        order[:rotated] = self._to_half_split(order[:rotated], rotary)
         weight = joined([weight for weight, _ in local])
-        bias = joined(biases) if biases else None
+        weight = weight[order] if isinstance(weight, Tensor) else weight.rows(order)
+        biases = [bias for _, bias in local if bias is not None]
+        bias = torch.cat(biases)[order] if biases else None
         return self._projection(weight, bias, self._operators_of(layer.qkv))
 
     def _feed_forward(self, layer: StoredLayer) -> FeedForward:
@@ -151,7 +158,7 @@ class WeightReader:
             experts, spec.experts.count, spec.experts.per_token, spec.activation
         )
         ((weight, bias),) = self._linear(content.router, norm)
-        router = self._operators.exact_projection(weight, bias)
+        router = self._operators.exact_projection(decoded(weight), bias)
         self._step_bytes += mixture.weight_bytes + router.weight_bytes
         layer_experts = Experts(
             router=router,
@@ -193,18 +200,23 @@ class WeightReader:
         parts = (weight.blocks[first::2], weight.scales[first::2])
         return Mxfp4Weight(*map(self._shard.rows, parts))
 
-    def _columns(self, weight: Tensor | Mxfp4Weight) -> Tensor | Mxfp4Weight:
+    def _columns(self, weight: Tensor | Mxfp4Weight) -> Weight | Mxfp4Weight:
         """View this rank's part of the inputs; decoded if ranks share a group."""
         if isinstance(weight, Tensor):
             return self._shard.columns(weight)
         if weight.scales.shape[1] % self._shard.count:
             return self._shard.columns(weight.decode())
-        return Mxfp4Weight(*map(self._shard.columns, (weight.blocks, weight.scales)))
+        return Mxfp4Weight(*map(self._part_of_groups, (weight.blocks, weight.scales)))
+
+    def _part_of_groups(self, groups: Tensor) -> Tensor:
+        return groups.chunk(self._shard.count, dim=1)[self._shard.number]
 
     def _expert(
-        self, parts: list[WeightAndBias], down: Tensor, down_bias: Tensor | None
+        self, parts: list[WeightAndBias], down: Weight, down_bias: Tensor | None
     ) -> ExpertWeights:
         (gate, gate_bias), (up, up_bias) = self._gate_parts(parts, 2)
+        if not (isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight)):
+            gate, up = decoded(gate), decoded(up)
         return ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
 
     def _gate(self, parts: list[WeightAndBias], operators: Operators) -> Gate:
@@ -212,13 +224,17 @@ class WeightReader:
         activation = self._spec.activation
         (gate, gate_bias), *second = self._gate_parts(parts, 2 if activation.gated else 1)
         up, up_bias = second[0] if second else (None, None)
-        made = operators.gate(gate, up, gate_bias, up_bias, activation)
+        if isinstance(gate, QuantizedWeight) and not isinstance(up, Tensor):
+            made = operators.grouped_gate(gate, up, gate_bias, up_bias, activation)
+        else:
+            factor = None if up is None else decoded(up)
+            made = operators.gate(decoded(gate), factor, gate_bias, up_bias, activation)
         self._step_bytes += made.weight_bytes
         return made
 
     def _gate_parts(self, parts: list[WeightAndBias], products: int) -> list[WeightAndBias]:
         """Return this rank's rows of each product."""
-        outputs = sum(len(weight) for weight, _ in parts) // products
+        outputs = sum(weight.shape[0] for weight, _ in parts) // products
         return [_rows(part, self._shard) for part in _split(parts, [outputs] * products)]
 
     def _residual_projection(
@@ -239,8 +255,12 @@ class WeightReader:
         """Read this rank's summand of a layer whose output is added to the residual."""
         ((weight, bias),) = self._linear(linear, None)
         bias = self._shard.first_rank_only(bias)
-        weight = self._fold_residual(self._shard.columns(weight))
-        return weight, None if bias is None else self._fold_residual(bias)
+        part = self._shard.columns(weight)
+        if isinstance(part, QuantizedWeight):
+            part = part.times(self._spec.residual_scale)
+        else:
+            part = self._fold_residual(part)
+        return part, None if bias is None else self._fold_residual(bias)
 
     def _fold_residual(self, outputs: Tensor) -> Tensor:
         """Fold the LayerNorm's mean and the residual scale into what is added to the residual."""
@@ -249,8 +269,11 @@ class WeightReader:
         scale = self._spec.residual_scale
         return outputs if scale == 1 else outputs.float() * scale
 
-    def _projection(self, weight: Tensor, bias: Tensor | None, operators: Operators) -> Projection:
-        projection = operators.projection(weight, bias)
+    def _projection(self, weight: Weight, bias: Tensor | None, operators: Operators) -> Projection:
+        if isinstance(weight, QuantizedWeight):
+            projection = operators.grouped_projection(weight, bias)
+        else:
+            projection = operators.projection(weight, bias)
         self._step_bytes += projection.weight_bytes
         return projection
 
@@ -263,20 +286,35 @@ class WeightReader:
 
     def _linear(self, linear: StoredLinear, norm: StoredNorm | None) -> list[WeightAndBias]:
         """Read weights [outputs, inputs] and biases, with the bias of `norm` folded in."""
-        weights = [self._tensor(weight) for weight in linear.weights]
-        if self._spec.family.transposed:
-            weights = [weight.T for weight in weights]
+        weights = [self._weight(weight, norm) for weight in linear.weights]
         biases = map(self._tensor, linear.biases)
         return [
             (weight, self._with_norm_bias(weight, next(biases, None), norm)) for weight in weights
         ]
 
+    def _weight(self, stored: StoredTensor, norm: StoredNorm | None) -> Weight:
+        """Read a weight [outputs, inputs] of a layer that reads `norm`."""
+        quantized = self._quantized(stored, norm)
+        if quantized is not None:
+            self._bar.add(self._checkpoint.num_bytes(stored))
+            return quantized
+        weight = self._tensor(stored)
+        return weight.T if self._spec.family.transposed else weight
+
+    def _quantized(self, stored: StoredTensor, norm: StoredNorm | None) -> QuantizedWeight | None:
+        """Return the codes of a weight; None if it has none, or nothing may be folded into them."""
+        family = self._spec.family
+        folds = family.layer_norm or family.transposed or (norm is not None and norm.bias)
+        if folds or not self._operators.keeps_groups:
+            return None
+        return self._checkpoint.quantized(stored)
+
     def _with_norm_bias(
-        self, weight: Tensor, bias: Tensor | None, norm: StoredNorm | None
+        self, weight: Weight, bias: Tensor | None, norm: StoredNorm | None
     ) -> Tensor | None:
         if norm is None or norm.bias is None:
             return bias
-        folded = weight.float() @ self._checkpoint.tensor(norm.bias).float()
+        folded = decoded(weight).float() @ self._checkpoint.tensor(norm.bias).float()
         return folded if bias is None else folded + bias
 
     def _embedding(self, table: StoredTensor) -> Tensor:
@@ -341,12 +379,12 @@ def _split(parts: list[WeightAndBias], outputs: Sequence[int]) -> list[WeightAnd
         return parts
     ((weight, bias),) = parts
     biases = [None] * len(outputs) if bias is None else bias.split_with_sizes(outputs)
-    return list(zip(weight.split_with_sizes(outputs), biases, strict=True))
+    return list(zip(split(weight, outputs), biases, strict=True))
 
 
 def _rows(part: WeightAndBias, shard: Shard) -> WeightAndBias:
     weight, bias = part
-    return shard.rows(weight), None if bias is None else shard.rows(bias)
+    return shard.outputs(weight), None if bias is None else shard.rows(bias)
 
 
 def _without_mean(weight: Tensor, dim: int) -> Tensor:

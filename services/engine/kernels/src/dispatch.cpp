@@ -1,5 +1,6 @@
 // Run-time choice of the instruction set, to which the C interface is forwarded.
 #include "draw.h"
+#include "grouped.h"
 #include "portable.h"
 
 #if defined(__x86_64__)
@@ -13,6 +14,13 @@
 namespace {
 
 #if defined(__x86_64__)
+bool detect_vnni() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512vnni");
+}
+
+const bool has_vnni = detect_vnni();
+
 // Every processor with AMX has AVX-512 FP16, but a virtual machine may hide it.
 bool has_amx() {
   unsigned a, b, c, d;
@@ -91,4 +99,12 @@ void tw_score_tokens(tw_score *scores, int64_t count, int64_t vocabulary, int64_
   if (in_use == TW_AVX2) return score_avx2(scores, count, vocabulary, width);
 #endif
   score_baseline(scores, count, vocabulary, width);
+}
+
+void tw_grouped_linear(const tw_grouped *grouped) {
+#if defined(__x86_64__)
+  if (in_use >= TW_AVX512 && has_vnni) return grouped_vnni(grouped);
+  if (in_use >= TW_AVX2) return grouped_avx2(grouped);
+#endif
+  grouped_baseline(grouped);
 }

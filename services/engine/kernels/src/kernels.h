@@ -123,6 +123,33 @@ struct tw_score {
 };
 void tw_score_tokens(tw_score *scores, int64_t count, int64_t vocabulary, int64_t width);
 
+// Product with weights in groups: weight [o, i] is scale * code + offset, with a scale and an offset
+// for each output and each group of inputs. Rows are rounded to 8 bits, with a scale for each 32.
+struct tw_grouped {
+  const void *rows;    // [num_rows, inputs]
+  const void *packed;  // by tw_grouped_pack
+  const float *bias;   // [outputs] or null
+  void *out;           // [num_rows, outputs]
+  int64_t num_rows;
+  int64_t inputs;   // a multiple of 32 and of group
+  int64_t outputs;
+  int64_t group;    // inputs: a multiple of 32, or 16 with 8 bits
+  int32_t bits;     // 4: codes are 0 to 15; 8: they are -128 to 127
+  int32_t has_halves;   // whether scales and offsets are float16, else float32
+  int32_t has_offsets;  // if not, offsets are 0 with 8 bits and -8 * scale with 4
+  int32_t adds;         // whether out += product, else out = product
+  int32_t dtype;        // of rows: TW_FLOAT32 or TW_BFLOAT16
+  int32_t out_dtype;    // likewise
+};
+void tw_grouped_linear(const tw_grouped *grouped);
+
+// Bytes of packed weights. Reads only the fields that describe weights.
+int64_t tw_grouped_bytes(const tw_grouped *grouped);
+
+// Packs codes [outputs, inputs], a byte each, with scales and offsets [outputs, inputs / group].
+void tw_grouped_pack(const tw_grouped *grouped, const uint8_t *codes, const void *scales,
+                     const void *offsets, uint8_t *packed);
+
 // ---- bfloat16 in tiles, from TW_AVX512_BF16 on ----
 
 // Inputs of products are in tiles: [rows / 32][width / 32] blocks of [32][32] elements. The width

@@ -24,16 +24,19 @@ def choose_backend(
     dtype: torch.dtype,
     device: torch.device,
     sinks: tuple[Tensor, ...] | None = None,
+    *,
+    tiled: bool = True,
 ) -> AttentionBackend:
     """Return the fastest backend for this machine, dtype and shape.
 
-    `sinks`: float32 [heads] for each layer, if the family has attention sinks.
+    sinks: float32 [heads] for each layer, if the family has attention sinks. tiled: whether the
+    operators read and write tiles where the machine has the kernels.
     """
     if device.type == "cuda":
         return _on_cuda(spec, dtype, device, sinks)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchAttention(spec, dtype, device, sinks)
-    if runs_in_tiles(spec, dtype, device):
+    if tiled and runs_in_tiles(spec, dtype, device):
         return TiledAttention(native, spec, sinks)
     return NativeAttention(native, spec, dtype, sinks)
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from services.common.gguf.checkpoint_files import PARTS
 from services.common.gguf.gguf_file import GgufError, GgufFile, GgufTensor
 from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.checkpoint.gguf_groups import read_groups
+from services.engine.model.checkpoint.quantized import QuantizedWeight
 from services.engine.model.checkpoint.tensors import FoundTensor, StoredTensor, TensorFiles
 
 __all__ = ["GgufTensors"]
@@ -25,6 +27,7 @@ _READ = (
     *(_KIND.Q2_K, _KIND.Q3_K, _KIND.Q4_K, _KIND.Q5_K, _KIND.Q6_K),
     *(_KIND.IQ4_NL, _KIND.IQ4_XS, _KIND.MXFP4),
 )
+_MATRIX = 2
 _EXPERTS = "_exps."
 """Part of the name of a tensor that stacks all experts of a layer"""
 
@@ -76,12 +79,22 @@ class GgufTensors(TensorFiles):
 
     def tensor(self, stored: StoredTensor) -> Tensor:
         """Return a view of the mapped file where it has plain numbers, else a decoded copy."""
-        place = self._places[stored.name]
-        data = self._maps[place.file][place.start : place.start + place.num_bytes]
+        place, data = self._stored(stored)
         if (dtype := _PLAIN.get(place.kind)) is not None:
             return torch.from_numpy(data).view(dtype).view(place.shape)
         rows = data.reshape(-1, place.row_bytes)
         return torch.from_numpy(dequantize(rows, place.kind)).view(place.shape)
+
+    def quantized(self, stored: StoredTensor) -> QuantizedWeight | None:
+        place, data = self._stored(stored)
+        if len(place.shape) != _MATRIX:
+            return None
+        return read_groups(data.reshape(-1, place.row_bytes), place.kind)
+
+    def _stored(self, stored: StoredTensor) -> tuple[_Place, npt.NDArray[np.uint8]]:
+        """Return where a tensor is, and its bytes."""
+        place = self._places[stored.name]
+        return place, self._maps[place.file][place.start : place.start + place.num_bytes]
 
     def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
         return self._places[stored.name].num_bytes

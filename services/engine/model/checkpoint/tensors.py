@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.quantized import QuantizedWeight
 
 __all__ = ["Checkpoint", "FoundTensor", "StoredTensor", "TensorFiles"]
 
@@ -58,6 +59,10 @@ class TensorFiles(ABC):
     @abstractmethod
     def tensor(self, stored: StoredTensor) -> Tensor:
         """Return a tensor of floating-point numbers, or of bytes where it is raw."""
+
+    def quantized(self, stored: StoredTensor) -> QuantizedWeight | None:
+        """Return a weight in groups of codes; None if it is stored otherwise."""
+        return None
 
     @abstractmethod
     def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:

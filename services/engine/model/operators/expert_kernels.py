@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.checkpoint.mxfp4 import GROUP_SIZE, Mxfp4Weight
+from services.engine.model.checkpoint.quantized import QuantizedWeight
 from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding
 from services.engine.model.operators.interface import ExpertWeights, Mixture
 
@@ -197,14 +198,14 @@ class GroupedMixture(Mixture):
         first, rest = _first(experts)
         inputs, outputs = first.gate.shape[1], first.down.shape[0]
         self._gate = _Weights.allocate(
-            (first.gate, first.up), first.gate_bias, count, dtype, device, rounding
+            _plain(first.gate, first.up), first.gate_bias, count, dtype, device, rounding
         )
         self._down = _Weights.allocate(
-            (first.down,), first.down_bias, count, dtype, device, rounding
+            _plain(first.down), first.down_bias, count, dtype, device, rounding
         )
         for number, each in enumerate(rest):
-            self._gate.put(number, (each.gate, each.up), (each.gate_bias, each.up_bias))
-            self._down.put(number, (each.down,), (each.down_bias,))
+            self._gate.put(number, _plain(each.gate, each.up), (each.gate_bias, each.up_bias))
+            self._down.put(number, _plain(each.down), (each.down_bias,))
         self.weight_bytes = self._gate.nbytes + self._down.nbytes
         self._width = first.gate.shape[0]
         self._activation = activation
@@ -588,3 +589,10 @@ def _add_sums(
     sums = out + row * outputs + column
     total += tl.load(sums, mask=is_column, other=0.0).to(tl.float32)
     tl.store(sums, total.to(out.dtype.element_ty), mask=is_column)
+
+
+def _plain(
+    *weights: Tensor | Mxfp4Weight | QuantizedWeight,
+) -> list[Tensor | Mxfp4Weight]:
+    """Decode what no kernel here reads."""
+    return [each.decode() if isinstance(each, QuantizedWeight) else each for each in weights]

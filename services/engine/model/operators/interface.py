@@ -10,6 +10,7 @@ from torch import Tensor
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
+from services.engine.model.checkpoint.quantized import QuantizedWeight
 from services.engine.model.operators.recording import Recording
 
 __all__ = ["ExpertWeights", "Gate", "Mixture", "NormedProjection", "Operators", "Projection"]
@@ -60,12 +61,12 @@ class Gate(ABC):
 class ExpertWeights:
     """One expert's weights [outputs, inputs] and biases [outputs], of any floating dtype.
 
-    Both `gate` and `up` or neither are MXFP4.
+    Both `gate` and `up` or neither are MXFP4, or quantized.
     """
 
-    gate: Tensor | Mxfp4Weight
-    up: Tensor | Mxfp4Weight
-    down: Tensor | Mxfp4Weight
+    gate: Tensor | Mxfp4Weight | QuantizedWeight
+    up: Tensor | Mxfp4Weight | QuantizedWeight
+    down: Tensor | Mxfp4Weight | QuantizedWeight
     gate_bias: Tensor | None
     up_bias: Tensor | None
     down_bias: Tensor | None
@@ -94,6 +95,8 @@ class Operators(ABC):
     """Rows that a product computes at once: with fewer it takes as long"""
     groups_experts = False
     """True if a mixture never waits for the host, so that CUDA graphs hold it"""
+    keeps_groups = False
+    """True if a QuantizedWeight stays as it is in memory"""
 
     @abstractmethod
     def empty(self, rows: int, width: int) -> Tensor:
@@ -110,6 +113,14 @@ class Operators(ABC):
     def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         """Make a projection whose weight is never rounded, such as a router's."""
         return self.projection(weight, bias)
+
+    def grouped_projection(self, weight: QuantizedWeight, bias: Tensor | None) -> Projection:
+        """Make a projection of a quantized weight."""
+        return self.projection(weight.decode(), bias)
+
+    def for_logits(self) -> "Operators":
+        """Return operators for the product that computes the logits."""
+        return self.without_fp8()
 
     def without_fp8(self) -> "Operators":
         """Return operators for weights that stay in the model's dtype where others are FP8.
@@ -128,6 +139,18 @@ class Operators(ABC):
         activation: Activation = SWIGLU,
     ) -> Gate:
         """Make a gate of `gate` and, if `activation` is gated, `up`: [outputs, inputs], copied."""
+
+    def grouped_gate(
+        self,
+        gate: QuantizedWeight,
+        up: QuantizedWeight | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
+    ) -> Gate:
+        """Make a gate of quantized weights, as `gate`."""
+        second = None if up is None else up.decode()
+        return self.gate(gate.decode(), second, gate_bias, up_bias, activation)
 
     def mixture(
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
@@ -225,14 +248,8 @@ class _LoopedMixture(Mixture):
         self._operators = operators
         self._experts = [
             (
-                operators.gate(
-                    _decoded(each.gate),
-                    _decoded(each.up),
-                    each.gate_bias,
-                    each.up_bias,
-                    activation,
-                ),
-                operators.projection(_decoded(each.down), each.down_bias),
+                _expert_gate(each, activation, operators),
+                _expert_down(each, operators),
                 each.down.shape[1],
             )
             for each in experts
@@ -256,5 +273,18 @@ class _LoopedMixture(Mixture):
         out += total
 
 
-def _decoded(weight: Tensor | Mxfp4Weight) -> Tensor:
+def _expert_gate(expert: ExpertWeights, activation: Activation, operators: Operators) -> Gate:
+    gate, up, biases = expert.gate, expert.up, (expert.gate_bias, expert.up_bias)
+    if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight):
+        return operators.grouped_gate(gate, up, *biases, activation)
+    return operators.gate(_decoded(gate), _decoded(up), *biases, activation)
+
+
+def _expert_down(expert: ExpertWeights, operators: Operators) -> Projection:
+    if isinstance(expert.down, QuantizedWeight):
+        return operators.grouped_projection(expert.down, expert.down_bias)
+    return operators.projection(_decoded(expert.down), expert.down_bias)
+
+
+def _decoded(weight: Tensor | Mxfp4Weight | QuantizedWeight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.decode()

@@ -10,7 +10,7 @@ from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.interface import Gate, Projection
 from services.engine.model.operators.torch_operators import TorchOperators, join, normalize
 
-__all__ = ["NativeOperators"]
+__all__ = ["NativeGate", "NativeOperators"]
 
 
 class NativeOperators(TorchOperators):
@@ -36,7 +36,7 @@ class NativeOperators(TorchOperators):
         if activation != SWIGLU:
             return super().gate(gate, up, gate_bias, up_bias, activation)
         product = self.projection(*join(gate, up, gate_bias, up_bias))
-        return _NativeGate(self._native, product, self._code)
+        return NativeGate(self._native, product, self._code)
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         self._norm_rows(rows, weight, epsilon, out)
@@ -87,7 +87,9 @@ class NativeOperators(TorchOperators):
         self._native.run(Kernel.ROTATION, call)
 
 
-class _NativeGate(Gate):
+class NativeGate(Gate):
+    """A SwiGLU of one product that holds both factors."""
+
     def __init__(self, native: Native, product: Projection, code: int) -> None:
         self._native = native
         self._product = product

@@ -17,7 +17,7 @@ from services.engine.model.operators.interface import (
     Projection,
 )
 
-__all__ = ["TorchGate", "TorchOperators", "join", "normalize"]
+__all__ = ["TorchGate", "TorchOperators", "join", "join_biases", "normalize"]
 
 _CUDA_ROWS = 256
 """Rows that a GPU multiplies in little more time than reading the weights takes"""
@@ -173,10 +173,13 @@ def join(
     gate: Tensor, up: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Join two linear layers of the same input into one weight and bias."""
-    if up is None:
-        return gate, gate_bias
-    bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-    return torch.cat((gate, up)), bias
+    bias = join_biases(gate_bias, up_bias)
+    return gate if up is None else torch.cat((gate, up)), bias
+
+
+def join_biases(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
+    """Join the biases of one linear layer or two."""
+    return gate if gate is None or up is None else torch.cat((gate, up))
 
 
 def normalize(heads: Tensor, norm: Tensor, epsilon: float) -> None:

@@ -1,0 +1,10 @@
+// Products with weights in groups, compiled once per instruction set; dispatch.cpp chooses.
+#pragma once
+
+#include "kernels.h"
+
+decltype(tw_grouped_linear) grouped_baseline;
+#if defined(__x86_64__)
+decltype(tw_grouped_linear) grouped_avx2;
+decltype(tw_grouped_linear) grouped_vnni;
+#endif

@@ -1,0 +1,188 @@
+"""Weights in groups of codes: exactness of products, closeness of models."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.settings import StartupError
+from services.engine.kernels.library import InstructionSet
+from services.engine.model.architecture.activation import SWIGLU
+from services.engine.model.checkpoint.fingerprint import weights_fingerprint
+from services.engine.model.checkpoint.quantized import QuantizedWeight, rounded
+from services.engine.model.loader import load_model
+from services.engine.model.operators.grouped_operators import GroupedOperators
+from services.engine.model.operators.interface import ExpertWeights
+from services.engine.model.operators.torch_operators import TorchOperators
+from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.machines import restrict_kernels
+
+CPU = torch.device("cpu")
+FORMATS = [(4, 32), (4, 64), (4, 128), (4, 384), (8, 16), (8, 32), (8, 128)]
+"""Bits and groups"""
+
+
+@pytest.fixture(
+    params=[InstructionSet.BASELINE, InstructionSet.AVX2, InstructionSet.AVX512],
+    ids=lambda each: each.name,
+)
+def operators(request: pytest.FixtureRequest) -> Iterator[GroupedOperators]:
+    with restrict_kernels(request.param) as native:
+        yield GroupedOperators(native, torch.float32)
+        native.use_pool(0)
+
+
+def random_weight(
+    outputs: int, inputs: int, bits: int, group: int, *, halves: bool = True, zero: bool = False
+) -> QuantizedWeight:
+    codes = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
+    scales = torch.rand(outputs, inputs // group) / 64
+    offsets = torch.randn(outputs, inputs // group) / 8
+    if halves:
+        scales, offsets = scales.half().float(), offsets.half().float()
+    if zero:
+        offsets = -float(2 ** (bits - 1)) * scales
+    return QuantizedWeight(codes, bits, scales, offsets)
+
+
+def rounded_rows(rows: Tensor) -> Tensor:
+    """Round rows to 8 bits with a scale for each 32 inputs, and back."""
+    blocks = rows.float().view(len(rows), -1, 32)
+    largest = blocks.abs().amax(2, keepdim=True)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
+    return ((blocks * inverse).round() * (largest / 127)).view(rows.shape)
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    """Values half-way between two codes may be rounded to either."""
+    assert (ours - theirs).abs().mean() < 3e-3 * theirs.abs().mean()
+    assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("halves", [False, True])
+def test_products_equal_those_of_the_decoded_weight(
+    operators: GroupedOperators, bits: int, group: int, zero: bool, halves: bool
+) -> None:
+    torch.manual_seed(group)
+    for outputs, rows in ((13, 1), (40, 3), (24, 70)):
+        weight = random_weight(outputs, 384, bits, group, halves=halves, zero=zero)
+        bias = torch.randn(outputs)
+        projection = operators.grouped_projection(weight, bias)
+        x = torch.randn(rows, 384)
+        expected = rounded_rows(x) @ weight.decode().T + bias
+        out = torch.full((rows + 1, outputs), 7.0)
+        projection.into(x, out[:rows])
+        assert_near(out[:rows], expected)
+        projection.add_to(x, out[:rows])
+        assert_near(out[:rows], 2 * expected)
+        assert (out[rows] == 7).all()  # nothing is written past the end
+        x, half = x.bfloat16(), torch.empty(rows, outputs, dtype=torch.bfloat16)
+        expected = rounded_rows(x) @ weight.decode().T + bias
+        projection.into(x, half)
+        assert_near(half.float(), expected)
+
+
+def test_product_of_a_row_is_independent_of_other_rows(operators: GroupedOperators) -> None:
+    projection = operators.grouped_projection(random_weight(64, 1024, 4, 32), None)
+    x = torch.randn(150, 1024)
+    together, alone = torch.empty(150, 64), torch.empty(1, 64)
+    projection.into(x, together)
+    for row in (0, 20, 66, 149):
+        projection.into(x[row : row + 1], alone)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_broken_row_gives_no_numbers_and_leaves_others_alone(
+    operators: GroupedOperators, broken: float
+) -> None:
+    """Such a row ends its request; a number in its place would be taken for an answer."""
+    projection = operators.grouped_projection(random_weight(8, 64, 8, 32), None)
+    x = torch.randn(3, 64)
+    clean, out = torch.empty(3, 8), torch.empty(3, 8)
+    projection.into(x, clean)
+    x[1, 5] = broken
+    projection.into(x, out)
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+def test_rows_of_zeros_and_of_tiny_numbers_keep_their_precision(
+    operators: GroupedOperators,
+) -> None:
+    weight = random_weight(8, 64, 4, 32)
+    x = torch.stack((torch.zeros(64), torch.randn(64) * 1e-30, torch.randn(64) * 1e30))
+    out = torch.empty(3, 8)
+    operators.grouped_projection(weight, None).into(x, out)
+    expected = rounded_rows(x) @ weight.decode().T
+    torch.testing.assert_close(out, expected, atol=0, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("up_bits", "up_group"), [(4, 32), (4, 64), (8, 16), (0, 0)])
+def test_gate_and_experts_equal_those_of_the_decoded_weights(
+    operators: GroupedOperators, up_bits: int, up_group: int
+) -> None:
+    """Files may store the two halves of a gate in different formats."""
+    gate = random_weight(96, 64, 4, 32)
+    up = random_weight(96, 64, up_bits, up_group) if up_bits else None
+    down = random_weight(64, 96, 8, 32)
+    exact = TorchOperators(torch.float32, CPU)
+    x = torch.randn(5, 64)
+    if up is not None:
+        ours, theirs = torch.empty(2, 5, 96)
+        operators.grouped_gate(gate, up, None, None).into(x, ours)
+        exact.gate(gate.decode(), up.decode(), None, None).into(rounded_rows(x), theirs)
+        assert_near(ours, theirs)
+    experts = [
+        ExpertWeights(gate, gate if up is None else up, down, None, None, None) for _ in range(3)
+    ]
+    chosen, factors = torch.tensor([[0, 2]] * 5), torch.full((5, 2), 0.5)
+    ours, theirs = torch.zeros(2, 5, 64)
+    operators.mixture(experts, 3, 2, SWIGLU).add_to(x, chosen, factors, ours)
+    exact.mixture(experts, 3, 2, SWIGLU).add_to(x, chosen, factors, theirs)
+    assert (ours - theirs).abs().mean() < 0.04 * theirs.std()
+
+
+@pytest.mark.parametrize(("bits", "most"), [(4, 0.12), (8, 0.006)])
+def test_rounded_weight_is_near(bits: int, most: float) -> None:
+    weight = torch.randn(64, 256)
+    weight[0] = 0
+    error = (rounded(weight, bits, 32).decode() - weight).abs().mean()
+    assert error < most
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3, tied", "gemma3", "gpt2", "olmo2", "phi3"])
+@pytest.mark.parametrize(("weights", "most"), [("int4", 0.6), ("int8", 0.07)])
+def test_logits_stay_close_to_those_of_full_weights(
+    family: str, weights: str, most: float, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, CONFIGS[family])
+    tokens = random_tokens(40, 1)
+    logits, sizes = [], []
+    with restrict_kernels(InstructionSet.AVX2) as native:
+        for each in ("decoded", weights):
+            decoder = load_model(tmp_path, torch.float32, weights=each)
+            driver = Driver(decoder, [tokens])
+            driver.step([(0, 40)])
+            logits.append(driver.logits[0])
+            sizes.append(decoder.weight_bytes)
+        native.use_pool(0)
+    assert (logits[0] - logits[1]).abs().mean() < most * logits[0].std()
+    assert sizes[1] < (0.3 if weights == "int8" else 0.25) * sizes[0]
+
+
+def test_rounded_weights_need_numbers_that_the_kernels_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CONFIGS["llama"])
+    with pytest.raises(StartupError, match="--weights int4 needs"):
+        load_model(tmp_path, torch.float16, weights="int4")
+
+
+def test_rounded_weights_have_another_fingerprint(tmp_path: Path) -> None:
+    """Answers differ, so a stream must not go on at an engine with other weights."""
+    make_checkpoint(tmp_path, CONFIGS["llama"])
+    kinds = ("full", "decoded", "int4", "int8")
+    assert len({weights_fingerprint(tmp_path, kind) for kind in kinds}) == len(kinds)
