@@ -290,6 +290,9 @@ class Native:
             *("tw_grouped_pack", None, POINTER(GroupedCall)),
             *(c_void_p, c_void_p, c_void_p, c_void_p),
         )
+        self.split_bytes = function(
+            "tw_split_bytes", None, c_void_p, size, size, size, size, c_void_p
+        )
         self.packed_elements = function("tw_tiled_packed_elements", size, size, size)
         self.pack = function(
             "tw_tiled_pack", None, c_int32, c_void_p, c_void_p, size, size, size, size

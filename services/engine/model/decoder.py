@@ -11,6 +11,7 @@ from services.engine.kernels.memory import touch
 from services.engine.model.architecture.rotary import Rotary, Rotation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
+from services.engine.model.embedding import Embedding
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators.interface import Operators, Projection
 
@@ -34,7 +35,7 @@ class DecoderLayer:
 class DecoderWeights:
     """All weights of a decoder, on its device and in the operators' layout."""
 
-    embedding: Tensor
+    embedding: Embedding
     """[vocab_size, hidden_size]"""
     positions: Tensor | None
     """[context_length, hidden_size], added to the embedding; None: the layers use RoPE"""
@@ -341,7 +342,7 @@ class Decoder:
         return buffers if outputs is None else self._activations.first(len(outputs.indices))
 
     def _embed(self, batch: StepBatch, hidden: Tensor) -> None:
-        torch.index_select(self._weights.embedding, 0, batch.token_ids, out=hidden)
+        self._weights.embedding.read(batch.token_ids, hidden)
         if self.spec.embedding_scale != 1:
             hidden *= self.spec.embedding_scale
         for image in batch.images:

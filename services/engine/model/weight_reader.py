@@ -33,6 +33,7 @@ from services.engine.model.checkpoint.quantized import (
 )
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.decoder import DecoderLayer, DecoderWeights
+from services.engine.model.embedding import Embedding, StoredEmbedding, TensorEmbedding
 from services.engine.model.feed_forward import Dense, Experts, FeedForward
 from services.engine.model.manifest import (
     Manifest,
@@ -84,7 +85,7 @@ class WeightReader:
             self._layer(layer, rotary)
             for layer, rotary in zip(manifest.layers, self._spec.rotaries, strict=True)
         )
-        positions = None if manifest.positions is None else self._embedding(manifest.positions)
+        positions = None if manifest.positions is None else self._table(manifest.positions)
         head = self._shard.outputs(self._head(manifest))
         head_bias = self._with_norm_bias(head, None, manifest.final_norm)
         output = self._projection(head, head_bias, self._operators.for_logits())
@@ -317,7 +318,14 @@ class WeightReader:
         folded = decoded(weight).float() @ self._checkpoint.tensor(norm.bias).float()
         return folded if bias is None else folded + bias
 
-    def _embedding(self, table: StoredTensor) -> Tensor:
+    def _embedding(self, table: StoredTensor) -> Embedding:
+        reads_rows = self._operators.keeps_groups and not self._spec.family.layer_norm
+        if reads_rows and (rows := self._checkpoint.rows(table)) is not None:
+            self._bar.add(self._checkpoint.num_bytes(table))
+            return StoredEmbedding(rows)
+        return TensorEmbedding(self._table(table))
+
+    def _table(self, table: StoredTensor) -> Tensor:
         weight = self._tensor(table)
         if self._spec.family.layer_norm:
             weight = _without_mean(weight, 1)

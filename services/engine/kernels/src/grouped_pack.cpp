@@ -7,18 +7,21 @@
 
 namespace {
 
+inline uint32_t load_four(const uint8_t *codes) {
+  uint32_t four;
+  memcpy(&four, codes, sizeof four);
+  return four;
+}
+
 // Writes the codes of a unit; codes: those of its first output and input.
 void pack_unit(const tw_grouped &g, const uint8_t *codes, int64_t outputs, uint8_t *to) {
-  int64_t unit = minimum(g.group, kBlock);
+  int64_t unit = minimum(g.group, kBlock), step = g.bits == 8 ? 4 : 8;
   for (int64_t output = 0; output < outputs; output++) {
     const uint8_t *from = codes + output * g.inputs;
-    for (int64_t input = 0; input < unit; input++) {
-      if (g.bits == 8)
-        to[byte_at(output, input)] = from[input];
-      else if (input / 4 % 2)
-        to[nibble_at(output, input)] |= static_cast<uint8_t>(from[input] << 4);
-      else
-        to[nibble_at(output, input)] |= from[input];
+    for (int64_t input = 0; input < unit; input += step) {
+      uint32_t four = load_four(from + input);
+      if (g.bits == 4) four |= load_four(from + input + 4) << 4;
+      memcpy(to + (g.bits == 8 ? byte_at(output, input) : nibble_at(output, input)), &four, 4);
     }
   }
 }
@@ -34,6 +37,21 @@ void pack_numbers(const tw_grouped &g, const void *numbers, int64_t first, int64
 }
 
 }  // namespace
+
+void tw_split_bytes(const uint8_t *blocks, int64_t count, int64_t block_bytes, int64_t first,
+                    int64_t run, uint8_t *halves) {
+  constexpr int64_t kBlocks = 1024;  // of a loop's item
+  parallel_for((count + kBlocks - 1) / kBlocks, [=](int64_t item) {
+    for (int64_t b = item * kBlocks; b < minimum((item + 1) * kBlocks, count); b++) {
+      const uint8_t *from = blocks + b * block_bytes + first;
+      uint8_t *to = halves + b * 2 * (block_bytes - first);
+      for (int64_t at = 0; at < block_bytes - first; at += run) {
+        for (int64_t i = 0; i < run; i++) to[2 * at + i] = from[at + i] & 15;
+        for (int64_t i = 0; i < run; i++) to[2 * at + run + i] = from[at + i] >> 4;
+      }
+    }
+  });
+}
 
 int64_t tw_grouped_bytes(const tw_grouped *call) {
   return (call->outputs + kStrip - 1) / kStrip * strip_bytes(*call);

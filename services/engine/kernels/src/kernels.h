@@ -150,6 +150,11 @@ int64_t tw_grouped_bytes(const tw_grouped *grouped);
 void tw_grouped_pack(const tw_grouped *grouped, const uint8_t *codes, const void *scales,
                      const void *offsets, uint8_t *packed);
 
+// Writes the low halves of each `run` bytes, then their high halves, a byte each. The bytes are
+// those of each block from `first` to the block's end.
+void tw_split_bytes(const uint8_t *blocks, int64_t count, int64_t block_bytes, int64_t first,
+                    int64_t run, uint8_t *halves);
+
 // ---- bfloat16 in tiles, from TW_AVX512_BF16 on ----
 
 // Inputs of products are in tiles: [rows / 32][width / 32] blocks of [32][32] elements. The width

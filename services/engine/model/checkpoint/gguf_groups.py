@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from services.engine.kernels.library import native
 from services.engine.model.checkpoint.quantized import QuantizedWeight
 
 __all__ = ["read_groups"]
@@ -48,8 +49,14 @@ def _halves(blocks: _Bytes, at: int) -> _Floats:
     return numbers.astype(np.float32)
 
 
-def _nibbles(packed: _Bytes, run: int) -> _Bytes:
-    """Return the low halves of each `run` bytes, then their high halves."""
+def _nibbles(blocks: _Bytes, first: int, run: int) -> _Bytes:
+    """Return the low halves of each `run` bytes from `first` on, then their high halves."""
+    if native is not None and blocks.flags.c_contiguous:
+        count, size = blocks.shape
+        halves = np.empty((count, 2 * (size - first)), np.uint8)
+        native.split_bytes(blocks.ctypes.data, count, size, first, run, halves.ctypes.data)
+        return halves
+    packed = blocks[:, first:]
     runs = packed.reshape(len(packed), -1, 1, run)
     both: _Bytes = np.concatenate((runs & 15, runs >> 4), axis=2)
     return both.reshape(len(packed), -1)
@@ -57,11 +64,11 @@ def _nibbles(packed: _Bytes, run: int) -> _Bytes:
 
 def _q4_0(blocks: _Bytes) -> _Parts:
     scales = _halves(blocks, 0)
-    return _nibbles(blocks[:, 2:], 16), scales, -8 * scales
+    return _nibbles(blocks, 2, 16), scales, -8 * scales
 
 
 def _q4_1(blocks: _Bytes) -> _Parts:
-    return _nibbles(blocks[:, 4:], 16), _halves(blocks, 0), _halves(blocks, 2)
+    return _nibbles(blocks, 4, 16), _halves(blocks, 0), _halves(blocks, 2)
 
 
 def _fifth_bits(packed: _Bytes) -> _Bytes:
@@ -71,12 +78,12 @@ def _fifth_bits(packed: _Bytes) -> _Bytes:
 
 def _q5_0(blocks: _Bytes) -> _Parts:
     scales = _halves(blocks, 0)
-    codes = _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6])
+    codes = _nibbles(blocks, 6, 16) | _fifth_bits(blocks[:, 2:6])
     return codes, scales, -16 * scales
 
 
 def _q5_1(blocks: _Bytes) -> _Parts:
-    codes = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
+    codes = _nibbles(blocks, 8, 16) | _fifth_bits(blocks[:, 4:8])
     return codes, _halves(blocks, 0), _halves(blocks, 2)
 
 
@@ -102,7 +109,7 @@ def _pairs(packed: _Bytes) -> _Bytes:
 def _q3_k(blocks: _Bytes) -> _Parts:
     packed = blocks[:, 96:108]
     high = np.concatenate([packed[:, 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
-    levels = (_nibbles(packed[:, :8], 8) | high << 4).astype(np.float32) - 32
+    levels = (_nibbles(packed[:, :8], 0, 8) | high << 4).astype(np.float32) - 32
     scales = _halves(blocks, 108) * levels
     bits = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     codes = _pairs(blocks[:, 32:96]) | bits.reshape(len(blocks), -1) << 2
@@ -119,19 +126,19 @@ def _levels(packed: _Bytes) -> tuple[_Floats, _Floats]:
 
 def _q4_k(blocks: _Bytes) -> _Parts:
     scales, offsets = _levels(blocks[:, 4:16])
-    codes = _nibbles(blocks[:, 16:], 32)
+    codes = _nibbles(blocks, 16, 32)
     return codes, _halves(blocks, 0) * scales, -_halves(blocks, 2) * offsets
 
 
 def _q5_k(blocks: _Bytes) -> _Parts:
     scales, offsets = _levels(blocks[:, 4:16])
     bits = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = _nibbles(blocks[:, 48:], 32) | bits.reshape(len(blocks), -1) << 4
+    codes = _nibbles(blocks, 48, 32) | bits.reshape(len(blocks), -1) << 4
     return codes, _halves(blocks, 0) * scales, -_halves(blocks, 2) * offsets
 
 
 def _q6_k(blocks: _Bytes) -> _Parts:
-    low = _nibbles(blocks[:, :128], 64)
+    low = _nibbles(blocks[:, :128], 0, 64)
     codes = low | _pairs(blocks[:, 128:192]) << 4
     levels = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
     scales = _halves(blocks, 208) * levels
@@ -145,7 +152,7 @@ def _values(codes: _Bytes, table: tuple[int, ...]) -> _Bytes:
 
 def _iq4_nl(blocks: _Bytes) -> _Parts:
     scales = _halves(blocks, 0)
-    return _values(_nibbles(blocks[:, 2:], 16), _IQ4_VALUES), scales, -128 * scales
+    return _values(_nibbles(blocks, 2, 16), _IQ4_VALUES), scales, -128 * scales
 
 
 def _iq4_xs(blocks: _Bytes) -> _Parts:
@@ -153,12 +160,12 @@ def _iq4_xs(blocks: _Bytes) -> _Parts:
     high = both >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=2).reshape(len(blocks), 8)
     scales = _halves(blocks, 0) * ((low | high << 4).astype(np.float32) - 32)
-    return _values(_nibbles(blocks[:, 8:], 16), _IQ4_VALUES), scales, -128 * scales
+    return _values(_nibbles(blocks, 8, 16), _IQ4_VALUES), scales, -128 * scales
 
 
 def _mxfp4(blocks: _Bytes) -> _Parts:
     scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return _values(_nibbles(blocks[:, 1:], 16), _MXFP4_VALUES), scales, -128 * scales
+    return _values(_nibbles(blocks, 1, 16), _MXFP4_VALUES), scales, -128 * scales
 
 
 _READERS: dict[Any, tuple[int, Callable[[_Bytes], _Parts]]] = {

@@ -14,7 +14,7 @@ from services.common.gguf.checkpoint_files import PARTS
 from services.common.gguf.gguf_file import GgufError, GgufFile, GgufTensor
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.gguf_groups import read_groups
-from services.engine.model.checkpoint.quantized import QuantizedWeight
+from services.engine.model.checkpoint.quantized import QuantizedWeight, StoredRows
 from services.engine.model.checkpoint.tensors import FoundTensor, StoredTensor, TensorFiles
 
 __all__ = ["GgufTensors"]
@@ -50,6 +50,18 @@ class _Place:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape[:-1]) * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _GgufRows:
+    """Rows of the mapped file."""
+
+    data: npt.NDArray[np.uint8]
+    """[rows, bytes of a row]"""
+    kind: GGMLQuantizationType
+
+    def decode(self, index: Tensor) -> Tensor:
+        return torch.from_numpy(dequantize(self.data[index.numpy()], self.kind))
 
 
 class GgufTensors(TensorFiles):
@@ -90,6 +102,12 @@ class GgufTensors(TensorFiles):
         if len(place.shape) != _MATRIX:
             return None
         return read_groups(data.reshape(-1, place.row_bytes), place.kind)
+
+    def rows(self, stored: StoredTensor) -> StoredRows | None:
+        place, data = self._stored(stored)
+        if place.kind in _PLAIN:
+            return None
+        return _GgufRows(data.reshape(-1, place.row_bytes), place.kind)
 
     def _stored(self, stored: StoredTensor) -> tuple[_Place, npt.NDArray[np.uint8]]:
         """Return where a tensor is, and its bytes."""

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "QuantizedWeight",
+    "StoredRows",
     "Weight",
     "decoded",
     "joined",
@@ -56,8 +57,18 @@ class QuantizedWeight:
         parts = (self.codes[index], self.scales[index], self.offsets[index])
         return QuantizedWeight(parts[0], self.bits, parts[1], parts[2], self.order)
 
+    def in_groups_of(self, group: int) -> "QuantizedWeight":
+        """Return the same weight in groups that divide the present ones."""
+        count = self.group // group
+        if count == 1:
+            return self
+        scales, offsets = (part.repeat_interleave(count, 1) for part in (self.scales, self.offsets))
+        return QuantizedWeight(self.codes, self.bits, scales, offsets)
+
     def times(self, factor: float) -> "QuantizedWeight":
         """Return the weight times a factor."""
+        if factor == 1:
+            return self
         scales, offsets = self.scales * factor, self.offsets * factor
         return QuantizedWeight(self.codes, self.bits, scales, offsets, self.order)
 
@@ -69,6 +80,13 @@ class QuantizedWeight:
             each.chunk(count, dim=1)[number] for each in (self.codes, self.scales, self.offsets)
         )
         return QuantizedWeight(codes, self.bits, scales, offsets)
+
+
+class StoredRows(Protocol):
+    """Rows of a weight in the format of its file."""
+
+    def decode(self, index: Tensor) -> Tensor:
+        """Return the rows `index` (int64 [n]), float32 [n, inputs]."""
 
 
 Weight: TypeAlias = Tensor | QuantizedWeight
@@ -90,15 +108,13 @@ def joined(weights: Sequence[Weight]) -> Weight:
     if len(quantized) < len(weights) or any(each.order is not None for each in quantized):
         return torch.cat([decoded(each) for each in weights])
     group = gcd(*(each.group for each in quantized))
-    scales, offsets = (
-        torch.cat([part.repeat_interleave(each.group // group, 1) for each, part in parts])
-        for parts in (
-            [(each, each.scales) for each in quantized],
-            [(each, each.offsets) for each in quantized],
-        )
+    finer = [each.in_groups_of(group) for each in quantized]
+    return QuantizedWeight(
+        torch.cat([each.codes for each in finer]),
+        max(each.bits for each in finer),
+        torch.cat([each.scales for each in finer]),
+        torch.cat([each.offsets for each in finer]),
     )
-    bits = max(each.bits for each in quantized)
-    return QuantizedWeight(torch.cat([each.codes for each in quantized]), bits, scales, offsets)
 
 
 def rounded(weight: Tensor, bits: int, group: int) -> QuantizedWeight:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.quantized import QuantizedWeight
+from services.engine.model.checkpoint.quantized import QuantizedWeight, StoredRows
 
 __all__ = ["Checkpoint", "FoundTensor", "StoredTensor", "TensorFiles"]
 
@@ -62,6 +62,10 @@ class TensorFiles(ABC):
 
     def quantized(self, stored: StoredTensor) -> QuantizedWeight | None:
         """Return a weight in groups of codes; None if it is stored otherwise."""
+        return None
+
+    def rows(self, stored: StoredTensor) -> StoredRows | None:
+        """Return the rows of a weight in groups of codes; None if it is stored otherwise."""
         return None
 
     @abstractmethod

@@ -1,0 +1,39 @@
+"""Tables from which rows are read by number, such as those of the tokens."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from services.engine.model.checkpoint.quantized import StoredRows
+
+__all__ = ["Embedding", "StoredEmbedding", "TensorEmbedding"]
+
+
+class Embedding(ABC):
+    """A row of the model's width for each token id."""
+
+    @abstractmethod
+    def read(self, ids: Tensor, out: Tensor) -> None:
+        """Copy the rows `ids` (int64 [n]) to `out` [n, width]."""
+
+
+class TensorEmbedding(Embedding):
+    """A table in memory, or in the mapped file."""
+
+    def __init__(self, table: Tensor) -> None:
+        """table: [ids, width] in the dtype and on the device of the model."""
+        self._table = table
+
+    def read(self, ids: Tensor, out: Tensor) -> None:
+        torch.index_select(self._table, 0, ids, out=out)
+
+
+class StoredEmbedding(Embedding):
+    """A table in the format of its file, on a CPU: a step decodes the rows that it reads."""
+
+    def __init__(self, rows: StoredRows) -> None:
+        self._rows = rows
+
+    def read(self, ids: Tensor, out: Tensor) -> None:
+        out.copy_(self._rows.decode(ids))
