@@ -18,6 +18,8 @@
 namespace {
 
 constexpr int64_t kRowsAtOnce = 4;
+constexpr int64_t kLine = 64;          // bytes of a cache line
+constexpr int64_t kAhead = 2048;       // bytes of weights between those multiplied and prefetched
 constexpr int64_t kRowsInCache = 64;  // rows whose codes stay in L2 while strips pass
 
 inline float load_bfloat16(uint16_t bits) {
@@ -246,6 +248,8 @@ void multiply_strip(const tw_grouped &g, const uint8_t *packed, const Rows &rows
     for (int r = 0; r < kRows; r++) parts[r] = zero();
     for (int64_t unit = 0; unit < units; unit++) {
       const int64_t input = group * g.group + unit * kUnit;
+      for (int64_t at = 0; at < kCodes; at += kLine)
+        __builtin_prefetch(packed + kAhead + at);
       Vector products[kRows];
       if (kBits == 4)
         multiply_nibbles<kRows>(packed, codes + input, g.inputs, products);
