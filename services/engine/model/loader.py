@@ -17,6 +17,7 @@ from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.gguf_tensors import GgufTensors
 from services.engine.model.checkpoint.progress import LoadProgress
+from services.engine.model.checkpoint.quantized_tensors import QuantizedTensors
 from services.engine.model.checkpoint.tensors import Checkpoint, TensorFiles
 from services.engine.model.decoder import Decoder
 from services.engine.model.lockstep import LeadingDecoder
@@ -112,9 +113,18 @@ def load_model(
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
     operators = _choose_operators(spec, dtype, device, weights)
+    named = str(dtype).removeprefix("torch.")
     if spec.fp8 is not None and operators.without_fp8() is operators:
-        _LOG.warning("decoding the FP8 weights of %s to %s", directory, str(dtype).split(".")[-1])
+        _LOG.warning("decoding the FP8 weights of %s to %s", directory, named)
     with _open_tensors(directory, whole) as checkpoint:
+        rounds = weights not in ("full", "decoded", "fp8" if spec.fp8 is not None else "")
+        if checkpoint.is_quantized and rounds:
+            raise StartupError(
+                f"--weights {weights} rounds what the checkpoint has rounded before. Start without "
+                "it, or with a checkpoint that is not quantized."
+            )
+        if checkpoint.is_quantized and spec.fp8 is None and not operators.keeps_groups:
+            _LOG.warning("decoding the quantized weights of %s to %s", directory, named)
         names = whole.family.names
         held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
         root = next(held, next(iter(names.roots)))
@@ -141,6 +151,8 @@ def load_model(
 def _open_tensors(directory: Path, spec: ModelSpec) -> TensorFiles:
     if (directory / PARTS).is_dir():
         return GgufTensors(directory)
+    if spec.scheme is not None:
+        return QuantizedTensors(directory, spec.scheme)
     return Checkpoint(directory) if spec.fp8 is None else Fp8Tensors(directory, spec.fp8)
 
 

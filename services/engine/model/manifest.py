@@ -203,8 +203,8 @@ class _LayerNamer:
                 )
             groups = (experts.count, outputs, inputs // mxfp4.GROUP_SIZE)
             return (
-                StoredTensor(f"{name}_blocks", (*groups, mxfp4.GROUP_SIZE // 2), is_raw=True),
-                StoredTensor(f"{name}_scales", groups, is_raw=True),
+                StoredTensor(f"{name}_blocks", (*groups, mxfp4.GROUP_SIZE // 2), dtype="U8"),
+                StoredTensor(f"{name}_scales", groups, dtype="U8"),
             )
 
         return StackedExperts(

@@ -188,7 +188,7 @@ class WeightReader:
 
     def _stack(self, content: tuple[StoredTensor, ...]) -> Iterator[Tensor | Mxfp4Weight]:
         """Yield each expert's weight as [outputs, inputs]."""
-        if not content[0].is_raw:
+        if content[0].dtype is None:
             yield from self._tensor(content[0]).transpose(1, 2)
         else:
             blocks, scales = map(self._tensor, content)

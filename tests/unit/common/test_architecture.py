@@ -53,7 +53,8 @@ LAYERS = {
         "model.operators",
         "model.attention",
         "model.architecture sampling",
-        "batch kernels model.checkpoint ranks",
+        "batch model.checkpoint ranks",
+        "kernels",
     ],
     "services.grammar": ["compiling", "matching", "schemas", "patterns"],
 }

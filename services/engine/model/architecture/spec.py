@@ -11,8 +11,9 @@ from services.engine.model.architecture.activation import Activation, Nonlineari
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.families import FAMILIES, Family, WindowRule
-from services.engine.model.checkpoint.fp8 import METHODS, Fp8Format
+from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.gguf_families import gguf_family
+from services.engine.model.checkpoint.schemes import SCHEMES, Scheme
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 
 __all__ = ["ExpertsSpec", "ModelSpec"]
@@ -76,6 +77,8 @@ class ModelSpec:
     """Dtype of the stored weights according to config.json: float32, bfloat16 or float16"""
     fp8: Fp8Format | None
     """Format of the weights that are stored as FP8 instead; None: there are none"""
+    scheme: Scheme | None
+    """Way in which quantized weights are stored; None: there are none"""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -167,6 +170,7 @@ class ModelSpec:
             rotaries=_rotaries(config, family, local, head_dim, context_length),
             dtype=_dtype(config),
             fp8=stored_as if isinstance(stored_as, Fp8Format) else None,
+            scheme=stored_as if isinstance(stored_as, Scheme) else None,
             eos_token_ids=config.ids("eos_token_id"),
             bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         )
@@ -186,20 +190,22 @@ def _family(config: Config) -> Family:
     )
 
 
-def _quantization(config: Config, family: Family) -> Fp8Format | Literal["mxfp4"] | None:
+def _quantization(config: Config, family: Family) -> Fp8Format | Scheme | Literal["mxfp4"] | None:
     """Return how weights are quantized. Raises CheckpointError for what is not read."""
     if not config.has("quantization_config"):
         return None
     section = config.section("quantization_config")
     method = section.text("quant_method", "unnamed")
-    if method in METHODS:
+    if Fp8Format.is_fp8(section):
         return Fp8Format.from_config(section)
+    if method in SCHEMES:
+        return SCHEMES[method](section)
     if method == "mxfp4" and family.names.experts is not None and family.names.experts.are_stacked:
         return "mxfp4"
     raise CheckpointError(
         f"{config.file}: quantization_config ({method}) is not supported. Supported: "
-        f"{', '.join(METHODS)} with FP8 weights, mxfp4 for the experts of gpt-oss; or serve a "
-        "float32, bfloat16 or float16 checkpoint."
+        f"fp8, {', '.join(SCHEMES)}, and mxfp4 for the experts of gpt-oss; or serve a float32, "
+        "bfloat16 or float16 checkpoint."
     )
 
 

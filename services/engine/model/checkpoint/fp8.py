@@ -10,10 +10,9 @@ from torch import Tensor
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.tensors import Checkpoint, FoundTensor, StoredTensor
 
-__all__ = ["METHODS", "Fp8Format", "Fp8Tensors"]
+__all__ = ["Fp8Format", "Fp8Tensors"]
 
-METHODS = ("fp8", "compressed-tensors")
-"""Values of quant_method whose weights may be FP8"""
+_FLOATS = "float-quantized"
 _STORED = "F8_E4M3"
 _GROUPS = (64, 128)
 """Widths of blocks that the GPU's kernels multiply as they are"""
@@ -40,8 +39,16 @@ class Fp8Format:
         return self.block[1] if self.block is not None and self.block[1] in _GROUPS else None
 
     @staticmethod
+    def is_fp8(config: Config) -> bool:
+        """Return whether a quantization_config says that weights are FP8."""
+        method = config.text("quant_method", "")
+        return method == "fp8" or (
+            method == "compressed-tensors" and config.text("format", "") == _FLOATS
+        )
+
+    @staticmethod
     def from_config(config: Config) -> "Fp8Format":
-        """Read a quantization_config of one of METHODS. Raises CheckpointError."""
+        """Read a quantization_config that `is_fp8`. Raises CheckpointError."""
         if config.text("quant_method") == "fp8":
             if not config.has("weight_block_size"):
                 return Fp8Format("_scale", None)
@@ -52,12 +59,6 @@ class Fp8Format:
                     f"{list(block)}."
                 )
             return Fp8Format("_scale_inv", (block[0], block[1]))
-        name = config.text("format", "unnamed")
-        if name != "float-quantized":
-            raise CheckpointError(
-                f"{config.file}: the format {name} of compressed-tensors is not supported. "
-                "Supported: float-quantized with a scale for each tensor or each output."
-            )
         return Fp8Format("_scale", None)
 
     def scale_shapes(self, weight: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -69,6 +70,8 @@ class Fp8Format:
 
 class Fp8Tensors(Checkpoint):
     """The safetensors files of a checkpoint whose weights, or some of them, are FP8."""
+
+    is_quantized = True
 
     def __init__(self, directory: Path, stored_as: Fp8Format) -> None:
         super().__init__(directory)

@@ -86,6 +86,8 @@ class GgufTensors(TensorFiles):
         for tensor in file.tensors.values():
             self._add(tensor, file.sizes[tensor.file])
 
+        self.is_quantized = any(place.kind not in _PLAIN for place in self._places.values())
+
     def __exit__(self, *failure: object) -> None:
         self._maps.clear()
 

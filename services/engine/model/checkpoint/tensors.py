@@ -20,7 +20,7 @@ __all__ = ["Checkpoint", "FoundTensor", "StoredTensor", "TensorFiles"]
 
 _FLOATING = {"F32": 4, "BF16": 2, "F16": 2}
 """Supported dtypes of weights, as safetensors names them, and their sizes in bytes"""
-_RAW = {"U8": 1}
+_RAW = {"U8": 1, "I8": 1, "I32": 4, "I64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    is_raw: bool = False
-    """True if it holds bytes of an encoding, such as MXFP4, rather than floating-point numbers"""
+    dtype: str | None = None
+    """Only dtype that it may have, as safetensors names it; None = any of floating-point numbers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,9 @@ class FoundTensor:
 class TensorFiles(ABC):
     """The open files of a checkpoint, a context manager."""
 
+    is_quantized = False
+    """True if weights, or some of them, are codes"""
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._found: dict[str, FoundTensor] = {}
@@ -58,7 +61,7 @@ class TensorFiles(ABC):
 
     @abstractmethod
     def tensor(self, stored: StoredTensor) -> Tensor:
-        """Return a tensor of floating-point numbers, or of bytes where it is raw."""
+        """Return a tensor of floating-point numbers, or of its `dtype`."""
 
     def quantized(self, stored: StoredTensor) -> QuantizedWeight | None:
         """Return a weight in groups of codes; None if it is stored otherwise."""
@@ -155,7 +158,7 @@ class Checkpoint(TensorFiles):
         return tensor
 
     def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
-        sizes = _RAW if stored.is_raw else _FLOATING
+        sizes = _FLOATING if stored.dtype is None else {stored.dtype: _RAW[stored.dtype]}
         if found.dtype not in sizes:
             raise CheckpointError(
                 f"{found.file}: the tensor {stored.name} is stored as {found.dtype}, which is not "

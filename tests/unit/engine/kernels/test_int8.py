@@ -1,4 +1,4 @@
-"""int8 weights: exactness of products, closeness of models, refusal on unsupported machines."""
+"""int8 weights in tiles: exactness of products, closeness of models."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.settings import StartupError
-from services.engine.kernels.library import (
-    InstructionSet,
-    limit_instruction_set,
-)
 from services.engine.kernels.tiles import to_tiles
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_model
@@ -128,18 +123,6 @@ def test_logits_stay_close_to_those_of_full_weights(family: str, tmp_path: Path)
         sizes.append(decoder.weight_bytes)
     assert (logits[0] - logits[1]).abs().mean() < 0.05 * logits[0].std()
     assert sizes[1] < 0.3 * sizes[0]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "highest"),
-    [(torch.float32, InstructionSet.AMX), (torch.bfloat16, InstructionSet.AVX512)],
-)
-def test_machine_without_int8_products_is_refused(
-    dtype: torch.dtype, highest: InstructionSet, tmp_path: Path
-) -> None:
-    make_checkpoint(tmp_path, CONFIGS["qwen3"])
-    with limit_instruction_set(highest), pytest.raises(StartupError, match="--weights int8 needs"):
-        load_model(tmp_path, dtype, weights="int8")
 
 
 def test_int8_weights_have_another_fingerprint(tmp_path: Path) -> None:

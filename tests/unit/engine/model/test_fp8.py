@@ -75,13 +75,8 @@ DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("blocks", lambda p: edit(p, f"{Q}_scale_inv", torch.ones(1, 1)), ["[1, 1]", "[3, 2]"]),
     ("blocks", lambda p: edit(p, f"{Q}_scale_inv", torch.ones(3, 2).long()), ["_inv", "I64"]),
     ("blocks", lambda p: edit_config(p, weight_block_size=[0, 8]), ["weight_block_size", "0"]),
-    ("tensors", lambda p: edit_config(p, quant_method="gptq"), ["gptq", "fp8", "mxfp4"]),
+    ("tensors", lambda p: edit_config(p, quant_method="aqlm"), ["aqlm", "fp8", "mxfp4"]),
     ("tensors", lambda p: edit(p, Q, torch.ones(64, 64).to(torch.float8_e5m2)), [Q, "F8_E5M2"]),
-    (
-        "channels",
-        lambda p: edit_config(p, format="pack-quantized"),
-        ["pack-quantized", "float-quantized"],
-    ),
 ]
 
 

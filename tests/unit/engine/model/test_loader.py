@@ -100,8 +100,8 @@ DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("unknown dtype", lambda p: set_config(p, dtype="float8_e4m3fn"), ["float8_e4m3fn"]),
     (
         "quantized",
-        lambda p: set_config(p, quantization_config={"quant_method": "awq"}),
-        ["quantization_config", "awq"],
+        lambda p: set_config(p, quantization_config={"quant_method": "aqlm"}),
+        ["quantization_config", "aqlm"],
     ),
     ("no width", lambda p: set_config(p, hidden_size=...), ["config.json", "hidden_size"]),
     ("text for a number", lambda p: set_config(p, hidden_size="64"), ["hidden_size", '"64"']),
