@@ -21,7 +21,13 @@ from benchmarks.tables import markdown
 from services.engine.engine import Engine
 from services.engine.settings import EngineSettings
 
-KINDS = (("float32", "full"), ("bfloat16", "full"), ("bfloat16", "int8"))
+KINDS = (
+    ("float32", "decoded"),
+    ("bfloat16", "full"),
+    ("bfloat16", "int8"),
+    ("float32", "int8"),
+    ("float32", "int4"),
+)
 KV_MEMORY = "64MiB"
 """Of each engine; its own KV cache is not used"""
 

@@ -117,10 +117,90 @@ void silu_multiply(const void *both, void *out, int64_t num_rows, int64_t width)
 constexpr int64_t kPart = 512;
 constexpr int64_t kScores = 64;  // keys scored at a time
 
+constexpr int64_t kLanes = 16;  // neighbouring dimensions that are computed at once
+
+// Writes the scores of kHeads query heads for `count` keys; a key is loaded once for all of them.
+// queries: [kHeads, head_dim]; scores: [kHeads][kScores].
+template <int kHeads, typename T>
+void score_keys(const tw_attention &a, const float *queries, const T *keys, int64_t count,
+                float (*scores)[kScores]) {
+  int64_t whole = a.head_dim / kLanes * kLanes;
+  for (int64_t t = 0; t < count; t++) {
+    const T *key = keys + t * a.head_dim;
+    float sums[kHeads][kLanes] = {};
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      for (int h = 0; h < kHeads; h++) {
+        const float *query = queries + h * a.head_dim + i;
+#pragma omp simd
+        for (int64_t l = 0; l < kLanes; l++) sums[h][l] += query[l] * load(key[i + l]);
+      }
+    }
+    for (int h = 0; h < kHeads; h++) {
+      float sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t l = 0; l < kLanes; l++) sum += sums[h][l];
+      for (int64_t i = whole; i < a.head_dim; i++)
+        sum += queries[h * a.head_dim + i] * load(key[i]);
+      scores[h][t] = sum * a.scale;
+    }
+  }
+}
+
+// Adds `count` values, times the weights of kHeads heads, to their states, `width` floats apart.
+template <int kHeads, typename T>
+void add_values(const tw_attention &a, const float (*weights)[kScores], const T *values,
+                int64_t count, float *states, int64_t width) {
+  int64_t whole = a.head_dim / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    float sums[kHeads][kLanes];
+    for (int h = 0; h < kHeads; h++) memcpy(sums[h], states + h * width + i, sizeof sums[h]);
+    for (int64_t t = 0; t < count; t++) {
+      const T *value = values + t * a.head_dim + i;
+      for (int h = 0; h < kHeads; h++) {
+#pragma omp simd
+        for (int64_t l = 0; l < kLanes; l++) sums[h][l] += weights[h][t] * load(value[l]);
+      }
+    }
+    for (int h = 0; h < kHeads; h++) memcpy(states + h * width + i, sums[h], sizeof sums[h]);
+  }
+  for (int h = 0; h < kHeads; h++)
+    for (int64_t t = 0; t < count; t++)
+      for (int64_t i = whole; i < a.head_dim; i++)
+        states[h * width + i] += weights[h][t] * load(values[t * a.head_dim + i]);
+}
+
+// Attends to `count` keys and values with kHeads query heads that share them.
+template <int kHeads, typename T>
+void attend_keys(const tw_attention &a, const float *queries, const T *keys, const T *values,
+                 int64_t count, float *states) {
+  int64_t width = a.head_dim + 2;
+  float scores[kHeads][kScores];
+  score_keys<kHeads>(a, queries, keys, count, scores);
+  for (int h = 0; h < kHeads; h++) {
+    float *state = states + h * width, *score = scores[h], highest = state[a.head_dim];
+    if (a.cap) {
+#pragma omp simd
+      for (int64_t t = 0; t < count; t++) score[t] = a.cap * hyperbolic_tangent(score[t] / a.cap);
+    }
+    for (int64_t t = 0; t < count; t++) highest = maximum(highest, score[t]);
+    float correction = exponential(state[a.head_dim] - highest), total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t t = 0; t < count; t++) {
+      score[t] = exponential(score[t] - highest);
+      total += score[t];
+    }
+    state[a.head_dim] = highest;
+    state[a.head_dim + 1] = state[a.head_dim + 1] * correction + total;
+#pragma omp simd
+    for (int64_t i = 0; i < a.head_dim; i++) state[i] *= correction;
+  }
+  add_values<kHeads>(a, scores, values, count, states, width);
+}
+
 // Online softmax (https://arxiv.org/abs/1805.02867) over a part of one head's context.
 // partial: [group][head_dim + 2]: the weighted values, the highest score, the sum of weights.
 template <typename T>
-void attend_part(const tw_attention &a, const T *query, const int32_t *table, int64_t kv_head,
+void attend_part(const tw_attention &a, const float *queries, const int32_t *table, int64_t kv_head,
                  int64_t first, int64_t last, float *partial) {
   int64_t width = a.head_dim + 2, head_size = a.block_size * a.head_dim;
   for (int64_t g = 0; g < a.group; g++) {
@@ -134,36 +214,18 @@ void attend_part(const tw_attention &a, const T *query, const int32_t *table, in
     int64_t at = (block * a.num_kv_heads + kv_head) * head_size + offset * a.head_dim;
     const T *keys = static_cast<const T *>(a.key_cache) + at;
     const T *values = static_cast<const T *>(a.value_cache) + at;
-    for (int64_t g = 0; g < a.group; g++) {
-      float *state = partial + g * width, scores[kScores], highest = state[a.head_dim];
-      const T *q = query + g * a.head_dim;
-      for (int64_t t = 0; t < count; t++) {
-        const T *key = keys + t * a.head_dim;
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < a.head_dim; i++) sum += load(q[i]) * load(key[i]);
-        scores[t] = sum * a.scale;
-      }
-      if (a.cap) {
-#pragma omp simd
-        for (int64_t t = 0; t < count; t++)
-          scores[t] = a.cap * hyperbolic_tangent(scores[t] / a.cap);
-      }
-      for (int64_t t = 0; t < count; t++) highest = maximum(highest, scores[t]);
-      float correction = exponential(state[a.head_dim] - highest), total = 0;
-#pragma omp simd reduction(+ : total)
-      for (int64_t t = 0; t < count; t++) {
-        scores[t] = exponential(scores[t] - highest);
-        total += scores[t];
-      }
-      state[a.head_dim] = highest;
-      state[a.head_dim + 1] = state[a.head_dim + 1] * correction + total;
-#pragma omp simd
-      for (int64_t i = 0; i < a.head_dim; i++) state[i] *= correction;
-      for (int64_t t = 0; t < count; t++) {
-        const T *value = values + t * a.head_dim;
-#pragma omp simd
-        for (int64_t i = 0; i < a.head_dim; i++) state[i] += scores[t] * load(value[i]);
+    for (int64_t g = 0; g < a.group;) {
+      const float *q = queries + g * a.head_dim;
+      float *states = partial + g * width;
+      if (a.group - g >= 4) {
+        attend_keys<4>(a, q, keys, values, count, states);
+        g += 4;
+      } else if (a.group - g >= 2) {
+        attend_keys<2>(a, q, keys, values, count, states);
+        g += 2;
+      } else {
+        attend_keys<1>(a, q, keys, values, count, states);
+        g++;
       }
     }
     start += count;
@@ -198,6 +260,14 @@ void paged_decode(const tw_attention &a) {
   int64_t units = a.sequences * a.num_kv_heads;
   auto parts = static_cast<float *>(
       malloc(sizeof(float) * static_cast<size_t>(maximum(units * most_parts * state, 1))));
+  int64_t heads = a.num_kv_heads * a.group * a.head_dim;
+  auto queries = static_cast<float *>(
+      malloc(sizeof(float) * static_cast<size_t>(maximum(a.sequences * heads, 1))));
+  for_rows(a.sequences, [&](int64_t s) {
+    const T *from = static_cast<const T *>(a.queries) + a.query_starts[s] * a.row_stride;
+#pragma omp simd
+    for (int64_t i = 0; i < heads; i++) queries[s * heads + i] = load(from[i]);
+  });
   for_rows(a.tokens, [&](int64_t token) {
     int64_t block = a.slots[token] / a.block_size, offset = a.slots[token] % a.block_size;
     for (int64_t h = 0; h < a.num_kv_heads; h++) {
@@ -214,10 +284,8 @@ void paged_decode(const tw_attention &a) {
     int64_t context = a.context_lengths[s];
     int64_t visible = a.window ? maximum(context - a.window, 0) : 0;
     int64_t first = maximum(part * kPart, visible), last = minimum((part + 1) * kPart, context);
-    attend_part(a,
-                static_cast<const T *>(a.queries) + a.query_starts[s] * a.row_stride +
-                    kv_head * a.group * a.head_dim,
-                a.block_tables + s * a.table_stride, kv_head, first, last, parts + item * state);
+    attend_part<T>(a, queries + unit * a.group * a.head_dim, a.block_tables + s * a.table_stride,
+                   kv_head, first, last, parts + item * state);
   });
   for_rows(units * a.group, [&](int64_t row) {
     int64_t unit = row / a.group, g = row % a.group, s = unit / a.num_kv_heads;
@@ -228,6 +296,7 @@ void paged_decode(const tw_attention &a) {
     merge_parts(parts + unit * most_parts * state + g * (a.head_dim + 2), num_parts, state,
                 a.head_dim, a.sinks ? a.sinks + head : nullptr, out);
   });
+  free(queries);
   free(parts);
 }
 
