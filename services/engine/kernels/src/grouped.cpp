@@ -18,6 +18,7 @@
 namespace {
 
 constexpr int64_t kRowsAtOnce = 4;
+constexpr int64_t kStrips = 2;         // strips that are multiplied at once
 constexpr int64_t kLine = 64;          // bytes of a cache line
 constexpr int64_t kAhead = 2048;       // bytes of weights between those multiplied and prefetched
 constexpr int64_t kRowsInCache = 64;  // rows whose codes stay in L2 while strips pass
@@ -43,44 +44,97 @@ struct Rows {
   float *sums;    // [rows, groups] of the rounded values in each group of weights
 };
 
-// Rounds 32 values to codes of one scale. A NaN or an infinity makes the scale NaN.
-float round_block(const float *values, int8_t *codes) {
+#if defined(__AVX2__)
+
+inline float highest(__m256 v) {
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+inline float total(__m256 v) {
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+
+// Rounds 32 values to codes of one scale, and writes the sums of each 16 codes. A NaN or an infinity
+// makes the scale NaN.
+inline float round_block(const float *values, int8_t *codes, int32_t *sums) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  __m256 parts[4], largest = _mm256_setzero_ps(), broken = _mm256_setzero_ps();
+  for (int i = 0; i < 4; i++) {
+    parts[i] = _mm256_loadu_ps(values + 8 * i);
+    largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, parts[i]));
+    broken = _mm256_fmadd_ps(parts[i], _mm256_setzero_ps(), broken);
+  }
+  const float most = highest(largest);
+  const __m256 inverse = _mm256_set1_ps(most > 0 ? 127.0f / most : 0.0f);
+  __m256i whole[4];
+  for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(parts[i], inverse));
+  __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]),
+                                     _mm256_packs_epi32(whole[2], whole[3]));
+  bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(codes), bytes);
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+  alignas(32) int32_t fours[8];
+  _mm256_store_si256(reinterpret_cast<__m256i *>(fours),
+                     _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  for (int i = 0; i < 2; i++)
+    sums[i] = fours[4 * i] + fours[4 * i + 1] + fours[4 * i + 2] + fours[4 * i + 3];
+  return most / 127.0f + total(broken);
+}
+
+#else
+
+// Rounds 32 values to codes of one scale, and writes the sums of each 16 codes. A NaN or an infinity
+// makes the scale NaN.
+float round_block(const float *values, int8_t *codes, int32_t *sums) {
   float largest = 0, broken = 0;
-#pragma omp simd reduction(max : largest) reduction(+ : broken)
   for (int64_t i = 0; i < kBlock; i++) {
     largest = maximum(largest, __builtin_fabsf(values[i]));
     broken += values[i] * 0.0f;
   }
   float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-#pragma omp simd
+  sums[0] = sums[1] = 0;
   for (int64_t i = 0; i < kBlock; i++) {
-    // Adding 1.5 * 2^23 rounds to the nearest integer, which the low bits then hold.
-    float shifted = values[i] * inverse + 12582912.0f;
-    int32_t bits;
-    memcpy(&bits, &shifted, sizeof bits);
-    codes[i] = static_cast<int8_t>(bits);
+    codes[i] = static_cast<int8_t>(__builtin_rintf(broken == 0 ? values[i] * inverse : 0.0f));
+    sums[i / (kBlock / 2)] += codes[i];
   }
   return largest / 127.0f + broken;
 }
 
+#endif
+
+inline void load_block(const float *from, float *to) { memcpy(to, from, kBlock * sizeof *to); }
+
+inline void load_block(const uint16_t *from, float *to) {
+#pragma omp simd
+  for (int64_t i = 0; i < kBlock; i++) to[i] = load_bfloat16(from[i]);
+}
+
+template <typename T>
 void round_row(const tw_grouped &g, int64_t row, const Rows &to) {
-  int64_t blocks = g.inputs / kBlock, unit = minimum(g.group, kBlock);
+  int64_t blocks = g.inputs / kBlock, left = g.group;  // inputs of the present group
+  const T *from = static_cast<const T *>(g.rows) + row * g.inputs;
   int8_t *codes = to.codes + row * g.inputs;
   float *scales = to.scales + row * blocks, *sums = to.sums + row * (g.inputs / g.group);
   memset(sums, 0, sizeof(float) * static_cast<size_t>(g.inputs / g.group));
   for (int64_t b = 0; b < blocks; b++) {
     float values[kBlock];
-    int64_t at = row * g.inputs + b * kBlock;
-    for (int64_t i = 0; i < kBlock; i++)
-      values[i] = g.dtype == TW_FLOAT32
-                      ? static_cast<const float *>(g.rows)[at + i]
-                      : load_bfloat16(static_cast<const uint16_t *>(g.rows)[at + i]);
-    scales[b] = round_block(values, codes + b * kBlock);
-    for (int64_t first = 0; first < kBlock; first += unit) {
-      int32_t sum = 0;
-      for (int64_t i = 0; i < unit; i++) sum += codes[b * kBlock + first + i];
-      sums[(b * kBlock + first) / g.group] += scales[b] * static_cast<float>(sum);
+    int32_t halves[2];
+    load_block(from + b * kBlock, values);
+    scales[b] = round_block(values, codes + b * kBlock, halves);
+    if (g.group < kBlock) {
+      for (int64_t half = 0; half < 2; half++)
+        sums[2 * b + half] = scales[b] * static_cast<float>(halves[half]);
+      continue;
     }
+    *sums += scales[b] * static_cast<float>(halves[0] + halves[1]);
+    left -= kBlock;
+    if (left) continue;
+    left = g.group;
+    sums++;
   }
 }
 
@@ -123,47 +177,87 @@ inline __m256i add_products(__m256i sum, __m256i bytes, __m256i signed_bytes) {
 #endif
 }
 
-// Multiplies kRows rows by a unit of a strip's codes: 4 bits, 32 inputs.
+// Has the compiler add here: it would compute all products before it adds them, and spill them.
+inline void in_order(__m256i &sum) { asm volatile("" : "+x"(sum)); }
+
+// Multiplies kRows rows by a unit of the codes of two strips: 4 bits, 32 inputs. A row's codes are
+// loaded once for both.
 template <int kRows>
-inline void multiply_nibbles(const uint8_t *codes, const int8_t *rows, int64_t stride,
-                             Vector *products) {
+inline void multiply_nibbles(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                             Vector (*products)[kRows]) {
   const __m256i low = _mm256_set1_epi8(15);
-  __m256i weights[8];
+  __m256i sums[kStrips][kRows];
+#pragma GCC unroll 8
   for (int j = 0; j < 4; j++) {
-    __m256i both = load_codes(codes + 32 * j);
-    weights[2 * j] = _mm256_and_si256(both, low);
-    weights[2 * j + 1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-  }
-  for (int r = 0; r < kRows; r++) {
-    const int8_t *row = rows + r * stride;
+    __m256i both[kStrips];
+#pragma GCC unroll 8
+    for (int s = 0; s < kStrips; s++) both[s] = load_codes(codes[s] + 32 * j);
+#pragma GCC unroll 8
+    for (int half = 0; half < 2; half++) {
+      const int k = 2 * j + half;
+      __m256i weights[kStrips];
+#pragma GCC unroll 8
+      for (int s = 0; s < kStrips; s++)
+        weights[s] = _mm256_and_si256(half ? _mm256_srli_epi16(both[s], 4) : both[s], low);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) {
+        const __m256i row = four(rows + r * stride + 4 * k);
+#pragma GCC unroll 8
+        for (int s = 0; s < kStrips; s++) {
 #if defined(__AVX512VNNI__)
-    __m256i sum = _mm256_setzero_si256();
-    for (int k = 0; k < 8; k++) sum = add_products(sum, weights[k], four(row + 4 * k));
+          sums[s][r] = add_products(k ? sums[s][r] : _mm256_setzero_si256(), weights[s], row);
 #else
-    // Eight pairs of products of 15 and 127 fit 16 bits.
-    __m256i pairs = _mm256_maddubs_epi16(weights[0], four(row));
-    for (int k = 1; k < 8; k++)
-      pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(weights[k], four(row + 4 * k)));
-    __m256i sum = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+          // Eight pairs of products of 15 and 127 fit 16 bits.
+          __m256i pairs = _mm256_maddubs_epi16(weights[s], row);
+          sums[s][r] = k ? _mm256_add_epi16(sums[s][r], pairs) : pairs;
 #endif
-    products[r] = _mm256_cvtepi32_ps(sum);
+          in_order(sums[s][r]);
+        }
+      }
+    }
   }
+#pragma GCC unroll 8
+  for (int s = 0; s < kStrips; s++)
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) {
+#if !defined(__AVX512VNNI__)
+      sums[s][r] = _mm256_madd_epi16(sums[s][r], _mm256_set1_epi16(1));
+#endif
+      products[s][r] = _mm256_cvtepi32_ps(sums[s][r]);
+    }
 }
 
 // The same for codes of 8 bits with a sign, kUnit inputs.
 template <int kRows, int kUnit>
-inline void multiply_bytes(const uint8_t *codes, const int8_t *rows, int64_t stride,
-                           Vector *products) {
-  __m256i sums[kRows];
-  for (int r = 0; r < kRows; r++) sums[r] = _mm256_setzero_si256();
+inline void multiply_bytes(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                           Vector (*products)[kRows]) {
+  __m256i sums[kStrips][kRows];
+#pragma GCC unroll 8
+  for (int s = 0; s < kStrips; s++)
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) sums[s][r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
   for (int k = 0; k < kUnit / 4; k++) {
-    __m256i weights = load_codes(codes + 32 * k), magnitudes = _mm256_abs_epi8(weights);
+    __m256i weights[kStrips], magnitudes[kStrips];
+#pragma GCC unroll 8
+    for (int s = 0; s < kStrips; s++) {
+      weights[s] = load_codes(codes[s] + 32 * k);
+      magnitudes[s] = _mm256_abs_epi8(weights[s]);
+    }
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) {
-      __m256i row = _mm256_sign_epi8(four(rows + r * stride + 4 * k), weights);
-      sums[r] = add_products(sums[r], magnitudes, row);
+      const __m256i row = four(rows + r * stride + 4 * k);
+#pragma GCC unroll 8
+      for (int s = 0; s < kStrips; s++) {
+        sums[s][r] = add_products(sums[s][r], magnitudes[s], _mm256_sign_epi8(row, weights[s]));
+        in_order(sums[s][r]);
+      }
     }
   }
-  for (int r = 0; r < kRows; r++) products[r] = _mm256_cvtepi32_ps(sums[r]);
+#pragma GCC unroll 8
+  for (int s = 0; s < kStrips; s++)
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) products[s][r] = _mm256_cvtepi32_ps(sums[s][r]);
 }
 
 #else  // any processor
@@ -201,87 +295,112 @@ inline Vector load_scales(const uint8_t *from) {
 }
 
 template <int kRows>
-inline void multiply_nibbles(const uint8_t *codes, const int8_t *rows, int64_t stride,
-                             Vector *products) {
-  for (int r = 0; r < kRows; r++)
-    for (int64_t lane = 0; lane < kStrip; lane++) {
-      int32_t sum = 0;
-      for (int64_t i = 0; i < kBlock; i++)
-        sum += nibble(codes, lane, i) * rows[r * stride + i];
-      products[r].lanes[lane] = static_cast<float>(sum);
-    }
+inline void multiply_nibbles(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                             Vector (*products)[kRows]) {
+  for (int s = 0; s < kStrips; s++)
+    for (int r = 0; r < kRows; r++)
+      for (int64_t lane = 0; lane < kStrip; lane++) {
+        int32_t sum = 0;
+        for (int64_t i = 0; i < kBlock; i++)
+          sum += nibble(codes[s], lane, i) * rows[r * stride + i];
+        products[s][r].lanes[lane] = static_cast<float>(sum);
+      }
 }
 
 template <int kRows, int kUnit>
-inline void multiply_bytes(const uint8_t *codes, const int8_t *rows, int64_t stride,
-                           Vector *products) {
-  for (int r = 0; r < kRows; r++)
-    for (int64_t lane = 0; lane < kStrip; lane++) {
-      int32_t sum = 0;
-      for (int64_t i = 0; i < kUnit; i++)
-        sum += static_cast<int8_t>(codes[byte_at(lane, i)]) * rows[r * stride + i];
-      products[r].lanes[lane] = static_cast<float>(sum);
-    }
+inline void multiply_bytes(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                           Vector (*products)[kRows]) {
+  for (int s = 0; s < kStrips; s++)
+    for (int r = 0; r < kRows; r++)
+      for (int64_t lane = 0; lane < kStrip; lane++) {
+        int32_t sum = 0;
+        for (int64_t i = 0; i < kUnit; i++)
+          sum += static_cast<int8_t>(codes[s][byte_at(lane, i)]) * rows[r * stride + i];
+        products[s][r].lanes[lane] = static_cast<float>(sum);
+      }
 }
 
 #endif
 
-// Multiplies kRows rows by a strip.
+// Multiplies kRows rows by two strips, `strip_bytes` apart. out: [kStrips][kRows][kStrip].
 template <int kRows, int kBits, int kUnit, bool kHalf, bool kOffsets>
-void multiply_strip(const tw_grouped &g, const uint8_t *packed, const Rows &rows, int64_t first,
-                    float *out) {
+void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, const Rows &rows,
+                     int64_t first, float *out) {
   constexpr int64_t kScales = kStrip * (kHalf ? 2 : 4), kCodes = kUnit * kStrip * kBits / 8;
   const int64_t blocks = g.inputs / kBlock, groups = g.inputs / g.group, units = g.group / kUnit;
   const int8_t *codes = rows.codes + first * g.inputs;
   const float *scales = rows.scales + first * blocks, *sums = rows.sums + first * groups;
-  Vector totals[kRows];
-  for (int r = 0; r < kRows; r++) totals[r] = zero();
+  Vector totals[kStrips][kRows];
+#pragma GCC unroll 8
+  for (int s = 0; s < kStrips; s++)
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) totals[s][r] = zero();
+  const uint8_t *at[kStrips];
+#pragma GCC unroll 8
+  for (int s = 0; s < kStrips; s++) at[s] = packed + s * apart;
   for (int64_t group = 0; group < groups; group++) {
-    const Vector scale = load_scales<kHalf>(packed);
-    packed += kScales;
-    Vector offset = scale;
-    if (kOffsets) {
-      offset = load_scales<kHalf>(packed);
-      packed += kScales;
-    }
-    Vector parts[kRows];
-    for (int r = 0; r < kRows; r++) parts[r] = zero();
+    const uint8_t *const numbers[kStrips] = {at[0], at[1]};
+#pragma GCC unroll 8
+    for (int s = 0; s < kStrips; s++) at[s] += kScales * (kOffsets ? 2 : 1);
+    Vector parts[kStrips][kRows];
+#pragma GCC unroll 8
+    for (int s = 0; s < kStrips; s++)
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) parts[s][r] = zero();
     for (int64_t unit = 0; unit < units; unit++) {
       const int64_t input = group * g.group + unit * kUnit;
-      for (int64_t at = 0; at < kCodes; at += kLine)
-        __builtin_prefetch(packed + kAhead + at);
-      Vector products[kRows];
+#pragma GCC unroll 8
+      for (int s = 0; s < kStrips; s++)
+        for (int64_t line = 0; line < kCodes; line += kLine)
+          __builtin_prefetch(at[s] + kAhead + line);
+      Vector products[kStrips][kRows];
       if (kBits == 4)
-        multiply_nibbles<kRows>(packed, codes + input, g.inputs, products);
+        multiply_nibbles<kRows>(at, codes + input, g.inputs, products);
       else
-        multiply_bytes<kRows, kUnit>(packed, codes + input, g.inputs, products);
-      packed += kCodes;
-      for (int r = 0; r < kRows; r++)
-        parts[r] = fused(products[r], broadcast(scales[r * blocks + input / kBlock]), parts[r]);
+        multiply_bytes<kRows, kUnit>(at, codes + input, g.inputs, products);
+#pragma GCC unroll 8
+      for (int s = 0; s < kStrips; s++) at[s] += kCodes;
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) {
+        const Vector scale = broadcast(scales[r * blocks + input / kBlock]);
+#pragma GCC unroll 8
+        for (int s = 0; s < kStrips; s++)
+          parts[s][r] = fused(products[s][r], scale, parts[s][r]);
+      }
     }
-    for (int r = 0; r < kRows; r++) {
-      const float sum = sums[r * groups + group];
-      if (kBits == 4 && !kOffsets) parts[r] = less(parts[r], broadcast(kZero * sum));
-      totals[r] = fused(scale, parts[r], totals[r]);
-      if (kOffsets) totals[r] = fused(offset, broadcast(sum), totals[r]);
+#pragma GCC unroll 8
+    for (int s = 0; s < kStrips; s++) {
+      const Vector scale = load_scales<kHalf>(numbers[s]);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) {
+        const float sum = sums[r * groups + group];
+        if (kBits == 4 && !kOffsets) parts[s][r] = less(parts[s][r], broadcast(kZero * sum));
+        totals[s][r] = fused(scale, parts[s][r], totals[s][r]);
+        if (kOffsets)
+          totals[s][r] =
+              fused(load_scales<kHalf>(numbers[s] + kScales), broadcast(sum), totals[s][r]);
+      }
     }
   }
-  for (int r = 0; r < kRows; r++) store(out + r * kStrip, totals[r]);
+#pragma GCC unroll 8
+  for (int s = 0; s < kStrips; s++)
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) store(out + (s * kRows + r) * kStrip, totals[s][r]);
 }
 
-using MultiplyStrip = decltype(&multiply_strip<1, 4, 32, false, false>);
+using MultiplyStrips = decltype(&multiply_strips<1, 4, 32, false, false>);
 
 template <int kRows, int kBits, int kUnit>
-MultiplyStrip choose_scales(const tw_grouped &g) {
+MultiplyStrips choose_scales(const tw_grouped &g) {
   if (g.has_halves)
-    return g.has_offsets ? multiply_strip<kRows, kBits, kUnit, true, true>
-                         : multiply_strip<kRows, kBits, kUnit, true, false>;
-  return g.has_offsets ? multiply_strip<kRows, kBits, kUnit, false, true>
-                       : multiply_strip<kRows, kBits, kUnit, false, false>;
+    return g.has_offsets ? multiply_strips<kRows, kBits, kUnit, true, true>
+                         : multiply_strips<kRows, kBits, kUnit, true, false>;
+  return g.has_offsets ? multiply_strips<kRows, kBits, kUnit, false, true>
+                       : multiply_strips<kRows, kBits, kUnit, false, false>;
 }
 
 template <int kRows>
-MultiplyStrip choose(const tw_grouped &g) {
+MultiplyStrips choose(const tw_grouped &g) {
   if (g.bits == 4) return choose_scales<kRows, 4, 32>(g);
   return g.group == 16 ? choose_scales<kRows, 8, 16>(g) : choose_scales<kRows, 8, 32>(g);
 }
@@ -317,24 +436,29 @@ void TW_GROUPED(const tw_grouped *call) {
   rows.sums = static_cast<float *>(memory[2].reserve(g.num_rows * groups * 4));
   parallel_for((g.num_rows + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t item) {
     int64_t end = minimum((item + 1) * kRowsAtOnce, g.num_rows);
-    for (int64_t row = item * kRowsAtOnce; row < end; row++) round_row(g, row, rows);
+    for (int64_t row = item * kRowsAtOnce; row < end; row++)
+      (g.dtype == TW_FLOAT32 ? round_row<float> : round_row<uint16_t>)(g, row, rows);
   });
-  const MultiplyStrip by_rows[] = {choose<1>(g), choose<2>(g), choose<3>(g), choose<4>(g)};
+  const MultiplyStrips by_rows[] = {choose<1>(g), choose<2>(g), choose<3>(g), choose<4>(g)};
   int64_t strips = (g.outputs + kStrip - 1) / kStrip, bytes = strip_bytes(g);
-  int64_t at_once = maximum(strips / (8 * num_threads()), static_cast<int64_t>(1));
+  int64_t pairs = (strips + kStrips - 1) / kStrips;
+  int64_t at_once = kStrips * maximum(pairs / (8 * num_threads()), static_cast<int64_t>(1));
   int64_t ranges = (strips + at_once - 1) / at_once;
   int64_t row_blocks = (g.num_rows + kRowsInCache - 1) / kRowsInCache;
   parallel_for(ranges * row_blocks, [&](int64_t item) {
     int64_t first = item / ranges * kRowsInCache;
     int64_t last = minimum(first + kRowsInCache, g.num_rows);
     int64_t begin = item % ranges * at_once, end = minimum(begin + at_once, strips);
-    for (int64_t strip = begin; strip < end; strip++) {
+    for (int64_t strip = begin; strip < end; strip += kStrips) {
       const uint8_t *packed = static_cast<const uint8_t *>(g.packed) + strip * bytes;
+      // The last strip may be alone: it is multiplied twice.
+      const int64_t apart = strip + 1 < end ? bytes : 0;
       for (int64_t row = first; row < last; row += kRowsAtOnce) {
-        float out[kRowsAtOnce * kStrip];
+        float out[kStrips * kRowsAtOnce * kStrip];
         int64_t count = minimum(kRowsAtOnce, last - row);
-        by_rows[count - 1](g, packed, rows, row, out);
+        by_rows[count - 1](g, packed, apart, rows, row, out);
         write(g, out, row, count, strip * kStrip);
+        if (apart) write(g, out + count * kStrip, row, count, (strip + 1) * kStrip);
       }
     }
   });
