@@ -1,4 +1,4 @@
-"""Accuracy of bfloat16 and int8 weights against float32: perplexity, KL divergence, argmax.
+"""Accuracy of bfloat16, int8 and int4 weights against float32: perplexity, KL divergence, argmax.
 
     python -m benchmarks.accuracy --model models/tokenwire-code-6m
 

@@ -11,7 +11,7 @@ from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet
 from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
-from services.engine.model.checkpoint.quantized import QuantizedWeight, rounded
+from services.engine.model.checkpoint.quantized import QuantizedWeight, joined, rounded
 from services.engine.model.loader import load_model
 from services.engine.model.operators.grouped_operators import GroupedOperators
 from services.engine.model.operators.interface import ExpertWeights
@@ -145,6 +145,20 @@ def test_gate_and_experts_equal_those_of_the_decoded_weights(
     operators.mixture(experts, 3, 2, SWIGLU).add_to(x, chosen, factors, ours)
     exact.mixture(experts, 3, 2, SWIGLU).add_to(x, chosen, factors, theirs)
     assert (ours - theirs).abs().mean() < 0.04 * theirs.std()
+
+
+def test_parts_of_a_weight_decode_to_parts_of_its_numbers() -> None:
+    weight = random_weight(24, 384, 4, 64)
+    whole = weight.decode()
+    part = weight.columns(1, 3)
+    assert part is not None
+    assert torch.equal(part.decode(), whole[:, 128:256])
+    assert weight.columns(0, 4) is None  # would cut a group
+    both = joined([weight, random_weight(8, 384, 8, 48)])
+    assert isinstance(both, QuantizedWeight)
+    assert torch.equal(both.decode()[:24], whole)
+    assert torch.equal(weight.times(2).decode(), 2 * whole)
+    assert torch.equal(weight.rows(torch.tensor([3, 1])).decode(), whole[[3, 1]])
 
 
 @pytest.mark.parametrize(("bits", "most"), [(4, 0.12), (8, 0.006)])
