@@ -12,9 +12,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
-
-import tokenwire
 
 __all__ = ["BUNDLE", "use_bundle"]
 
@@ -39,8 +38,8 @@ def use_bundle(folder: Path) -> None:
     if not folder.is_dir():
         return
     sys.path.append(str(folder))
-    if not (_ROOT / "tokenwire" / "pb").is_dir():
-        tokenwire.__path__.append(str(folder / _STUBS))
+    if not (_ROOT / "tokenwire" / "pb").is_dir():  # processes that the check starts need them too
+        shutil.copytree(folder / _STUBS / "pb", _ROOT / "tokenwire" / "pb")
 
 
 def main() -> None:
@@ -56,10 +55,20 @@ def main() -> None:
         for wheel in sorted(Path(wheels).glob("*.whl")):
             _unpack(wheel)
     shutil.copytree(_ROOT / "tokenwire" / "pb", BUNDLE / _STUBS / "pb")
+    _describe_package()
     total = sum(file.stat().st_size for file in BUNDLE.rglob("*") if file.is_file())
     print(f"{BUNDLE}: {total / 2**20:.0f} MiB for Python {python}")
     if total > _MOST_BYTES:
         raise SystemExit(f"The bundle exceeds {_MOST_BYTES >> 20} MiB.")
+
+
+def _describe_package() -> None:
+    """Write what an installation would: the services tell their version."""
+    version = metadata.version("tokenwire")
+    folder = BUNDLE / f"tokenwire-{version}.dist-info"
+    folder.mkdir()
+    lines = ["Metadata-Version: 2.4", "Name: tokenwire", f"Version: {version}", ""]
+    (folder / "METADATA").write_text("\n".join(lines))
 
 
 def _unpack(wheel: Path) -> None:

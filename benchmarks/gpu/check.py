@@ -24,11 +24,13 @@ from benchmarks.gpu.correctness import (
 )
 from benchmarks.gpu.peers import measure_peers
 from benchmarks.gpu.report import Figure, Part, Report
+from benchmarks.gpu.service import measure_service
 from benchmarks.gpu.speed import (
     Loads,
     bandwidth,
     measure_closed,
     measure_one_stream,
+    measure_prompts,
     measure_staggered,
 )
 from benchmarks.results import now
@@ -42,6 +44,7 @@ QUICK = Loads(
     output=8,
     long_prompt=100,
     shared_prefix=64,
+    prompts=(16, 64),
     staggered=8,
     one_stream_steps=8,
 )
@@ -53,6 +56,7 @@ FULL = Loads(
     output=256,
     long_prompt=8000,
     shared_prefix=8000,
+    prompts=(128, 512, 2048, 8000),
     staggered=256,
     one_stream_steps=200,
 )
@@ -148,6 +152,8 @@ class Check:
         if has_fp8:
             for name in models:
                 yield _Step(f"speed in FP8, {name}", partial(self._speed, name, "fp8"), 90)
+        for name in models[:1]:
+            yield _Step(f"service, {name}", partial(self._service, name), 60)
         for name in models:
             yield _Step(f"peers, {name}", partial(self._peers, name), 60)
 
@@ -167,6 +173,7 @@ class Check:
             yield {"what": "start", "seconds": time.monotonic() - began}
             memory = self._memory or 1e12
             yield from measure_one_stream(engine, loads, device, memory)
+            yield from measure_prompts(engine, loads, device)
             rate = 0.0
             for row in measure_closed(engine, loads, device):
                 if row["load"] == "closed" and isinstance(found := row["tokens/s"], float):
@@ -174,6 +181,19 @@ class Check:
                 yield {"what": row.pop("load"), **row}
             for row in measure_staggered(engine, loads, rate):
                 yield {"what": row.pop("load"), **row}
+
+    def _service(self, name: str) -> Iterator[dict[str, Figure]]:
+        loads = self._loads
+        path = make_checkpoint(self._checkpoints / name, LLAMAS[name], self._device, small=False)
+        release()
+        yield from measure_service(
+            path,
+            self._device.type,
+            loads.streams,
+            loads.prompt,
+            loads.output,
+            int(LLAMAS[name]["vocab_size"]),
+        )
 
     def _peers(self, name: str) -> Iterator[dict[str, Figure]]:
         loads = self._loads

@@ -1,4 +1,4 @@
-"""Peers on the same card, where they are installed: transformers' continuous batching, vLLM."""
+"""Peers on the same card, where they are installed: transformers, vLLM, SGLang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measure_peers(
         source = random.Random(count)
         return [source.choices(range(vocabulary), k=prompt) for _ in range(count)]
 
-    for name, measure in (("transformers", _transformers), ("vllm", _vllm)):
+    for name, measure in _PEERS:
         if find_spec(name) is None:
             yield {"peer": name, "streams": None, "tokens/s": None, "note": "not installed"}
             continue
@@ -69,3 +69,29 @@ def _vllm(path: Path, loads: Sequence[list[list[int]]], output: int) -> Iterator
             seconds = time.perf_counter() - began
             rate = sum(len(each.outputs[0].token_ids) for each in outputs) / seconds
         yield len(load), rate
+
+
+def _sglang(
+    path: Path, loads: Sequence[list[list[int]]], output: int
+) -> Iterator[tuple[int, float]]:
+    from sglang import Engine
+
+    engine = Engine(
+        model_path=str(path), skip_tokenizer_init=True, disable_radix_cache=True, log_level="error"
+    )
+    settings = {"temperature": 0, "max_new_tokens": output, "ignore_eos": True}
+    try:
+        for load in loads:
+            rate = 0.0
+            for _ in range(2):
+                began = time.perf_counter()
+                outputs = engine.generate(input_ids=load, sampling_params=settings)
+                seconds = time.perf_counter() - began
+                rate = sum(each["meta_info"]["completion_tokens"] for each in outputs) / seconds
+            yield len(load), rate
+    finally:
+        engine.shutdown()
+
+
+_PEERS = (("transformers", _transformers), ("vllm", _vllm), ("sglang", _sglang))
+"""Packages, and their measurements"""

@@ -16,7 +16,14 @@ from benchmarks.gpu.report import Figure
 from benchmarks.roofline import ByteFloor
 from services.engine.messages import RequestDone, Token
 
-__all__ = ["Loads", "bandwidth", "measure_closed", "measure_one_stream", "measure_staggered"]
+__all__ = [
+    "Loads",
+    "bandwidth",
+    "measure_closed",
+    "measure_one_stream",
+    "measure_prompts",
+    "measure_staggered",
+]
 
 _PROFILED_STEPS = 30
 _ARRIVALS = 0.8
@@ -35,6 +42,8 @@ class Loads:
     long_prompt: int
     """Of the long prompts among staggered requests"""
     shared_prefix: int
+    prompts: Sequence[int]
+    """Of prompts that come alone"""
     staggered: int
     """Requests of a staggered load"""
     one_stream_steps: int
@@ -85,6 +94,23 @@ def measure_one_stream(
     }
     for each in kernels[:12] if on_gpu else ():
         yield {"what": each.key[:80], "ms": each.self_device_time_total / 1000 / _PROFILED_STEPS}
+
+
+def measure_prompts(
+    engine: MeasuredEngine, loads: Loads, device: torch.device
+) -> Iterator[dict[str, Figure]]:
+    """Yield the time to first token of a lone prompt by length, of two runs the second."""
+    for length in loads.prompts:
+        seconds = 0.0
+        for turn in range(2):
+            engine.flush_cache()
+            _, seconds = engine.complete(prompts(engine, 1, length, turn), 1, 1)
+            _wait(device)
+        yield {
+            "what": f"a prompt of {length}",
+            "ms": 1000 * seconds,
+            "tokens/s": length / seconds,
+        }
 
 
 def measure_closed(

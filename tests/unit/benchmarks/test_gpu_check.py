@@ -31,12 +31,15 @@ def test_each_part_runs_and_is_reported(tmp_path: Path) -> None:
     report = report_in(tmp_path)
     parts = {part["name"]: part for part in report["parts"]}
     assert list(parts) == [
-        *("attention", "families", "graphs", "memory", "speed, tiny", "peers, tiny")
+        *("attention", "families", "graphs", "memory", "speed, tiny", "service, tiny"),
+        "peers, tiny",
     ]
     assert not [part["failure"] for part in parts.values() if part["failure"]]
     assert all(row["ok"] for row in parts["families"]["rows"] + parts["attention"]["rows"])
     loads = {row["what"]: row for row in parts["speed, tiny"]["rows"]}
     assert loads["a mask on all rows"]["tokens/s"] > 0
+    assert loads["a prompt of 64"]["tokens/s"] > 0
+    assert parts["service, tiny"]["rows"][-1]["tokens/s"] > 0
     assert any("TTFT p95" in row for row in loads.values())
     (page,) = tmp_path.glob("gpu-*.md")
     assert page.read_text().strip() in output
