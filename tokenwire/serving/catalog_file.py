@@ -64,6 +64,8 @@ class CatalogModel:
     engine_args: str = ""
     replicas: int = 1
     """Engines that `tokenwire serve` starts for the checkpoint"""
+    chat_template: Path | None = None
+    """Jinja file of the default chat template; None = the checkpoint's"""
     max_output_length: int | None = None
     """Most tokens of a choice; None = the backend's limit"""
     context: int | None = None
@@ -90,6 +92,7 @@ class _Deployment(Struct, forbid_unknown_fields=True, kw_only=True):
     dtype: str | None = None
     engine_args: str | None = None
     replicas: Annotated[int, Meta(ge=1, le=64)] | None = None
+    chat_template: str | None = None
     max_output_length: _Tokens | None = None
     context: _Tokens | None = None
 
@@ -166,14 +169,19 @@ def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> Catalo
             raise ValueError(f"peer_token_file of model {model.full_name} needs a target")
         token = (folder / deployment.peer_token_file).absolute()
         model = replace(model, peer_token_file=token)
-    if model.path is None and (deployment.dtype or deployment.engine_args or deployment.replicas):
-        raise ValueError(f"dtype, engine_args and replicas of model {model.full_name} need a path")
+    started = (deployment.dtype, deployment.engine_args, deployment.replicas)
+    if model.path is None and (any(started) or deployment.chat_template):
+        raise ValueError(
+            f"dtype, engine_args, replicas and chat_template of model {model.full_name} need a path"
+        )
     if deployment.dtype is not None:
         model = replace(model, dtype=deployment.dtype)
     if deployment.engine_args is not None:
         model = replace(model, engine_args=deployment.engine_args)
     if deployment.replicas is not None:
         model = replace(model, replicas=deployment.replicas)
+    if deployment.chat_template is not None:
+        model = replace(model, chat_template=(folder / deployment.chat_template).absolute())
     return replace(
         model,
         max_output_length=deployment.max_output_length or model.max_output_length,

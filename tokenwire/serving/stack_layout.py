@@ -54,7 +54,8 @@ _RESERVED_FLAGS = {
     *("--keys", "--peer-token-file"),
 }
 """Engine flags that only `tokenwire serve` may set: the other services rely on them"""
-Checkpoint: TypeAlias = tuple[Path, str, str, int]  # directory, dtype, engine's flags, replicas
+Checkpoint: TypeAlias = tuple[Path, str, str, int, Path | None]
+"""Directory, dtype, engine's flags, replicas and chat template"""
 _INSTALLED = Path(__file__).resolve().parents[1] / "models"
 _CHECKPOINTS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "models"
 """Folder of the embedded checkpoint: within an installed package, else in the checkout"""
@@ -219,7 +220,8 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
     models = []
     for model in rows:
         if model.path is not None:
-            key = (model.path, model.dtype, model.engine_args, model.replicas)
+            flags = (model.dtype, model.engine_args, model.replicas, model.chat_template)
+            key = (model.path, *flags)
             if key not in services:
                 services[key] = running.get(key) or _backend(
                     options, model, "127.0.0.1", _free_ports(options, taken, model.replicas)
@@ -276,8 +278,8 @@ def _peer_token(options: ServeOptions) -> tuple[str, ...]:
     return () if token is None else ("--peer-token-file", str(token.absolute()))
 
 
-def _chat_template(options: ServeOptions) -> tuple[str, ...]:
-    file = options.chat_template
+def _chat_template(options: ServeOptions, model: CatalogModel) -> tuple[str, ...]:
+    file = model.chat_template or options.chat_template
     return () if file is None else ("--chat-template", str(file.absolute()))
 
 
@@ -315,7 +317,7 @@ def _backend(
                 "tokenizer",
                 host,
                 ports.tokenizer,
-                *("--engine", ",".join(engines), *keys, *_chat_template(options)),
+                *("--engine", ",".join(engines), *keys, *_chat_template(options, model)),
             ),
             environment=_limits(options, "tokenizer"),
         ),

@@ -29,6 +29,7 @@ id = "small"
 path = "models/small"
 dtype = "float32"
 engine_args = "--kv-memory 1GiB"
+chat_template = "own.jinja"
 
 [[models]]
 id = "soon"
@@ -58,6 +59,7 @@ def test_catalog_resolves_ids_aliases_and_variants(catalog: Path) -> None:
     assert (short.target, short.max_output_length) == (large.target, 16)
     assert small.path == catalog.parent / "models/small"
     assert (small.dtype, small.engine_args) == ("float32", "--kv-memory 1GiB")
+    assert small.chat_template == catalog.parent / "own.jinja"
     assert [model.is_placeholder for model in (large, small, soon)] == [False, False, True]
 
 
@@ -66,7 +68,8 @@ def test_written_catalog_reads_back_equal(catalog: Path) -> None:
     near = 'target = "127.0.0.1:1"\npeer_token_file = "token"'
     catalog.write_text(FULL.replace('path = "models/small"', near)
                        .replace('dtype = "float32"', "")
-                       .replace('engine_args = "--kv-memory 1GiB"', ""))  # fmt: skip
+                       .replace('engine_args = "--kv-memory 1GiB"', "")
+                       .replace('chat_template = "own.jinja"', ""))  # fmt: skip
     models = read_catalog(catalog)
     written = catalog.with_name("written.toml")
     write_catalog(written, models)
@@ -153,7 +156,7 @@ _VALUES = st.recursive(
     lambda values: st.lists(values, max_size=3).map(lambda each: f"[{', '.join(each)}]"),
 )  # fmt: skip
 _NAMES = st.sampled_from(
-    ["id", "aliases", "target", "path", "placeholder", "dtype", "engine_args",
+    ["id", "aliases", "target", "path", "placeholder", "dtype", "engine_args", "chat_template",
      "max_output_length", "context", "owned_by", "created", "variants", "models", "other"]
 )  # fmt: skip
 _LINES = st.one_of(

@@ -283,7 +283,7 @@ def test_each_checkpoint_of_a_catalog_has_its_own_services(checkpoint: Path) -> 
         ROW.format(name="a", arguments="--threads 1")
         + ROW.format(name="b", arguments="--threads 1")
         + ROW.format(name="c", arguments="")
-        + '[models.variants.f]\ndtype = "float32"\n'
+        + '[models.variants.f]\ndtype = "float32"\nchat_template = "f.jinja"\n'
         + '[[models]]\nid = "far"\ntarget = "h:1"\n'
         + '[[models]]\nid = "soon"\nplaceholder = true\n',
     )
@@ -295,6 +295,8 @@ def test_each_checkpoint_of_a_catalog_has_its_own_services(checkpoint: Path) -> 
     assert all(model.path is None for model in plan.models)
     services = [service for each in plan.services.values() for service in each]
     assert len({service.target for service in services}) == len(services) == 9
+    with_template = [s.arguments for s in services if "--chat-template" in s.arguments]
+    assert [each[-1] for each in with_template] == [str(checkpoint / "f.jinja")]
     engines = [service.arguments for service in services if service.name == "engine"]
     assert engines[0][-2:] == ("--threads", "1")
     assert engines[2][engines[2].index("--dtype") + 1] == "float32"
