@@ -85,13 +85,9 @@ class _GroupedProjection(Projection):
     ) -> None:
         self._native = native
         outputs, inputs = weight.shape
-        codes, offsets, zero = weight.codes.contiguous(), weight.offsets, 8
-        if weight.bits == 8:  # with a sign
-            codes, offsets, zero = codes ^ 128, offsets + 128 * weight.scales, 0
-        numbers = [weight.scales]
-        has_offsets = not torch.equal(offsets, -zero * weight.scales)
-        if has_offsets:
-            numbers.append(offsets)
+        codes, offsets = _as_packed(weight)
+        numbers = [weight.scales] if offsets is None else [weight.scales, offsets]
+        has_offsets = offsets is not None
         halves = [each.half() for each in numbers]
         has_halves = all(map(torch.equal, numbers, [each.float() for each in halves]))
         numbers = [each.contiguous() for each in (halves if has_halves else numbers)]
@@ -129,6 +125,23 @@ class _GroupedProjection(Projection):
         call.dtype, call.out_dtype = DTYPES[rows.dtype], DTYPES[out.dtype]
         call.adds = adds
         self._native.grouped_linear(call)
+
+
+def _as_packed(weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
+    """Return the codes as the kernel wants them, and the offsets; None if the codes suffice.
+
+    Codes of 4 bits mean 0 at 8. Codes of 8 bits get a sign.
+    """
+    codes, scales, offsets = weight.codes.contiguous(), weight.scales, weight.offsets
+    if weight.bits == 4:
+        return codes, None if torch.equal(offsets, -8 * scales) else offsets
+    largest = scales.abs().argmax()
+    zero = int(-(offsets.flatten()[largest] / scales.flatten()[largest]).nan_to_num().round())
+    least, most = (int(each) for each in codes.aminmax())
+    fits = least - zero >= -128 and most - zero <= 127
+    if fits and torch.equal(offsets, -zero * scales):
+        return codes - zero, None
+    return codes ^ 128, offsets + 128 * scales
 
 
 def _has_kernel(weight: QuantizedWeight) -> bool:
