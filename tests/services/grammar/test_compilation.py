@@ -3,10 +3,10 @@
 import asyncio
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
@@ -248,13 +248,13 @@ async def test_grammar_sent_during_the_start_shares_the_compile_process(checkpoi
         await compiler.stop()
 
 
-def _compile_processes() -> list[int]:
-    """Return the ids of this process's children that compile grammars."""
-    own = f"/proc/{os.getpid()}"
-    children = [
-        int(child)
-        for task in Path(own, "task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
-    module = "services.grammar.compiling.compile_process"
-    return [pid for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text()]
+def _compile_processes() -> list[psutil.Process]:
+    """Return this process's children that compile grammars."""
+    return [child for child in psutil.Process().children() if _compiles(child)]
+
+
+def _compiles(child: psutil.Process) -> bool:
+    try:
+        return "services.grammar.compiling.compile_process" in child.cmdline()
+    except psutil.NoSuchProcess:  # other tests' children may end meanwhile
+        return False

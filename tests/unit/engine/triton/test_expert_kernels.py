@@ -196,7 +196,8 @@ def test_logits_equal_those_of_transformers(
     xformers_backend = pytest.importorskip("services.engine.model.attention.xformers_backend")
     monkeypatch.setattr(xformers_backend, "_DTYPES", (torch.float32,))
     monkeypatch.setattr(loader, "native", None)
-    monkeypatch.setattr(loader, "choose_backend", xformers_backend.XformersAttention)
+    on_pages = lambda *model, tiled: xformers_backend.XformersAttention(*model)  # noqa: E731
+    monkeypatch.setattr(loader, "choose_backend", on_pages)
     monkeypatch.setattr(torch_operators, "_runs_expert_kernels", lambda *_: True)
     if name in CONFIGS:
         model = make_checkpoint(tmp_path, CONFIGS[name])

@@ -32,7 +32,8 @@ def test_logits_equal_those_of_transformers(
     """
     monkeypatch.setattr(backend, "_DTYPES", (torch.float32,))
     monkeypatch.setattr(services.engine.model.loader, "native", None)
-    monkeypatch.setattr(services.engine.model.loader, "choose_backend", backend.XformersAttention)
+    on_pages = lambda *model, tiled: backend.XformersAttention(*model)  # noqa: E731
+    monkeypatch.setattr(services.engine.model.loader, "choose_backend", on_pages)
     model = make_checkpoint(tmp_path, CONFIGS[name])
     decoder = load_model(tmp_path, torch.float32)
     sequences = [random_tokens(TOKENS, seed) for seed in range(3)]
