@@ -24,11 +24,9 @@ from tokenwire.serving.stack_layout import embedded_checkpoint
 
 __all__ = ["Restart", "roll"]
 
-_REQUESTS = 40
-"""Different requests, which are repeated"""
 _TOKENS = 150
 _STREAM_SECONDS = 180.0
-_CALM_SECONDS = 10.0
+_CALM_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -51,15 +49,25 @@ class Restart:
 
 
 async def roll(
-    model: Path, logs: Path, *, engines: int = 2, streams: int = 16, times: int = 1, seed: int = 1
+    model: Path,
+    logs: Path,
+    *,
+    engines: int = 2,
+    streams: int = 16,
+    times: int = 1,
+    seed: int = 1,
+    wanted: int = 40,
 ) -> list[Restart]:
-    """Restart each service by SIGTERM while this many streams run; return what clients saw."""
+    """Restart each service by SIGTERM while this many streams run; return what clients saw.
+
+    wanted: different requests, which the streams repeat.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
         running_fleet(model, logs, engines) as fleet,
         httpx.AsyncClient(timeout=_STREAM_SECONDS, limits=limits, trust_env=False) as http,
     ):
-        clients = _Clients(http, fleet.urls, requests(_REQUESTS, _TOKENS, seed), seed)
+        clients = _Clients(http, fleet.urls, requests(wanted, _TOKENS, seed), seed)
         await clients.prepare()
         restarts = [Restart("none")]
         async with clients.running(streams, restarts[0]):

@@ -94,8 +94,14 @@ def test_number_out_of_range_is_refused_before_a_service_starts(
     assert_refused(serve("--catalog", str(path), flag, value), message)
 
 
-def test_metrics_port_beyond_the_last_port_is_refused_in_one_sentence(checkpoint: Path) -> None:
-    result = serve("--model", str(checkpoint), "--tokenizer-port", "65000")
+def test_metrics_port_beyond_the_last_port_is_refused_in_one_sentence(
+    checkpoint: Path, unused_ports: list[int]
+) -> None:
+    result = serve(
+        *("--model", str(checkpoint), "--tokenizer-port", "65000"),
+        *("--port", str(unused_ports[0]), "--engine-port", str(unused_ports[1])),
+        *("--grammar-port", str(unused_ports[2])),
+    )
     assert_refused(result, "tokenizer metrics port", "not 66000")
 
 
