@@ -246,8 +246,9 @@ async def test_refused_requests_hold_nothing_and_are_told_different_times(
         await generate(channel, make_request([1, 2], max_tokens=100))  # a length to judge by
         session = SessionClient(channel)
         # Without more credit the first one runs for ever, however fast the machine is.
-        await session.send(start(1, long, credit=8), start(2, long), start(3, long))
-        await session.until("delta", 1)
+        await session.send(start(1, long, credit=8))
+        await session.until("delta", 1)  # it no longer takes one of the two places that wait
+        await session.send(start(2, long), start(3, long))
         await watch_load(service.target, until=lambda load: load.waiting_sequences == 2)
         times = [(await refused(channel, long)).retry_seconds or 0 for _ in range(6)]
         assert times == sorted(times)
