@@ -56,6 +56,8 @@ class StepBatch:
     """Query tokens of each sequence, on the host: a decision must not wait for the device"""
     context_lengths_host: tuple[int, ...]
     """`context_lengths`, on the host"""
+    adapters_host: tuple[int, ...] = ()
+    """Number of each sequence's adapter, 0 = the model alone; empty = no sequence has one"""
     output_rows: OutputRows | None = None
     """Rows whose hidden states are returned; None = all"""
     images: tuple[ImageRows, ...] = ()

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from services.engine.kernels.library import InstructionSet, instruction_set
 
-__all__ = ["TILE", "rows_at_once", "to_tiles"]
+__all__ = ["TILE", "from_tiles", "rows_at_once", "to_tiles"]
 
 TILE = 32
 """Rows and columns of a block of activations; also the inputs that a tile product sums over"""
@@ -25,3 +25,10 @@ def to_tiles(rows: Tensor) -> Tensor:
     padded[:count] = rows
     blocks = padded.view(-1, TILE, width // TILE, TILE).transpose(1, 2)
     return blocks.reshape(padded.shape)
+
+
+def from_tiles(tiles: Tensor) -> Tensor:
+    """Return [rows, width] from whole blocks in tiles, row by row."""
+    count, width = tiles.shape
+    blocks = tiles.view(count // TILE, width // TILE, TILE, TILE).transpose(1, 2)
+    return blocks.reshape(count, width)

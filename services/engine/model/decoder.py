@@ -1,5 +1,6 @@
 """The decoder's forward pass."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.memory import touch
+from services.engine.model.adapters.adapters import Adapters
 from services.engine.model.architecture.rotary import Rotary, Rotation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
@@ -113,6 +115,8 @@ class Decoder:
         self.rows_at_once = operators.rows_at_once
         self.runs_in_pieces = True
         """True if a pass may run by `compute_piece`, `attend` and `finish`"""
+        self.adapters: Adapters | None = None
+        """The adapters that passes may use; None = this decoder has none"""
         self._weights = weights
         self._operators = operators
         self._attention = attention
@@ -186,7 +190,9 @@ class Decoder:
         self._begin(batch, buffers)
         kept = self._kept(batch, buffers)
         layers = partial(self._run_layers, batch, cache, buffers, kept)
-        if self._recording is None or any(len(image.embeddings) > 1 for image in batch.images):
+        if batch.adapters_host:
+            self._run_adapted(batch, layers)
+        elif self._recording is None or any(len(image.embeddings) > 1 for image in batch.images):
             layers()  # a recording lacks what images add between the layers
         else:
             self._recording.run(batch, cache, layers)
@@ -268,6 +274,15 @@ class Decoder:
         self._norm(hidden, self._weights.final_norm, normed)
         return normed
 
+    def _run_adapted(self, batch: StepBatch, layers: Callable[[], None]) -> None:
+        """Run the layers of a batch in which sequences have adapters."""
+        assert self.adapters is not None
+        self.adapters.begin(batch)
+        try:
+            layers()
+        finally:
+            self.adapters.end()
+
     def _run_layers(
         self, batch: StepBatch, cache: KVCache, buffers: _Activations, kept: _Activations
     ) -> None:
@@ -280,6 +295,8 @@ class Decoder:
             self._before_attention(index, buffers)
             self._attend(index, batch, cache, buffers, kept)
             rest = buffers if index < last else kept
+            if index == last and self.adapters is not None:
+                self.adapters.narrow()
             self._after_attention(index, rest)
             for image in batch.images:
                 if index + 1 < len(image.embeddings):

@@ -10,6 +10,7 @@ import torch
 from services.common.gguf.checkpoint_files import PARTS
 from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, native
+from services.engine.model.adapters.adapters import Adapters
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
@@ -132,8 +133,9 @@ def load_model(
         head = (f"{names.roots[root]}.weight",) if spec.tied_embeddings else ()
         total = checkpoint.require(manifest.tensors(), (*names.ignored, *head))
         bar = LoadProgress(total, shown=progress)
+        adapters = Adapters(operators, dtype, device) if ranks.rank.is_alone else None
         try:
-            reader = WeightReader(checkpoint, whole, dtype, device, operators, bar, shard)
+            reader = WeightReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
             loaded = reader.read(manifest)
         finally:
             bar.finish()
@@ -145,6 +147,7 @@ def load_model(
         else Decoder(spec, dtype, loaded, operators, attention)
     )
     decoder.runs_in_pieces = ranks.rank.is_alone  # rank 0 announces whole passes
+    decoder.adapters = adapters
     return decoder
 
 

@@ -79,6 +79,8 @@ class StoredLayer:
 class Manifest:
     """Every tensor of a checkpoint."""
 
+    root: str
+    """Beginning of the decoder's tensor names"""
     embedding: StoredTensor
     positions: StoredTensor | None
     layers: tuple[StoredLayer, ...]
@@ -96,6 +98,7 @@ class Manifest:
             positions = StoredTensor(f"{root}{names.positions}.weight", shape)
         table = (spec.vocab_size, spec.hidden_size)
         return Manifest(
+            root=root,
             embedding=StoredTensor(f"{root}{names.embedding}.weight", table),
             positions=positions,
             layers=tuple(

@@ -12,13 +12,14 @@ that reads the norm of x, and V a linear layer whose output is added to x:
 With tensor parallelism it takes this rank's shard of each weight.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from services.engine.model.adapters.adapters import Adapters, Site, SiteModule
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.families import QkNorm
@@ -44,6 +45,7 @@ from services.engine.model.manifest import (
     StoredNorm,
 )
 from services.engine.model.operators.interface import (
+    AdaptedProjection,
     ExpertWeights,
     Gate,
     NormedProjection,
@@ -70,10 +72,14 @@ class WeightReader:
         operators: Operators,
         bar: LoadProgress,
         shard: Shard,
+        adapters: Adapters | None = None,
     ) -> None:
+        """adapters: those that may change the layers' products; None = no adapter can."""
         self._checkpoint = checkpoint
         self._spec = spec
         self._shard = shard
+        self._adapters = adapters
+        self._root = ""
         self._dtype = dtype
         self._device = device
         self._operators = operators
@@ -81,6 +87,7 @@ class WeightReader:
         self._step_bytes = 0
 
     def read(self, manifest: Manifest) -> DecoderWeights:
+        self._root = manifest.root
         layers = tuple(
             self._layer(layer, rotary)
             for layer, rotary in zip(manifest.layers, self._spec.rotaries, strict=True)
@@ -137,13 +144,16 @@ class WeightReader:
         weight = weight[order] if isinstance(weight, Tensor) else weight.rows(order)
         biases = [bias for _, bias in local if bias is not None]
         bias = torch.cat(biases)[order] if biases else None
-        return self._projection(weight, bias, self._operators_of(layer.qkv))
+        product = self._projection(weight, bias, self._operators_of(layer.qkv))
+        return self._adapted(product, self._site(layer.qkv, layer.attention_norm, order))
 
     def _feed_forward(self, layer: StoredLayer) -> FeedForward:
         spec, content = self._spec, layer.feed_forward
         norm, post_norm = layer.feed_forward_norm, layer.feed_forward_post_norm
         if isinstance(content, StoredFeedForward):
             gate = self._gate(self._linear(content.gate, norm), self._operators_of(content.gate))
+            if self._adapters is not None:
+                gate.adapt(self._adapters.delta(self._site(content.gate, norm)))
             return Dense(gate, self._residual_projection(content.down, post_norm))
         assert spec.experts is not None
         if isinstance(content.experts, StackedExperts):
@@ -250,7 +260,33 @@ class WeightReader:
 
     def _partial_projection(self, linear: StoredLinear) -> Projection:
         """Make this rank's summand of a projection that is added to the residual."""
-        return self._projection(*self._partial(linear), self._operators_of(linear))
+        product = self._projection(*self._partial(linear), self._operators_of(linear))
+        return self._adapted(product, self._site(linear, fold=self._fold_residual))
+
+    def _adapted(self, product: Projection, site: Site) -> Projection:
+        if self._adapters is None:
+            return product
+        return AdaptedProjection(product, self._adapters.delta(site))
+
+    def _site(
+        self,
+        linear: StoredLinear,
+        norm: StoredNorm | None = None,
+        order: Tensor | None = None,
+        fold: Callable[[Tensor], Tensor] | None = None,
+    ) -> Site:
+        """Describe a product for adapters. norm: what it reads; order: of its outputs."""
+        place = int(self._spec.family.transposed)
+        modules = [
+            SiteModule(
+                weight.name.removeprefix(self._root).removesuffix(".weight"), weight.shape[place]
+            )
+            for weight in linear.weights
+        ]
+        bias = None
+        if norm is not None and norm.bias is not None:
+            bias = self._checkpoint.tensor(norm.bias).float()
+        return Site(tuple(modules), linear.weights[0].shape[1 - place], order, bias, fold)
 
     def _partial(self, linear: StoredLinear) -> WeightAndBias:
         """Read this rank's summand of a layer whose output is added to the residual."""

@@ -301,8 +301,10 @@ class Driver:
         block_size: int = 32,
         *,
         in_pieces: bool = False,
+        adapters: Sequence[int] = (),
     ) -> None:
-        """in_pieces: run steps in padded pieces, as on a GPU."""
+        """in_pieces: run steps in padded pieces, as on a GPU; adapters: one for each sequence."""
+        self._adapters = adapters
         self._decoder = decoder
         self._sequences = sequences
         self._size = block_size
@@ -369,6 +371,7 @@ class Driver:
             num_decodes=_leading_ones(lengths.tolist()),
             query_lengths_host=tuple(lengths.tolist()),
             context_lengths_host=tuple(contexts),
+            adapters_host=tuple(self._adapters[i] for i, _ in chunks) if self._adapters else (),
         )
 
 

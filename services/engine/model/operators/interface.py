@@ -13,7 +13,16 @@ from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight
 from services.engine.model.operators.recording import Recording
 
-__all__ = ["ExpertWeights", "Gate", "Mixture", "NormedProjection", "Operators", "Projection"]
+__all__ = [
+    "AdaptedProjection",
+    "Delta",
+    "ExpertWeights",
+    "Gate",
+    "Mixture",
+    "NormedProjection",
+    "Operators",
+    "Projection",
+]
 
 
 class Projection(ABC):
@@ -43,11 +52,47 @@ class Projection(ABC):
         raise NotImplementedError
 
 
+class Delta(ABC):
+    """What adapters add to one product, for some rows of a step."""
+
+    @property
+    @abstractmethod
+    def is_active(self) -> bool:
+        """True if the present step has rows with an adapter."""
+
+    @abstractmethod
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        """Add to the product `out` [n, outputs] of `rows` [n, inputs], in the products' layout."""
+
+
+class AdaptedProjection(Projection):
+    """A projection and what adapters add to it. Without a row of theirs it costs one test."""
+
+    def __init__(self, base: Projection, delta: Delta) -> None:
+        self._base = base
+        self._delta = delta
+        self.weight_bytes = base.weight_bytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self._base.into(rows, out)
+        if self._delta.is_active:
+            self._delta.add_to(rows, out)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        self._base.add_to(rows, out)
+        if self._delta.is_active:
+            self._delta.add_to(rows, out)
+
+
 class Gate(ABC):
     """First half of a feed-forward layer: one or two products and the activation."""
 
     weight_bytes: int
     """Bytes of weights that its products read, in the stored layout"""
+
+    @abstractmethod
+    def adapt(self, delta: Delta) -> None:
+        """Have `delta` add to the products, gate and up side by side, before the activation."""
 
     @abstractmethod
     def into(self, rows: Tensor, out: Tensor) -> None:
@@ -191,6 +236,10 @@ class Operators(ABC):
     @abstractmethod
     def gather(self, rows: Tensor, index: Tensor) -> Tensor:
         """Copy rows `index` (int64 [n]) of a product's input to a temporary."""
+
+    def plain(self, rows: Tensor) -> Tensor:
+        """Return rows of a product's input row by row; a view where they lie so."""
+        return rows
 
     def keep(self, rows: Tensor, kept: Tensor | None) -> None:
         """Move the rows `kept` to the front, over the others; None keeps all.

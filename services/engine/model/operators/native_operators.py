@@ -7,7 +7,7 @@ from services.engine.kernels.library import DTYPES, Kernel, Native, RotationCall
 from services.engine.kernels.memory import allocate
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
-from services.engine.model.operators.interface import Gate, Projection
+from services.engine.model.operators.interface import AdaptedProjection, Delta, Gate, Projection
 from services.engine.model.operators.torch_operators import TorchOperators, join, normalize
 
 __all__ = ["NativeGate", "NativeOperators"]
@@ -95,6 +95,9 @@ class NativeGate(Gate):
         self._product = product
         self._code = code
         self.weight_bytes = product.weight_bytes
+
+    def adapt(self, delta: Delta) -> None:
+        self._product = AdaptedProjection(self._product, delta)
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         both = out.new_empty((out.shape[0], 2 * out.shape[1]))

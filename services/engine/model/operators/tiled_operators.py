@@ -18,9 +18,9 @@ from services.engine.kernels.library import (
     NormCall,
 )
 from services.engine.kernels.memory import Arena, allocate
-from services.engine.kernels.tiles import TILE, rows_at_once, to_tiles
+from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once, to_tiles
 from services.engine.model.architecture.activation import SWIGLU, Activation
-from services.engine.model.operators.interface import Gate, Projection
+from services.engine.model.operators.interface import Delta, Gate, Projection
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.recording import Recording
 from services.engine.model.operators.torch_operators import TorchGate, join
@@ -73,6 +73,9 @@ class TiledOperators(NativeOperators):
         sources, targets = (_blocks(_whole_tiles(tensor)) for tensor in (rows, gathered))
         targets[place // TILE, :, place % TILE] = sources[index // TILE, :, index % TILE]
         return gathered
+
+    def plain(self, rows: Tensor) -> Tensor:
+        return from_tiles(_whole_tiles(rows))[: len(rows)]
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         call = NormCall(
@@ -131,7 +134,7 @@ class TiledOperators(NativeOperators):
             both[0, :outputs], both[1, :outputs] = gate_bias, up_bias
             interleaved = both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
         weight = _PackedWeight(self.native, packed, interleaved, inputs, 2 * outputs)
-        return _TiledGate(weight)
+        return _TiledGate(weight, outputs, self)
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Pack weights of one shape with their tiles interleaved."""
@@ -233,12 +236,29 @@ class _TiledProjection(Projection):
 
 
 class _TiledGate(Gate):
-    def __init__(self, weight: _PackedWeight) -> None:
+    """A SwiGLU in one pass over the weights, whose tiles of gate and up alternate."""
+
+    def __init__(self, weight: _PackedWeight, outputs: int, operators: TiledOperators) -> None:
         self._weight = weight
+        self._outputs = outputs
+        self._operators = operators
+        self._delta: Delta | None = None
         self.weight_bytes = weight.num_bytes
 
+    def adapt(self, delta: Delta) -> None:
+        self._delta = delta
+
     def into(self, rows: Tensor, out: Tensor) -> None:
-        self._weight.multiply(rows, out, Epilogue.GATE)
+        if self._delta is None or not self._delta.is_active:
+            self._weight.multiply(rows, out, Epilogue.GATE)
+            return
+        columns = 2 * _round_up(self._outputs, _TILE_OUTPUTS)
+        product = self._operators.temporary(len(rows), columns)
+        self._weight.multiply(rows, product, Epilogue.STORE)
+        tiles = product.view(len(rows), -1, 2, _TILE_OUTPUTS).transpose(1, 2)
+        both = tiles.reshape(len(rows), 2, -1)[:, :, : self._outputs].flatten(1)
+        self._delta.add_to(rows, both)
+        self._operators.arrange(SWIGLU.apply(both), out)
 
 
 def _pack(kernel: Callable[..., int], weights: tuple[Tensor, ...], *targets: Tensor) -> None:

@@ -10,6 +10,8 @@ from torch.nn.functional import linear
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.interface import (
+    AdaptedProjection,
+    Delta,
     ExpertWeights,
     Gate,
     Mixture,
@@ -162,6 +164,9 @@ class TorchGate(Gate):
         self._activation = activation
         self._operators = operators
         self.weight_bytes = product.weight_bytes
+
+    def adapt(self, delta: Delta) -> None:
+        self._product = AdaptedProjection(self._product, delta)
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         product = self._operators.temporary(rows.shape[0], self._layers * out.shape[1])

@@ -6,7 +6,7 @@ from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.expert_kernels import choose_experts
 from services.engine.model.operators.fused_kernels import activate, norm_rows, rotate_heads
-from services.engine.model.operators.interface import Gate, Projection
+from services.engine.model.operators.interface import AdaptedProjection, Delta, Gate, Projection
 from services.engine.model.operators.torch_operators import TorchOperators, join
 
 __all__ = ["TritonOperators"]
@@ -60,6 +60,9 @@ class _TritonGate(Gate):
         self._activation = activation
         self._operators = operators
         self.weight_bytes = product.weight_bytes
+
+    def adapt(self, delta: Delta) -> None:
+        self._product = AdaptedProjection(self._product, delta)
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         width = out.shape[1] * (2 if self._activation.gated else 1)

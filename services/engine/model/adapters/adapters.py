@@ -1,0 +1,206 @@
+"""The adapters of a decoder, and which rows of a pass have one."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.batch.transfer import to_device
+from services.engine.model.adapters.peft_files import LowRankPair, PeftAdapter
+from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.operators.interface import Delta, Operators
+
+__all__ = ["Adapters", "Site", "SiteModule"]
+
+
+@dataclass(frozen=True, slots=True)
+class SiteModule:
+    """One linear layer of the checkpoint within a product."""
+
+    name: str
+    """Without the prefix of the checkpoint's names"""
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A product that adapters may change, and what the weight reader has folded into its weight."""
+
+    modules: tuple[SiteModule, ...]
+    """In the order of the product's outputs"""
+    inputs: int
+    order: Tensor | None = None
+    """int64 [outputs], the stored output at each place of the product; None = as stored"""
+    norm_bias: Tensor | None = None
+    """[inputs], a bias of the inputs that the product's own bias contains; None = none"""
+    fold: Callable[[Tensor], Tensor] | None = None
+    """What was done to the weight [outputs, inputs]; None = nothing"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one adapter adds to some neighbouring outputs of a product."""
+
+    down: Tensor
+    """[inputs, rank]"""
+    bias: Tensor | None
+    """[rank], added to the product with `down`"""
+    up: Tensor
+    """[rank, outputs]"""
+    first: int
+    """First of the outputs"""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in (self.down, self.up))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a pass that have one adapter."""
+
+    number: int
+    index: Tensor | None
+    """int64 [n]; None = all rows"""
+
+
+class Adapters:
+    """Adapters by number, from 1. Number 0 stands for the model alone."""
+
+    def __init__(self, operators: Operators, dtype: torch.dtype, device: torch.device) -> None:
+        self._operators = operators
+        self._dtype = dtype
+        self._device = device
+        self._deltas: list[_SiteDelta] = []
+        self._all: tuple[_Rows, ...] = ()
+        self._kept: tuple[_Rows, ...] = ()
+        self.rows: tuple[_Rows, ...] = ()
+        """Those of the product that is computed now; empty = no row has an adapter"""
+
+    def delta(self, site: Site) -> Delta:
+        """Make what adapters add to a product."""
+        delta = _SiteDelta(self, site, self._operators)
+        self._deltas.append(delta)
+        return delta
+
+    def load(self, number: int, adapter: PeftAdapter, roots: Iterable[str]) -> int:
+        """Keep an adapter's weights; return their bytes.
+
+        roots: prefixes that the names of layers may have. Raises CheckpointError, and keeps
+        nothing, if the adapter does not fit the model.
+        """
+        prefixes = sorted(filter(None, roots), key=len, reverse=True)
+        pairs = {_without_root(name, prefixes): pair for name, pair in adapter.pairs.items()}
+        known = {module.name for delta in self._deltas for module in delta.site.modules}
+        if unknown := sorted(pairs.keys() - known):
+            raise CheckpointError(
+                f"{unknown[0]} can't have an adapter. Adapters are supported for the projections of "
+                "attention and for dense feed-forward layers, not for embeddings, the output "
+                "projection and experts."
+            )
+        made = [(delta, self._parts(delta.site, pairs)) for delta in self._deltas]
+        for delta, parts in made:
+            if parts:
+                delta.parts[number] = parts
+        return sum(part.num_bytes for _, parts in made for part in parts)
+
+    def unload(self, number: int) -> None:
+        """Drop an adapter's weights."""
+        for delta in self._deltas:
+            delta.parts.pop(number, None)
+
+    def begin(self, batch: StepBatch) -> None:
+        """Take the adapters of the pass that follows."""
+        numbers = batch.adapters_host
+        self._all = self._groups(numbers, batch.query_lengths_host)
+        outputs = batch.output_rows
+        self._kept = (
+            self._all if outputs is None else self._groups(numbers, outputs.lengths_host)
+        )
+        self.rows = self._all
+
+    def narrow(self) -> None:
+        """Go on with the pass's output rows."""
+        self.rows = self._kept
+
+    def end(self) -> None:
+        """Compute without adapters again."""
+        self.rows = self._all = self._kept = ()
+
+    def _groups(self, numbers: Sequence[int], lengths: Sequence[int]) -> tuple[_Rows, ...]:
+        used = sorted(set(numbers) - {0})
+        if len(used) == 1 and 0 not in numbers:
+            return (_Rows(used[0], None),)
+        owners = torch.tensor(numbers).repeat_interleave(torch.tensor(lengths))
+        return tuple(
+            _Rows(number, to_device(torch.where(owners == number)[0], self._device))
+            for number in used
+        )
+
+    def _parts(self, site: Site, pairs: dict[str, LowRankPair]) -> list[_Part]:
+        parts, first = [], 0
+        for module in site.modules:
+            if (pair := pairs.get(module.name)) is not None:
+                parts.append(self._part(site, module, pair, first))
+            first += module.outputs
+        return parts
+
+    def _part(self, site: Site, module: SiteModule, pair: LowRankPair, first: int) -> _Part:
+        inputs, outputs = pair.down.shape[1], pair.up.shape[0]
+        if (inputs, outputs) != (site.inputs, module.outputs):
+            raise CheckpointError(
+                f"the adapter of {module.name} has {inputs} inputs and {outputs} outputs, the "
+                f"model {site.inputs} and {module.outputs}."
+            )
+        down, up = pair.down.float(), pair.up.float() * pair.scale
+        if site.order is not None:
+            up = up[site.order[first : first + outputs] - first]
+        if site.fold is not None:
+            up = site.fold(up)
+        bias = None if site.norm_bias is None else self._own(down @ site.norm_bias.float())
+        return _Part(self._own(down.T), bias, self._own(up.float().T), first)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._dtype).contiguous()
+
+
+class _SiteDelta(Delta):
+    """What the adapters add to one product."""
+
+    def __init__(self, adapters: Adapters, site: Site, operators: Operators) -> None:
+        self._adapters = adapters
+        self._operators = operators
+        self.site = site
+        self.parts: dict[int, list[_Part]] = {}
+        """By number of the adapter; those that leave this product alone are missing"""
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._adapters.rows)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        for group in self._adapters.rows:
+            parts = self.parts.get(group.number)
+            if parts is None:
+                continue
+            has_all = group.index is None
+            some = rows if group.index is None else self._operators.gather(rows, group.index)
+            plain = self._operators.plain(some)
+            for part in parts:
+                low = plain @ part.down
+                if part.bias is not None:
+                    low += part.bias
+                target = out[:, part.first : part.first + part.up.shape[1]]
+                added = (low @ part.up).to(out.dtype)
+                if has_all:
+                    target += added
+                else:
+                    target.index_add_(0, group.index, added)
+
+
+def _without_root(name: str, roots: Sequence[str]) -> str:
+    """Return a layer's name without the prefix of its checkpoint."""
+    root = next((root for root in roots if name.startswith(root)), "")
+    return name.removeprefix(root)

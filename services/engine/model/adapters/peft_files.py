@@ -1,0 +1,146 @@
+"""LoRA adapters in the directories that PEFT writes."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.engine.model.checkpoint.config import CheckpointError, Config
+
+__all__ = ["LowRankPair", "PeftAdapter"]
+
+_CONFIG = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+_UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "lora_bias": "biases of adapters",
+    "modules_to_save": "whole modules beside the adapter",
+    "target_parameters": "adapters of single parameters",
+    "trainable_token_indices": "trained tokens",
+    "layer_replication": "repeated layers",
+    "alora_invocation_tokens": "activated LoRA",
+    "megatron_config": "Megatron's layers",
+}
+"""Keys of adapter_config.json that must be absent, null, false or empty"""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Initialisations that also change the base model's weights"""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankPair:
+    """What an adapter adds to a linear layer: scale * (up @ down)."""
+
+    down: Tensor
+    """[rank, inputs]"""
+    up: Tensor
+    """[outputs, rank]"""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """The adapter of one directory."""
+
+    pairs: Mapping[str, LowRankPair]
+    """By the name of the linear layer in the base model"""
+
+    @staticmethod
+    def read(directory: Path) -> "PeftAdapter":
+        """Read an adapter; its tensors are views of the mapped file. Raises CheckpointError."""
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory} is not a directory.")
+        config = Config.read(directory / _CONFIG)
+        _check(config)
+        tensors = _tensors(directory / _TENSORS)
+        pairs = {}
+        for name in sorted(tensors):
+            module = name.removeprefix(_PREFIX).removesuffix(_DOWN)
+            if name.endswith(_DOWN):
+                pairs[module] = _pair(directory / _TENSORS, name, tensors, _scale(config, module))
+            elif not name.endswith(_UP):
+                raise CheckpointError(
+                    f"{directory / _TENSORS}: {name} is not a part of a LoRA adapter of linear "
+                    "layers, which alone are supported."
+                )
+        lone = [
+            name for name in tensors if name.endswith(_UP) and name.removesuffix(_UP) + _DOWN not in tensors
+        ]
+        if lone:
+            raise CheckpointError(f"{directory / _TENSORS}: {lone[0]} has no lora_A beside it.")
+        if not pairs:
+            raise CheckpointError(f"{directory / _TENSORS} holds no adapter.")
+        return PeftAdapter(pairs)
+
+
+def _check(config: Config) -> None:
+    """Raise CheckpointError for an adapter that is not plain LoRA."""
+    kind = config.text("peft_type", "")
+    if kind != "LORA":
+        raise CheckpointError(f"{config.file}: peft_type must be LORA, got {kind or 'none'}.")
+    for key, words in _UNSUPPORTED.items():
+        if config.values.get(key):
+            raise CheckpointError(f"{config.file}: {key} is set, and {words} are not supported.")
+    if config.text("bias", "none") != "none":
+        raise CheckpointError(f"{config.file}: bias must be none.")
+    start = config.values.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        raise CheckpointError(
+            f"{config.file}: init_lora_weights {start} has changed the base model's weights too. "
+            "Save the adapter with path_initial_model_for_weight_conversion."
+        )
+
+
+def _scale(config: Config, module: str) -> float:
+    """Return the factor on a layer's product."""
+    rank = _of_pattern(config, "rank_pattern", module, config.positive("r"))
+    alpha = _of_pattern(config, "alpha_pattern", module, config.number("lora_alpha"))
+    return alpha / (math.sqrt(rank) if config.flag("use_rslora", False) else rank)
+
+
+def _of_pattern(config: Config, key: str, module: str, default: float) -> float:
+    """Return the layer's own number: a key is a regular expression for the end of its name."""
+    patterns = config.values.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(f"{config.file}: {key} must be an object.")
+    for pattern, value in patterns.items():
+        try:
+            matches = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error:
+            raise CheckpointError(
+                f"{config.file}: {pattern!r} in {key} is no regular expression."
+            ) from None
+        if matches:
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise CheckpointError(f"{config.file}: {key} must hold positive numbers.")
+            return value
+    return default
+
+
+def _tensors(file: Path) -> Mapping[str, Tensor]:
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist.")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None
+
+
+def _pair(file: Path, name: str, tensors: Mapping[str, Tensor], scale: float) -> LowRankPair:
+    down, up = tensors[name], tensors.get(name.removesuffix(_DOWN) + _UP)
+    if up is None:
+        raise CheckpointError(f"{file}: {name} has no lora_B beside it.")
+    floating = down.is_floating_point() and up.is_floating_point()
+    if not floating or down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
+        raise CheckpointError(
+            f"{file}: {name} has the shape {list(down.shape)}, which does not fit its lora_B of "
+            f"shape {list(up.shape)}."
+        )
+    return LowRankPair(down, up, scale)

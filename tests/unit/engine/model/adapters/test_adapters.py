@@ -1,0 +1,67 @@
+"""Adapters change the logits as the same adapters merged by PEFT do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import services.engine.model.attention
+import services.engine.model.loader
+from services.engine.model.adapters.peft_files import PeftAdapter
+from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.decoder import Decoder
+from services.engine.model.loader import load_model
+from tests.unit.engine.checkpoints import (
+    CONFIGS,
+    Driver,
+    make_checkpoint,
+    random_tokens,
+    reference_logits,
+)
+from tests.unit.engine.model.adapters.adapter_folders import make_adapter
+
+TOKENS = 40
+
+
+def load(decoder: Decoder, number: int, folder: Path) -> None:
+    assert decoder.adapters is not None
+    decoder.adapters.load(number, PeftAdapter.read(folder), decoder.spec.family.names.roots)
+
+
+def assert_equal(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(params=["torch", "native"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(services.engine.model.loader, "native", None)
+        monkeypatch.setattr(services.engine.model.attention, "native", None)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_of_several_adapters_and_none_equal_the_merged_models(
+    name: str, tmp_path: Path
+) -> None:
+    """In one step: whole prompts, chunks and decodes; the last layer sees some rows alone."""
+    model = make_checkpoint(tmp_path / "model", CONFIGS[name])
+    decoder = load_model(tmp_path / "model", torch.float32)
+    models = [model]
+    for number in (1, 2):
+        models.append(make_adapter(model, tmp_path / str(number), seed=number))
+        load(decoder, number, tmp_path / str(number))
+    sequences = [random_tokens(TOKENS, seed) for seed in range(4)]
+    adapters = [1, 0, 2, 1]
+    driver = Driver(decoder, sequences, adapters=adapters)
+    driver.step([(0, TOKENS - 2), (1, 20)])
+    driver.step([(0, 1), (1, 5), (2, TOKENS - 1), (3, 30)])
+    driver.step([(0, 1), (2, 1), (1, 5), (3, TOKENS - 30)], kept=[1, 1, 5, 2])
+    for tokens, adapter, ours in zip(sequences, adapters, driver.logits, strict=True):
+        theirs = reference_logits(models[adapter], tokens)[: len(ours)]
+        known = ~ours.isnan().any(dim=1)
+        assert known.sum() > 20
+        assert_equal(ours[known], theirs[known])
+
+
