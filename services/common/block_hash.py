@@ -12,6 +12,7 @@ __all__ = [
     "hash_block",
     "image_digest",
     "prefix_hashes",
+    "prompt_salt",
     "tenant_salt",
 ]
 
@@ -31,6 +32,15 @@ class ImagePlaces(NamedTuple):
 def tenant_salt(tenant: str) -> bytes:
     """Return the parent hash of a prompt's first block; tenants share no blocks."""
     return hashlib.blake2b(tenant.encode(), digest_size=HASH_BYTES).digest()
+
+
+def prompt_salt(tenant: bytes, adapter: str) -> bytes:
+    """Return the parent hash of the first block of a prompt with an adapter.
+
+    tenant: as `tenant_salt` returns it; adapter: its fingerprint, empty = the model alone, whose
+    prompts begin with the tenant's salt itself.
+    """
+    return hash_block(tenant, adapter.encode()) if adapter else tenant
 
 
 def image_digest(data: bytes) -> bytes:

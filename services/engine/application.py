@@ -30,12 +30,13 @@ _NICENESS = 5
 """Niceness of the gRPC process: handling outputs must not delay the loop's next step"""
 
 
+_PEER_METHODS = ("Abort", "Drain", "FlushCache", "LoadAdapter", "UnloadAdapter", "WatchCache")
+
+
 class EngineApplication(Application):
     """The servicers and the frontend behind them."""
 
-    peer_methods = frozenset(
-        f"/{_CONTROL}/{method}" for method in ("Abort", "Drain", "FlushCache", "WatchCache")
-    )
+    peer_methods = frozenset(f"/{_CONTROL}/{method}" for method in _PEER_METHODS)
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__()

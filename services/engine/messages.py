@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 __all__ = [
+    "AdapterLoaded",
     "AddRequest",
     "Admitted",
     "CacheChange",
@@ -27,6 +28,7 @@ __all__ = [
     "FollowCache",
     "GenerationDefaults",
     "GrantCredit",
+    "LoadAdapter",
     "LoadSnapshot",
     "LogitBias",
     "LoopFailed",
@@ -48,6 +50,7 @@ __all__ = [
     "StepOutput",
     "StoppingSettings",
     "Token",
+    "UnloadAdapter",
     "bitmask",
 ]
 
@@ -212,6 +215,10 @@ class AddRequest:
     priority: int
     arrival: float
     """time.monotonic() when the request arrived"""
+    adapter: int = 0
+    """Number of its adapter; 0 = the model alone"""
+    adapter_fingerprint: str = ""
+    """Names the adapter's weights: requests with others share no cached prefixes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +305,32 @@ class SetEncoding:
     encodes: bool
 
 
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Read an adapter's directory, and keep its weights."""
+
+    number: int
+    """From 1; not in use"""
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Drop an adapter that no request has."""
+
+    number: int
+
+
 Command = (
-    AddRequest | CancelRequest | GrantCredit | SetMasks | FlushCache | FollowCache | SetEncoding
+    AddRequest
+    | CancelRequest
+    | GrantCredit
+    | SetMasks
+    | FlushCache
+    | FollowCache
+    | SetEncoding
+    | LoadAdapter
+    | UnloadAdapter
 )
 
 
@@ -411,6 +442,17 @@ class CacheFlushed:
     freed_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """Answer to LoadAdapter."""
+
+    number: int
+    num_bytes: int
+    """Of the weights in memory"""
+    failure: str = ""
+    """Why the adapter was not loaded, one sentence"""
+
+
 class DraftTokens(NamedTuple):
     """Draft tokens of a constrained sequence, which the loop verifies once it has their masks."""
 
@@ -420,7 +462,7 @@ class DraftTokens(NamedTuple):
 
 
 RequestOutput = Admitted | Refused | ScoredPrompt | Token | DraftTokens | Finished | RequestDone
-Output = RequestOutput | CacheFlushed
+Output = RequestOutput | CacheFlushed | AdapterLoaded
 
 
 class LoadSnapshot(NamedTuple):
@@ -497,6 +539,8 @@ class ModelDescription:
     weight_bytes: int
     kernels: str
     """Instruction set of the CPU kernels; "cuda" on a GPU, "none" if torch computes on a CPU"""
+    takes_adapters: bool = True
+    """False if the model is shared by several ranks"""
     images_are_consecutive: bool = False
     """True if the tokens of an image must have no others between them"""
 

@@ -40,6 +40,12 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
         False,
         "Sample as generation_config.json recommends where a request says nothing.",
     )
+    adapters: str = setting(
+        "",
+        "LoRA adapters to load: name=directory, separated by commas. Requests ask for one as their "
+        "model.",
+    )
+    max_adapters: int = setting(32, "Adapters in memory, at most; 0 = none.", most=4096)
     device: str = setting(
         "auto",
         "Device of the computation; auto = a GPU if there is one.",

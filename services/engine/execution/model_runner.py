@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from services.engine.batch.staging import HostFields, Staging
 from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.execution.decode_graphs import DecodeGraphs
+from services.engine.execution.memory_budget import require_memory
 from services.engine.execution.piece_graphs import PieceGraphs
 from services.engine.execution.start_progress import StartProgress
 from services.engine.execution.step_images import NO_IMAGES, StepImages
+from services.engine.model.adapters.peft_files import PeftAdapter
 from services.engine.model.attention import KVCache
 from services.engine.model.decoder import Decoder
 from services.engine.scheduling.sequence import Sequence
@@ -86,7 +89,7 @@ class ModelRunner:
         Rows are in the order of the plan: one per decode, `num_outputs` per chunk. drawn: the
         newest tokens of the sequences that have one in flight.
         """
-        if self._graphs is None or self._images.concern(plan):
+        if self._graphs is None or self._images.concern(plan) or _adapters(plan):
             return self._decoder.forward(self._batch(plan, drawn), self._cache)
         if plan.chunks:
             batch = self._batch(plan, drawn)
@@ -134,6 +137,27 @@ class ModelRunner:
         rows: in rising order. Returns float32 [len(rows), vocabulary].
         """
         return self._decoder.logits(_rows_of(hidden, rows))
+
+    @property
+    def takes_adapters(self) -> bool:
+        """True if `load_adapter` works with this model."""
+        return self._decoder.adapters is not None
+
+    def load_adapter(self, number: int, directory: Path) -> int:
+        """Keep the weights of an adapter; return their bytes.
+
+        Raises CheckpointError, and StartupError if memory is missing.
+        """
+        assert self._decoder.adapters is not None
+        adapter = PeftAdapter.read(directory)
+        needed = adapter.num_elements * self._decoder.dtype.itemsize
+        require_memory(needed, f"The adapter {directory}", self.device)
+        return self._decoder.adapters.load(number, adapter)
+
+    def unload_adapter(self, number: int) -> None:
+        """Drop the weights of an adapter that no sequence has."""
+        assert self._decoder.adapters is not None
+        self._decoder.adapters.unload(number)
 
     @property
     def finds_most_likely(self) -> bool:
@@ -203,6 +227,7 @@ class ModelRunner:
             num_decodes=len(decodes) + padding,
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
+            adapters_host=_adapters(plan),
             output_rows=output_rows,
             images=images.rows,
             rotary_positions=images.rotary_positions,
@@ -222,6 +247,12 @@ class ModelRunner:
         blocks, offsets = np.divmod(positions, self._cache.block_size)
         slots = fields.block_tables[owners, blocks].astype(np.int64) * self._cache.block_size
         np.add(slots, offsets, out=fields.slots)
+
+
+def _adapters(plan: StepPlan) -> tuple[int, ...]:
+    """Return the number of each sequence's adapter; empty if none has one."""
+    numbers = [s.adapter for s in plan.decodes] + [c.sequence.adapter for c in plan.chunks]
+    return tuple(numbers) if any(numbers) else ()
 
 
 def _fill_token_ids(fields: HostFields, plan: StepPlan, padding: int) -> None:

@@ -3,7 +3,7 @@
 import math
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -63,9 +63,12 @@ class Admission:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     """Sampling where a request says nothing; None in a field = that of the API"""
 
-    def check(self, request: GenerateRequest) -> CheckedRequest:
-        """Return the request with its defaults. Raises ServiceError that names the bad field."""
-        if request.model not in ("", self.model_id):
+    def check(self, request: GenerateRequest, adapters: Container[str] = ()) -> CheckedRequest:
+        """Return the request with its defaults. Raises ServiceError that names the bad field.
+
+        adapters: names that `model` may have beside the model's own.
+        """
+        if request.model not in ("", self.model_id) and request.model not in adapters:
             raise ServiceError(
                 grpc.StatusCode.NOT_FOUND,
                 "MODEL_NOT_FOUND",

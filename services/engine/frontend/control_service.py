@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from services.engine.frontend.adapter_registry import Adapter
 from services.engine.frontend.frontend import Frontend
 from services.engine.settings import EngineSettings
 from tokenwire.errors import invalid
@@ -76,6 +77,8 @@ class EngineControlServicer(EngineControlServiceServicer):
             weights_fingerprint=model.weights_fingerprint,
             weights=settings.weights,
             kernels=model.kernels,
+            adapters=map(_adapter, self._frontend.adapters),
+            max_adapters=self._frontend.adapters.most if model.takes_adapters else 0,
         )
 
     async def GetLoad(
@@ -131,6 +134,18 @@ class EngineControlServicer(EngineControlServiceServicer):
             await asyncio.wait_for(self._frontend.drained(), timeout)
         return engine_pb2.DrainResponse(remaining_requests=self._frontend.num_requests)
 
+    async def LoadAdapter(
+        self, request: engine_pb2.LoadAdapterRequest, context: Context
+    ) -> engine_pb2.LoadAdapterResponse:
+        adapter = await self._frontend.load_adapter(request.name, request.path)
+        return engine_pb2.LoadAdapterResponse(adapter=_adapter(adapter))
+
+    async def UnloadAdapter(
+        self, request: engine_pb2.UnloadAdapterRequest, context: Context
+    ) -> engine_pb2.UnloadAdapterResponse:
+        self._frontend.unload_adapter(request.name)
+        return engine_pb2.UnloadAdapterResponse()
+
     async def FlushCache(
         self, request: engine_pb2.FlushCacheRequest, context: Context
     ) -> engine_pb2.FlushCacheResponse:
@@ -147,6 +162,10 @@ class EngineControlServicer(EngineControlServiceServicer):
             tokens_per_second=self._frontend.tokens_per_second,
             draining=self._frontend.draining,
         )
+
+
+def _adapter(adapter: Adapter) -> engine_pb2.Adapter:
+    return engine_pb2.Adapter(name=adapter.name, fingerprint=adapter.fingerprint, path=adapter.path)
 
 
 def _interval(

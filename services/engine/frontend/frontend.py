@@ -18,8 +18,10 @@ from services.common.block_hash import tenant_salt
 from services.common.contract import MAX_SEQUENCES
 from services.common.errors import draining_error, internal_error
 from services.common.logging import request_fields
+from services.common.settings import StartupError
 from services.common.targets import parse_targets, warn_of_clear_text
 from services.engine.frontend import events, request_accounting
+from services.engine.frontend.adapter_registry import Adapter, AdapterRegistry, parse_adapters
 from services.engine.frontend.admission import Admission
 from services.engine.frontend.cache_mirror import CacheMirror
 from services.engine.frontend.image_client import ImageClient
@@ -31,6 +33,7 @@ from services.engine.frontend.request_span import RequestSpan
 from services.engine.frontend.retry_clock import RetryClock
 from services.engine.frontend.sink import Sink
 from services.engine.messages import (
+    AdapterLoaded,
     AddRequest,
     Admitted,
     CacheFlushed,
@@ -84,6 +87,8 @@ class _LiveRequest:
     sink: Sink[Any]
     latency: request_accounting.TokenLatency
     span: RequestSpan
+    adapter: Adapter | None
+    """None = the model alone"""
     deadline: asyncio.TimerHandle | None = None
     is_cancelled: bool = False
     """True if the client has cancelled all sequences"""
@@ -114,6 +119,7 @@ class Frontend:
         """time.monotonic() of the loop's last output, or of the first request after idling"""
         self._changed = asyncio.Event()
         self.model_id = settings.model_id or served_name(settings.model)
+        self.adapters = AdapterRegistry(self.model_id, settings.max_adapters, self._loop.send)
         self.load = LoadSnapshot()
         self.cache = CacheMirror(lambda: self._loop.send(FollowCache()))
         self.draining = False
@@ -142,6 +148,7 @@ class Frontend:
         self.load = LoadSnapshot(free_blocks=model.total_blocks, total_blocks=model.total_blocks)
         self._load_metrics.observe(self.load)
         self.notify()  # who has watched the load since before must learn of the blocks
+        await self._load_adapters()
         if settings.grammar:
             targets = parse_targets(settings.grammar, "--grammar")
             warn_of_clear_text(targets, settings)
@@ -157,6 +164,13 @@ class Frontend:
                 tls=settings.peer_tls,
                 token=settings.peer_token,
             )
+
+    async def _load_adapters(self) -> None:
+        for name, path in parse_adapters(self._settings.adapters).items():
+            try:
+                await self.load_adapter(name, path)
+            except ServiceError as error:
+                raise StartupError(f"--adapters {name}={path}: {error.message}") from None
 
     async def stop(self) -> None:
         """Abort all requests and end the loop process."""
@@ -238,9 +252,15 @@ class Frontend:
         except BaseException as error:  # also the cancellation of the call
             span.fail(error)
             raise
+        try:
+            adapter = self.adapters.enter(request.model)
+        except ServiceError as error:
+            request_accounting.count_error(error.reason)
+            span.fail(error)
+            raise
         handle = next(self._handles)
         latency = request_accounting.TokenLatency(arrival)
-        self._enter(handle, _LiveRequest(caller, checked, sink, latency, span))
+        self._enter(handle, _LiveRequest(caller, checked, sink, latency, span, adapter))
         if self._matchers is not None and grammar is not None:
             generated = {resume.sequence: resume.generated for resume in checked.resume}
             self._matchers.open(handle, checked.num_sequences, grammar, generated)
@@ -254,6 +274,8 @@ class Frontend:
                 cache_salt=tenant_salt(caller.tenant),
                 priority=caller.priority,
                 arrival=arrival,
+                adapter=0 if adapter is None else adapter.number,
+                adapter_fingerprint="" if adapter is None else adapter.fingerprint,
             )
         )
         return handle
@@ -295,6 +317,27 @@ class Frontend:
             self._fail(handle, error, "aborted")
         return len(handles) + self._preparations.fail(error, request_ids)
 
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Load an adapter. Raises ServiceError."""
+        takes_some = self.model.takes_adapters
+        if not (takes_some and self.adapters.most):
+            why = "--max-adapters is 0" if takes_some else "its model has several ranks"
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "NO_ADAPTERS",
+                f"This engine takes no adapters: {why}.",
+            )
+        adapter = await self.adapters.load(name, path)
+        _LOG.info("adapter %s: %d bytes from %s", name, adapter.num_bytes, path)
+        self.notify()
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no new requests for an adapter; those that run go on. Raises ServiceError."""
+        self.adapters.unload(name)
+        _LOG.info("adapter %s unloaded", name)
+        self.notify()
+
     async def flush_cache(self) -> int:
         """Evict all cached blocks that no sequence holds. Returns their number."""
         flushed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -308,7 +351,7 @@ class Frontend:
         """Check a request and prepare it, as `_prepare` returns it. Raises ServiceError."""
         try:
             self._require_room()
-            checked = self.admission.check(request)
+            checked = self.admission.check(request, self.adapters.named)
             if not (checked.constrained or request.images):
                 return None, checked
             grammar, checked = await self._preparations.run(
@@ -389,6 +432,8 @@ class Frontend:
         for item in output.outputs:
             if isinstance(item, CacheFlushed):
                 self._on_flushed(item)
+            elif isinstance(item, AdapterLoaded):
+                self.adapters.on_loaded(item)
             elif (live := self._live.get(item.handle)) is not None:  # else its client has left
                 generated += isinstance(item, Token)
                 self._deliver(item, live, now)
@@ -481,6 +526,8 @@ class Frontend:
         if live.deadline is not None:
             live.deadline.cancel()
         self._close_matchers(handle, live, range(live.checked.num_sequences))
+        if live.adapter is not None:
+            self.adapters.leave(live.adapter)
         self.notify()
         return live
 

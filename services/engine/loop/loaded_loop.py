@@ -71,6 +71,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
         kernels=_kernels(decoder),
+        takes_adapters=decoder.adapters is not None,
         images_are_consecutive=spec.has_grid_positions or spec.family.images_see_ahead,
     )
     runner = ModelRunner(decoder, cache, graph_capacity(settings, decoder))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from services.common.block_hash import prompt_salt
 from services.engine.loop import refusals
 from services.engine.messages import (
     AddRequest,
@@ -131,7 +132,7 @@ class RequestTable:
         prompts = [
             Prompt(
                 ids,
-                command.cache_salt,
+                prompt_salt(command.cache_salt, command.adapter_fingerprint),
                 size,
                 PromptImages(checked.images[index], len(ids)) if index in checked.images else None,
             )

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from services.common.settings import StartupError
 from services.engine.batch.transfer import Mark, copy_rows, rows_of
 from services.engine.execution.model_runner import DeviceTokens, ModelRunner
 from services.engine.loop import refusals
@@ -22,7 +24,17 @@ from services.engine.loop.step_sampler import (
     PromptResults,
     StepSampler,
 )
-from services.engine.messages import Command, DraftTokens, LoadSnapshot, SetEncoding, StepOutput
+from services.engine.messages import (
+    AdapterLoaded,
+    Command,
+    DraftTokens,
+    LoadAdapter,
+    LoadSnapshot,
+    SetEncoding,
+    StepOutput,
+    UnloadAdapter,
+)
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Sequence, SequenceState
 from services.engine.scheduling.step_plan import StepPlan
@@ -173,10 +185,23 @@ class StepLoop:
 
     def apply(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            if isinstance(command, SetEncoding):
-                self.encoder_works = command.encodes
-            else:
-                self._requests.carry_out(command)
+            match command:
+                case SetEncoding():
+                    self.encoder_works = command.encodes
+                case LoadAdapter():
+                    self._requests.report(self._load_adapter(command))
+                case UnloadAdapter():
+                    self._runner.unload_adapter(command.number)
+                case _:
+                    self._requests.carry_out(command)
+
+    def _load_adapter(self, command: LoadAdapter) -> AdapterLoaded:
+        """Load an adapter between two steps, which wait for it."""
+        try:
+            num_bytes = self._runner.load_adapter(command.number, Path(command.path))
+        except (CheckpointError, StartupError) as error:
+            return AdapterLoaded(command.number, 0, str(error))
+        return AdapterLoaded(command.number, num_bytes)
 
     def take_output(self) -> StepOutput:
         """Return the outputs since the last call, and the load."""

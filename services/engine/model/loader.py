@@ -133,7 +133,9 @@ def load_model(
         head = (f"{names.roots[root]}.weight",) if spec.tied_embeddings else ()
         total = checkpoint.require(manifest.tensors(), (*names.ignored, *head))
         bar = LoadProgress(total, shown=progress)
-        adapters = Adapters(operators, dtype, device) if ranks.rank.is_alone else None
+        adapters = None
+        if ranks.rank.is_alone:
+            adapters = Adapters(operators, dtype, device, names.roots)
         try:
             reader = WeightReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
             loaded = reader.read(manifest)

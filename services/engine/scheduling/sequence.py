@@ -100,6 +100,11 @@ class Sequence:
             self.mirostat = Mirostat(sampling.mirostat, mu)
 
     @property
+    def adapter(self) -> int:
+        """Number of the request's adapter; 0 = the model alone."""
+        return self.request.command.adapter
+
+    @property
     def prompt_index(self) -> int:
         return self.index // self.request.command.checked.n
 

@@ -69,7 +69,15 @@ class _Rows:
 class Adapters:
     """Adapters by number, from 1. Number 0 stands for the model alone."""
 
-    def __init__(self, operators: Operators, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        operators: Operators,
+        dtype: torch.dtype,
+        device: torch.device,
+        roots: Iterable[str],
+    ) -> None:
+        """roots: prefixes that the names of the decoder's layers may have."""
+        self._roots = sorted(filter(None, roots), key=len, reverse=True)
         self._operators = operators
         self._dtype = dtype
         self._device = device
@@ -85,19 +93,17 @@ class Adapters:
         self._deltas.append(delta)
         return delta
 
-    def load(self, number: int, adapter: PeftAdapter, roots: Iterable[str]) -> int:
+    def load(self, number: int, adapter: PeftAdapter) -> int:
         """Keep an adapter's weights; return their bytes.
 
-        roots: prefixes that the names of layers may have. Raises CheckpointError, and keeps
-        nothing, if the adapter does not fit the model.
+        Raises CheckpointError, and keeps nothing, if the adapter does not fit the model.
         """
-        prefixes = sorted(filter(None, roots), key=len, reverse=True)
-        pairs = {_without_root(name, prefixes): pair for name, pair in adapter.pairs.items()}
+        pairs = {_without_root(name, self._roots): pair for name, pair in adapter.pairs.items()}
         known = {module.name for delta in self._deltas for module in delta.site.modules}
         if unknown := sorted(pairs.keys() - known):
             raise CheckpointError(
-                f"{unknown[0]} can't have an adapter. Adapters are supported for the projections of "
-                "attention and for dense feed-forward layers, not for embeddings, the output "
+                f"{unknown[0]} can't have an adapter. Supported are those of attention's "
+                "projections and of dense feed-forward layers, not of embeddings, the output "
                 "projection and experts."
             )
         made = [(delta, self._parts(delta.site, pairs)) for delta in self._deltas]
@@ -116,9 +122,7 @@ class Adapters:
         numbers = batch.adapters_host
         self._all = self._groups(numbers, batch.query_lengths_host)
         outputs = batch.output_rows
-        self._kept = (
-            self._all if outputs is None else self._groups(numbers, outputs.lengths_host)
-        )
+        self._kept = self._all if outputs is None else self._groups(numbers, outputs.lengths_host)
         self.rows = self._all
 
     def narrow(self) -> None:
@@ -185,8 +189,8 @@ class _SiteDelta(Delta):
             parts = self.parts.get(group.number)
             if parts is None:
                 continue
-            has_all = group.index is None
-            some = rows if group.index is None else self._operators.gather(rows, group.index)
+            index = group.index
+            some = rows if index is None else self._operators.gather(rows, index)
             plain = self._operators.plain(some)
             for part in parts:
                 low = plain @ part.down
@@ -194,10 +198,10 @@ class _SiteDelta(Delta):
                     low += part.bias
                 target = out[:, part.first : part.first + part.up.shape[1]]
                 added = (low @ part.up).to(out.dtype)
-                if has_all:
+                if index is None:
                     target += added
                 else:
-                    target.index_add_(0, group.index, added)
+                    target.index_add_(0, index, added)
 
 
 def _without_root(name: str, roots: Sequence[str]) -> str:

@@ -51,6 +51,11 @@ class PeftAdapter:
     pairs: Mapping[str, LowRankPair]
     """By the name of the linear layer in the base model"""
 
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all of its tensors."""
+        return sum(pair.down.numel() + pair.up.numel() for pair in self.pairs.values())
+
     @staticmethod
     def read(directory: Path) -> "PeftAdapter":
         """Read an adapter; its tensors are views of the mapped file. Raises CheckpointError."""
@@ -69,11 +74,9 @@ class PeftAdapter:
                     f"{directory / _TENSORS}: {name} is not a part of a LoRA adapter of linear "
                     "layers, which alone are supported."
                 )
-        lone = [
-            name for name in tensors if name.endswith(_UP) and name.removesuffix(_UP) + _DOWN not in tensors
-        ]
-        if lone:
-            raise CheckpointError(f"{directory / _TENSORS}: {lone[0]} has no lora_A beside it.")
+        ups = (name.removesuffix(_UP) for name in tensors if name.endswith(_UP))
+        if lone := [name for name in ups if name + _DOWN not in tensors]:
+            raise CheckpointError(f"{directory / _TENSORS}: {lone[0]} has no lora_A.")
         if not pairs:
             raise CheckpointError(f"{directory / _TENSORS} holds no adapter.")
         return PeftAdapter(pairs)

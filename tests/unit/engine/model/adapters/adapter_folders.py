@@ -3,6 +3,7 @@
 import copy
 import re
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -40,6 +41,7 @@ def make_adapter(
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(folder)
-    merged: PreTrainedModel = adapted.merge_and_unload()
-    return merged.eval()
+    adapted.save_pretrained(str(folder))
+    merged = cast(PreTrainedModel, adapted.merge_and_unload())
+    merged.train(False)
+    return merged

@@ -9,7 +9,6 @@ from torch import Tensor
 import services.engine.model.attention
 import services.engine.model.loader
 from services.engine.model.adapters.peft_files import PeftAdapter
-from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
@@ -26,7 +25,7 @@ TOKENS = 40
 
 def load(decoder: Decoder, number: int, folder: Path) -> None:
     assert decoder.adapters is not None
-    decoder.adapters.load(number, PeftAdapter.read(folder), decoder.spec.family.names.roots)
+    decoder.adapters.load(number, PeftAdapter.read(folder))
 
 
 def assert_equal(ours: Tensor, theirs: Tensor) -> None:
@@ -63,5 +62,3 @@ def test_rows_of_several_adapters_and_none_equal_the_merged_models(
         known = ~ours.isnan().any(dim=1)
         assert known.sum() > 20
         assert_equal(ours[known], theirs[known])
-
-

@@ -1,0 +1,178 @@
+"""The engine's LoRA adapters by name, for its clients and its operators."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from services.common.settings import StartupError
+from services.engine.messages import AdapterLoaded, Command, LoadAdapter, UnloadAdapter
+from tokenwire.errors import ServiceError, invalid
+
+__all__ = ["Adapter", "AdapterRegistry", "parse_adapters"]
+
+_MOST_CHARACTERS = 200
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """An adapter in the memory of the loop process."""
+
+    name: str
+    """Requests ask for it as their model"""
+    path: str
+    fingerprint: str
+    """Equal for the same adapter on every machine"""
+    number: int
+    num_bytes: int = 0
+    users: int = 0
+    """Requests that have it"""
+
+
+class AdapterRegistry:
+    """Loads adapters, and drops each when its last request has ended."""
+
+    def __init__(self, model_id: str, most: int, send: Callable[[Command], None]) -> None:
+        """most: adapters in memory; send: hands a command to the loop process."""
+        self.most = most
+        self._model_id = model_id
+        self._send = send
+        self._named: dict[str, Adapter] = {}
+        self._used: dict[int, Adapter] = {}
+        """By number, also those that are loading, or that are unloaded but have requests"""
+        self._loading: dict[int, asyncio.Future[AdapterLoaded]] = {}
+        self._names_loading: set[str] = set()
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(self._named.values())
+
+    @property
+    def named(self) -> Mapping[str, Adapter]:
+        """Those that requests may ask for, by name."""
+        return self._named
+
+    async def load(self, name: str, path: str) -> Adapter:
+        """Load an adapter, unless it is there already. Raises ServiceError.
+
+        path: its directory, on the engine's machine.
+        """
+        self._check_name(name)
+        if name in self._names_loading:
+            raise _exists(f"The adapter {name!r} is being loaded.")
+        self._names_loading.add(name)
+        try:
+            return await self._load(name, path)
+        finally:
+            self._names_loading.discard(name)
+
+    async def _load(self, name: str, path: str) -> Adapter:
+        if not path:
+            raise invalid("path", "path must name the directory of an adapter.")
+        try:
+            fingerprint = await asyncio.to_thread(_fingerprint, Path(path))
+        except OSError as error:
+            raise invalid("path", f"{error.filename}: {error.strerror}.") from None
+        if (known := self._named.get(name)) is not None:
+            if known.fingerprint == fingerprint:
+                return known
+            raise _exists(f"Another adapter is loaded as {name!r}; unload it first.")
+        number = next((i for i in range(1, self.most + 1) if i not in self._used), 0)
+        if not number:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "TOO_MANY_ADAPTERS",
+                f"{self.most} adapters are in memory already; unload one, or raise --max-adapters.",
+            )
+        adapter = self._used[number] = Adapter(name, path, fingerprint, number)
+        loaded: asyncio.Future[AdapterLoaded] = asyncio.get_running_loop().create_future()
+        self._loading[number] = loaded
+        self._send(LoadAdapter(number, path))
+        answer = await asyncio.shield(loaded)  # the loop loads it even if the caller leaves
+        if answer.failure:
+            raise invalid("path", answer.failure)
+        adapter.num_bytes = answer.num_bytes
+        self._named[name] = adapter
+        return adapter
+
+    def on_loaded(self, answer: AdapterLoaded) -> None:
+        """Take the loop's answer."""
+        if answer.failure:
+            del self._used[answer.number]
+        waiter = self._loading.pop(answer.number)
+        if not waiter.done():
+            waiter.set_result(answer)
+
+    def unload(self, name: str) -> None:
+        """Take no new requests for an adapter; those that run go on. Raises NOT_FOUND."""
+        adapter = self._named.pop(name, None)
+        if adapter is None:
+            raise ServiceError(
+                grpc.StatusCode.NOT_FOUND,
+                "ADAPTER_NOT_FOUND",
+                f"No adapter is loaded as {name!r}.",
+                field="name",
+            )
+        self._drop_if_unused(adapter)
+
+    def enter(self, name: str) -> Adapter | None:
+        """Count a request of this model as a user of its adapter; None = the model alone.
+
+        Raises NOT_FOUND if the adapter has been unloaded.
+        """
+        if name in ("", self._model_id):
+            return None
+        adapter = self._named.get(name)
+        if adapter is None:
+            message = f"The adapter {name!r} has been unloaded."
+            code = grpc.StatusCode.NOT_FOUND
+            raise ServiceError(code, "MODEL_NOT_FOUND", message, field="model")
+        adapter.users += 1
+        return adapter
+
+    def leave(self, adapter: Adapter) -> None:
+        """Take a request from an adapter's users."""
+        adapter.users -= 1
+        self._drop_if_unused(adapter)
+
+    def _drop_if_unused(self, adapter: Adapter) -> None:
+        if not adapter.users and self._named.get(adapter.name) is not adapter:
+            del self._used[adapter.number]
+            self._send(UnloadAdapter(adapter.number))
+
+    def _check_name(self, name: str) -> None:
+        if not name or len(name) > _MOST_CHARACTERS or not name.isprintable():
+            message = f"name must have between 1 and {_MOST_CHARACTERS} printable characters."
+            raise invalid("name", message)
+        if name in ("default", self._model_id):
+            raise invalid("name", f"{name} names the model itself.")
+
+
+def parse_adapters(text: str) -> dict[str, str]:
+    """Return the directories of "name=directory,…" by name. Raises StartupError."""
+    adapters = {}
+    for part in filter(None, text.split(",")):
+        name, separator, path = part.partition("=")
+        if not (name and separator and path) or name in adapters:
+            raise StartupError(
+                f"--adapters {text}: write name=directory, separated by commas, each name once."
+            )
+        adapters[name] = path
+    return adapters
+
+
+def _fingerprint(directory: Path) -> str:
+    """Hash an adapter's files. Raises OSError."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in _FILES:
+        with (directory / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _exists(message: str) -> ServiceError:
+    code = grpc.StatusCode.ALREADY_EXISTS
+    return ServiceError(code, "ADAPTER_EXISTS", message, field="name")
