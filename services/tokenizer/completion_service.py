@@ -124,7 +124,7 @@ class CompletionServicer(CompletionServiceServicer):
     async def ListModels(
         self, request: completion_pb2.ListModelsRequest, context: Context
     ) -> completion_pb2.ListModelsResponse:
-        """Return the one model."""
+        """Return the one model, and its adapters."""
         limits = self._pool.limits
         model = completion_pb2.Model(
             id=self._model,
@@ -138,7 +138,13 @@ class CompletionServicer(CompletionServiceServicer):
             chat=self._processors.templates.is_available,
             max_chat_logprobs=limits.max_chat_logprobs,
         )
-        return completion_pb2.ListModelsResponse(models=[model])
+        models = [model]
+        for name in sorted(self._pool.adapters):
+            adapter = completion_pb2.Model()
+            adapter.CopyFrom(model)
+            adapter.id, adapter.parent = name, model.id
+            models.append(adapter)
+        return completion_pb2.ListModelsResponse(models=models)
 
     async def GetStatus(
         self, request: completion_pb2.GetStatusRequest, context: Context

@@ -13,6 +13,7 @@ class ModelLimits:
     """The engine's model and limits, lowered to this service's settings. Lengths are in tokens."""
 
     model: str
+    """Name of the model, or of its adapter"""
     system_fingerprint: str
     context_length: int
     vocabulary_size: int
@@ -24,3 +25,5 @@ class ModelLimits:
     max_stop_strings: int
     appends_suffix: bool
     """True if a suffix is appended, rather than refused, if the model can't infill"""
+    adapter: str = ""
+    """Fingerprint of the adapter; empty = the model alone"""

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -80,7 +81,7 @@ async def tokens(channel: grpc.aio.Channel, model: str) -> list[int]:
     return ids_of(await generate(channel, make_request(PROMPT, max_tokens=TOKENS, model=model)))
 
 
-async def refusal(call: "grpc.aio.UnaryUnaryCall[object, object]") -> ServiceError:
+async def refusal(call: "grpc.aio.UnaryUnaryCall[Any, Any]") -> ServiceError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     return ServiceError.from_rpc_error(raised.value)
@@ -211,7 +212,7 @@ async def test_adapter_that_does_not_fit_is_refused_with_its_reason(
 async def test_names_and_numbers_have_limits(adapted: Adapted, channel: grpc.aio.Channel) -> None:
     control, path = EngineControlServiceStub(channel), str(adapted.folder / "second")
 
-    def loading(name: str, path: str = path) -> "grpc.aio.UnaryUnaryCall[object, object]":
+    def loading(name: str, path: str = path) -> "grpc.aio.UnaryUnaryCall[Any, Any]":
         return control.LoadAdapter(engine_pb2.LoadAdapterRequest(name=name, path=path))
 
     for name in ("", "a" * 201, "a\nb", "default", "model"):

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,7 @@ class AdapterRegistry:
         """By number, also those that are loading, or that are unloaded but have requests"""
         self._loading: dict[int, asyncio.Future[AdapterLoaded]] = {}
         self._names_loading: set[str] = set()
+        self._changed = asyncio.Event()
 
     def __iter__(self) -> Iterator[Adapter]:
         return iter(self._named.values())
@@ -54,6 +55,17 @@ class AdapterRegistry:
     def named(self) -> Mapping[str, Adapter]:
         """Those that requests may ask for, by name."""
         return self._named
+
+    async def changes(self) -> AsyncIterator[Sequence[Adapter]]:
+        """Yield all adapters now, and again after changes."""
+        while True:
+            changed = self._changed
+            yield list(self)
+            await changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def load(self, name: str, path: str) -> Adapter:
         """Load an adapter, unless it is there already. Raises ServiceError.
@@ -96,6 +108,7 @@ class AdapterRegistry:
             raise invalid("path", answer.failure)
         adapter.num_bytes = answer.num_bytes
         self._named[name] = adapter
+        self._notify()
         return adapter
 
     def on_loaded(self, answer: AdapterLoaded) -> None:
@@ -116,6 +129,7 @@ class AdapterRegistry:
                 f"No adapter is loaded as {name!r}.",
                 field="name",
             )
+        self._notify()
         self._drop_if_unused(adapter)
 
     def enter(self, name: str) -> Adapter | None:

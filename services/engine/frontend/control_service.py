@@ -146,6 +146,13 @@ class EngineControlServicer(EngineControlServiceServicer):
         self._frontend.unload_adapter(request.name)
         return engine_pb2.UnloadAdapterResponse()
 
+    async def WatchAdapters(
+        self, request: engine_pb2.WatchAdaptersRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.WatchAdaptersResponse]:
+        assert self._frontend.model  # raises UNAVAILABLE while it loads
+        async for adapters in self._frontend.adapters.changes():
+            yield engine_pb2.WatchAdaptersResponse(adapters=map(_adapter, adapters))
+
     async def FlushCache(
         self, request: engine_pb2.FlushCacheRequest, context: Context
     ) -> engine_pb2.FlushCacheResponse:

@@ -114,8 +114,8 @@ class SingleBackend:
     async def id_of(self, served: ServedModel) -> str:
         if served.backend_name not in ("", "default"):
             return served.backend_name
-        (card,) = await self.cards()
-        return card.id
+        model, *_adapters = await self.cards()
+        return model.id
 
     async def require(self, names: Sequence[str]) -> None:
         known = {"default", ""}

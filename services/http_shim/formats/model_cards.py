@@ -26,6 +26,8 @@ class ModelCard(Struct):
     chat: bool | None
     max_chat_logprobs: int | None
     system_fingerprint: str | None
+    parent: str | None = None
+    """Id of the model that this one is a LoRA adapter of"""
 
 
 class ModelList(Struct):
@@ -63,6 +65,7 @@ def catalog_card(
         chat=None if model is None else model.chat,
         max_chat_logprobs=None if model is None else model.max_chat_logprobs,
         system_fingerprint=None if model is None else model.system_fingerprint,
+        parent=None if model is None else model.parent or None,
     )
 
 

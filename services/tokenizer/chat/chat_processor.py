@@ -55,6 +55,10 @@ class ChatProcessor:
         self._messages: list[ChatMessage] = []
         """Answers by index of the choice; empty until `plan`."""
 
+    @property
+    def model(self) -> str:
+        return self._request.model
+
     def check(self, limits: ModelLimits) -> None:
         if not is_large(self._request):
             self._check(limits)

@@ -28,6 +28,10 @@ Response = TypeVar("Response", completion_pb2.CompleteResponse, completion_pb2.C
 class RequestProcessor(Protocol[Response]):
     """One request, with everything that depends on its rpc."""
 
+    @property
+    def model(self) -> str:
+        """Name of the model that the request asks for."""
+
     def check(self, limits: ModelLimits) -> None:
         """Validate the request, unless it `is_large`. Raises the error of its first wrong field."""
 
@@ -71,6 +75,10 @@ class CompleteProcessor:
         self._reader = reader
         self._held = 0
         """Bytes of images, in `reader.held`"""
+
+    @property
+    def model(self) -> str:
+        return self._request.model
 
     def check(self, limits: ModelLimits) -> None:
         if not is_large(self._request):

@@ -243,7 +243,7 @@ class CompletionStream(Generic[Response]):
     # from preparation to the end
 
     def _prepare(self) -> None:
-        limits = self._pool.limits
+        limits = self._pool.limits_of(self.processor.model)
         self.processor.check(limits)
         plan = self.processor.plan(limits)
         if isinstance(plan, CompletionPlan):
@@ -258,7 +258,7 @@ class CompletionStream(Generic[Response]):
             self._prepare()
             return
         if self._pool.is_known:  # refuse an invalid request without waiting
-            self.processor.check(self._pool.limits)
+            self.processor.check(self._pool.limits_of(self.processor.model))
         await self._wait_for_engine("It is not connected.")
         self._prepare()
 
@@ -331,7 +331,7 @@ class CompletionStream(Generic[Response]):
         metrics.REQUESTS.labels(outcome).inc()
         self._on_end(self)
         output = self._output
-        if output is not None and not output.plan.engine_request.images:
+        if output is not None and output.plan.ids_name_blocks:
             for prompt, outputs in output.computed():
                 self._pool.learn(self._context.tenant, prompt, outputs)
         if self._context.meter is not None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import grpc
 
 from services.common.accounts.metering import Meter
-from services.common.block_hash import ImagePlaces
 from services.common.logging import request_fields
 from services.common.span import Span
 from services.tokenizer.completion.choice import Choice
 from services.tokenizer.completion.completion_output import CompletionOutput
+from services.tokenizer.completion.plan import CompletionPlan
 from services.tokenizer.engines.engine_link import EngineLink
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.engines.placement import Need, Placement
@@ -85,6 +85,8 @@ class EngineRequest:
         self._granted = credit
         """Tokens per choice granted so far; None without flow control."""
         self._is_windowed = is_windowed
+        self._need: Need | None = None
+        """Of the request that was opened last"""
         self._placement: Placement | None = None
         self._handle = 0
         """On the Session of the placement's engine"""
@@ -109,14 +111,14 @@ class EngineRequest:
         elif self._is_windowed and plan.engine_request.stopping.max_tokens > _WINDOW:
             self._granted = _WINDOW + max(choice.sent for choice in output.choices)
         if plan.resume is None:
-            self._open(plan.engine_request, plan.images, taken=0)
+            self._open(plan.engine_request, plan, taken=0)
         else:
             self.resubmit(output.remaining_request(), output)
 
     def resubmit(self, request: engine_pb2.GenerateRequest, output: CompletionOutput) -> None:
         """Open `request`, which continues the running choices. Raises as `submit`."""
         taken = min((len(choice.received) for choice in output.choices.running), default=0)
-        self._open(request, output.plan.images, taken)
+        self._open(request, output.plan, taken)
         if ended := output.choices.ended_sequences:
             self.cancel(ended)
 
@@ -177,12 +179,12 @@ class EngineRequest:
         if self._placement is not None:
             self._full.add(self._placement.link)
             self.on_closed()
-        return self._pool.has_other(self._full)
+        return self._need is not None and self._pool.has_other(self._full, self._need)
 
     def _open(
         self,
         request: engine_pb2.GenerateRequest,
-        images: Sequence[Sequence[ImagePlaces]],
+        plan: CompletionPlan,
         taken: int,
     ) -> None:
         """Open a request whose running choices have received at least `taken` tokens each."""
@@ -204,8 +206,9 @@ class EngineRequest:
             start.timeout_seconds = max(left - _MARGIN_SECONDS, left / 2)
         if self._granted is not None:
             start.credit = min(max(0, self._granted - taken), _MAX_CREDIT)
-        need = Need(start.request, self._context.tenant, images)
-        self._placement = self._pool.place(need, self._full)
+        adapter = plan.limits.adapter
+        self._need = Need(start.request, self._context.tenant, plan.images, adapter)
+        self._placement = self._pool.place(self._need, self._full)
         self._handle = self._placement.link.session.open(self._listener)
         self._send(command)
 

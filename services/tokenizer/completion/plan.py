@@ -89,6 +89,11 @@ class CompletionPlan:
     """True if `write` ends after a large output, because parsing it takes long"""
 
     @property
+    def ids_name_blocks(self) -> bool:
+        """True if the ids alone name the blocks in an engine's cache: no images, no adapter."""
+        return not (self.engine_request.images or self.limits.adapter)
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(len(prompt.ids) for prompt in self.prompts)
@@ -115,6 +120,7 @@ def plan_completion(
         for index, prompt in enumerate(request.prompts)
     ]
     engine_request = engine_pb2.GenerateRequest(
+        model=limits.model if limits.adapter else "",
         prompts=[types_pb2.TokenIds(ids=prompt.ids) for prompt in prompts],
         n=max(_n(request), request.best_of),
         sampling=_sampling(request, vocabulary),

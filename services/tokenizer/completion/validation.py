@@ -1,6 +1,6 @@
 """Validation of a CompleteRequest before any work; errors name the field by its path."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -38,9 +38,9 @@ _PENALTIES: Mapping[_Penalty, float] = {
 """Neutral value of each penalty"""
 
 
-def check_model(model: str, served: str) -> None:
-    """Raise NOT_FOUND unless `model` names the served model."""
-    if model not in ("", "default", served):
+def check_model(model: str, served: str, adapters: Container[str] = ()) -> None:
+    """Raise NOT_FOUND unless `model` names the served model or one of its adapters."""
+    if model not in ("", "default", served) and model not in adapters:
         raise ServiceError(
             grpc.StatusCode.NOT_FOUND,
             "MODEL_NOT_FOUND",

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -71,6 +71,8 @@ class EngineLink:
         self.target = target
         self.model: engine_pb2.GetModelResponse | None = None
         """Last answer of the engine; None before the first"""
+        self.adapters: Mapping[str, str] = {}
+        """Fingerprints of the engine's adapters by name, as last reported"""
         self.is_serving = False
         """True if the engine serves this checkpoint, and was not lost since it said so"""
         self.refusal = ""
@@ -96,6 +98,7 @@ class EngineLink:
     def start(self) -> None:
         """Follow the engine's health."""
         self._spawn(self._watch_health())
+        self._spawn(self._repeat(self._watch_adapters))
 
     def follow(self) -> None:
         """Follow the engine's load and cache too: somebody chooses by them, or is told of them."""
@@ -289,6 +292,7 @@ class EngineLink:
             raise
         self._owner.admit(self, model)
         self.model = model
+        self.adapters = _fingerprints(model.adapters)
         self.refusal = ""
 
     def _refuse(self, why: str) -> None:
@@ -330,7 +334,7 @@ class EngineLink:
             return ServiceError.from_rpc_error(error).reason == "LOADING"
         return False
 
-    # the engine's load and cache
+    # the engine's load, cache and adapters
 
     async def _repeat(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Watch again whenever the stream ends, unless the engine does not know the rpc."""
@@ -355,6 +359,10 @@ class EngineLink:
         finally:
             self._load = engine_pb2.Load()
 
+    async def _watch_adapters(self) -> None:
+        async for answer in self._control.WatchAdapters(engine_pb2.WatchAdaptersRequest()):
+            self.adapters = _fingerprints(answer.adapters)
+
     async def _watch_cache(self) -> None:
         request = engine_pb2.WatchCacheRequest()
         try:
@@ -368,3 +376,7 @@ class EngineLink:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _fingerprints(adapters: Iterable[engine_pb2.Adapter]) -> Mapping[str, str]:
+    return {adapter.name: adapter.fingerprint for adapter in adapters}

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -96,6 +96,23 @@ class EnginePool:
             )
         return self._limits
 
+    def limits_of(self, model: str) -> ModelLimits:
+        """Return the limits of requests that name this model, which may be an adapter's name.
+
+        Those of a name that is not known are the model's own. Raises as `limits`.
+        """
+        limits, adapter = self.limits, self.adapters.get(model)
+        return limits if adapter is None else replace(limits, model=model, adapter=adapter)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Fingerprints of the engines' adapters by name."""
+        return {
+            name: fingerprint
+            for link in self._links.values()
+            for name, fingerprint in link.adapters.items()
+        }
+
     @property
     def is_known(self) -> bool:
         """True if an engine has answered once."""
@@ -158,12 +175,17 @@ class EnginePool:
     def place(self, need: Need, avoided: Collection[EngineLink]) -> Placement:
         """Place a request on the engine that costs least, if it can be on one that is not avoided.
 
-        Raises UNAVAILABLE (NO_ENGINE) if none is left.
+        Raises UNAVAILABLE (NO_ENGINE) if none is left, and NOT_FOUND if none has the adapter.
         """
-        serving = [link for link in self._serving if link not in avoided] or self._serving
-        if not serving:
+        able = [link for link in self._serving if need.suits(link)]
+        serving = [link for link in able if link not in avoided] or able
+        if not self._serving:
             code = grpc.StatusCode.UNAVAILABLE
             raise ServiceError(code, "NO_ENGINE", "No engine serves at present.", retry_seconds=1)
+        if not serving:
+            message = f"No engine has the adapter {need.model!r} any longer."
+            code = grpc.StatusCode.NOT_FOUND
+            raise ServiceError(code, "MODEL_NOT_FOUND", message, field="model")
         link = serving[0] if len(serving) == 1 else _cheapest(serving, need)
         metrics.PLACED.labels(link.target).inc()
         for ids in need.text_prompts:
@@ -180,9 +202,9 @@ class EnginePool:
         if self.blocks is not None and self._serving and not tenant:
             self.blocks.learn(prompt, self._serving[0].block_size, outputs)
 
-    def has_other(self, links: Collection[EngineLink]) -> bool:
-        """Return whether an engine besides these serves."""
-        return any(link not in links for link in self._serving)
+    def has_other(self, links: Collection[EngineLink], need: Need) -> bool:
+        """Return whether an engine besides these could take a request."""
+        return any(link not in links and need.suits(link) for link in self._serving)
 
     def doubt(self, link: EngineLink) -> None:
         """Use an engine no more until it says again that it serves."""

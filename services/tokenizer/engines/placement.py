@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from services.common.block_hash import ImagePlaces, prefix_hashes, tenant_salt
+from services.common.block_hash import ImagePlaces, prefix_hashes, prompt_salt, tenant_salt
 from tokenwire.pb.engine.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -25,21 +25,28 @@ class Need:
         request: engine_pb2.GenerateRequest,
         tenant: str,
         images: Sequence[Sequence[ImagePlaces]] = (),
+        adapter: str = "",
     ) -> None:
-        """images: those of each prompt; empty without any."""
+        """images: those of each prompt; empty without any. adapter: its fingerprint, if any."""
+        self.model = request.model
+        self._adapter = adapter
         self.tokens = sum(len(prompt.ids) for prompt in request.prompts)
         self.sequences = len(request.prompts) * (request.n if request.HasField("n") else 1)
         self.tenant = tenant
         self._request = request
         self._images = images or [()] * len(request.prompts)
-        self._salt = tenant_salt(tenant)
+        self._salt = prompt_salt(tenant_salt(tenant), adapter)
         self._hashes: dict[int, Sequence[Sequence[bytes]]] = {}
+
+    def suits(self, link: "EngineLink") -> bool:
+        """Return whether an engine has the request's adapter."""
+        return not self._adapter or link.adapters.get(self.model) == self._adapter
 
     @property
     def text_prompts(self) -> Sequence[Sequence[int]]:
-        """Ids of the prompts; none with images, whose blocks the ids alone do not name."""
+        """Ids of the prompts; none with images or an adapter: ids alone do not name the blocks."""
         request = self._request
-        return () if request.images else [prompt.ids for prompt in request.prompts]
+        return () if request.images or self._adapter else [prompt.ids for prompt in request.prompts]
 
     def hashes(self, block_size: int) -> Sequence[Sequence[bytes]]:
         """Return, for each prompt, the hashes of the blocks that a prefix cache may serve.
