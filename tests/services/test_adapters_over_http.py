@@ -62,6 +62,8 @@ async def replica(
     models = {"m": base.eval()}
     for seed, name in enumerate(("one", "two")):
         models[name] = make_adapter(base, folder / name, seed, rank=8, lora_alpha=32.0)
+    template = folder / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
     model = ("--model", str(embedded_model), "--model-id", "m")
     few = (*model, "--kv-memory", "64MiB", "--dtype", "float32")
     adapters = ("--adapters", f"one={folder / 'one'}")
@@ -70,6 +72,7 @@ async def replica(
         running_service("engine", *few, log=folder / "second.log") as second,
         running_service(
             *("tokenizer", *model, "--engine", f"{first.target},{second.target}"),
+            *("--chat-template", str(template)),
             log=folder / "tokenizer.log",
         ) as tokenizer,
         running_shim("--tokenizer", tokenizer.target) as shim,
@@ -124,8 +127,8 @@ async def test_completions_and_chats_name_an_adapter_as_their_model(
     assert texts["one"] != texts["m"]
     assert [answer["choices"][0]["text"] for answer in answers] == [texts[n] for n in wanted]
     message = {"role": "user", "content": "import"}
-    chat = {"messages": [message], "max_tokens": 4, "chat_template": "{{ messages[0].content }}"}
-    answer = await http.post("/v1/chat/completions", json=chat | {"model": "one"})
+    chat = {"model": "one", "messages": [message], "max_tokens": 4}
+    answer = await http.post("/v1/chat/completions", json=chat)
     assert (answer.status_code, answer.json()["model"]) == (200, "one")
     ids = await http.post("/tokenize", json={"model": "one", "prompt": "import"})
     assert ids.status_code == 200
