@@ -60,7 +60,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         self, request: tokenizer_pb2.GetTokenizerRequest, context: Context
     ) -> tokenizer_pb2.GetTokenizerResponse:
         """Return the identity of the tokenizer and its special ids."""
-        check_model(request.model, self._model, self._pool.adapters)
+        self._check_model(request.model)
         vocabulary = self._vocabulary
         template = vocabulary.chat_template
         return tokenizer_pb2.GetTokenizerResponse(
@@ -88,7 +88,7 @@ class TokenizerServicer(TokenizerServiceServicer):
     ) -> tokenizer_pb2.EncodeResponse:
         """Encode texts."""
         await count_call(identity.current.get(), self._model)
-        check_model(request.model, self._model, self._pool.adapters)
+        self._check_model(request.model)
         if len(request.texts) > _MAX_BATCH:
             raise invalid("texts", f"A request must have at most {_MAX_BATCH:,} texts.")
         check_text_size("texts", *request.texts)
@@ -108,7 +108,7 @@ class TokenizerServicer(TokenizerServiceServicer):
     ) -> tokenizer_pb2.DecodeResponse:
         """Decode sequences of ids."""
         await count_call(identity.current.get(), self._model)
-        check_model(request.model, self._model, self._pool.adapters)
+        self._check_model(request.model)
         if len(request.sequences) > _MAX_BATCH:
             message = f"A request must have at most {_MAX_BATCH:,} sequences."
             raise invalid("sequences", message)
@@ -139,7 +139,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         async for request in request_iterator:
             await count_call(caller, self._model)
             if is_first:
-                check_model(request.model, self._model, self._pool.adapters)
+                self._check_model(request.model)
                 is_first = False
             size = len(request.chunks) + sum(len(chunk.ids) for chunk in request.chunks)
             _check_count("chunks", size)
@@ -150,7 +150,7 @@ class TokenizerServicer(TokenizerServiceServicer):
     ) -> tokenizer_pb2.RenderChatResponse:
         """Render messages and tools by the chat template."""
         await count_call(identity.current.get(), self._model)
-        check_model(request.model, self._model, self._pool.adapters)
+        self._check_model(request.model)
         images = await _run(partial(take_message_images, request.messages), request.ByteSize())
         if images:
             self._images.require(images[0].field)
@@ -179,7 +179,7 @@ class TokenizerServicer(TokenizerServiceServicer):
     ) -> tokenizer_pb2.RenderInfillResponse:
         """Render a prefix and a suffix as an infill prompt."""
         await count_call(identity.current.get(), self._model)
-        check_model(request.model, self._model, self._pool.adapters)
+        self._check_model(request.model)
         template = self._infill
         if template is None:
             raise ServiceError(
@@ -196,6 +196,11 @@ class TokenizerServicer(TokenizerServiceServicer):
             )
 
         return await _run(render, len(request.prefix) + len(request.suffix))
+
+    def _check_model(self, name: str) -> None:
+        """Raise NOT_FOUND unless `name` is the model's or an adapter's: both have one tokenizer."""
+        if name not in ("", self._model):
+            check_model(name, self._model, self._pool.adapters)
 
     def _encode(self, text: str, special: bool, with_texts: bool) -> tokenizer_pb2.Encoding:
         if with_texts:

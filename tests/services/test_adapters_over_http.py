@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tests.services.shim import running_shim
 from tests.stack import RunningService, running_service
@@ -58,8 +58,9 @@ async def replica(
     embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Replica]:
     folder = tmp_path_factory.mktemp("adapters")
-    base = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
-    models = {"m": base.eval()}
+    base: PreTrainedModel = LlamaForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
+    base.train(False)
+    models = {"m": base}
     for seed, name in enumerate(("one", "two")):
         models[name] = make_adapter(base, folder / name, seed, rank=8, lora_alpha=32.0)
     template = folder / "chat.jinja"
@@ -95,7 +96,8 @@ async def http(replica: Replica) -> AsyncIterator[httpx.AsyncClient]:
 async def complete(http: httpx.AsyncClient, model: str, **fields: object) -> dict[str, Any]:
     body = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
     answer = await http.post("/v1/completions", json=body | {"ignore_eos": True} | fields)
-    return {"status": answer.status_code} | answer.json()
+    made: dict[str, Any] = answer.json()
+    return made | {"status": answer.status_code}
 
 
 async def names(http: httpx.AsyncClient) -> list[str]:

@@ -50,6 +50,7 @@ LAYERS = {
         "loop vision",
         "execution",
         "model scheduling",
+        "model.adapters",
         "model.operators",
         "model.attention",
         "model.architecture sampling",

@@ -60,7 +60,7 @@ def _started(
     request = completion.CompleteRequest(prompts=[prompt])
     pool: Any = SimpleNamespace(
         is_serving=True,
-        limits=_LIMITS,
+        limits_of=lambda model: _LIMITS,
         place=lambda need, avoided: _Placement(),
         doubt=lambda link: None,
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 import services.engine.model.attention
 import services.engine.model.loader
 from services.engine.model.adapters.peft_files import PeftAdapter
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
@@ -62,3 +63,36 @@ def test_rows_of_several_adapters_and_none_equal_the_merged_models(
         known = ~ours.isnan().any(dim=1)
         assert known.sum() > 20
         assert_equal(ours[known], theirs[known])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {r"layers\.1\.mlp\..*": 11.0}},
+        {"target_modules": ["v_proj", "down_proj"]},
+    ],
+    ids=["rsLoRA", "patterns", "some layers"],
+)
+def test_scales_and_ranks_are_those_of_peft(settings: dict[str, object], tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", CONFIGS["llama"])
+    merged = make_adapter(model, tmp_path / "adapter", 1, 4, **settings)
+    decoder = load_model(tmp_path / "model", torch.float32)
+    load(decoder, 1, tmp_path / "adapter")
+    tokens = random_tokens(TOKENS, 0)
+    driver = Driver(decoder, [tokens], adapters=[1])
+    driver.step([(0, TOKENS)])
+    assert_equal(driver.logits[0], reference_logits(merged, tokens))
+
+
+def test_adapter_of_unknown_layers_changes_nothing(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", CONFIGS["llama"])
+    make_adapter(model, tmp_path / "adapter", 1, target_modules=["q_proj"])
+    other = make_checkpoint(tmp_path / "other", CONFIGS["gpt2"])
+    decoder = load_model(tmp_path / "other", torch.float32)
+    with pytest.raises(CheckpointError, match="can't have an adapter"):
+        load(decoder, 1, tmp_path / "adapter")
+    tokens = random_tokens(TOKENS, 0)
+    driver = Driver(decoder, [tokens])
+    driver.step([(0, TOKENS)])
+    assert_equal(driver.logits[0], reference_logits(other, tokens))
