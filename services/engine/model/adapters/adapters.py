@@ -1,6 +1,6 @@
 """The adapters of a decoder, and which rows of a pass have one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +111,12 @@ class Adapters:
             if parts:
                 delta.parts[number] = parts
         return sum(part.num_bytes for _, parts in made for part in parts)
+
+    def layers(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the name, inputs and outputs of each linear layer that may have an adapter."""
+        for delta in self._deltas:
+            for module in delta.site.modules:
+                yield module.name, delta.site.inputs, module.outputs
 
     def unload(self, number: int) -> None:
         """Drop an adapter's weights."""
