@@ -14,6 +14,7 @@ from services.engine.kernels.build import LIBRARY
 
 __all__ = [
     "DTYPES",
+    "AdaptCall",
     "AttentionCall",
     "DrawCall",
     "Epilogue",
@@ -23,6 +24,7 @@ __all__ = [
     "KeepCall",
     "Kernel",
     "LinearCall",
+    "LowRankCall",
     "Native",
     "NormCall",
     "OperationCall",
@@ -100,6 +102,38 @@ class ScoreCall(ctypes.Structure):
         ("top_logprobs", c_void_p),
         ("rank", c_int64),
         ("logprob", c_float),
+    ]
+
+
+class LowRankCall(ctypes.Structure):
+    """struct tw_low_rank"""
+
+    _fields_ = [
+        ("down", c_void_p),
+        ("bias", c_void_p),
+        ("up", c_void_p),
+        ("rank", c_int64),
+        ("first", c_int64),
+        ("outputs", c_int64),
+    ]
+
+
+class AdaptCall(ctypes.Structure):
+    """struct tw_adapt"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("out", c_void_p),
+        ("owners", c_void_p),
+        ("parts", POINTER(LowRankCall)),
+        ("starts", c_void_p),
+        ("num_rows", c_int64),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("out_stride", c_int64),
+        ("most_rank", c_int64),
+        ("num_numbers", c_int64),
+        ("dtype", c_int32),
     ]
 
 
@@ -283,6 +317,7 @@ class Native:
         )
         self.draw_tokens = function("tw_draw_tokens", None, POINTER(DrawCall), size, size)
         self.score_tokens = function("tw_score_tokens", None, POINTER(ScoreCall), size, size, size)
+        self.adapt = function("tw_adapt_rows", None, POINTER(AdaptCall))
         self.paged_decode = function("tw_paged_decode", None, POINTER(AttentionCall))
         self.grouped_linear = function("tw_grouped_linear", None, POINTER(GroupedCall))
         self.grouped_bytes = function("tw_grouped_bytes", size, POINTER(GroupedCall))

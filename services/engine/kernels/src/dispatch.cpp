@@ -83,6 +83,8 @@ void tw_silu_multiply(int32_t dtype, const void *both, void *out, int64_t num_ro
   portable().silu_multiply(dtype, both, out, num_rows, width);
 }
 
+void tw_adapt_rows(const tw_adapt *adapt) { portable().adapt_rows(adapt); }
+
 void tw_paged_decode(const tw_attention *attention) { portable().paged_decode(attention); }
 
 void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary) {

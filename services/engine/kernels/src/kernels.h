@@ -53,6 +53,33 @@ void tw_rotate(const tw_rotation *rotation);
 // out [rows, width] = silu(both[:, :width]) * both[:, width:]
 void tw_silu_multiply(int32_t dtype, const void *both, void *out, int64_t num_rows, int64_t width);
 
+// What an adapter adds to some neighbouring outputs of a product.
+struct tw_low_rank {
+  const void *down;  // [rank, inputs]
+  const void *bias;  // [rank] or null
+  const void *up;    // [rank, outputs]
+  int64_t rank;
+  int64_t first;  // of the outputs
+  int64_t outputs;
+};
+
+// Adds up^T (down row + bias) of each row's adapter to the row's outputs.
+struct tw_adapt {
+  const void *rows;  // [num_rows, inputs]
+  void *out;         // [num_rows, outputs]
+  const int32_t *owners;  // [num_rows], number of the row's adapter; 0 and unknown numbers add nothing
+  const tw_low_rank *parts;
+  const int32_t *starts;  // [num_numbers + 1], first part of each number
+  int64_t num_rows;
+  int64_t inputs;
+  int64_t outputs;
+  int64_t out_stride;
+  int64_t most_rank;  // of all parts of one number together
+  int64_t num_numbers;
+  int32_t dtype;
+};
+void tw_adapt_rows(const tw_adapt *adapt);
+
 // Moves the kept rows to the front, in place. Stride and size are in bytes.
 struct tw_keep {
   void *rows;

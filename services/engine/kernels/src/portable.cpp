@@ -300,6 +300,82 @@ void paged_decode(const tw_attention &a) {
   free(parts);
 }
 
+// Writes the products of a row with the `rank` rows of `down`, four at a time.
+template <typename T>
+void project(const T *row, const tw_low_rank &part, int64_t inputs, float *low) {
+  auto down = static_cast<const T *>(part.down), bias = static_cast<const T *>(part.bias);
+  for (int64_t k = 0; k < part.rank; k += 4) {
+    const T *rows[4];
+    for (int64_t j = 0; j < 4; j++) rows[j] = down + minimum(k + j, part.rank - 1) * inputs;
+    float a = 0, b = 0, c = 0, d = 0;
+#pragma omp simd reduction(+ : a, b, c, d)
+    for (int64_t i = 0; i < inputs; i++) {
+      float x = load(row[i]);
+      a += x * load(rows[0][i]);
+      b += x * load(rows[1][i]);
+      c += x * load(rows[2][i]);
+      d += x * load(rows[3][i]);
+    }
+    float sums[4] = {a, b, c, d};
+    for (int64_t j = 0; j < 4 && k + j < part.rank; j++)
+      low[k + j] = sums[j] + (bias ? load(bias[k + j]) : 0.0f);
+  }
+}
+
+constexpr int64_t kOutputs = 256;  // of an item
+
+// Adds to the outputs of a row from `begin` to `end`, at most kOutputs.
+template <typename T>
+void expand(const tw_low_rank &part, const float *low, int64_t begin, int64_t end, T *out) {
+  begin = begin > part.first ? begin : part.first;
+  end = minimum(end, part.first + part.outputs);
+  if (begin >= end) return;
+  float sums[kOutputs];
+#pragma omp simd
+  for (int64_t i = 0; i < end - begin; i++) sums[i] = load(out[begin + i]);
+  for (int64_t k = 0; k < part.rank; k++) {
+    const T *up = static_cast<const T *>(part.up) + k * part.outputs + begin - part.first;
+    float factor = low[k];
+#pragma omp simd
+    for (int64_t i = 0; i < end - begin; i++) sums[i] += factor * load(up[i]);
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < end - begin; i++) store(out + begin + i, sums[i]);
+}
+
+// Calls body(part, low) for each part of a row's adapter; `low` are its products.
+template <typename Body>
+void for_parts(const tw_adapt &a, int64_t row, float *low, const Body &body) {
+  int32_t number = a.owners[row];
+  if (number <= 0 || number >= a.num_numbers) return;
+  for (int32_t p = a.starts[number]; p < a.starts[number + 1]; p++) {
+    body(a.parts[p], low);
+    low += a.parts[p].rank;
+  }
+}
+
+template <typename T>
+void adapt_rows(const tw_adapt &a) {
+  auto low = static_cast<float *>(
+      malloc(static_cast<size_t>(a.num_rows * a.most_rank) * sizeof(float) + 1));
+  parallel_for(a.num_rows, [&](int64_t row) {
+    const T *from = static_cast<const T *>(a.rows) + row * a.inputs;
+    for_parts(a, row, low + row * a.most_rank, [&](const tw_low_rank &part, float *to) {
+      project(from, part, a.inputs, to);
+    });
+  });
+  parallel_for((a.outputs + kOutputs - 1) / kOutputs, [&](int64_t item) {
+    int64_t begin = item * kOutputs, end = minimum(begin + kOutputs, a.outputs);
+    for (int64_t row = 0; row < a.num_rows; row++) {
+      T *to = static_cast<T *>(a.out) + row * a.out_stride;
+      for_parts(a, row, low + row * a.most_rank, [&](const tw_low_rank &part, float *from) {
+        expand(part, from, begin, end, to);
+      });
+    }
+  });
+  free(low);
+}
+
 }  // namespace
 
 const PortableKernels TW_TABLE = {
@@ -317,5 +393,8 @@ const PortableKernels TW_TABLE = {
     },
     [](const tw_attention *a) {
       (a->dtype == TW_FLOAT32 ? paged_decode<float> : paged_decode<bfloat16>)(*a);
+    },
+    [](const tw_adapt *a) {
+      (a->dtype == TW_FLOAT32 ? adapt_rows<float> : adapt_rows<bfloat16>)(*a);
     },
 };

@@ -8,6 +8,7 @@ struct PortableKernels {
   decltype(&tw_rotate) rotate;
   decltype(&tw_silu_multiply) silu_multiply;
   decltype(&tw_paged_decode) paged_decode;
+  decltype(&tw_adapt_rows) adapt_rows;
 };
 
 extern const PortableKernels portable_baseline;

@@ -11,6 +11,7 @@ from services.engine.batch.transfer import to_device
 from services.engine.model.adapters.peft_files import LowRankPair, PeftAdapter
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.operators.interface import Delta, Operators
+from services.engine.model.operators.low_rank import LowRank, RowGroup, RowGroups
 
 __all__ = ["Adapters", "Site", "SiteModule"]
 
@@ -39,33 +40,6 @@ class Site:
     """What was done to the weight [outputs, inputs]; None = nothing"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one adapter adds to some neighbouring outputs of a product."""
-
-    down: Tensor
-    """[inputs, rank]"""
-    bias: Tensor | None
-    """[rank], added to the product with `down`"""
-    up: Tensor
-    """[rank, outputs]"""
-    first: int
-    """First of the outputs"""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.down, self.up))
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows of a pass that have one adapter."""
-
-    number: int
-    index: Tensor | None
-    """int64 [n]; None = all rows"""
-
-
 class Adapters:
     """Adapters by number, from 1. Number 0 stands for the model alone."""
 
@@ -82,10 +56,9 @@ class Adapters:
         self._dtype = dtype
         self._device = device
         self._deltas: list[_SiteDelta] = []
-        self._all: tuple[_Rows, ...] = ()
-        self._kept: tuple[_Rows, ...] = ()
-        self.rows: tuple[_Rows, ...] = ()
-        """Those of the product that is computed now; empty = no row has an adapter"""
+        self._kept: RowGroups | None = None
+        self.rows: RowGroups | None = None
+        """Those of the product that is computed now; None = no row has an adapter"""
 
     def delta(self, site: Site) -> Delta:
         """Make what adapters add to a product."""
@@ -109,7 +82,7 @@ class Adapters:
         made = [(delta, self._parts(delta.site, pairs)) for delta in self._deltas]
         for delta, parts in made:
             if parts:
-                delta.parts[number] = parts
+                delta.add(number, parts)
         return sum(part.num_bytes for _, parts in made for part in parts)
 
     def layers(self) -> Iterator[tuple[str, int, int]]:
@@ -121,15 +94,14 @@ class Adapters:
     def unload(self, number: int) -> None:
         """Drop an adapter's weights."""
         for delta in self._deltas:
-            delta.parts.pop(number, None)
+            delta.remove(number)
 
     def begin(self, batch: StepBatch) -> None:
         """Take the adapters of the pass that follows."""
         numbers = batch.adapters_host
-        self._all = self._groups(numbers, batch.query_lengths_host)
+        self.rows = self._groups(numbers, batch.query_lengths_host)
         outputs = batch.output_rows
-        self._kept = self._all if outputs is None else self._groups(numbers, outputs.lengths_host)
-        self.rows = self._all
+        self._kept = self.rows if outputs is None else self._groups(numbers, outputs.lengths_host)
 
     def narrow(self) -> None:
         """Go on with the pass's output rows."""
@@ -137,19 +109,19 @@ class Adapters:
 
     def end(self) -> None:
         """Compute without adapters again."""
-        self.rows = self._all = self._kept = ()
+        self.rows = self._kept = None
 
-    def _groups(self, numbers: Sequence[int], lengths: Sequence[int]) -> tuple[_Rows, ...]:
+    def _groups(self, numbers: Sequence[int], lengths: Sequence[int]) -> RowGroups:
         used = sorted(set(numbers) - {0})
+        owners = torch.tensor(numbers, dtype=torch.int32)
+        owners = owners.repeat_interleave(torch.tensor(lengths))
         if len(used) == 1 and 0 not in numbers:
-            return (_Rows(used[0], None),)
-        owners = torch.tensor(numbers).repeat_interleave(torch.tensor(lengths))
-        return tuple(
-            _Rows(number, to_device(torch.where(owners == number)[0], self._device))
-            for number in used
-        )
+            return RowGroups((RowGroup(used[0], None),), owners)
+        places = ((number, torch.where(owners == number)[0]) for number in used)
+        groups = (RowGroup(number, to_device(place, self._device)) for number, place in places)
+        return RowGroups(tuple(groups), owners)
 
-    def _parts(self, site: Site, pairs: dict[str, LowRankPair]) -> list[_Part]:
+    def _parts(self, site: Site, pairs: dict[str, LowRankPair]) -> list[LowRank]:
         parts, first = [], 0
         for module in site.modules:
             if (pair := pairs.get(module.name)) is not None:
@@ -157,7 +129,7 @@ class Adapters:
             first += module.outputs
         return parts
 
-    def _part(self, site: Site, module: SiteModule, pair: LowRankPair, first: int) -> _Part:
+    def _part(self, site: Site, module: SiteModule, pair: LowRankPair, first: int) -> LowRank:
         inputs, outputs = pair.down.shape[1], pair.up.shape[0]
         if (inputs, outputs) != (site.inputs, module.outputs):
             raise CheckpointError(
@@ -170,7 +142,7 @@ class Adapters:
         if site.fold is not None:
             up = site.fold(up)
         bias = None if site.norm_bias is None else self._own(down @ site.norm_bias.float())
-        return _Part(self._own(down.T), bias, self._own(up.float().T), first)
+        return LowRank(self._own(down), bias, self._own(up.float().T), first)
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._dtype).contiguous()
@@ -183,31 +155,27 @@ class _SiteDelta(Delta):
         self._adapters = adapters
         self._operators = operators
         self.site = site
-        self.parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, Sequence[LowRank]] = {}
         """By number of the adapter; those that leave this product alone are missing"""
+        self._product = operators.low_rank({})
+
+    def add(self, number: int, parts: Sequence[LowRank]) -> None:
+        """Take an adapter's parts."""
+        self._parts[number] = parts
+        self._product = self._operators.low_rank(dict(self._parts))
+
+    def remove(self, number: int) -> None:
+        """Drop an adapter's parts, if it has any."""
+        if self._parts.pop(number, None) is not None:
+            self._product = self._operators.low_rank(dict(self._parts))
 
     @property
     def is_active(self) -> bool:
-        return bool(self._adapters.rows)
+        return self._adapters.rows is not None
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        for group in self._adapters.rows:
-            parts = self.parts.get(group.number)
-            if parts is None:
-                continue
-            index = group.index
-            some = rows if index is None else self._operators.gather(rows, index)
-            plain = self._operators.plain(some)
-            for part in parts:
-                low = plain @ part.down
-                if part.bias is not None:
-                    low += part.bias
-                target = out[:, part.first : part.first + part.up.shape[1]]
-                added = (low @ part.up).to(out.dtype)
-                if index is None:
-                    target += added
-                else:
-                    target.index_add_(0, index, added)
+        if self._parts and self._adapters.rows is not None:
+            self._product.add_to(rows, out, self._adapters.rows)
 
 
 def _without_root(name: str, roots: Sequence[str]) -> str:

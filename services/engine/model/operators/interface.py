@@ -1,7 +1,7 @@
 """Interface of a decoder layer's operators besides attention."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,11 @@ from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight
+from services.engine.model.operators.low_rank import (
+    LowRank,
+    LowRankProduct,
+    TorchLowRankProduct,
+)
 from services.engine.model.operators.recording import Recording
 
 __all__ = [
@@ -69,17 +74,17 @@ class AdaptedProjection(Projection):
     """A projection and what adapters add to it. Without a row of theirs it costs one test."""
 
     def __init__(self, base: Projection, delta: Delta) -> None:
-        self._base = base
+        self.base = base
         self._delta = delta
         self.weight_bytes = base.weight_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
-        self._base.into(rows, out)
+        self.base.into(rows, out)
         if self._delta.is_active:
             self._delta.add_to(rows, out)
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        self._base.add_to(rows, out)
+        self.base.add_to(rows, out)
         if self._delta.is_active:
             self._delta.add_to(rows, out)
 
@@ -236,6 +241,10 @@ class Operators(ABC):
     @abstractmethod
     def gather(self, rows: Tensor, index: Tensor) -> Tensor:
         """Copy rows `index` (int64 [n]) of a product's input to a temporary."""
+
+    def low_rank(self, parts: Mapping[int, Sequence[LowRank]]) -> LowRankProduct:
+        """Make the product with what adapters, by number, add to one product of this kind."""
+        return TorchLowRankProduct(parts, self.gather)
 
     def plain(self, rows: Tensor) -> Tensor:
         """Return rows of a product's input row by row; a view where they lie so."""

@@ -1,5 +1,7 @@
 """Operators on the portable CPU kernels, with matrix products in torch."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,8 @@ from services.engine.kernels.memory import allocate
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.interface import AdaptedProjection, Delta, Gate, Projection
+from services.engine.model.operators.low_rank import LowRank, LowRankProduct
+from services.engine.model.operators.native_low_rank import NativeLowRankProduct
 from services.engine.model.operators.torch_operators import TorchOperators, join, normalize
 
 __all__ = ["NativeGate", "NativeOperators"]
@@ -24,6 +28,9 @@ class NativeOperators(TorchOperators):
 
     def empty(self, rows: int, width: int) -> Tensor:
         return allocate((rows, width), self._dtype)
+
+    def low_rank(self, parts: Mapping[int, Sequence[LowRank]]) -> LowRankProduct:
+        return NativeLowRankProduct(self._native, parts, self.plain)
 
     def gate(
         self,

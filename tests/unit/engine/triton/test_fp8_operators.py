@@ -17,7 +17,7 @@ from services.engine.model import loader
 from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.decoder import Decoder
 from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding, Fp8Weight
-from services.engine.model.operators.interface import ExpertWeights
+from services.engine.model.operators.interface import AdaptedProjection, ExpertWeights
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints import (
     SHAPE,
@@ -206,10 +206,12 @@ def test_fp8_checkpoint_stays_fp8(
     parameters, tensors = dict(model.named_parameters()), load_file(tmp_path / "model.safetensors")
     for index, layer in enumerate(decoder._weights.layers):
         name = f"model.layers.{index}.self_attn.o_proj.weight"
-        is_rounded = isinstance(layer.output, operators._ScaledProjection)
+        assert isinstance(layer.output, AdaptedProjection)
+        output = layer.output.base
+        is_rounded = isinstance(output, operators._ScaledProjection)
         assert is_rounded == (index > 0) == (tensors[name].dtype == FP8)
-        if isinstance(layer.output, operators._ScaledProjection):
-            weight: Fp8Weight = layer.output.weight
+        if isinstance(output, operators._ScaledProjection):
+            weight: Fp8Weight = output.weight
             group = BY_GROUP.group if layout == "blocks" else None
             mine = weight_of(weight, Fp8Rounding(group))
             torch.testing.assert_close(mine, parameters[name].detach(), atol=0, rtol=1e-6)
