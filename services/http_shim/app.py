@@ -12,6 +12,7 @@ from services.common.hosts import AllowedHosts
 from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.documentation.openapi import openapi
 from services.http_shim.documentation.pages import PAGES, page_routes
+from services.http_shim.endpoints.adapters import Adapters
 from services.http_shim.endpoints.generation import CHAT, COMPLETIONS, GenerationEndpoint
 from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
@@ -49,6 +50,7 @@ def create_app(
     multi_completion = MultiCompletion(models, gate, bodies)
     model_cards = Models(models)
     tokenization = Tokenization(models, bodies, fetcher)
+    adapters = Adapters(models, bodies, is_allowed=settings.adapter_routes)
     probes = Probes(models, gate)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
@@ -58,6 +60,8 @@ def create_app(
         Route("/v1/completion", multi_completion, methods=["POST"]),
         Route("/v1/models", model_cards.all),
         Route("/v1/models/{model:path}", model_cards.one),
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/tokenize", tokenization.tokenize, methods=["POST"]),
         Route("/detokenize", tokenization.detokenize, methods=["POST"]),
         Route("/apply-template", tokenization.apply_template, methods=["POST"]),

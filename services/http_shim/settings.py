@@ -75,6 +75,11 @@ class HttpShimSettings(PeerSettings, LimitSettings):
     vllm_metrics: bool = setting(
         False, "Serve the models' load also under vLLM's names, for routers that know them."
     )
+    adapter_routes: bool = setting(
+        False,
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: clients then name directories of "
+        "the engines' machines.",
+    )
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "Largest request body without its images, in bytes.", least=1
     )

@@ -107,8 +107,13 @@ class TokenizerSettings(StreamSettings, PeerSettings, LimitSettings, CheckpointS
     )
 
 
+_COMPLETION = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name
+
+
 class TokenizerApplication(Application):
     """The gRPC services, and their connection to the engines."""
+
+    peer_methods = frozenset(f"/{_COMPLETION}/{name}" for name in ("LoadAdapter", "UnloadAdapter"))
 
     def __init__(self, settings: TokenizerSettings) -> None:
         """Load the checkpoint. Raises StartupError if it, or a setting, is unusable."""
@@ -161,7 +166,7 @@ class TokenizerApplication(Application):
         self._facade: VllmFacade | None = None
         if settings.vllm_api:
             make = _facade_type()
-            self.peer_methods = make.peer_methods
+            self.peer_methods |= make.peer_methods
             self._facade = make(self._registry, processors, self._pool, model, directory, settings)
 
     @property
@@ -174,7 +179,7 @@ class TokenizerApplication(Application):
         add_CompletionServiceServicer_to_server(self._completion_servicer, server)
         add_TokenizerServiceServicer_to_server(self._tokenizer_servicer, server)
         return [
-            completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name,
+            _COMPLETION,
             tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name,
             *(self._facade.register(server) if self._facade is not None else ()),
         ]

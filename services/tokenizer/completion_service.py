@@ -153,6 +153,18 @@ class CompletionServicer(CompletionServiceServicer):
         engines = await self._pool.statuses()
         return completion_pb2.GetStatusResponse(models=[model_status(self._model, engines)])
 
+    async def LoadAdapter(
+        self, request: completion_pb2.LoadAdapterRequest, context: Context
+    ) -> completion_pb2.LoadAdapterResponse:
+        await self._pool.load_adapter(request.name, request.path)
+        return completion_pb2.LoadAdapterResponse()
+
+    async def UnloadAdapter(
+        self, request: completion_pb2.UnloadAdapterRequest, context: Context
+    ) -> completion_pb2.UnloadAdapterResponse:
+        await self._pool.unload_adapter(request.name)
+        return completion_pb2.UnloadAdapterResponse()
+
     def _answer(
         self,
         processor: RequestProcessor[Response],

@@ -31,6 +31,7 @@ class Replica:
     """Two engines, of which the first alone began with the adapter "one"."""
 
     url: str
+    tokenizer_target: str
     engines: list[RunningService]
     folder: Path
     models: dict[str, PreTrainedModel]
@@ -80,6 +81,7 @@ async def replica(
     ):
         yield Replica(
             shim.url,
+            tokenizer.target,
             [first, second],
             folder,
             models,
@@ -179,3 +181,89 @@ async def test_adapter_works_with_choices_scores_and_grammars_of_a_stream(
         lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
     assert answer.status_code == 200
     assert all('"model":"one"' in line for line in lines)
+
+
+CATALOG = """
+[[models]]
+id = "acme/m"
+target = "{target}"
+
+[[models]]
+id = "one"
+aliases = ["first"]
+adapter_of = "acme/m"
+max_output_length = 5
+
+[[models]]
+id = "two"
+adapter_of = "acme/m"
+"""
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def catalog(replica: Replica, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client of a shim whose clients may load the adapters that its catalog lists."""
+    path = tmp_path / "catalog.toml"
+    path.write_text(CATALOG.format(target=replica.tokenizer_target))
+    async with (
+        running_shim("--catalog", str(path), "--adapter-routes") as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=HANG_SECONDS) as client,
+    ):
+        yield client
+
+
+async def test_catalog_lists_adapters_with_limits_of_their_own(
+    catalog: httpx.AsyncClient, replica: Replica
+) -> None:
+    cards = {card["id"]: card for card in (await catalog.get("/v1/models")).json()["data"]}
+    assert {name: card["parent"] for name, card in cards.items()} == {
+        "acme/m": None,
+        "one": "acme/m",
+        "two": "acme/m",
+    }
+    assert cards["one"]["max_output_length"] == 5
+    answer = await complete(catalog, "first")
+    assert (answer["model"], answer["usage"]["completion_tokens"]) == ("one", 5)
+    assert replica.greedy("one").startswith(answer["choices"][0]["text"])
+    assert (await complete(catalog, "default"))["model"] == "acme/m"
+
+
+async def test_clients_load_and_unload_adapters_where_they_may(
+    catalog: httpx.AsyncClient, http: httpx.AsyncClient, replica: Replica
+) -> None:
+    body = {"lora_name": "two", "lora_path": str(replica.folder / "two")}
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        refused = await http.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "adapter_routes_off")
+    for _ in range(2):
+        loaded = await catalog.post("/v1/load_lora_adapter", json=body)
+        assert (loaded.status_code, "added successfully" in loaded.text) == (200, True)
+    answers = await asyncio.gather(*(complete(catalog, "two") for _ in range(4)))
+    assert {each["choices"][0]["text"] for each in answers} == {replica.greedy("two")}
+    for engine in replica.engines:
+        async with connect(engine.target) as channel:
+            model = await EngineControlServiceStub(channel).GetModel(engine_pb2.GetModelRequest())
+            assert "two" in {adapter.name for adapter in model.adapters}
+    unloaded = await catalog.post("/v1/unload_lora_adapter", json={"lora_name": "two"})
+    assert (unloaded.status_code, "removed successfully" in unloaded.text) == (200, True)
+    assert (await complete(catalog, "two"))["status"] == 404
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "status", "param"),
+    [
+        ("load", {}, 400, "lora_name"),
+        ("load", {"lora_name": "two"}, 400, "lora_path"),
+        ("load", {"lora_name": "two", "lora_path": "/nowhere"}, 400, "lora_path"),
+        ("load", {"lora_name": "two", "lora_path": 3}, 400, "lora_path"),
+        ("load", {"lora_name": "acme/m", "lora_path": "/nowhere"}, 400, "lora_name"),
+        ("load", {"lora_name": "three", "lora_path": "/nowhere"}, 404, "model"),
+        ("unload", {"lora_name": "two"}, 404, "lora_name"),
+        ("unload", {"lora_name": ""}, 400, "lora_name"),
+    ],
+)
+async def test_wrong_change_of_adapters_names_the_field_at_fault(
+    catalog: httpx.AsyncClient, route: str, fields: dict[str, object], status: int, param: str
+) -> None:
+    answer = await catalog.post(f"/v1/{route}_lora_adapter", json=fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)

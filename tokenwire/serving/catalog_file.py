@@ -6,6 +6,11 @@ aliases = ["tiny"]
 path = "models/small"            # `tokenwire serve` starts the services of this checkpoint
 
 [[models]]
+id = "small-sql"
+adapter_of = "small"             # a LoRA adapter
+path = "adapters/sql"            # none if the model has a target, which has the adapter already
+
+[[models]]
 id = "acme/large"
 target = "10.0.0.7:50051"        # a running tokenizer service
 max_output_length = 4096
@@ -60,6 +65,10 @@ class CatalogModel:
     """Token that the service at the target is shown; None = that of the whole server, if any"""
     path: Path | None = None
     """Directory of a checkpoint, or hf:owner/name, whose services `tokenwire serve` starts"""
+    adapter_of: str = ""
+    """Id of the model that this one is a LoRA adapter of; `path` is the adapter's directory then"""
+    adapters: tuple[tuple[str, Path], ...] = ()
+    """Ids and directories of the LoRA adapters that the checkpoint's engines load"""
     dtype: str = "auto"
     engine_args: str = ""
     replicas: int = 1
@@ -101,6 +110,7 @@ class _Row(_Deployment, forbid_unknown_fields=True, kw_only=True):
     id: _Id
     aliases: list[_Id] = []
     placeholder: bool = False
+    adapter_of: _Id | None = None
     owned_by: str = "tokenwire"
     created: _Seconds = 0
     variants: dict[_Variant, _Deployment] = {}
@@ -115,7 +125,7 @@ def read_catalog(path: Path) -> tuple[CatalogModel, ...]:
     try:
         content = tomllib.loads(path.read_text("utf-8"))
         rows = msgspec.convert(content, _File).models
-        models = tuple(model for row in rows for model in _models(row, path.parent))
+        models = _with_adapters([model for row in rows for model in _models(row, path.parent)])
         _require_distinct(models)
         _require_one_token(models)
     except OSError as error:
@@ -138,6 +148,9 @@ def write_catalog(path: Path, models: Sequence[CatalogModel]) -> None:
 
 
 def _models(row: _Row, folder: Path) -> Iterator[CatalogModel]:
+    if row.adapter_of is not None:
+        yield _adapter(row, row.adapter_of, folder)
+        return
     if row.placeholder == (row.target is not None or row.path is not None):
         raise ValueError(f"model {row.id} needs one of target, path and placeholder = true")
     spellings = (row.id, *row.aliases)
@@ -151,6 +164,53 @@ def _models(row: _Row, folder: Path) -> Iterator[CatalogModel]:
         names = tuple(f"{spelling}:{name}" for spelling in spellings)
         variant = replace(model, variant=name, names=names)
         yield _apply(variant, deployment, folder)
+
+
+def _adapter(row: _Row, base: str, folder: Path) -> CatalogModel:
+    """Return an adapter's row. Its target is that of its model, `base`."""
+    started = (row.dtype, row.engine_args, row.replicas, row.chat_template)
+    if row.target is not None or any(started) or row.placeholder or row.variants:
+        raise ValueError(
+            f"the adapter {row.id} can't have target, placeholder, variants, dtype, engine_args, "
+            f"replicas and chat_template: its model, {base}, has them"
+        )
+    return CatalogModel(
+        id=row.id,
+        names=(row.id, *row.aliases),
+        path=None if row.path is None else (folder / row.path).absolute(),
+        adapter_of=base,
+        max_output_length=row.max_output_length,
+        context=row.context,
+        owned_by=row.owned_by,
+        created=row.created,
+    )
+
+
+def _with_adapters(models: Sequence[CatalogModel]) -> tuple[CatalogModel, ...]:
+    """Give adapters the targets of their models, and models the adapters that are to be loaded."""
+    bases = {model.id: model for model in models if not (model.variant or model.adapter_of)}
+    loaded: dict[str, list[tuple[str, Path]]] = {}
+    completed = []
+    for model in models:
+        if model.adapter_of:
+            base = bases.get(model.adapter_of)
+            if base is None or base.is_placeholder:
+                raise ValueError(f"{model.adapter_of}, the model of {model.id}, is not served here")
+            if (base.path is None) != (model.path is None):
+                which = "needs a path" if model.path is None else "can't have a path"
+                has = "a path" if base.path is not None else "a target"
+                raise ValueError(f"the adapter {model.id} {which}: its model has {has}")
+            if model.path is not None:
+                loaded.setdefault(base.id, []).append((model.id, model.path))
+            token = base.peer_token_file
+            model = replace(model, target=base.target, peer_token_file=token)
+        completed.append(model)
+    return tuple(
+        replace(model, adapters=tuple(loaded[model.id]))
+        if model.id in loaded and model.path == bases[model.id].path
+        else model
+        for model in completed
+    )
 
 
 def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> CatalogModel:
@@ -228,9 +288,11 @@ def _lines(model: CatalogModel) -> Iterator[str]:
         yield f"created = {model.created}"
         if model.is_placeholder:
             yield "placeholder = true"
-    if model.target is not None:
+    if model.adapter_of:
+        yield f"adapter_of = {json.dumps(model.adapter_of)}"
+    elif model.target is not None:
         yield f"target = {_string(model.target)}"
-    if model.peer_token_file is not None:
+    if model.peer_token_file is not None and not model.adapter_of:
         yield f"peer_token_file = {_string(str(model.peer_token_file))}"
     if model.max_output_length is not None:
         yield f"max_output_length = {model.max_output_length}"

@@ -54,8 +54,8 @@ _RESERVED_FLAGS = {
     *("--keys", "--peer-token-file"),
 }
 """Engine flags that only `tokenwire serve` may set: the other services rely on them"""
-Checkpoint: TypeAlias = tuple[Path, str, str, int, Path | None]
-"""Directory, dtype, engine's flags, replicas and chat template"""
+Checkpoint: TypeAlias = tuple[Path, str, str, int, Path | None, tuple[tuple[str, Path], ...]]
+"""Directory, dtype, engine's flags, replicas, chat template and adapters"""
 _INSTALLED = Path(__file__).resolve().parents[1] / "models"
 _CHECKPOINTS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "models"
 """Folder of the embedded checkpoint: within an installed package, else in the checkout"""
@@ -219,9 +219,9 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
     taken: set[int] = {options.port}
     models = []
     for model in rows:
-        if model.path is not None:
+        if model.path is not None and not model.adapter_of:
             flags = (model.dtype, model.engine_args, model.replicas, model.chat_template)
-            key = (model.path, *flags)
+            key = (model.path, *flags, model.adapters)
             if key not in services:
                 services[key] = running.get(key) or _backend(
                     options, model, "127.0.0.1", _free_ports(options, taken, model.replicas)
@@ -230,7 +230,16 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
             target = services[key][0].target
             model = replace(model, target=target, path=None, peer_token_file=token)
         models.append(model)
-    return CatalogPlan(tuple(models), services)
+    targets = {model.id: model.target for model in models if not model.variant}
+    return CatalogPlan(
+        tuple(
+            replace(model, target=targets[model.adapter_of], path=None)
+            if model.adapter_of
+            else model
+            for model in models
+        ),
+        services,
+    )
 
 
 def hub_checkpoints(options: ServeOptions) -> list[HubCheckpoint]:
@@ -310,7 +319,12 @@ def _backend(
         return Service(name, arguments, address(reachable(host), port), model.full_name)
 
     keys = () if options.keys is None else ("--keys", str(options.keys.absolute()))
-    beyond = ("--dtype", dtype, "--grammar", grammar, *keys, *engine_args)
+    adapters = ",".join(f"{name}={path}" for name, path in model.adapters)
+    if adapters and "--adapters" in {argument.partition("=")[0] for argument in engine_args}:
+        message = f"{model.id} has adapters in the catalog; its engine's arguments can't have more."
+        raise ServeError(message)
+    loaded = ("--adapters", adapters) if adapters else ()
+    beyond = ("--dtype", dtype, "--grammar", grammar, *keys, *loaded, *engine_args)
     return (
         replace(
             service(

@@ -27,6 +27,7 @@ from tokenwire.token_file import TokenFile
 __all__ = ["Backend", "RetryPolicy"]
 
 _CALL_SECONDS = 30.0
+_ADAPTER_SECONDS = 600.0
 _PROBE_SECONDS = 0.2
 Answer = TypeVar("Answer")
 
@@ -177,6 +178,15 @@ class Backend:
     ) -> tokenizer_pb2.RenderChatResponse:
         """Render messages to their prompt."""
         return await self._answer(lambda link: link.tokenizer.RenderChat(request, **_context()))
+
+    async def load_adapter(self, request: completion_pb2.LoadAdapterRequest) -> None:
+        """Load a LoRA adapter on all engines of the model."""
+        context = _context() | {"timeout": _ADAPTER_SECONDS}
+        await self._answer(lambda link: link.completion.LoadAdapter(request, **context))
+
+    async def unload_adapter(self, request: completion_pb2.UnloadAdapterRequest) -> None:
+        """Unload a LoRA adapter from all engines of the model."""
+        await self._answer(lambda link: link.completion.UnloadAdapter(request, **_context()))
 
     async def is_ready(self) -> bool:
         """Return whether a service accepts completions."""

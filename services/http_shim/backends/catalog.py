@@ -98,7 +98,7 @@ class Catalog:
             )
         return ServedModel(
             id=row.id,
-            backend_name="",
+            backend_name=row.id if row.adapter_of else "",
             connection=self._connections[row.target],
             max_output_length=row.max_output_length,
             context=row.context,
@@ -130,7 +130,7 @@ class Catalog:
         return catalog_card(row, variants, await self._describe(row.target))
 
     async def statuses(self) -> list[ModelStatus]:
-        rows = self._served
+        rows = [row for row in self._served if not row.adapter_of]
         connections = {
             row.target: self._connections[row.target] for row in rows if row.target is not None
         }
@@ -157,9 +157,10 @@ class Catalog:
         return row
 
     def _only(self) -> CatalogModel:
-        if len(self._served) != 1:
+        models = [row for row in self._served if not row.adapter_of]
+        if len(models) != 1:
             raise invalid("model", "model is required; GET /v1/models lists the models.")
-        return self._served[0]
+        return models[0]
 
     async def _check_contexts(self, target: str) -> None:
         """Warn of rows with more context than their model has, once the backend answers."""

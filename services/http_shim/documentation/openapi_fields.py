@@ -195,6 +195,8 @@ FIELDS: Mapping[str, Field] = {
         "Add the BOS token to the prompt. Default: true for text; messages follow their template.",
         {},
     ),
+    "lora_name": ("Name of the adapter, for which requests ask as their model.", _NOT_EMPTY),
+    "lora_path": ("Its directory, in PEFT's format, on the machines of the engines.", _NOT_EMPTY),
     "return_token_strs": ("Return the tokens' texts.", _FLAG),
     "tokens": ("Token ids.", {"maxItems": contract.MAX_DECODED_IDS}),
 }

@@ -23,9 +23,11 @@ from services.http_shim.formats.request_bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    LoadAdapterBody,
     MultiCompletionBody,
     TemplateBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from services.http_shim.formats.responses import AnswerHead, PromptLogprobs, Usage
 
@@ -173,6 +175,24 @@ OPERATIONS: Sequence[Operation] = (
         parameters=[
             {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
         ],
+    ),
+    _post(
+        path="/v1/load_lora_adapter",
+        name="loadLoraAdapter",
+        summary="Load a LoRA adapter on all engines of its model; only with --adapter-routes.",
+        body=LoadAdapterBody,
+        required=("lora_name", "lora_path"),
+        media=("text/plain",),
+        example={"lora_name": "sql", "lora_path": "/adapters/sql"},
+    ),
+    _post(
+        path="/v1/unload_lora_adapter",
+        name="unloadLoraAdapter",
+        summary="Unload a LoRA adapter; only with --adapter-routes.",
+        body=UnloadAdapterBody,
+        required=("lora_name",),
+        media=("text/plain",),
+        example={"lora_name": "sql"},
     ),
     _post(
         path="/tokenize",

@@ -65,7 +65,7 @@ def catalog_card(
         chat=None if model is None else model.chat,
         max_chat_logprobs=None if model is None else model.max_chat_logprobs,
         system_fingerprint=None if model is None else model.system_fingerprint,
-        parent=None if model is None else model.parent or None,
+        parent=row.adapter_of or (None if model is None else model.parent) or None,
     )
 
 

@@ -44,12 +44,14 @@ __all__ = [
     "JsonSchemaSpec",
     "LarkGrammar",
     "LlguidanceGrammar",
+    "LoadAdapterBody",
     "MultiCompletionBody",
     "NamedToolChoice",
     "RegexGrammar",
     "StreamOptions",
     "TemplateBody",
     "TokenizeBody",
+    "UnloadAdapterBody",
     "parse",
 ]
 
@@ -262,6 +264,19 @@ class TokenizeBody(TemplateBody):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+
+
+class LoadAdapterBody(Struct):
+    """The body of POST /v1/load_lora_adapter."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+
+
+class UnloadAdapterBody(Struct):
+    """The body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str | None = None
 
 
 class DetokenizeBody(Struct):

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -25,11 +25,13 @@ from tokenwire.token_file import TokenFile, shown
 
 __all__ = ["EngineLink", "EngineRefusedError", "LinkOwner"]
 
+Answer = TypeVar("Answer")
 _LOG = logging.getLogger("engine_link")
 _SERVICE = "tokenwire.engine.v1.EngineService"
 _RETRY_SECONDS = 0.5
 _CALL_SECONDS = 10.0
-_LOAD_SECONDS = 1.0  # a status page asks again soon, and shows an engine without answer as away
+_ADAPTER_SECONDS = 600.0  # that the weights of an adapter may take
+_STATUS_SECONDS = 1.0  # a status page asks again soon, and shows an engine without answer as away
 _WATCH_SECONDS = 0.1  # between two reports of load
 _LEAST_TRUST = 0.5
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -211,7 +213,9 @@ class EngineLink:
         if self.model is None or not self.is_serving:  # another checkpoint may be at its address
             return status
         try:
-            answer = await self._control.GetLoad(engine_pb2.GetLoadRequest(), timeout=_LOAD_SECONDS)
+            answer = await self._control.GetLoad(
+                engine_pb2.GetLoadRequest(), timeout=_STATUS_SECONDS
+            )
         except grpc.aio.AioRpcError:
             return status
         load, model = answer.load, self.model
@@ -333,6 +337,28 @@ class EngineLink:
         except grpc.aio.AioRpcError as error:
             return ServiceError.from_rpc_error(error).reason == "LOADING"
         return False
+
+    # the engine's adapters
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a directory of the engine's machine. Raises ServiceError."""
+        request = engine_pb2.LoadAdapterRequest(name=name, path=path)
+        adapter = (
+            await self._ask(self._control.LoadAdapter(request, timeout=_ADAPTER_SECONDS))
+        ).adapter
+        self.adapters = {**self.adapters, adapter.name: adapter.fingerprint}
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; its requests go on. Raises ServiceError."""
+        request = engine_pb2.UnloadAdapterRequest(name=name)
+        await self._ask(self._control.UnloadAdapter(request, timeout=_CALL_SECONDS))
+        self.adapters = {each: of for each, of in self.adapters.items() if each != name}
+
+    async def _ask(self, call: Awaitable[Answer]) -> Answer:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise ServiceError.from_rpc_error(error) from None
 
     # the engine's load, cache and adapters
 

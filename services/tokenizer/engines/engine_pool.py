@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -113,6 +113,23 @@ class EnginePool:
             for name, fingerprint in link.adapters.items()
         }
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter on all engines that serve. Raises ServiceError."""
+        links = self._require_serving()
+        await _all_or_first_error(link.load_adapter(name, path) for link in links)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter from the engines that have it. Raises NOT_FOUND if none has."""
+        links = self._require_serving()
+        having = [link for link in links if name in link.adapters]
+        await _all_or_first_error(link.unload_adapter(name) for link in having or links)
+
+    def _require_serving(self) -> list[EngineLink]:
+        if not self._serving:
+            code = grpc.StatusCode.UNAVAILABLE
+            raise ServiceError(code, "NO_ENGINE", "No engine serves at present.", retry_seconds=1)
+        return [*self._serving]
+
     @property
     def is_known(self) -> bool:
         """True if an engine has answered once."""
@@ -177,11 +194,8 @@ class EnginePool:
 
         Raises UNAVAILABLE (NO_ENGINE) if none is left, and NOT_FOUND if none has the adapter.
         """
-        able = [link for link in self._serving if need.suits(link)]
+        able = [link for link in self._require_serving() if need.suits(link)]
         serving = [link for link in able if link not in avoided] or able
-        if not self._serving:
-            code = grpc.StatusCode.UNAVAILABLE
-            raise ServiceError(code, "NO_ENGINE", "No engine serves at present.", retry_seconds=1)
         if not serving:
             message = f"No engine has the adapter {need.model!r} any longer."
             code = grpc.StatusCode.NOT_FOUND
@@ -388,6 +402,13 @@ class EnginePool:
             max_stop_strings=self._settings.max_stop_strings,
             appends_suffix=self._settings.appends_suffix,
         )
+
+
+async def _all_or_first_error(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait for all calls; raise the first one's error that failed."""
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            raise answer
 
 
 def _cheapest(links: Sequence[EngineLink], need: Need) -> EngineLink:

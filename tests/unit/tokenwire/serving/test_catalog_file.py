@@ -32,6 +32,17 @@ engine_args = "--kv-memory 1GiB"
 chat_template = "own.jinja"
 
 [[models]]
+id = "small-sql"
+aliases = ["sql"]
+adapter_of = "small"
+path = "adapters/sql"
+context = 100
+
+[[models]]
+id = "large-sql"
+adapter_of = "acme/large"
+
+[[models]]
 id = "soon"
 placeholder = true
 """
@@ -44,7 +55,7 @@ def catalog(tmp_path: Path) -> Path:
 
 def test_catalog_resolves_ids_aliases_and_variants(catalog: Path) -> None:
     catalog.write_text(FULL)
-    large, int8, short, small, soon = read_catalog(catalog)
+    large, int8, short, small, small_sql, large_sql, soon = read_catalog(catalog)
     assert large == CatalogModel(
         id="acme/large",
         names=("acme/large", "large", "gpt"),
@@ -60,6 +71,11 @@ def test_catalog_resolves_ids_aliases_and_variants(catalog: Path) -> None:
     assert small.path == catalog.parent / "models/small"
     assert (small.dtype, small.engine_args) == ("float32", "--kv-memory 1GiB")
     assert small.chat_template == catalog.parent / "own.jinja"
+    assert small_sql.names == ("small-sql", "sql")
+    assert (small_sql.path, small_sql.context) == (catalog.parent / "adapters/sql", 100)
+    assert small.adapters == (("small-sql", catalog.parent / "adapters/sql"),)
+    assert (large_sql.target, large_sql.adapter_of) == (large.target, "acme/large")
+    assert large.adapters == ()
     assert [model.is_placeholder for model in (large, small, soon)] == [False, False, True]
 
 
@@ -69,6 +85,7 @@ def test_written_catalog_reads_back_equal(catalog: Path) -> None:
     catalog.write_text(FULL.replace('path = "models/small"', near)
                        .replace('dtype = "float32"', "")
                        .replace('engine_args = "--kv-memory 1GiB"', "")
+                       .replace('path = "adapters/sql"', "")
                        .replace('chat_template = "own.jinja"', ""))  # fmt: skip
     models = read_catalog(catalog)
     written = catalog.with_name("written.toml")
@@ -85,6 +102,7 @@ def test_any_owner_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, ow
 
 
 ONE = '[[models]]\nid = "m"\n'
+ADAPTER = '[[models]]\nid = "a"\nadapter_of = "m"\n'
 
 
 @pytest.mark.parametrize(
@@ -116,6 +134,13 @@ ONE = '[[models]]\nid = "m"\n'
         (ONE + 'target = "h:1"\n[models.variants."a b"]', "variants"),
         (ONE + 'target = "h:1"\naliases = ["m:v"]\n[models.variants.v]', "m:v occurs twice"),
         (ONE + 'target = "h:1"\n' + ONE + "placeholder = true", "m occurs twice"),
+        (ONE + 'adapter_of = "n"', "n, the model of m, is not served here"),
+        (ONE + 'adapter_of = "m"', "m, the model of m, is not served here"),
+        (ADAPTER + ONE + "placeholder = true", "m, the model of a, is not served here"),
+        (ADAPTER + ONE + 'path = "p"', "the adapter a needs a path: its model has a path"),
+        (ADAPTER + 'path = "a"\n' + ONE + 'target = "h:1"', "a can't have a path: its model has a"),
+        (ADAPTER + 'target = "h:1"\n' + ONE + 'target = "h:1"', "the adapter a can't have target"),
+        (ADAPTER + 'dtype = "float32"\n' + ONE + 'target = "h:1"', "the adapter a can't have"),
         ("a = " + "[" * 10_000, "nested"),
         ("a = " + "9" * 10_000, "wrong"),
     ],
@@ -134,6 +159,7 @@ def test_documented_catalog_is_valid(catalog: Path) -> None:
     assert [model.full_name for model in read_catalog(catalog)] == [
         "small",
         "small:int8",
+        "small-sql",
         "acme/large",
         "acme/soon",
     ]
@@ -157,7 +183,8 @@ _VALUES = st.recursive(
 )  # fmt: skip
 _NAMES = st.sampled_from(
     ["id", "aliases", "target", "path", "placeholder", "dtype", "engine_args", "chat_template",
-     "max_output_length", "context", "owned_by", "created", "variants", "models", "other"]
+     "max_output_length", "context", "adapter_of", "owned_by", "created", "variants", "models",
+     "other"]
 )  # fmt: skip
 _LINES = st.one_of(
     st.tuples(_NAMES, _VALUES).map(" = ".join),

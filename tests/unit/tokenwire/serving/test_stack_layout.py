@@ -308,6 +308,31 @@ def test_each_checkpoint_of_a_catalog_has_its_own_services(checkpoint: Path) -> 
     assert engines[2][engines[2].index("--dtype") + 1] == "float32"
 
 
+def test_engine_of_a_catalog_loads_its_adapters(checkpoint: Path) -> None:
+    adapter = '[[models]]\nid = "{name}"\nadapter_of = "m"\npath = "{name}"\n'
+    options = catalog_of(
+        checkpoint,
+        adapter.format(name="sql")
+        + ROW.format(name="m", arguments="")
+        + "[models.variants.short]\nmax_output_length = 4\n"
+        + adapter.format(name="java"),
+    )
+    plan = plan_catalog(options)
+    assert len({model.target for model in plan.models}) == 1
+    assert [model.adapter_of for model in plan.models] == ["m", "", "", "m"]
+    [services] = plan.services.values()
+    [engine] = [service.arguments for service in services if service.name == "engine"]
+    wanted = f"sql={checkpoint / 'sql'},java={checkpoint / 'java'}"
+    assert engine[engine.index("--adapters") + 1] == wanted
+
+
+def test_adapters_stand_in_the_catalog_or_the_engines_arguments(checkpoint: Path) -> None:
+    text = ROW.format(name="m", arguments="--adapters x=y")
+    text += '[[models]]\nid = "sql"\nadapter_of = "m"\npath = "sql"\n'
+    with pytest.raises(ServeError, match="m has adapters in the catalog"):
+        plan_catalog(catalog_of(checkpoint, text))
+
+
 def test_reloaded_catalog_keeps_the_ports_of_unchanged_models(checkpoint: Path) -> None:
     old, new = ROW.format(name="old", arguments=""), ROW.format(name="new", arguments="--threads 1")
     current = plan_catalog(catalog_of(checkpoint, old))
