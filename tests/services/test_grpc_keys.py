@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from tests.services.shim import running_shim
 from tests.stack import Stack, running_service, served_stack
@@ -119,7 +119,6 @@ async def test_every_rpc_but_health_needs_a_key(
 ) -> None:
     text, tokens, masks = strangers
     reflect = reflection_pb2_grpc.ServerReflectionStub
-    listing = reflection_pb2.ServerReflectionRequest(list_services="")
     control = EngineControlServiceStub(tokens)
     completion, tokenizer = CompletionServiceStub(text), TokenizerServiceStub(text)
     engine, masks_service = EngineServiceStub(tokens), GrammarServiceStub(masks)
@@ -129,6 +128,7 @@ async def test_every_rpc_but_health_needs_a_key(
         (completion.Session, None),
         (completion.ListModels, completion_pb2.ListModelsRequest()),
         (completion.GetStatus, completion_pb2.GetStatusRequest()),
+        (completion.LoadAdapter, completion_pb2.LoadAdapterRequest()),
         (tokenizer.Encode, tokenizer_pb2.EncodeRequest(texts=["x"])),
         (tokenizer.DecodeStream, None),
         (engine.Generate, engine_pb2.GenerateRequest()),
@@ -137,7 +137,7 @@ async def test_every_rpc_but_health_needs_a_key(
         (control.Drain, engine_pb2.DrainRequest()),
         (control.WatchCache, engine_pb2.WatchCacheRequest()),
         (masks_service.Masks, None),
-        *((reflect(each).ServerReflectionInfo, iter([listing])) for each in strangers),
+        *((reflect(each).ServerReflectionInfo, None) for each in strangers),
     ]
     for rpc, request in rpcs:
         error = await refusal(rpc(request))
@@ -310,6 +310,18 @@ async def test_operation_of_an_engine_is_closed_to_key_holders(keyed: Keyed) -> 
             assert (await refusal(call)).reason == "NOT_A_SERVICE"
     async with connect(keyed.stack.engine, token=lambda: TOKEN) as channel:
         await EngineControlServiceStub(channel).FlushCache(engine_pb2.FlushCacheRequest())
+
+
+async def test_adapters_are_closed_to_key_holders(keyed: Keyed) -> None:
+    secret = keyed.key()
+    await keyed.knows(secret)
+    async with connect(keyed.stack.tokenizer, token=lambda: secret) as channel:
+        service = CompletionServiceStub(channel)
+        for call in (
+            service.LoadAdapter(completion_pb2.LoadAdapterRequest(name="a", path="/")),
+            service.UnloadAdapter(completion_pb2.UnloadAdapterRequest(name="a")),
+        ):
+            assert (await refusal(call)).reason == "NOT_A_SERVICE"
 
 
 async def test_service_may_set_tenant_and_priority(keyed: Keyed) -> None:
