@@ -35,6 +35,7 @@ _NUMBERS = {
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32
 """Default alignment of tensors, in bytes"""
+_LENGTH_BYTES = 8
 _MOST_DIMENSIONS = 4
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -208,7 +209,7 @@ class _Header:
         if count > self.size:
             raise self._truncated()
         if kind == _STRING:
-            return [self._string() for _ in range(int(count))]
+            return self._strings(int(count))
         return list(self._unpack(f"{int(count)}{self._format(int(kind))}"))
 
     def _format(self, kind: int) -> str:
@@ -221,13 +222,21 @@ class _Header:
         return number
 
     def _string(self) -> str:
-        length = int(self._number("Q"))
-        start = self._at
-        self._at += length
-        if self._at > self.size:
-            raise self._truncated()
+        (string,) = self._strings(1)
+        return string
+
+    def _strings(self, count: int) -> list[str]:
+        """Read strings. A vocabulary has hundreds of thousands."""
+        content, at, size, found = self._bytes, self._at, self.size, []
+        for _ in range(count):
+            start = at + _LENGTH_BYTES
+            at = start + int.from_bytes(content[at:start], "little")
+            if at > size:
+                raise self._truncated()
+            found.append(content[start:at])
+        self._at = at
         try:
-            return self._bytes[start : self._at].decode()
+            return [string.decode() for string in found]
         except UnicodeDecodeError:
             raise GgufError(f"{self._path} is damaged: a string in it is not UTF-8.") from None
 

@@ -16,6 +16,7 @@ __all__ = [
     "DTYPES",
     "AdaptCall",
     "AttentionCall",
+    "CodesCall",
     "DrawCall",
     "Epilogue",
     "Format",
@@ -27,8 +28,11 @@ __all__ = [
     "LowRankCall",
     "Native",
     "NormCall",
+    "Numbers",
+    "NumbersCall",
     "OperationCall",
     "PassCall",
+    "PlaneCall",
     "RotationCall",
     "ScoreCall",
     "instruction_set",
@@ -58,6 +62,14 @@ class Epilogue(IntEnum):
     GATE = 2
     STORE_FLOAT32 = 3
     ARGMAX = 4
+
+
+class Numbers(IntEnum):
+    """How scales and offsets of groups are stored; enum of TW_FLOATS."""
+
+    FLOATS = 0
+    HALVES = 1
+    LEVELS = 2
 
 
 class Format(IntEnum):
@@ -228,13 +240,47 @@ class GroupedCall(ctypes.Structure):
         ("num_rows", c_int64),
         ("inputs", c_int64),
         ("outputs", c_int64),
+        ("out_stride", c_int64),
         ("group", c_int64),
         ("bits", c_int32),
-        ("has_halves", c_int32),
+        ("numbers", c_int32),
         ("has_offsets", c_int32),
         ("adds", c_int32),
         ("dtype", c_int32),
         ("out_dtype", c_int32),
+    ]
+
+
+class NumbersCall(ctypes.Structure):
+    """struct tw_numbers"""
+
+    _fields_ = [("each", c_void_p), ("factors", c_void_p)]
+
+
+class PlaneCall(ctypes.Structure):
+    """struct tw_plane"""
+
+    _fields_ = [
+        ("first", c_int64),
+        ("bytes", c_int64),
+        ("run", c_int64),
+        ("bits", c_int32),
+        ("shift", c_int32),
+    ]
+
+
+class CodesCall(ctypes.Structure):
+    """struct tw_codes"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("row_bytes", c_int64),
+        ("order", c_void_p),
+        ("planes", POINTER(PlaneCall)),
+        ("num_planes", c_int64),
+        ("block_bytes", c_int64),
+        ("block_codes", c_int64),
+        ("values", c_void_p),
     ]
 
 
@@ -322,11 +368,8 @@ class Native:
         self.grouped_linear = function("tw_grouped_linear", None, POINTER(GroupedCall))
         self.grouped_bytes = function("tw_grouped_bytes", size, POINTER(GroupedCall))
         self.grouped_pack = function(
-            *("tw_grouped_pack", None, POINTER(GroupedCall)),
-            *(c_void_p, c_void_p, c_void_p, c_void_p),
-        )
-        self.split_bytes = function(
-            "tw_split_bytes", None, c_void_p, size, size, size, size, c_void_p
+            *("tw_grouped_pack", None, POINTER(GroupedCall), POINTER(CodesCall)),
+            *(POINTER(NumbersCall), POINTER(NumbersCall), c_void_p),
         )
         self.packed_elements = function("tw_tiled_packed_elements", size, size, size)
         self.pack = function(

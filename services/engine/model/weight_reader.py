@@ -29,7 +29,6 @@ from services.engine.model.checkpoint.quantized import (
     QuantizedWeight,
     Weight,
     decoded,
-    joined,
     split,
 )
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
@@ -95,7 +94,7 @@ class WeightReader:
         positions = None if manifest.positions is None else self._table(manifest.positions)
         head = self._shard.outputs(self._head(manifest))
         head_bias = self._with_norm_bias(head, None, manifest.final_norm)
-        output = self._projection(head, head_bias, self._operators.for_logits())
+        output = self._projection([head], head_bias, self._operators.for_logits())
         sinks = tuple(self._sinks(layer.sinks) for layer in manifest.layers if layer.sinks)
         return DecoderWeights(
             embedding=self._embedding(manifest.embedding),
@@ -140,11 +139,10 @@ class WeightReader:
         rotated = local[0][0].shape[0] + local[1][0].shape[0]
         order = torch.arange(sum(weight.shape[0] for weight, _ in local))
         order[:rotated] = self._to_half_split(order[:rotated], rotary)
-        weight = joined([weight for weight, _ in local])
-        weight = weight[order] if isinstance(weight, Tensor) else weight.rows(order)
+        weights = _in_order([weight for weight, _ in local], order)
         biases = [bias for _, bias in local if bias is not None]
         bias = torch.cat(biases)[order] if biases else None
-        product = self._projection(weight, bias, self._operators_of(layer.qkv))
+        product = self._projection(weights, bias, self._operators_of(layer.qkv))
         return self._adapted(product, self._site(layer.qkv, layer.attention_norm, order))
 
     def _feed_forward(self, layer: StoredLayer) -> FeedForward:
@@ -260,7 +258,8 @@ class WeightReader:
 
     def _partial_projection(self, linear: StoredLinear) -> Projection:
         """Make this rank's summand of a projection that is added to the residual."""
-        product = self._projection(*self._partial(linear), self._operators_of(linear))
+        weight, bias = self._partial(linear)
+        product = self._projection([weight], bias, self._operators_of(linear))
         return self._adapted(product, self._site(linear, fold=self._fold_residual))
 
     def _adapted(self, product: Projection, site: Site) -> Projection:
@@ -306,11 +305,15 @@ class WeightReader:
         scale = self._spec.residual_scale
         return outputs if scale == 1 else outputs.float() * scale
 
-    def _projection(self, weight: Weight, bias: Tensor | None, operators: Operators) -> Projection:
-        if isinstance(weight, QuantizedWeight):
-            projection = operators.grouped_projection(weight, bias)
+    def _projection(
+        self, weights: Sequence[Weight], bias: Tensor | None, operators: Operators
+    ) -> Projection:
+        """Make a projection of the outputs of all weights."""
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        if len(quantized) == len(weights):
+            projection = operators.grouped_projection(quantized, bias)
         else:
-            projection = operators.projection(weight, bias)
+            projection = operators.projection(_whole(weights), bias)
         self._step_bytes += projection.weight_bytes
         return projection
 
@@ -434,3 +437,22 @@ def _rows(part: WeightAndBias, shard: Shard) -> WeightAndBias:
 def _without_mean(weight: Tensor, dim: int) -> Tensor:
     exact = weight.float()
     return exact - exact.mean(dim, keepdim=True)
+
+
+def _whole(weights: Sequence[Weight]) -> Tensor:
+    """Return the outputs of all weights as one."""
+    tensors = [decoded(weight) for weight in weights]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _in_order(weights: Sequence[Weight], order: Tensor) -> Sequence[Weight]:
+    """Return weights whose outputs are those of `weights` in an order within each of them."""
+    if not all(isinstance(weight, QuantizedWeight) for weight in weights):
+        return [_whole(weights)[order]]
+    ordered, first = [], 0
+    for weight in weights:
+        index = order[first : first + weight.shape[0]] - first
+        is_same = torch.equal(index, torch.arange(len(index)))
+        ordered.append(weight if is_same or isinstance(weight, Tensor) else weight.rows(index))
+        first += len(index)
+    return ordered

@@ -85,12 +85,18 @@ def write_gguf(
 
 
 def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> npt.NDArray[np.uint8]:
-    """Return random blocks with scales near 2^-7, for kinds that the package can't encode."""
+    """Return random blocks with scales near 2^-7."""
     block, size = GGML_QUANT_SIZES[kind]
     count = int(np.prod(shape)) // block
     blocks = np.random.default_rng(7).integers(0, 256, (count, size), dtype=np.uint8)
     half = np.frombuffer(np.float16(2**-7).tobytes(), np.uint8)
     for at in {
+        _KIND.Q4_0: (0,),
+        _KIND.Q4_1: (0, 2),
+        _KIND.Q5_0: (0,),
+        _KIND.Q5_1: (0, 2),
+        _KIND.Q8_0: (0,),
+        _KIND.MXFP4: (),
         _KIND.Q2_K: (80, 82),
         _KIND.Q3_K: (108,),
         _KIND.Q4_K: (0, 2),
@@ -100,6 +106,8 @@ def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> npt.NDA
         _KIND.IQ4_XS: (0,),
     }[kind]:
         blocks[:, at : at + 2] = half
+    if kind is _KIND.MXFP4:
+        blocks[:, 0] = 120
     return blocks.reshape(*shape[:-1], shape[-1] // block * size)
 
 

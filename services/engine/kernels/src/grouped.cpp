@@ -1,4 +1,4 @@
-// Products with weights in groups of 4- or 8-bit codes. Rows are rounded to 8 bits on the way in,
+// Products with weights in groups of 4-, 6- or 8-bit codes. Rows are rounded to 8 bits on the way in,
 // so that a product of codes is one of bytes.
 //
 // Vectors have 256 bits on every x86 processor, and hold 8 neighbouring outputs: a strip.
@@ -148,11 +148,17 @@ inline Vector fused(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b,
 inline Vector less(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
 inline void store(float *to, Vector from) { _mm256_storeu_ps(to, from); }
 
-template <bool kHalf>
-inline Vector load_scales(const uint8_t *from) {
-  if (kHalf)
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+inline Vector times(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+
+inline Vector load_floats(const uint8_t *from) {
   return _mm256_loadu_ps(reinterpret_cast<const float *>(from));
+}
+inline Vector load_halves(const uint8_t *from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+}
+inline Vector load_levels(const uint8_t *from) {
+  __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 
 inline __m256i load_codes(const uint8_t *from) {
@@ -180,15 +186,15 @@ inline __m256i add_products(__m256i sum, __m256i bytes, __m256i signed_bytes) {
 // Has the compiler add here: it would compute all products before it adds them, and spill them.
 inline void in_order(__m256i &sum) { asm volatile("" : "+x"(sum)); }
 
-// Multiplies kRows rows by a unit of the codes of two strips: 4 bits, 32 inputs. A row's codes are
+// Multiplies kRows rows by a unit of the codes of two strips: 4 bits, kUnit inputs. A row's codes are
 // loaded once for both.
-template <int kRows>
+template <int kRows, int kUnit>
 inline void multiply_nibbles(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
                              Vector (*products)[kRows]) {
   const __m256i low = _mm256_set1_epi8(15);
   __m256i sums[kStrips][kRows];
 #pragma GCC unroll 8
-  for (int j = 0; j < 4; j++) {
+  for (int j = 0; j < kUnit / 8; j++) {
     __m256i both[kStrips];
 #pragma GCC unroll 8
     for (int s = 0; s < kStrips; s++) both[s] = load_codes(codes[s] + 32 * j);
@@ -227,7 +233,48 @@ inline void multiply_nibbles(const uint8_t *const *codes, const int8_t *rows, in
     }
 }
 
-// The same for codes of 8 bits with a sign, kUnit inputs.
+// The same for codes of 6 bits.
+template <int kRows, int kUnit>
+inline void multiply_sixes(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                           Vector (*products)[kRows]) {
+  const __m256i low = _mm256_set1_epi8(15), high = _mm256_set1_epi8(48);
+  __m256i sums[kStrips][kRows];
+#pragma GCC unroll 8
+  for (int s = 0; s < kStrips; s++)
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) sums[s][r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int k = 0; k < kUnit / 4; k++) {
+    __m256i weights[kStrips];
+#pragma GCC unroll 8
+    for (int s = 0; s < kStrips; s++) {
+      const uint8_t *unit = codes[s] + k / 4 * kSixes;
+      const __m256i four_bits = load_codes(unit + k % 4 / 2 * 32), two_bits = load_codes(unit + 64);
+      const __m256i raised = k % 4 == 0   ? _mm256_slli_epi16(two_bits, 4)
+                             : k % 4 == 1 ? _mm256_slli_epi16(two_bits, 2)
+                             : k % 4 == 2 ? two_bits
+                                          : _mm256_srli_epi16(two_bits, 2);
+      const __m256i lowered = k % 2 ? _mm256_srli_epi16(four_bits, 4) : four_bits;
+      weights[s] =
+          _mm256_or_si256(_mm256_and_si256(lowered, low), _mm256_and_si256(raised, high));
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) {
+      const __m256i row = four(rows + r * stride + 4 * k);
+#pragma GCC unroll 8
+      for (int s = 0; s < kStrips; s++) {
+        sums[s][r] = add_products(sums[s][r], weights[s], row);
+        in_order(sums[s][r]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int s = 0; s < kStrips; s++)
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) products[s][r] = _mm256_cvtepi32_ps(sums[s][r]);
+}
+
+// The same for codes of 8 bits with a sign.
 template <int kRows, int kUnit>
 inline void multiply_bytes(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
                            Vector (*products)[kRows]) {
@@ -282,52 +329,80 @@ inline Vector less(Vector a, Vector b) {
 }
 inline void store(float *to, Vector from) { memcpy(to, from.lanes, sizeof from.lanes); }
 
-template <bool kHalf>
-inline Vector load_scales(const uint8_t *from) {
+inline Vector times(Vector a, Vector b) {
+  for (int64_t i = 0; i < kStrip; i++) a.lanes[i] *= b.lanes[i];
+  return a;
+}
+
+inline Vector load_floats(const uint8_t *from) {
   Vector v;
-  for (int64_t i = 0; i < kStrip; i++) {
-    if (kHalf)
-      v.lanes[i] = half_to_float(reinterpret_cast<const uint16_t *>(from)[i]);
-    else
-      v.lanes[i] = reinterpret_cast<const float *>(from)[i];
-  }
+  memcpy(v.lanes, from, sizeof v.lanes);
+  return v;
+}
+inline Vector load_halves(const uint8_t *from) {
+  uint16_t halves[kStrip];
+  memcpy(halves, from, sizeof halves);
+  Vector v;
+  for (int64_t i = 0; i < kStrip; i++) v.lanes[i] = half_to_float(halves[i]);
+  return v;
+}
+inline Vector load_levels(const uint8_t *from) {
+  Vector v;
+  for (int64_t i = 0; i < kStrip; i++) v.lanes[i] = static_cast<int8_t>(from[i]);
   return v;
 }
 
-template <int kRows>
-inline void multiply_nibbles(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
-                             Vector (*products)[kRows]) {
+// code: returns the code of a lane and an input in a unit.
+template <int kRows, int kUnit, typename Code>
+inline void multiply_each(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                          Vector (*products)[kRows], Code code) {
   for (int s = 0; s < kStrips; s++)
     for (int r = 0; r < kRows; r++)
       for (int64_t lane = 0; lane < kStrip; lane++) {
         int32_t sum = 0;
-        for (int64_t i = 0; i < kBlock; i++)
-          sum += nibble(codes[s], lane, i) * rows[r * stride + i];
+        for (int64_t i = 0; i < kUnit; i++) sum += code(codes[s], lane, i) * rows[r * stride + i];
         products[s][r].lanes[lane] = static_cast<float>(sum);
       }
 }
 
 template <int kRows, int kUnit>
+inline void multiply_nibbles(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                             Vector (*products)[kRows]) {
+  multiply_each<kRows, kUnit>(codes, rows, stride, products, nibble);
+}
+
+template <int kRows, int kUnit>
+inline void multiply_sixes(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                           Vector (*products)[kRows]) {
+  multiply_each<kRows, kUnit>(codes, rows, stride, products, six);
+}
+
+template <int kRows, int kUnit>
 inline void multiply_bytes(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
                            Vector (*products)[kRows]) {
-  for (int s = 0; s < kStrips; s++)
-    for (int r = 0; r < kRows; r++)
-      for (int64_t lane = 0; lane < kStrip; lane++) {
-        int32_t sum = 0;
-        for (int64_t i = 0; i < kUnit; i++)
-          sum += static_cast<int8_t>(codes[s][byte_at(lane, i)]) * rows[r * stride + i];
-        products[s][r].lanes[lane] = static_cast<float>(sum);
-      }
+  multiply_each<kRows, kUnit>(codes, rows, stride, products,
+                              [](const uint8_t *unit, int64_t lane, int64_t input) -> int32_t {
+                                return static_cast<int8_t>(unit[byte_at(lane, input)]);
+                              });
 }
 
 #endif
 
+// Loads the scales or offsets of a strip's group. factors: those of its 256 inputs, for levels.
+inline Vector load_numbers(int32_t kind, const uint8_t *from, const uint8_t *factors) {
+  if (kind == TW_LEVELS) return times(load_halves(factors), load_levels(from));
+  return kind == TW_HALVES ? load_halves(from) : load_floats(from);
+}
+
 // Multiplies kRows rows by two strips, `strip_bytes` apart. out: [kStrips][kRows][kStrip].
-template <int kRows, int kBits, int kUnit, bool kHalf, bool kOffsets>
+template <int kRows, int kBits, int kUnit>
 void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, const Rows &rows,
                      int64_t first, float *out) {
-  constexpr int64_t kScales = kStrip * (kHalf ? 2 : 4), kCodes = kUnit * kStrip * kBits / 8;
+  constexpr int64_t kCodes = kUnit * kStrip * kBits / 8;
+  constexpr float kZero = kBits == 8 ? 0 : 1 << (kBits - 1);  // code of zero without offsets
   const int64_t blocks = g.inputs / kBlock, groups = g.inputs / g.group, units = g.group / kUnit;
+  const int64_t scale_bytes = number_bytes(g), all_factor_bytes = factor_bytes(g);
+  const int64_t all_number_bytes = scale_bytes * (g.has_offsets ? 2 : 1);
   const int8_t *codes = rows.codes + first * g.inputs;
   const float *scales = rows.scales + first * blocks, *sums = rows.sums + first * groups;
   Vector totals[kStrips][kRows];
@@ -335,13 +410,20 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
   for (int s = 0; s < kStrips; s++)
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) totals[s][r] = zero();
-  const uint8_t *at[kStrips];
+  const uint8_t *at[kStrips], *factors[kStrips];
 #pragma GCC unroll 8
-  for (int s = 0; s < kStrips; s++) at[s] = packed + s * apart;
+  for (int s = 0; s < kStrips; s++) factors[s] = at[s] = packed + s * apart;
   for (int64_t group = 0; group < groups; group++) {
+    if (all_factor_bytes && group * g.group % kSuper == 0) {
+#pragma GCC unroll 8
+      for (int s = 0; s < kStrips; s++) {
+        factors[s] = at[s];
+        at[s] += all_factor_bytes;
+      }
+    }
     const uint8_t *const numbers[kStrips] = {at[0], at[1]};
 #pragma GCC unroll 8
-    for (int s = 0; s < kStrips; s++) at[s] += kScales * (kOffsets ? 2 : 1);
+    for (int s = 0; s < kStrips; s++) at[s] += all_number_bytes;
     Vector parts[kStrips][kRows];
 #pragma GCC unroll 8
     for (int s = 0; s < kStrips; s++)
@@ -355,7 +437,9 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
           __builtin_prefetch(at[s] + kAhead + line);
       Vector products[kStrips][kRows];
       if (kBits == 4)
-        multiply_nibbles<kRows>(at, codes + input, g.inputs, products);
+        multiply_nibbles<kRows, kUnit>(at, codes + input, g.inputs, products);
+      else if (kBits == 6)
+        multiply_sixes<kRows, kUnit>(at, codes + input, g.inputs, products);
       else
         multiply_bytes<kRows, kUnit>(at, codes + input, g.inputs, products);
 #pragma GCC unroll 8
@@ -370,16 +454,20 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
     }
 #pragma GCC unroll 8
     for (int s = 0; s < kStrips; s++) {
-      const Vector scale = load_scales<kHalf>(numbers[s]);
+      const Vector scale = load_numbers(g.numbers, numbers[s], factors[s]);
+      if (g.has_offsets) {
+        const Vector offset =
+            load_numbers(g.numbers, numbers[s] + scale_bytes, factors[s] + kStrip * 2);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        const float sum = sums[r * groups + group];
-        if (kBits == 4 && !kOffsets) parts[s][r] = less(parts[s][r], broadcast(kZero * sum));
-        totals[s][r] = fused(scale, parts[s][r], totals[s][r]);
-        if (kOffsets)
-          totals[s][r] =
-              fused(load_scales<kHalf>(numbers[s] + kScales), broadcast(sum), totals[s][r]);
+        for (int r = 0; r < kRows; r++)
+          totals[s][r] = fused(offset, broadcast(sums[r * groups + group]), totals[s][r]);
+      } else if (kZero != 0) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++)
+          parts[s][r] = less(parts[s][r], broadcast(kZero * sums[r * groups + group]));
       }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) totals[s][r] = fused(scale, parts[s][r], totals[s][r]);
     }
   }
 #pragma GCC unroll 8
@@ -388,21 +476,14 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
     for (int r = 0; r < kRows; r++) store(out + (s * kRows + r) * kStrip, totals[s][r]);
 }
 
-using MultiplyStrips = decltype(&multiply_strips<1, 4, 32, false, false>);
-
-template <int kRows, int kBits, int kUnit>
-MultiplyStrips choose_scales(const tw_grouped &g) {
-  if (g.has_halves)
-    return g.has_offsets ? multiply_strips<kRows, kBits, kUnit, true, true>
-                         : multiply_strips<kRows, kBits, kUnit, true, false>;
-  return g.has_offsets ? multiply_strips<kRows, kBits, kUnit, false, true>
-                       : multiply_strips<kRows, kBits, kUnit, false, false>;
-}
+using MultiplyStrips = decltype(&multiply_strips<1, 4, 32>);
 
 template <int kRows>
 MultiplyStrips choose(const tw_grouped &g) {
-  if (g.bits == 4) return choose_scales<kRows, 4, 32>(g);
-  return g.group == 16 ? choose_scales<kRows, 8, 16>(g) : choose_scales<kRows, 8, 32>(g);
+  const bool is_small = g.group == kBlock / 2;
+  if (g.bits == 4) return is_small ? multiply_strips<kRows, 4, 16> : multiply_strips<kRows, 4, 32>;
+  if (g.bits == 6) return is_small ? multiply_strips<kRows, 6, 16> : multiply_strips<kRows, 6, 32>;
+  return is_small ? multiply_strips<kRows, 8, 16> : multiply_strips<kRows, 8, 32>;
 }
 
 // Writes the outputs of a strip and some rows.
@@ -410,7 +491,7 @@ void write(const tw_grouped &g, const float *strip, int64_t first_row, int64_t n
            int64_t output) {
   int64_t count = minimum(kStrip, g.outputs - output);
   for (int64_t r = 0; r < num_rows; r++) {
-    int64_t at = (first_row + r) * g.outputs + output;
+    int64_t at = (first_row + r) * g.out_stride + output;
     for (int64_t i = 0; i < count; i++) {
       float value = strip[r * kStrip + i] + (g.bias ? g.bias[output + i] : 0.0f);
       if (g.out_dtype == TW_FLOAT32) {

@@ -150,20 +150,28 @@ struct tw_score {
 };
 void tw_score_tokens(tw_score *scores, int64_t count, int64_t vocabulary, int64_t width);
 
+// How scales and offsets of groups are stored.
+enum {
+  TW_FLOATS = 0,  // float32
+  TW_HALVES = 1,  // float16
+  TW_LEVELS = 2,  // int8, times a float16 factor for each 256 inputs of an output
+};
+
 // Product with weights in groups: weight [o, i] is scale * code + offset, with a scale and an offset
 // for each output and each group of inputs. Rows are rounded to 8 bits, with a scale for each 32.
 struct tw_grouped {
   const void *rows;    // [num_rows, inputs]
   const void *packed;  // by tw_grouped_pack
   const float *bias;   // [outputs] or null
-  void *out;           // [num_rows, outputs]
+  void *out;           // [num_rows, outputs], out_stride apart
   int64_t num_rows;
-  int64_t inputs;   // a multiple of 32 and of group
+  int64_t inputs;   // a multiple of 32 and of group; of 256 with levels
   int64_t outputs;
-  int64_t group;    // inputs: a multiple of 32, or 16 with 8 bits
-  int32_t bits;     // 4: codes are 0 to 15; 8: they are -128 to 127
-  int32_t has_halves;   // whether scales and offsets are float16, else float32
-  int32_t has_offsets;  // if not, offsets are 0 with 8 bits and -8 * scale with 4
+  int64_t out_stride;   // elements between two rows of out
+  int64_t group;        // inputs: a multiple of 32, or 16
+  int32_t bits;         // 4, 6 or 8: codes are below 2 ** bits
+  int32_t numbers;      // TW_FLOATS, TW_HALVES or TW_LEVELS
+  int32_t has_offsets;  // if not, offsets are -scale * 2 ** (bits - 1)
   int32_t adds;         // whether out += product, else out = product
   int32_t dtype;        // of rows: TW_FLOAT32 or TW_BFLOAT16
   int32_t out_dtype;    // likewise
@@ -173,14 +181,37 @@ void tw_grouped_linear(const tw_grouped *grouped);
 // Bytes of packed weights. Reads only the fields that describe weights.
 int64_t tw_grouped_bytes(const tw_grouped *grouped);
 
-// Packs codes [outputs, inputs], a byte each, with scales and offsets [outputs, inputs / group].
-void tw_grouped_pack(const tw_grouped *grouped, const uint8_t *codes, const void *scales,
-                     const void *offsets, uint8_t *packed);
+// Scales or offsets of groups.
+struct tw_numbers {
+  const void *each;         // [outputs, inputs / group]
+  const uint16_t *factors;  // float16 [outputs, inputs / 256] of levels, else null
+};
 
-// Writes the low halves of each `run` bytes, then their high halves, a byte each. The bytes are
-// those of each block from `first` to the block's end.
-void tw_split_bytes(const uint8_t *blocks, int64_t count, int64_t block_bytes, int64_t first,
-                    int64_t run, uint8_t *halves);
+// Bits of a block's codes: each `run` bytes hold the lowest `bits` bits of `run` codes, then those of
+// the next `run` codes, and so on.
+struct tw_plane {
+  int64_t first;  // byte of the block
+  int64_t bytes;
+  int64_t run;
+  int32_t bits;   // 1, 2, 4 or 8
+  int32_t shift;  // of the bits in the code
+};
+
+// Codes [outputs, inputs], a byte each or in the blocks of a file.
+struct tw_codes {
+  const uint8_t *rows;
+  int64_t row_bytes;       // between two outputs
+  const int64_t *order;    // [outputs], the row of each output; null = in order
+  const tw_plane *planes;  // null = a byte each
+  int64_t num_planes;
+  int64_t block_bytes;
+  int64_t block_codes;
+  const uint8_t *values;   // [256] of the codes in the blocks
+};
+
+// Packs codes. With 8 bits, offsets must be those of codes less 128.
+void tw_grouped_pack(const tw_grouped *grouped, const tw_codes *codes, const tw_numbers *scales,
+                     const tw_numbers *offsets, uint8_t *packed);
 
 // ---- bfloat16 in tiles, from TW_AVX512_BF16 on ----
 

@@ -4,183 +4,166 @@ Source: ggml's dequantization (ggml-quants.c). A block has 32 weights, and 256 i
 names end in K or XS.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from services.engine.kernels.library import native
-from services.engine.model.checkpoint.quantized import QuantizedWeight
+from services.engine.model.checkpoint.quantized import (
+    BlockCodes,
+    BlockLayout,
+    GroupNumbers,
+    Plane,
+    QuantizedWeight,
+)
 
 __all__ = ["read_groups"]
 
 _KIND = GGMLQuantizationType
-_Bytes = npt.NDArray[Any]  # of uint8, which the operations of numpy keep
-_Floats = npt.NDArray[Any]  # of float32
-_Parts = tuple[_Bytes, _Floats, _Floats]
-"""Codes [blocks, weights of a block], scales and offsets [blocks, groups of a block]"""
-
+_Array: TypeAlias = npt.NDArray[Any]
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-def read_groups(rows: _Bytes, kind: GGMLQuantizationType) -> QuantizedWeight | None:
-    """Return the weights of rows [outputs, bytes of a row]; None if `kind` has no codes."""
-    if kind not in _READERS:
+class _Numbers(NamedTuple):
+    """Scales, or offsets, of blocks."""
+
+    each: _Array
+    """float32, float16 or int8 [blocks, groups]"""
+    factors: _Array | None = None
+    """float16 [blocks, 1] of int8"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """How a block stores its codes and the numbers of its groups."""
+
+    bits: int
+    """Of the codes in memory"""
+    planes: Sequence[Plane]
+    numbers: Callable[[_Array], tuple[_Numbers, _Numbers | None]]
+    """Returns the scales of blocks [blocks, bytes], and the offsets if there are any"""
+    values: Sequence[int] = ()
+    """As in BlockLayout. Without offsets, the middle one means zero."""
+
+
+def read_groups(rows: _Array, kind: GGMLQuantizationType) -> QuantizedWeight | None:
+    """Return the weights of rows [outputs, bytes of a row]; None if `kind` has no codes.
+
+    The codes stay where they are.
+    """
+    form = _FORMATS.get(kind)
+    if form is None:
         return None
-    bits, read = _READERS[kind]
-    blocks = rows.reshape(-1, GGML_QUANT_SIZES[kind][1])
-    codes, scales, offsets = read(blocks)
-    count = len(rows)
-    return QuantizedWeight(
-        torch.from_numpy(codes.reshape(count, -1)),
-        bits,
-        torch.from_numpy(scales.reshape(count, -1)),
-        torch.from_numpy(offsets.reshape(count, -1)),
+    num_codes, num_bytes = GGML_QUANT_SIZES[kind]
+    layout = BlockLayout(num_bytes, num_codes, form.planes, form.values)
+    numbers = form.numbers(rows.reshape(-1, num_bytes))
+    scales, offsets = (_of_rows(each, len(rows)) for each in numbers)
+    assert scales is not None
+    codes = BlockCodes(torch.from_numpy(rows), layout)
+    return QuantizedWeight(codes, form.bits, scales, offsets)
+
+
+def _of_rows(numbers: _Numbers | None, count: int) -> GroupNumbers | None:
+    """Return the numbers of the blocks of `count` rows."""
+    if numbers is None:
+        return None
+    each, factors = (
+        None if part is None else torch.from_numpy(part.reshape(count, -1)) for part in numbers
     )
+    assert each is not None
+    return GroupNumbers(each, factors)
 
 
-def _halves(blocks: _Bytes, at: int) -> _Floats:
+def _half(blocks: _Array, at: int) -> _Array:
     """Return a half-precision number of each block: [blocks, 1]."""
-    numbers: _Floats = np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
-    return numbers.astype(np.float32)
+    count, size = blocks.shape
+    every: _Array = np.ndarray((count, 1), np.float16, blocks, at, (size, size))
+    return every.copy()
 
 
-def _nibbles(blocks: _Bytes, first: int, run: int) -> _Bytes:
-    """Return the low halves of each `run` bytes from `first` on, then their high halves."""
-    if native is not None and blocks.flags.c_contiguous:
-        count, size = blocks.shape
-        halves = np.empty((count, 2 * (size - first)), np.uint8)
-        native.split_bytes(blocks.ctypes.data, count, size, first, run, halves.ctypes.data)
-        return halves
-    packed = blocks[:, first:]
-    runs = packed.reshape(len(packed), -1, 1, run)
-    both: _Bytes = np.concatenate((runs & 15, runs >> 4), axis=2)
-    return both.reshape(len(packed), -1)
+def _scale(blocks: _Array) -> tuple[_Numbers, None]:
+    return _Numbers(_half(blocks, 0)), None
 
 
-def _q4_0(blocks: _Bytes) -> _Parts:
-    scales = _halves(blocks, 0)
-    return _nibbles(blocks, 2, 16), scales, -8 * scales
+def _scale_and_offset(blocks: _Array) -> tuple[_Numbers, _Numbers]:
+    return _Numbers(_half(blocks, 0)), _Numbers(_half(blocks, 2))
 
 
-def _q4_1(blocks: _Bytes) -> _Parts:
-    return _nibbles(blocks, 4, 16), _halves(blocks, 0), _halves(blocks, 2)
+def _q2_k(blocks: _Array) -> tuple[_Numbers, _Numbers]:
+    both = blocks[:, :16].view(np.int8)
+    scales = _Numbers(both & 15, _half(blocks, 80))
+    return scales, _Numbers(both >> 4 & 15, -_half(blocks, 82))
 
 
-def _fifth_bits(packed: _Bytes) -> _Bytes:
-    """Return 16 for each bit that is set, in order."""
-    return np.unpackbits(packed, axis=1, bitorder="little") << 4
+def _q3_k(blocks: _Array) -> tuple[_Numbers, None]:
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    levels = np.concatenate((low & 15, low >> 4), axis=1)
+    levels |= np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=1) << 4
+    return _Numbers(levels.view(np.int8) - np.int8(32), _half(blocks, 108)), None
 
 
-def _q5_0(blocks: _Bytes) -> _Parts:
-    scales = _halves(blocks, 0)
-    codes = _nibbles(blocks, 6, 16) | _fifth_bits(blocks[:, 2:6])
-    return codes, scales, -16 * scales
-
-
-def _q5_1(blocks: _Bytes) -> _Parts:
-    codes = _nibbles(blocks, 8, 16) | _fifth_bits(blocks[:, 4:8])
-    return codes, _halves(blocks, 0), _halves(blocks, 2)
-
-
-def _q8_0(blocks: _Bytes) -> _Parts:
-    scales = _halves(blocks, 0)
-    return blocks[:, 2:] ^ 128, scales, -128 * scales
-
-
-def _q2_k(blocks: _Bytes) -> _Parts:
-    both = blocks[:, :16]
-    scales = _halves(blocks, 80) * (both & 15).astype(np.float32)
-    offsets = -_halves(blocks, 82) * (both >> 4).astype(np.float32)
-    return _pairs(blocks[:, 16:80]), scales, offsets
-
-
-def _pairs(packed: _Bytes) -> _Bytes:
-    """Return the first two bits of each 32 bytes, then their second two, and so on."""
-    runs = packed.reshape(len(packed), -1, 1, 32)
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    return (runs >> shifts & 3).reshape(len(packed), -1)
-
-
-def _q3_k(blocks: _Bytes) -> _Parts:
-    packed = blocks[:, 96:108]
-    high = np.concatenate([packed[:, 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
-    levels = (_nibbles(packed[:, :8], 0, 8) | high << 4).astype(np.float32) - 32
-    scales = _halves(blocks, 108) * levels
-    bits = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = _pairs(blocks[:, 32:96]) | bits.reshape(len(blocks), -1) << 2
-    return codes, scales, -4 * scales
-
-
-def _levels(packed: _Bytes) -> tuple[_Floats, _Floats]:
+def _levels(blocks: _Array) -> tuple[_Numbers, _Numbers]:
     """Return the 6-bit scales and offsets of a block's 8 groups."""
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate((first & 63, third & 15 | first >> 6 << 4), axis=1)
-    offsets = np.concatenate((second & 63, third >> 4 | second >> 6 << 4), axis=1)
-    return scales.astype(np.float32), offsets.astype(np.float32)
+    words: _Array = np.ascontiguousarray(blocks[:, 4:16]).view(np.uint32)
+    first, second, third = words.T  # of four bytes each
+    lows = first & 0x3F3F3F3F, second & 0x3F3F3F3F
+    fours = third & 0x0F0F0F0F, third >> 4 & 0x0F0F0F0F
+    twos = (each >> 6 & 0x03030303 for each in (first, second))
+    highs = (four | two << 4 for four, two in zip(fours, twos, strict=True))
+    scales, offsets = (
+        np.stack((low, high), axis=1).view(np.int8) for low, high in zip(lows, highs, strict=True)
+    )
+    return _Numbers(scales, _half(blocks, 0)), _Numbers(offsets, -_half(blocks, 2))
 
 
-def _q4_k(blocks: _Bytes) -> _Parts:
-    scales, offsets = _levels(blocks[:, 4:16])
-    codes = _nibbles(blocks, 16, 32)
-    return codes, _halves(blocks, 0) * scales, -_halves(blocks, 2) * offsets
+def _q6_k(blocks: _Array) -> tuple[_Numbers, None]:
+    levels = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return _Numbers(levels, _half(blocks, 208)), None
 
 
-def _q5_k(blocks: _Bytes) -> _Parts:
-    scales, offsets = _levels(blocks[:, 4:16])
-    bits = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = _nibbles(blocks, 48, 32) | bits.reshape(len(blocks), -1) << 4
-    return codes, _halves(blocks, 0) * scales, -_halves(blocks, 2) * offsets
+def _iq4_xs(blocks: _Array) -> tuple[_Numbers, None]:
+    both: _Array = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16)
+    high = (both >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.uint8)
+    packed = blocks[:, 4:8]
+    low = np.stack((packed & 15, packed >> 4), axis=2).reshape(len(blocks), 8)
+    return _Numbers((low | high << 4).view(np.int8) - np.int8(32), _half(blocks, 0)), None
 
 
-def _q6_k(blocks: _Bytes) -> _Parts:
-    low = _nibbles(blocks[:, :128], 0, 64)
-    codes = low | _pairs(blocks[:, 128:192]) << 4
-    levels = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    scales = _halves(blocks, 208) * levels
-    return codes, scales, -32 * scales
+def _exponents(blocks: _Array) -> tuple[_Numbers, None]:
+    return _Numbers(np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)), None
 
 
-def _values(codes: _Bytes, table: tuple[int, ...]) -> _Bytes:
-    """Return 128 more than each code's value."""
-    return (np.array(table, dtype=np.int16) + 128).astype(np.uint8)[codes]
+def _lifted(by: int) -> Sequence[int]:
+    """Return codes plus a number, modulo 256."""
+    return [(code + by) % 256 for code in range(256)]
 
 
-def _iq4_nl(blocks: _Bytes) -> _Parts:
-    scales = _halves(blocks, 0)
-    return _values(_nibbles(blocks, 2, 16), _IQ4_VALUES), scales, -128 * scales
+def _signed(values: Sequence[int]) -> Sequence[int]:
+    """Return 128 more than the value of each code of 4 bits."""
+    return [values[code % len(values)] + 128 for code in range(256)]
 
 
-def _iq4_xs(blocks: _Bytes) -> _Parts:
-    both: _Bytes = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16)
-    high = both >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=2).reshape(len(blocks), 8)
-    scales = _halves(blocks, 0) * ((low | high << 4).astype(np.float32) - 32)
-    return _values(_nibbles(blocks, 8, 16), _IQ4_VALUES), scales, -128 * scales
-
-
-def _mxfp4(blocks: _Bytes) -> _Parts:
-    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return _values(_nibbles(blocks, 1, 16), _MXFP4_VALUES), scales, -128 * scales
-
-
-_READERS: dict[Any, tuple[int, Callable[[_Bytes], _Parts]]] = {
-    _KIND.Q4_0: (4, _q4_0),
-    _KIND.Q4_1: (4, _q4_1),
-    _KIND.Q5_0: (8, _q5_0),
-    _KIND.Q5_1: (8, _q5_1),
-    _KIND.Q8_0: (8, _q8_0),
-    _KIND.Q2_K: (8, _q2_k),
-    _KIND.Q3_K: (8, _q3_k),
-    _KIND.Q4_K: (4, _q4_k),
-    _KIND.Q5_K: (8, _q5_k),
-    _KIND.Q6_K: (8, _q6_k),
-    _KIND.IQ4_NL: (8, _iq4_nl),
-    _KIND.IQ4_XS: (8, _iq4_xs),
-    _KIND.MXFP4: (8, _mxfp4),
+_PAIRS = 32
+"""Bytes of a run of 1 or 2 bits in the formats of 256 weights"""
+_FORMATS: dict[Any, _Format] = {
+    _KIND.Q4_0: _Format(4, [Plane(2, 16, 16, 4)], _scale),
+    _KIND.Q4_1: _Format(4, [Plane(4, 16, 16, 4)], _scale_and_offset),
+    _KIND.Q5_0: _Format(6, [Plane(6, 16, 16, 4), Plane(2, 4, 1, 1, 4)], _scale, values=_lifted(16)),
+    _KIND.Q5_1: _Format(6, [Plane(8, 16, 16, 4), Plane(4, 4, 1, 1, 4)], _scale_and_offset),
+    _KIND.Q8_0: _Format(8, [Plane(2, 32, 32, 8)], _scale, values=_lifted(128)),
+    _KIND.Q2_K: _Format(4, [Plane(16, 64, _PAIRS, 2)], _q2_k),
+    _KIND.Q3_K: _Format(
+        4, [Plane(32, 64, _PAIRS, 2), Plane(0, 32, _PAIRS, 1, 2)], _q3_k, values=_lifted(4)
+    ),
+    _KIND.Q4_K: _Format(4, [Plane(16, 128, 32, 4)], _levels),
+    _KIND.Q5_K: _Format(6, [Plane(48, 128, 32, 4), Plane(16, 32, _PAIRS, 1, 4)], _levels),
+    _KIND.Q6_K: _Format(6, [Plane(0, 128, 64, 4), Plane(128, 64, _PAIRS, 2, 4)], _q6_k),
+    _KIND.IQ4_NL: _Format(8, [Plane(2, 16, 16, 4)], _scale, values=_signed(_IQ4_VALUES)),
+    _KIND.IQ4_XS: _Format(8, [Plane(8, 128, 16, 4)], _iq4_xs, values=_signed(_IQ4_VALUES)),
+    _KIND.MXFP4: _Format(8, [Plane(1, 16, 16, 4)], _exponents, values=_signed(_MXFP4_VALUES)),
 }
-"""Bits in memory, and the reader, of each format"""

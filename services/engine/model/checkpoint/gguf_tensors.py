@@ -1,5 +1,6 @@
 """Tensors of GGUF files, decoded from ggml's block formats."""
 
+import mmap
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -89,6 +90,10 @@ class GgufTensors(TensorFiles):
         self.is_quantized = any(place.kind not in _PLAIN for place in self._places.values())
 
     def __exit__(self, *failure: object) -> None:
+        """Let go of the files' pages, of which only the embedding's are read again."""
+        for mapped in (each.base for each in self._maps.values()):
+            if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
         self._maps.clear()
 
     def tensor(self, stored: StoredTensor) -> Tensor:

@@ -1,37 +1,138 @@
 """Weights in groups of codes, as quantized checkpoints store them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import gcd
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "BlockCodes",
+    "BlockLayout",
+    "GroupNumbers",
+    "Plane",
     "QuantizedWeight",
     "StoredRows",
     "Weight",
     "decoded",
-    "joined",
     "rounded",
     "split",
 ]
+
+
+class Plane(NamedTuple):
+    """Some bits of a block's codes: each `run` bytes hold the lowest `bits` bits of `run` codes,
+    then those of the next `run` codes, and so on."""
+
+    first: int
+    """Byte of the block"""
+    bytes: int
+    run: int
+    bits: int
+    shift: int = 0
+    """Of the bits in the code"""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """How the blocks of a file store codes."""
+
+    num_bytes: int
+    num_codes: int
+    planes: Sequence[Plane]
+    values: Sequence[int]
+    """What the bits of a code stand for, 256 numbers below 256; empty = the code itself"""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCodes:
+    """Codes [outputs, inputs] in blocks, as a mapped file has them."""
+
+    rows: Tensor
+    """uint8 [rows, bytes]"""
+    layout: BlockLayout
+    order: Tensor | None = None
+    """int64 [outputs], the row of each output; None = in order"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        num_rows, num_bytes = self.rows.shape
+        outputs = num_rows if self.order is None else len(self.order)
+        return outputs, num_bytes // self.layout.num_bytes * self.layout.num_codes
+
+    def select(self, index: Tensor | slice) -> "BlockCodes":
+        """Return those of some outputs, without reading them."""
+        if self.order is not None:
+            return replace(self, order=self.order[index])
+        if isinstance(index, slice):
+            return replace(self, rows=self.rows[index])
+        return replace(self, order=index)
+
+    def columns(self, number: int, count: int) -> "BlockCodes | None":
+        """Return part `number` of `count` equal parts of the inputs; None if a block is cut."""
+        if self.rows.shape[1] // self.layout.num_bytes % count:
+            return None
+        return replace(self, rows=self.rows.chunk(count, dim=1)[number])
+
+    def decode(self) -> Tensor:
+        """Return the codes, uint8 [outputs, inputs]."""
+        rows = self.rows if self.order is None else self.rows.index_select(0, self.order)
+        blocks = rows.reshape(-1, self.layout.num_bytes)
+        codes = torch.zeros(len(blocks), self.layout.num_codes, dtype=torch.uint8)
+        for plane in self.layout.planes:
+            packed = blocks[:, plane.first : plane.first + plane.bytes]
+            shifts = torch.arange(0, 8, plane.bits, dtype=torch.uint8)[:, None]
+            bits = packed.reshape(len(blocks), -1, 1, plane.run) >> shifts & (1 << plane.bits) - 1
+            codes |= bits.reshape(codes.shape) << plane.shift
+        if self.layout.values:
+            codes = torch.tensor(self.layout.values, dtype=torch.uint8)[codes.long()]
+        return codes.view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNumbers:
+    """A number of each group of a weight's inputs."""
+
+    each: Tensor
+    """float32, float16, or int8 with factors [outputs, inputs / group]"""
+    factors: Tensor | None = None
+    """float16 [outputs, n] of as many neighbouring groups each; None = 1"""
+
+    def float(self) -> Tensor:
+        """Return them as float32 [outputs, inputs / group]."""
+        if self.factors is None:
+            return self.each.float()
+        outputs, count = self.factors.shape
+        levels = self.each.float().view(outputs, count, -1)
+        return (levels * self.factors.float()[..., None]).view(self.each.shape)
+
+    def rows(self, index: Tensor | slice) -> "GroupNumbers":
+        """Return those of some outputs."""
+        factors = None if self.factors is None else _rows(self.factors, index)
+        return GroupNumbers(_rows(self.each, index), factors)
+
+    def columns(self, number: int, count: int) -> "GroupNumbers | None":
+        """Return part `number` of `count` equal parts; None if one is not whole."""
+        parts = [self.each] if self.factors is None else [self.each, self.factors]
+        if any(part.shape[1] % count for part in parts):
+            return None
+        return GroupNumbers(*(part.chunk(count, dim=1)[number] for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """weight[o, i] = scales[o, i // group] * codes[o, i] + offsets[o, i // group], in float32."""
 
-    codes: Tensor
+    codes: Tensor | BlockCodes
     """uint8 [outputs, inputs], below 2 ** bits"""
     bits: int
-    """4 or 8"""
-    scales: Tensor
-    """float32 [outputs, inputs / group]"""
-    offsets: Tensor
-    """float32 [outputs, inputs / group]: minus the scale times the code of zero"""
+    """4, 6 or 8"""
+    scales: GroupNumbers
+    offsets: GroupNumbers | None = None
+    """None = -scales * 2 ** (bits - 1)"""
     order: Tensor | None = None
     """int64 [inputs]: input i is column order[i] of `codes`; None = in order"""
 
@@ -44,41 +145,45 @@ class QuantizedWeight:
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return self.codes.shape[1] // self.scales.shape[1]
+        return self.shape[1] // self.scales.each.shape[1]
 
     def decode(self) -> Tensor:
         """Return the weight, float32 [outputs, inputs]."""
-        codes = self.codes.float().view(*self.scales.shape, -1)
-        weight = (codes * self.scales[..., None] + self.offsets[..., None]).view(self.shape)
+        scales = self.scales.float()
+        zero = -float(2 ** (self.bits - 1))
+        offsets = zero * scales if self.offsets is None else self.offsets.float()
+        codes = self.codes if isinstance(self.codes, Tensor) else self.codes.decode()
+        codes = codes.float().view(*scales.shape, -1)
+        weight = (codes * scales[..., None] + offsets[..., None]).view(self.shape)
         return weight if self.order is None else weight[:, self.order]
 
     def rows(self, index: Tensor | slice) -> "QuantizedWeight":
         """Return some outputs."""
-        parts = (self.codes[index], self.scales[index], self.offsets[index])
-        return QuantizedWeight(parts[0], self.bits, parts[1], parts[2], self.order)
-
-    def in_groups_of(self, group: int) -> "QuantizedWeight":
-        """Return the same weight in groups that divide the present ones."""
-        count = self.group // group
-        if count == 1:
-            return self
-        scales, offsets = (part.repeat_interleave(count, 1) for part in (self.scales, self.offsets))
-        return QuantizedWeight(self.codes, self.bits, scales, offsets)
+        offsets = None if self.offsets is None else self.offsets.rows(index)
+        codes = self.codes
+        codes = _rows(codes, index) if isinstance(codes, Tensor) else codes.select(index)
+        return replace(self, codes=codes, scales=self.scales.rows(index), offsets=offsets)
 
     def times(self, factor: float) -> "QuantizedWeight":
         """Return the weight times a factor."""
         if factor == 1:
             return self
-        scales, offsets = self.scales * factor, self.offsets * factor
-        return QuantizedWeight(self.codes, self.bits, scales, offsets, self.order)
+        offsets = None if self.offsets is None else GroupNumbers(self.offsets.float() * factor)
+        return replace(self, scales=GroupNumbers(self.scales.float() * factor), offsets=offsets)
 
     def columns(self, number: int, count: int) -> "QuantizedWeight | None":
         """Return part `number` of `count` equal parts of the inputs; None if a group is cut."""
-        if self.order is not None or self.scales.shape[1] % count:
+        scales = self.scales.columns(number, count)
+        offsets = None if self.offsets is None else self.offsets.columns(number, count)
+        codes: Tensor | BlockCodes | None
+        if isinstance(self.codes, Tensor):
+            codes = self.codes.chunk(count, dim=1)[number]
+        else:
+            codes = self.codes.columns(number, count)
+        if self.order is not None or scales is None or codes is None:
             return None
-        codes, scales, offsets = (
-            each.chunk(count, dim=1)[number] for each in (self.codes, self.scales, self.offsets)
-        )
+        if self.offsets is not None and offsets is None:
+            return None
         return QuantizedWeight(codes, self.bits, scales, offsets)
 
 
@@ -97,26 +202,6 @@ def decoded(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.decode()
 
 
-def joined(weights: Sequence[Weight]) -> Weight:
-    """Return the outputs of all weights, in codes if all have codes.
-
-    The smallest groups and the longest codes among them hold all of them.
-    """
-    if len(weights) == 1:
-        return weights[0]
-    quantized = [each for each in weights if isinstance(each, QuantizedWeight)]
-    if len(quantized) < len(weights) or any(each.order is not None for each in quantized):
-        return torch.cat([decoded(each) for each in weights])
-    group = gcd(*(each.group for each in quantized))
-    finer = [each.in_groups_of(group) for each in quantized]
-    return QuantizedWeight(
-        torch.cat([each.codes for each in finer]),
-        max(each.bits for each in finer),
-        torch.cat([each.scales for each in finer]),
-        torch.cat([each.offsets for each in finer]),
-    )
-
-
 def rounded(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
     """Round a weight [outputs, inputs] to the nearest codes, with scales that float16 holds.
 
@@ -125,11 +210,12 @@ def rounded(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
     """
     groups = weight.float().view(len(weight), -1, group)
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    scales = (largest.abs() / 127 if bits == 8 else largest / -8).half().float()
+    scales = (largest.abs() / 127 if bits == 8 else largest / -8).half()
     zero, least, most = (128, 1, 255) if bits == 8 else (8, 0, 15)
     codes = (groups / torch.where(scales == 0, 1, scales) + zero).round().clamp(least, most)
-    scales = scales[..., 0]
-    return QuantizedWeight(codes.to(torch.uint8).view(weight.shape), bits, scales, -zero * scales)
+    return QuantizedWeight(
+        codes.to(torch.uint8).view(weight.shape), bits, GroupNumbers(scales[..., 0])
+    )
 
 
 def split(weight: Weight, sizes: Sequence[int]) -> Sequence[Weight]:
@@ -138,3 +224,8 @@ def split(weight: Weight, sizes: Sequence[int]) -> Sequence[Weight]:
         return weight.split_with_sizes(list(sizes))
     ends = [*accumulate(sizes)]
     return [weight.rows(slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _rows(tensor: Tensor, index: Tensor | slice) -> Tensor:
+    # `index_select` copies whole rows, other indexing each number
+    return tensor[index] if isinstance(index, slice) else tensor.index_select(0, index)

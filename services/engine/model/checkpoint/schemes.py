@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight
+from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight, Weight
 from services.engine.model.checkpoint.tensors import FoundTensor, StoredTensor
 
 __all__ = ["SCHEMES", "Scheme"]
@@ -127,7 +127,8 @@ class _Awq(Scheme):
         stem = weight.name.removesuffix(_WEIGHT)
         codes, zeros = (_in_awq_order(parts[f"{stem}.{each}"]) for each in ("qweight", "qzeros"))
         scales = parts[f"{stem}.scales"].T.float()
-        return QuantizedWeight(codes, 4, scales, -zeros.float() * scales)
+        offsets = GroupNumbers(-zeros.float() * scales)
+        return QuantizedWeight(codes, 4, GroupNumbers(scales), offsets)
 
 
 class _CompressedTensors(Scheme):
@@ -214,7 +215,7 @@ class _BitsAndBytes(Scheme):
         stored, stem = parts[weight.name], weight.name.removesuffix(_WEIGHT)
         if (largest := parts.get(f"{stem}.SCB")) is not None:
             scales = largest.float()[:, None] / 127
-            return QuantizedWeight(stored.view(torch.uint8) ^ 128, 8, scales, -128 * scales)
+            return QuantizedWeight(stored.view(torch.uint8) ^ 128, 8, GroupNumbers(scales))
         (state,) = (_state(name, part) for name, part in parts.items() if _STATE in name)
         absmax, nested = parts[f"{weight.name}.absmax"], parts.get(f"{weight.name}.nested_absmax")
         if nested is not None:
@@ -284,7 +285,8 @@ def _ordered(
     groups: Tensor | None,
 ) -> QuantizedWeight:
     """Return a weight whose groups are neighbours. groups: the group of each input."""
-    offsets, order = -zeros * scales, None
+    is_middle = bool((zeros == 2 ** (bits - 1)).all())
+    offsets, order = None if is_middle else GroupNumbers(-zeros * scales), None
     if groups is not None:
         count, size = scales.shape[1], codes.shape[1] // scales.shape[1]
         columns = torch.argsort(groups, stable=True)
@@ -293,7 +295,8 @@ def _ordered(
             raise CheckpointError(f"{weight.name}: g_idx does not name {count} equal groups.")
         if not torch.equal(columns, torch.arange(len(columns))):
             codes, order = codes[:, columns], torch.argsort(columns)
-    return QuantizedWeight(codes.contiguous(), bits, scales.contiguous(), offsets, order)
+    numbers = GroupNumbers(scales.contiguous())
+    return QuantizedWeight(codes.contiguous(), bits, numbers, offsets, order)
 
 
 def _as_found(found: Found, name: str) -> StoredTensor:

@@ -1,12 +1,29 @@
-"""Operators on CPUs without the tiled kernels, with weights in groups of 4- or 8-bit codes."""
+"""Operators on CPUs without the tiled kernels, with weights in groups of codes."""
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import DTYPES, GroupedCall, Native
+from services.engine.kernels.library import (
+    DTYPES,
+    CodesCall,
+    GroupedCall,
+    Native,
+    Numbers,
+    NumbersCall,
+    PlaneCall,
+)
 from services.engine.kernels.memory import Arena
 from services.engine.model.architecture.activation import SWIGLU, Activation
-from services.engine.model.checkpoint.quantized import QuantizedWeight, joined, rounded
+from services.engine.model.checkpoint.quantized import (
+    BlockCodes,
+    GroupNumbers,
+    QuantizedWeight,
+    rounded,
+)
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.operators.native_operators import NativeGate, NativeOperators
 from services.engine.model.operators.torch_operators import TorchGate, join_biases
@@ -16,6 +33,9 @@ __all__ = ["GroupedOperators", "RoundedOperators"]
 _BLOCK = 32
 """Inputs that share a scale of a row, which the kernel rounds to 8 bits"""
 _SMALL_GROUP = 16
+_STRIP = 8
+"""Outputs that are packed together"""
+_BYTE = 8
 
 
 class GroupedOperators(NativeOperators):
@@ -31,12 +51,14 @@ class GroupedOperators(NativeOperators):
         super().__init__(native, dtype)
         self._arena = Arena()
 
-    def grouped_projection(self, weight: QuantizedWeight, bias: Tensor | None) -> Projection:
-        if not _has_kernel(weight):
-            return super().projection(weight.decode(), bias)
+    def grouped_projection(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None
+    ) -> Projection:
+        if not all(map(_has_kernel, weights)):
+            return super().grouped_projection(weights, bias)
         # Torch multiplies little now, so its threads don't compete with the pool's.
         self._native.use_pool(torch.get_num_threads())
-        return _GroupedProjection(self._native, weight, bias, self._arena)
+        return _GroupedProjection(self._native, weights, bias, self._arena)
 
     def grouped_gate(
         self,
@@ -46,12 +68,8 @@ class GroupedOperators(NativeOperators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        both = joined([gate] if up is None else [gate, up])
         bias = join_biases(gate_bias, up_bias)
-        if isinstance(both, QuantizedWeight):
-            product = self.grouped_projection(both, bias)
-        else:
-            product = super().projection(both, bias)
+        product = self.grouped_projection([gate] if up is None else [gate, up], bias)
         if activation != SWIGLU:
             return TorchGate(product, 1 if up is None else 2, activation, self)
         return NativeGate(self._native, product, self._code)
@@ -68,7 +86,7 @@ class RoundedOperators(GroupedOperators):
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.shape[1] % _BLOCK:
             return super().projection(weight, bias)
-        return self.grouped_projection(rounded(weight, self._bits, _BLOCK), bias)
+        return self.grouped_projection([rounded(weight, self._bits, _BLOCK)], bias)
 
     def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return NativeOperators.projection(self, weight, bias)
@@ -78,72 +96,145 @@ class RoundedOperators(GroupedOperators):
 
 
 class _GroupedProjection(Projection):
-    """A packed weight and the reused call that multiplies by it."""
+    """Packed weights, and a call for each run of outputs that are stored alike."""
 
     def __init__(
-        self, native: Native, weight: QuantizedWeight, bias: Tensor | None, arena: Arena
+        self, native: Native, weights: Sequence[QuantizedWeight], bias: Tensor | None, arena: Arena
     ) -> None:
-        self._native = native
-        outputs, inputs = weight.shape
-        codes, offsets = _as_packed(weight)
-        numbers = [weight.scales] if offsets is None else [weight.scales, offsets]
-        has_offsets = offsets is not None
-        halves = [each.half() for each in numbers]
-        has_halves = all(map(torch.equal, numbers, [each.float() for each in halves]))
-        numbers = [each.contiguous() for each in (halves if has_halves else numbers)]
         self._bias = None if bias is None else bias.float().contiguous()
-        self._call = GroupedCall(
-            bias=None if self._bias is None else self._bias.data_ptr(),
-            inputs=inputs,
-            outputs=outputs,
-            group=weight.group,
-            bits=weight.bits,
-            has_halves=has_halves,
-            has_offsets=has_offsets,
-        )
-        self._packed = arena.take(native.grouped_bytes(self._call), torch.uint8)
-        native.grouped_pack(
-            self._call,
-            codes.data_ptr(),
-            numbers[0].data_ptr(),
-            numbers[1].data_ptr() if has_offsets else None,
-            self._packed.data_ptr(),
-        )
-        self._call.packed = self._packed.data_ptr()
-        self.weight_bytes = self._packed.nbytes
+        self._runs: list[tuple[int, _Run]] = []
+        """The first output of each, and it"""
+        first = 0
+        for stored in _runs(map(_stored, weights)):
+            run = _Run(native, stored, None if self._bias is None else self._bias[first:], arena)
+            self._runs.append((first, run))
+            first += run.outputs
+        self.weight_bytes = sum(run.num_bytes for _, run in self._runs)
 
     def into(self, rows: Tensor, out: Tensor) -> None:
-        self._multiply(rows, out, adds=False)
+        for first, run in self._runs:
+            run.multiply(rows, out, first, adds=False)
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        self._multiply(rows, out, adds=True)
+        for first, run in self._runs:
+            run.multiply(rows, out, first, adds=True)
 
-    def _multiply(self, rows: Tensor, out: Tensor, *, adds: bool) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A weight as the kernel wants it."""
+
+    codes: Tensor | BlockCodes
+    bits: int
+    group: int
+    numbers: Numbers
+    scales: GroupNumbers
+    offsets: GroupNumbers | None
+
+    @property
+    def format(self) -> tuple[object, ...]:
+        """What weights of a run have in common."""
+        return self.codes.shape[1], self.bits, self.group, self.numbers, self.offsets is None
+
+
+class _Run:
+    """Packed weights that are stored alike, and the reused call that multiplies by them."""
+
+    def __init__(
+        self, native: Native, weights: Sequence[_Stored], bias: Tensor | None, arena: Arena
+    ) -> None:
+        self._native = native
+        self.outputs = sum(weight.codes.shape[0] for weight in weights)
+        one = weights[0]
+        call = self._call = GroupedCall(
+            bias=None if bias is None else bias.data_ptr(),
+            inputs=one.codes.shape[1],
+            outputs=self.outputs,
+            group=one.group,
+            bits=one.bits,
+            numbers=one.numbers,
+            has_offsets=one.offsets is not None,
+        )
+        self.num_bytes = native.grouped_bytes(call)
+        self._packed = arena.take(self.num_bytes, torch.uint8)
+        call.packed = self._packed.data_ptr()
+        packed = call.packed
+        for weight in weights:
+            call.outputs = weight.codes.shape[0]
+            offsets = None if weight.offsets is None else _numbers_call(weight.offsets)
+            codes, scales = _codes_call(weight.codes), _numbers_call(weight.scales)
+            native.grouped_pack(call, codes, scales, offsets, packed)
+            packed += native.grouped_bytes(call)
+        call.outputs = self.outputs
+
+    def multiply(self, rows: Tensor, out: Tensor, first: int, *, adds: bool) -> None:
+        """Write the products, or add them, to the outputs from `first` on."""
         call = self._call
-        call.rows, call.out = rows.data_ptr(), out.data_ptr()
-        call.num_rows = rows.shape[0]
+        call.rows, call.out = rows.data_ptr(), out.data_ptr() + first * out.element_size()
+        call.num_rows, call.out_stride = rows.shape[0], out.stride(0)
         call.dtype, call.out_dtype = DTYPES[rows.dtype], DTYPES[out.dtype]
         call.adds = adds
         self._native.grouped_linear(call)
 
 
-def _as_packed(weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
-    """Return the codes as the kernel wants them, and the offsets; None if the codes suffice.
+def _runs(weights: Iterable[_Stored]) -> Iterator[Sequence[_Stored]]:
+    """Join neighbours that are stored alike. A run of several has whole strips of each."""
+    run: list[_Stored] = []
+    for weight in weights:
+        if run and (run[-1].format != weight.format or run[-1].codes.shape[0] % _STRIP):
+            yield run
+            run = []
+        run.append(weight)
+    yield run
 
-    Codes of 4 bits mean 0 at 8. Codes of 8 bits get a sign.
-    """
-    codes, scales, offsets = weight.codes.contiguous(), weight.scales, weight.offsets
-    if weight.bits == 4:
-        return codes, None if torch.equal(offsets, -8 * scales) else offsets
-    largest = scales.abs().argmax()
-    zero = int(-(offsets.flatten()[largest] / scales.flatten()[largest]).nan_to_num().round())
-    least, most = (int(each) for each in codes.aminmax())
-    fits = least - zero >= -128 and most - zero <= 127
-    if fits and torch.equal(offsets, -zero * scales):
-        return codes - zero, None
-    return codes ^ 128, offsets + 128 * scales
+
+def _stored(weight: QuantizedWeight) -> _Stored:
+    scales, offsets = weight.scales, weight.offsets
+    if offsets is not None and weight.bits == _BYTE:  # the kernel's codes have a sign
+        offsets = GroupNumbers(offsets.float() + 2 ** (_BYTE - 1) * scales.float())
+    kind, (scales, *further) = _alike([scales] if offsets is None else [scales, offsets])
+    codes = weight.codes.contiguous() if isinstance(weight.codes, Tensor) else weight.codes
+    return _Stored(codes, weight.bits, weight.group, kind, scales, further[0] if further else None)
+
+
+def _alike(numbers: Sequence[GroupNumbers]) -> tuple[Numbers, Sequence[GroupNumbers]]:
+    """Return scales, and offsets if there are any, in the smallest form that holds all of them."""
+    if all(each.factors is not None for each in numbers):
+        return Numbers.LEVELS, numbers
+    if all(each.each.dtype == torch.float16 for each in numbers):
+        return Numbers.HALVES, [GroupNumbers(each.each.contiguous()) for each in numbers]
+    floats = [each.float().contiguous() for each in numbers]
+    halves = [each.half() for each in floats]
+    if all(torch.equal(half.float(), each) for half, each in zip(halves, floats, strict=True)):
+        return Numbers.HALVES, list(map(GroupNumbers, halves))
+    return Numbers.FLOATS, list(map(GroupNumbers, floats))
+
+
+def _codes_call(codes: Tensor | BlockCodes) -> CodesCall:
+    """Return a call's argument, which is valid as long as `codes` is."""
+    if isinstance(codes, Tensor):
+        return CodesCall(rows=codes.data_ptr(), row_bytes=codes.stride(0))
+    layout = codes.layout
+    planes = [PlaneCall(*plane) for plane in layout.planes]
+    call = CodesCall(
+        rows=codes.rows.data_ptr(),
+        row_bytes=codes.rows.stride(0),
+        order=None if codes.order is None else codes.order.data_ptr(),
+        planes=(PlaneCall * len(planes))(*planes),
+        num_planes=len(planes),
+        block_bytes=layout.num_bytes,
+        block_codes=layout.num_codes,
+    )
+    call.table = ctypes.create_string_buffer(bytes(layout.values))  # kept with the call
+    call.values = ctypes.addressof(call.table) if layout.values else None
+    return call
+
+
+def _numbers_call(numbers: GroupNumbers) -> NumbersCall:
+    factors = None if numbers.factors is None else numbers.factors.data_ptr()
+    return NumbersCall(numbers.each.data_ptr(), factors)
 
 
 def _has_kernel(weight: QuantizedWeight) -> bool:
-    fits = weight.group % _BLOCK == 0 or (weight.group == _SMALL_GROUP and weight.bits == 8)
+    fits = weight.group % _BLOCK == 0 or weight.group == _SMALL_GROUP
     return fits and weight.order is None and weight.shape[1] % _BLOCK == 0

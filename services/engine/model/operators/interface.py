@@ -164,9 +164,11 @@ class Operators(ABC):
         """Make a projection whose weight is never rounded, such as a router's."""
         return self.projection(weight, bias)
 
-    def grouped_projection(self, weight: QuantizedWeight, bias: Tensor | None) -> Projection:
-        """Make a projection of a quantized weight."""
-        return self.projection(weight.decode(), bias)
+    def grouped_projection(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None
+    ) -> Projection:
+        """Make a projection of the outputs of quantized weights, one after the other."""
+        return self.projection(torch.cat([weight.decode() for weight in weights]), bias)
 
     def for_logits(self) -> "Operators":
         """Return operators for the product that computes the logits."""
@@ -340,7 +342,7 @@ def _expert_gate(expert: ExpertWeights, activation: Activation, operators: Opera
 
 def _expert_down(expert: ExpertWeights, operators: Operators) -> Projection:
     if isinstance(expert.down, QuantizedWeight):
-        return operators.grouped_projection(expert.down, expert.down_bias)
+        return operators.grouped_projection([expert.down], expert.down_bias)
     return operators.projection(_decoded(expert.down), expert.down_bias)
 
 

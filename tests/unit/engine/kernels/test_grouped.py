@@ -5,23 +5,38 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from services.common.settings import StartupError
-from services.engine.kernels.library import InstructionSet
+from services.engine.kernels.library import InstructionSet, Numbers
 from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
-from services.engine.model.checkpoint.quantized import QuantizedWeight, joined, rounded
+from services.engine.model.checkpoint.gguf_groups import read_groups
+from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight, rounded
 from services.engine.model.loader import load_model
 from services.engine.model.operators.grouped_operators import GroupedOperators
 from services.engine.model.operators.interface import ExpertWeights
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.gguf_checkpoints import random_blocks
 from tests.unit.engine.machines import restrict_kernels
 
 CPU = torch.device("cpu")
-FORMATS = [(4, 32), (4, 64), (4, 128), (4, 384), (8, 16), (8, 32), (8, 128)]
+FORMATS = [
+    *((4, 16), (4, 32), (4, 64), (4, 128), (4, 768), (6, 16), (6, 32), (6, 64)),
+    *((8, 16), (8, 32), (8, 128)),
+]
 """Bits and groups"""
+LEVELS = ((4, 16), (4, 32), (6, 16), (6, 32), (8, 32))
+"""Those of ggml's blocks of 256"""
+INPUTS = 768
+BLOCKS = [
+    *(GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q5_0),
+    *(GGMLQuantizationType.Q5_1, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q2_K),
+    *(GGMLQuantizationType.Q3_K, GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K),
+    *(GGMLQuantizationType.Q6_K, GGMLQuantizationType.IQ4_XS, GGMLQuantizationType.MXFP4),
+]
 
 
 @pytest.fixture(
@@ -35,16 +50,28 @@ def operators(request: pytest.FixtureRequest) -> Iterator[GroupedOperators]:
 
 
 def random_weight(
-    outputs: int, inputs: int, bits: int, group: int, *, halves: bool = True, zero: bool = False
+    outputs: int,
+    inputs: int,
+    bits: int,
+    group: int,
+    *,
+    numbers: Numbers = Numbers.HALVES,
+    zero: bool = False,
 ) -> QuantizedWeight:
     codes = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
-    scales = torch.rand(outputs, inputs // group) / 64
-    offsets = torch.randn(outputs, inputs // group) / 8
-    if halves:
-        scales, offsets = scales.half().float(), offsets.half().float()
-    if zero:
-        offsets = -float(2 ** (bits - 1)) * scales
+    scales = random_numbers(outputs, inputs, group, numbers, 1 / 64)
+    offsets = None if zero else random_numbers(outputs, inputs, group, numbers, 2**bits / 128)
     return QuantizedWeight(codes, bits, scales, offsets)
+
+
+def random_numbers(
+    outputs: int, inputs: int, group: int, numbers: Numbers, most: float
+) -> GroupNumbers:
+    if numbers is Numbers.LEVELS:
+        levels = torch.randint(-32, 64, (outputs, inputs // group), dtype=torch.int8)
+        return GroupNumbers(levels, (torch.randn(outputs, inputs // 256) * most / 64).half())
+    each = torch.rand(outputs, inputs // group) * most
+    return GroupNumbers(each.half() if numbers is Numbers.HALVES else each)
 
 
 def rounded_rows(rows: Tensor) -> Tensor:
@@ -61,18 +88,23 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
     assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
 
 
-@pytest.mark.parametrize(("bits", "group"), FORMATS)
+@pytest.mark.parametrize(
+    ("bits", "group", "numbers"),
+    [
+        *((*form, numbers) for form in FORMATS for numbers in (Numbers.FLOATS, Numbers.HALVES)),
+        *((*form, Numbers.LEVELS) for form in LEVELS),
+    ],
+)
 @pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("halves", [False, True])
 def test_products_equal_those_of_the_decoded_weight(
-    operators: GroupedOperators, bits: int, group: int, zero: bool, halves: bool
+    operators: GroupedOperators, bits: int, group: int, zero: bool, numbers: Numbers
 ) -> None:
     torch.manual_seed(group)
     for outputs, rows in ((13, 1), (40, 3), (24, 70)):
-        weight = random_weight(outputs, 384, bits, group, halves=halves, zero=zero)
+        weight = random_weight(outputs, INPUTS, bits, group, numbers=numbers, zero=zero)
         bias = torch.randn(outputs)
-        projection = operators.grouped_projection(weight, bias)
-        x = torch.randn(rows, 384)
+        projection = operators.grouped_projection([weight], bias)
+        x = torch.randn(rows, INPUTS)
         expected = rounded_rows(x) @ weight.decode().T + bias
         out = torch.full((rows + 1, outputs), 7.0)
         projection.into(x, out[:rows])
@@ -86,8 +118,40 @@ def test_products_equal_those_of_the_decoded_weight(
         assert_near(half.float(), expected)
 
 
+def test_weights_in_several_formats_are_multiplied_as_one(operators: GroupedOperators) -> None:
+    """Files store queries, keys and values of one layer in different formats."""
+    weights = [
+        random_weight(16, INPUTS, 4, 32),
+        random_weight(24, INPUTS, 4, 32),
+        random_weight(12, INPUTS, 4, 32),
+        random_weight(8, INPUTS, 4, 32),  # begins within a strip
+        random_weight(8, INPUTS, 6, 16, numbers=Numbers.LEVELS, zero=True),
+    ]
+    whole, bias, x = (
+        torch.cat([each.decode() for each in weights]),
+        torch.randn(68),
+        torch.randn(5, INPUTS),
+    )
+    out = torch.full((5, 70), 7.0)
+    operators.grouped_projection(weights, bias).into(x, out[:, :68])
+    assert_near(out[:, :68], rounded_rows(x) @ whole.T + bias)
+    assert (out[:, 68:] == 7).all()
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_codes_are_packed_from_the_blocks_of_a_file(
+    operators: GroupedOperators, kind: GGMLQuantizationType
+) -> None:
+    weight = read_groups(random_blocks((40, INPUTS), kind), kind)
+    assert weight is not None
+    weights = [weight.rows(torch.randperm(40)), weight.rows(slice(3, 20))]
+    x, out = torch.randn(3, INPUTS), torch.empty(3, 57)
+    operators.grouped_projection(weights, None).into(x, out)
+    assert_near(out, rounded_rows(x) @ torch.cat([each.decode() for each in weights]).T)
+
+
 def test_product_of_a_row_is_independent_of_other_rows(operators: GroupedOperators) -> None:
-    projection = operators.grouped_projection(random_weight(64, 1024, 4, 32), None)
+    projection = operators.grouped_projection([random_weight(64, 1024, 4, 32)], None)
     x = torch.randn(150, 1024)
     together, alone = torch.empty(150, 64), torch.empty(1, 64)
     projection.into(x, together)
@@ -101,7 +165,7 @@ def test_broken_row_gives_no_numbers_and_leaves_others_alone(
     operators: GroupedOperators, broken: float
 ) -> None:
     """Such a row ends its request; a number in its place would be taken for an answer."""
-    projection = operators.grouped_projection(random_weight(8, 64, 8, 32), None)
+    projection = operators.grouped_projection([random_weight(8, 64, 8, 32)], None)
     x = torch.randn(3, 64)
     clean, out = torch.empty(3, 8), torch.empty(3, 8)
     projection.into(x, clean)
@@ -117,12 +181,12 @@ def test_rows_of_zeros_and_of_tiny_numbers_keep_their_precision(
     weight = random_weight(8, 64, 4, 32)
     x = torch.stack((torch.zeros(64), torch.randn(64) * 1e-30, torch.randn(64) * 1e30))
     out = torch.empty(3, 8)
-    operators.grouped_projection(weight, None).into(x, out)
+    operators.grouped_projection([weight], None).into(x, out)
     expected = rounded_rows(x) @ weight.decode().T
     torch.testing.assert_close(out, expected, atol=0, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("up_bits", "up_group"), [(4, 32), (4, 64), (8, 16), (0, 0)])
+@pytest.mark.parametrize(("up_bits", "up_group"), [(4, 32), (4, 64), (6, 16), (8, 16), (0, 0)])
 def test_gate_and_experts_equal_those_of_the_decoded_weights(
     operators: GroupedOperators, up_bits: int, up_group: int
 ) -> None:
@@ -154,9 +218,12 @@ def test_parts_of_a_weight_decode_to_parts_of_its_numbers() -> None:
     assert part is not None
     assert torch.equal(part.decode(), whole[:, 128:256])
     assert weight.columns(0, 4) is None  # would cut a group
-    both = joined([weight, random_weight(8, 384, 8, 48)])
-    assert isinstance(both, QuantizedWeight)
-    assert torch.equal(both.decode()[:24], whole)
+    levels = random_weight(8, INPUTS, 6, 16, numbers=Numbers.LEVELS, zero=True)
+    third = levels.columns(2, 3)
+    assert third is not None
+    assert torch.equal(third.decode(), levels.decode()[:, 512:])
+    assert levels.columns(0, 2) is None  # would cut a block
+    assert torch.equal(levels.rows(torch.tensor([7])).decode(), levels.decode()[[7]])
     assert torch.equal(weight.times(2).decode(), 2 * whole)
     assert torch.equal(weight.rows(torch.tensor([3, 1])).decode(), whole[[3, 1]])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from services.common.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.checkpoint.gguf_groups import read_groups
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
@@ -37,7 +38,7 @@ from tests.unit.engine.checkpoints import (
     random_tokens,
     reference_logits,
 )
-from tests.unit.engine.gguf_checkpoints import write_gguf
+from tests.unit.engine.gguf_checkpoints import random_blocks, write_gguf
 
 TOKENS = 60
 TIED = SHAPE | {"tie_word_embeddings": True}
@@ -123,6 +124,27 @@ def test_each_format_is_decoded_as_its_own_library_decodes_it(tmp_path: Path, ki
     torch.testing.assert_close(logits_of(loaded(path), tokens), expected, atol=1e-4, rtol=0)
     kept = logits_of(loaded(path, "full"), tokens)  # in codes where there are kernels
     assert (kept - expected).abs().mean() < 0.03 * expected.std()
+
+
+@pytest.mark.parametrize("kind", [each for each in KINDS if each not in (K.F16, K.BF16)])
+def test_parts_of_a_weight_are_those_of_its_numbers(kind: K) -> None:
+    """Ranks and rotated heads take some of a weight's rows or columns, unread."""
+    block, _ = GGML_QUANT_SIZES[kind]
+    blocks = random_blocks((40, 4 * block), kind)
+    whole = torch.from_numpy(dequantize(blocks, kind))
+    weight = read_groups(blocks, kind)
+    assert weight is not None
+    assert weight.shape == tuple(whole.shape)
+    order = torch.randperm(40)
+    again = weight.rows(order).rows(torch.tensor([7, 3]))
+    last, part = weight.rows(slice(32, 40)), weight.columns(1, 2)
+    assert part is not None
+    for ours, theirs in (
+        *((weight, whole), (weight.rows(order), whole[order]), (again, whole[order[[7, 3]]])),
+        *((last, whole[32:]), (part, whole[:, 2 * block :])),
+    ):
+        torch.testing.assert_close(ours.decode(), theirs, atol=0, rtol=1e-6)
+    assert weight.columns(0, 8) is None  # would cut a block
 
 
 def test_experts_stay_apart_in_mxfp4(tmp_path: Path) -> None:
