@@ -119,6 +119,7 @@ def test_ctrl_c_ends_the_stream_with_exit_code_130(stack: Stack) -> None:
         [*command, *asked, "--target", stack.tokenizer],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        bufsize=0,  # else `read` takes all that is in the pipe
         pipesize=4096,
     )
     assert process.stdout is not None
