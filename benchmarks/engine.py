@@ -44,6 +44,10 @@ _PARTS = {
     Kernel.ROTATION: "norm, rotation",
     Kernel.ATTENTION: "attention",
     Kernel.KEEP: "norm, rotation",
+    Kernel.ROW_NORM: "norm, rotation",
+    Kernel.GROUPED: "linear",
+    Kernel.GATE: "linear",
+    Kernel.DECODE: "attention",
 }
 
 Arguments = ParamSpec("Arguments")

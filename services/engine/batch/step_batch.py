@@ -69,6 +69,11 @@ class StepBatch:
     see each other; None = each token sees those up to itself"""
 
     @property
+    def is_decode(self) -> bool:
+        """True if every sequence decodes one token."""
+        return self.num_decodes == len(self.query_lengths_host)
+
+    @property
     def narrowed(self) -> "StepBatch":
         """This batch with the output rows as its only queries. Keys and values stay complete."""
         if self.output_rows is None:

@@ -20,6 +20,7 @@ __all__ = [
     "DrawCall",
     "Epilogue",
     "Format",
+    "GateCall",
     "GroupedCall",
     "InstructionSet",
     "KeepCall",
@@ -34,6 +35,7 @@ __all__ = [
     "PassCall",
     "PlaneCall",
     "RotationCall",
+    "RowNormCall",
     "ScoreCall",
     "instruction_set",
     "limit_instruction_set",
@@ -88,6 +90,10 @@ class Kernel(IntEnum):
     ROTATION = 2
     ATTENTION = 3
     KEEP = 4
+    ROW_NORM = 5
+    GROUPED = 6
+    GATE = 7
+    DECODE = 8
 
 
 class DrawCall(ctypes.Structure):
@@ -240,6 +246,7 @@ class GroupedCall(ctypes.Structure):
         ("num_rows", c_int64),
         ("inputs", c_int64),
         ("outputs", c_int64),
+        ("first_output", c_int64),
         ("out_stride", c_int64),
         ("group", c_int64),
         ("bits", c_int32),
@@ -296,6 +303,32 @@ class KeepCall(ctypes.Structure):
     ]
 
 
+class RowNormCall(ctypes.Structure):
+    """struct tw_row_norm"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("num_rows", c_int64),
+        ("width", c_int64),
+        ("epsilon", c_float),
+        ("dtype", c_int32),
+    ]
+
+
+class GateCall(ctypes.Structure):
+    """struct tw_gate"""
+
+    _fields_ = [
+        ("both", c_void_p),
+        ("out", c_void_p),
+        ("num_rows", c_int64),
+        ("width", c_int64),
+        ("dtype", c_int32),
+    ]
+
+
 class _AnyCall(ctypes.Union):
     _fields_ = [
         ("norm", NormCall),
@@ -303,6 +336,10 @@ class _AnyCall(ctypes.Union):
         ("rotation", RotationCall),
         ("attention", AttentionCall),
         ("keep", KeepCall),
+        ("row_norm", RowNormCall),
+        ("grouped", GroupedCall),
+        ("gate", GateCall),
+        ("decode", AttentionCall),
     ]
 
 
@@ -354,9 +391,6 @@ class Native:
         self.instruction_set = function("tw_instruction_set", c_int32)
         self.limit_instruction_set = function("tw_limit_instruction_set", c_int32, c_int32)
         self.use_pool = function("tw_use_pool", None, size)
-        self.rms_norm = function(
-            "tw_rms_norm", None, c_int32, c_void_p, c_void_p, c_void_p, size, size, c_float
-        )
         self.rotate = function("tw_rotate", None, POINTER(RotationCall))
         self.silu_multiply = function(
             "tw_silu_multiply", None, c_int32, c_void_p, c_void_p, size, size
@@ -364,8 +398,6 @@ class Native:
         self.draw_tokens = function("tw_draw_tokens", None, POINTER(DrawCall), size, size)
         self.score_tokens = function("tw_score_tokens", None, POINTER(ScoreCall), size, size, size)
         self.adapt = function("tw_adapt_rows", None, POINTER(AdaptCall))
-        self.paged_decode = function("tw_paged_decode", None, POINTER(AttentionCall))
-        self.grouped_linear = function("tw_grouped_linear", None, POINTER(GroupedCall))
         self.grouped_bytes = function("tw_grouped_bytes", size, POINTER(GroupedCall))
         self.grouped_pack = function(
             *("tw_grouped_pack", None, POINTER(GroupedCall), POINTER(CodesCall)),
@@ -387,6 +419,10 @@ class Native:
             Kernel.ROTATION: self.rotate,
             Kernel.ATTENTION: function("tw_tiled_attend", None, POINTER(AttentionCall)),
             Kernel.KEEP: function("tw_keep_rows", None, POINTER(KeepCall)),
+            Kernel.ROW_NORM: function("tw_norm_rows", None, POINTER(RowNormCall)),
+            Kernel.GROUPED: function("tw_grouped_linear", None, POINTER(GroupedCall)),
+            Kernel.GATE: function("tw_gate_rows", None, POINTER(GateCall)),
+            Kernel.DECODE: function("tw_paged_decode", None, POINTER(AttentionCall)),
         }
         self._recorder = _Recorder()
 

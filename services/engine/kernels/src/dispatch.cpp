@@ -1,4 +1,5 @@
 // Run-time choice of the instruction set, to which the C interface is forwarded.
+#include "buffer.h"
 #include "draw.h"
 #include "grouped.h"
 #include "portable.h"
@@ -50,6 +51,8 @@ tw_instructions detect() {
 #endif
   return TW_BASELINE;
 }
+
+thread_local Buffer ungated;  // products that tw_gate_rows reads
 
 const tw_instructions available = detect();
 tw_instructions in_use = available;
@@ -104,9 +107,25 @@ void tw_score_tokens(tw_score *scores, int64_t count, int64_t vocabulary, int64_
 }
 
 void tw_grouped_linear(const tw_grouped *grouped) {
+  tw_grouped call = *grouped;
+  const int64_t element = call.out_dtype == TW_FLOAT32 ? 4 : 2;
+  if (!call.out) call.out = ungated.reserve(call.num_rows * call.out_stride * element);
+  call.out = static_cast<uint8_t *>(call.out) + call.first_output * element;
 #if defined(__x86_64__)
-  if (in_use >= TW_AVX512 && has_vnni) return grouped_vnni(grouped);
-  if (in_use >= TW_AVX2) return grouped_avx2(grouped);
+  if (in_use >= TW_AVX512 && has_vnni) return grouped_vnni(&call);
+  if (in_use >= TW_AVX2) return grouped_avx2(&call);
 #endif
-  grouped_baseline(grouped);
+  grouped_baseline(&call);
+}
+
+void tw_gate_rows(const tw_gate *gate) {
+  const int64_t element = gate->dtype == TW_FLOAT32 ? 4 : 2;
+  const void *both = gate->both;
+  if (!both) both = ungated.reserve(gate->num_rows * 2 * gate->width * element);
+  portable().silu_multiply(gate->dtype, both, gate->out, gate->num_rows, gate->width);
+}
+
+void tw_norm_rows(const tw_row_norm *norm) {
+  portable().rms_norm(norm->dtype, norm->rows, norm->weight, norm->out, norm->num_rows, norm->width,
+                      norm->epsilon);
 }

@@ -233,37 +233,46 @@ inline void multiply_nibbles(const uint8_t *const *codes, const int8_t *rows, in
     }
 }
 
+// Returns four inputs of 8 outputs in a unit of 6-bit codes. k: which of the four.
+inline __m256i load_sixes(const uint8_t *unit, int k) {
+  const __m256i four_bits = load_codes(unit + k / 2 * 32), two_bits = load_codes(unit + 64);
+  const __m256i raised = k == 0   ? _mm256_slli_epi16(two_bits, 4)
+                         : k == 1 ? _mm256_slli_epi16(two_bits, 2)
+                         : k == 2 ? two_bits
+                                  : _mm256_srli_epi16(two_bits, 2);
+  const __m256i lowered = k % 2 ? _mm256_srli_epi16(four_bits, 4) : four_bits;
+  return _mm256_or_si256(_mm256_and_si256(lowered, _mm256_set1_epi8(15)),
+                         _mm256_and_si256(raised, _mm256_set1_epi8(48)));
+}
+
 // The same for codes of 6 bits.
 template <int kRows, int kUnit>
 inline void multiply_sixes(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
                            Vector (*products)[kRows]) {
-  const __m256i low = _mm256_set1_epi8(15), high = _mm256_set1_epi8(48);
   __m256i sums[kStrips][kRows];
 #pragma GCC unroll 8
-  for (int s = 0; s < kStrips; s++)
+  for (int k = 0; k < kUnit / 4; k += 2) {
+    __m256i weights[kStrips][2];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) sums[s][r] = _mm256_setzero_si256();
+    for (int s = 0; s < kStrips; s++)
 #pragma GCC unroll 8
-  for (int k = 0; k < kUnit / 4; k++) {
-    __m256i weights[kStrips];
-#pragma GCC unroll 8
-    for (int s = 0; s < kStrips; s++) {
-      const uint8_t *unit = codes[s] + k / 4 * kSixes;
-      const __m256i four_bits = load_codes(unit + k % 4 / 2 * 32), two_bits = load_codes(unit + 64);
-      const __m256i raised = k % 4 == 0   ? _mm256_slli_epi16(two_bits, 4)
-                             : k % 4 == 1 ? _mm256_slli_epi16(two_bits, 2)
-                             : k % 4 == 2 ? two_bits
-                                          : _mm256_srli_epi16(two_bits, 2);
-      const __m256i lowered = k % 2 ? _mm256_srli_epi16(four_bits, 4) : four_bits;
-      weights[s] =
-          _mm256_or_si256(_mm256_and_si256(lowered, low), _mm256_and_si256(raised, high));
-    }
+      for (int i = 0; i < 2; i++) weights[s][i] = load_sixes(codes[s] + k / 4 * kSixes, k % 4 + i);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) {
-      const __m256i row = four(rows + r * stride + 4 * k);
+      const __m256i first = four(rows + r * stride + 4 * k);
+      const __m256i second = four(rows + r * stride + 4 * k + 4);
 #pragma GCC unroll 8
       for (int s = 0; s < kStrips; s++) {
-        sums[s][r] = add_products(sums[s][r], weights[s], row);
+#if defined(__AVX512VNNI__)
+        __m256i sum = add_products(k ? sums[s][r] : _mm256_setzero_si256(), weights[s][0], first);
+        sums[s][r] = add_products(sum, weights[s][1], second);
+#else
+        // Two pairs of products of 63 and 127 fit 16 bits.
+        __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(weights[s][0], first),
+                                         _mm256_maddubs_epi16(weights[s][1], second));
+        pairs = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        sums[s][r] = k ? _mm256_add_epi32(sums[s][r], pairs) : pairs;
+#endif
         in_order(sums[s][r]);
       }
     }
@@ -389,20 +398,21 @@ inline void multiply_bytes(const uint8_t *const *codes, const int8_t *rows, int6
 #endif
 
 // Loads the scales or offsets of a strip's group. factors: those of its 256 inputs, for levels.
-inline Vector load_numbers(int32_t kind, const uint8_t *from, const uint8_t *factors) {
-  if (kind == TW_LEVELS) return times(load_halves(factors), load_levels(from));
-  return kind == TW_HALVES ? load_halves(from) : load_floats(from);
+template <int kNumbers>
+inline Vector load_numbers(const uint8_t *from, const uint8_t *factors) {
+  if (kNumbers == TW_LEVELS) return times(load_halves(factors), load_levels(from));
+  return kNumbers == TW_HALVES ? load_halves(from) : load_floats(from);
 }
 
 // Multiplies kRows rows by two strips, `strip_bytes` apart. out: [kStrips][kRows][kStrip].
-template <int kRows, int kBits, int kUnit>
+template <int kRows, int kBits, int kUnit, int kNumbers, bool kOffsets>
 void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, const Rows &rows,
                      int64_t first, float *out) {
   constexpr int64_t kCodes = kUnit * kStrip * kBits / 8;
   constexpr float kZero = kBits == 8 ? 0 : 1 << (kBits - 1);  // code of zero without offsets
   const int64_t blocks = g.inputs / kBlock, groups = g.inputs / g.group, units = g.group / kUnit;
-  const int64_t scale_bytes = number_bytes(g), all_factor_bytes = factor_bytes(g);
-  const int64_t all_number_bytes = scale_bytes * (g.has_offsets ? 2 : 1);
+  constexpr int64_t kEach = kStrip * (kNumbers == TW_LEVELS ? 1 : kNumbers == TW_HALVES ? 2 : 4);
+  constexpr int kKinds = kOffsets ? 2 : 1;
   const int8_t *codes = rows.codes + first * g.inputs;
   const float *scales = rows.scales + first * blocks, *sums = rows.sums + first * groups;
   Vector totals[kStrips][kRows];
@@ -414,16 +424,16 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
 #pragma GCC unroll 8
   for (int s = 0; s < kStrips; s++) factors[s] = at[s] = packed + s * apart;
   for (int64_t group = 0; group < groups; group++) {
-    if (all_factor_bytes && group * g.group % kSuper == 0) {
+    if (kNumbers == TW_LEVELS && group * g.group % kSuper == 0) {
 #pragma GCC unroll 8
       for (int s = 0; s < kStrips; s++) {
         factors[s] = at[s];
-        at[s] += all_factor_bytes;
+        at[s] += kStrip * 2 * kKinds;
       }
     }
     const uint8_t *const numbers[kStrips] = {at[0], at[1]};
 #pragma GCC unroll 8
-    for (int s = 0; s < kStrips; s++) at[s] += all_number_bytes;
+    for (int s = 0; s < kStrips; s++) at[s] += kEach * kKinds;
     Vector parts[kStrips][kRows];
 #pragma GCC unroll 8
     for (int s = 0; s < kStrips; s++)
@@ -454,20 +464,16 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
     }
 #pragma GCC unroll 8
     for (int s = 0; s < kStrips; s++) {
-      const Vector scale = load_numbers(g.numbers, numbers[s], factors[s]);
-      if (g.has_offsets) {
-        const Vector offset =
-            load_numbers(g.numbers, numbers[s] + scale_bytes, factors[s] + kStrip * 2);
+      const Vector scale = load_numbers<kNumbers>(numbers[s], factors[s]);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; r++)
-          totals[s][r] = fused(offset, broadcast(sums[r * groups + group]), totals[s][r]);
-      } else if (kZero != 0) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; r++)
-          parts[s][r] = less(parts[s][r], broadcast(kZero * sums[r * groups + group]));
+      for (int r = 0; r < kRows; r++) {
+        const float sum = sums[r * groups + group];
+        if (kBits != 8 && !kOffsets) parts[s][r] = less(parts[s][r], broadcast(kZero * sum));
+        totals[s][r] = fused(scale, parts[s][r], totals[s][r]);
+        if (kOffsets)
+          totals[s][r] = fused(load_numbers<kNumbers>(numbers[s] + kEach, factors[s] + kStrip * 2),
+                               broadcast(sum), totals[s][r]);
       }
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) totals[s][r] = fused(scale, parts[s][r], totals[s][r]);
     }
   }
 #pragma GCC unroll 8
@@ -476,14 +482,31 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
     for (int r = 0; r < kRows; r++) store(out + (s * kRows + r) * kStrip, totals[s][r]);
 }
 
-using MultiplyStrips = decltype(&multiply_strips<1, 4, 32>);
+using MultiplyStrips = decltype(&multiply_strips<1, 4, 32, TW_FLOATS, false>);
+
+template <int kRows, int kBits, int kUnit, int kNumbers>
+MultiplyStrips choose_offsets(const tw_grouped &g) {
+  return g.has_offsets ? multiply_strips<kRows, kBits, kUnit, kNumbers, true>
+                       : multiply_strips<kRows, kBits, kUnit, kNumbers, false>;
+}
+
+template <int kRows, int kBits, int kUnit>
+MultiplyStrips choose_numbers(const tw_grouped &g) {
+  if (g.numbers == TW_LEVELS) return choose_offsets<kRows, kBits, kUnit, TW_LEVELS>(g);
+  return g.numbers == TW_HALVES ? choose_offsets<kRows, kBits, kUnit, TW_HALVES>(g)
+                                : choose_offsets<kRows, kBits, kUnit, TW_FLOATS>(g);
+}
+
+template <int kRows, int kBits>
+MultiplyStrips choose_unit(const tw_grouped &g) {
+  return g.group == kBlock / 2 ? choose_numbers<kRows, kBits, kBlock / 2>(g)
+                               : choose_numbers<kRows, kBits, kBlock>(g);
+}
 
 template <int kRows>
 MultiplyStrips choose(const tw_grouped &g) {
-  const bool is_small = g.group == kBlock / 2;
-  if (g.bits == 4) return is_small ? multiply_strips<kRows, 4, 16> : multiply_strips<kRows, 4, 32>;
-  if (g.bits == 6) return is_small ? multiply_strips<kRows, 6, 16> : multiply_strips<kRows, 6, 32>;
-  return is_small ? multiply_strips<kRows, 8, 16> : multiply_strips<kRows, 8, 32>;
+  if (g.bits == 4) return choose_unit<kRows, 4>(g);
+  return g.bits == 6 ? choose_unit<kRows, 6>(g) : choose_unit<kRows, 8>(g);
 }
 
 // Writes the outputs of a strip and some rows.

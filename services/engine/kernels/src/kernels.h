@@ -53,6 +53,18 @@ void tw_rotate(const tw_rotation *rotation);
 // out [rows, width] = silu(both[:, :width]) * both[:, width:]
 void tw_silu_multiply(int32_t dtype, const void *both, void *out, int64_t num_rows, int64_t width);
 
+// The arguments of tw_rms_norm.
+struct tw_row_norm {
+  const void *rows;
+  const void *weight;
+  void *out;
+  int64_t num_rows;
+  int64_t width;
+  float epsilon;
+  int32_t dtype;
+};
+void tw_norm_rows(const tw_row_norm *norm);
+
 // What an adapter adds to some neighbouring outputs of a product.
 struct tw_low_rank {
   const void *down;  // [rank, inputs]
@@ -163,10 +175,11 @@ struct tw_grouped {
   const void *rows;    // [num_rows, inputs]
   const void *packed;  // by tw_grouped_pack
   const float *bias;   // [outputs] or null
-  void *out;           // [num_rows, outputs], out_stride apart
+  void *out;           // [num_rows, out_stride]; null = memory that tw_gate_rows reads
   int64_t num_rows;
   int64_t inputs;   // a multiple of 32 and of group; of 256 with levels
   int64_t outputs;
+  int64_t first_output; // of a row of out
   int64_t out_stride;   // elements between two rows of out
   int64_t group;        // inputs: a multiple of 32, or 16
   int32_t bits;         // 4, 6 or 8: codes are below 2 ** bits
@@ -177,6 +190,16 @@ struct tw_grouped {
   int32_t out_dtype;    // likewise
 };
 void tw_grouped_linear(const tw_grouped *grouped);
+
+// SiLU of a row's first half times its second half.
+struct tw_gate {
+  const void *both;  // [num_rows, 2 * width]; null = what tw_grouped_linear wrote last in this thread
+  void *out;         // [num_rows, width]
+  int64_t num_rows;
+  int64_t width;
+  int32_t dtype;
+};
+void tw_gate_rows(const tw_gate *gate);
 
 // Bytes of packed weights. Reads only the fields that describe weights.
 int64_t tw_grouped_bytes(const tw_grouped *grouped);
@@ -291,6 +314,10 @@ enum tw_kernel : int32_t {
   TW_ROTATION = 2,
   TW_ATTENTION = 3,
   TW_KEEP = 4,  // later kernels run on the kept rows
+  TW_ROW_NORM = 5,
+  TW_GROUPED_LINEAR = 6,
+  TW_GATE_ROWS = 7,
+  TW_DECODE = 8,
 };
 
 struct tw_operation {
@@ -301,6 +328,10 @@ struct tw_operation {
     tw_rotation rotation;
     tw_attention attention;
     tw_keep keep;
+    tw_row_norm row_norm;
+    tw_grouped grouped;
+    tw_gate gate;
+    tw_attention decode;
   };
 };
 

@@ -18,6 +18,19 @@ struct Rows {
   const int32_t *ends;
 };
 
+// Gives a call this pass's arguments, and returns it.
+tw_attention &of_pass(tw_attention &call, const tw_pass &pass, const Rows &rows) {
+  call.slots = pass.slots;
+  call.query_starts = rows.query_starts;
+  call.ends = rows.ends;
+  call.context_lengths = pass.context_lengths;
+  call.block_tables = pass.block_tables;
+  call.table_stride = pass.table_stride;
+  call.tokens = pass.tokens;
+  call.sequences = pass.sequences;
+  return call;
+}
+
 // Runs a copy of a recorded operation with this pass's arguments.
 void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
   switch (operation.kernel) {
@@ -31,15 +44,18 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
       operation.rotation.tokens = pass.tokens;
       return tw_rotate(&operation.rotation);
     case TW_ATTENTION:
-      operation.attention.slots = pass.slots;
-      operation.attention.query_starts = rows.query_starts;
-      operation.attention.ends = rows.ends;
-      operation.attention.context_lengths = pass.context_lengths;
-      operation.attention.block_tables = pass.block_tables;
-      operation.attention.table_stride = pass.table_stride;
-      operation.attention.tokens = pass.tokens;
-      operation.attention.sequences = pass.sequences;
-      return tw_tiled_attend(&operation.attention);
+      return tw_tiled_attend(&of_pass(operation.attention, pass, rows));
+    case TW_ROW_NORM:
+      operation.row_norm.num_rows = rows.count;
+      return tw_norm_rows(&operation.row_norm);
+    case TW_GROUPED_LINEAR:
+      operation.grouped.num_rows = rows.count;
+      return tw_grouped_linear(&operation.grouped);
+    case TW_GATE_ROWS:
+      operation.gate.num_rows = rows.count;
+      return tw_gate_rows(&operation.gate);
+    case TW_DECODE:
+      return tw_paged_decode(&of_pass(operation.decode, pass, rows));
     case TW_KEEP:
       operation.keep.kept = pass.kept;
       operation.keep.num_kept = pass.num_kept;

@@ -1,6 +1,5 @@
 """Attention on the CPU kernels."""
 
-from ctypes import byref
 from functools import partial
 
 import torch
@@ -34,10 +33,15 @@ class NativeAttention(TorchAttention):
         super().__init__(spec, dtype, torch.device("cpu"), sinks)
         self._native = native
 
+    def attend(self, layer: int, step: AttentionStep) -> None:
+        self._write_and_decode(layer, step)
+        if not step.batch.is_decode:
+            self._prefill(layer, step)
+
     def _write_and_decode(self, layer: int, step: AttentionStep) -> None:
         call = _call(self._spec, self._sinks, layer, step)
         call.sequences = step.batch.num_decodes
-        self._native.paged_decode(byref(call))
+        self._native.run(Kernel.DECODE, call)
 
 
 class TiledAttention(AttentionBackend):

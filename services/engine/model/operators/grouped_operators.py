@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from services.engine.kernels.library import (
     DTYPES,
     CodesCall,
+    GateCall,
     GroupedCall,
+    Kernel,
     Native,
     Numbers,
     NumbersCall,
@@ -24,8 +27,9 @@ from services.engine.model.checkpoint.quantized import (
     QuantizedWeight,
     rounded,
 )
-from services.engine.model.operators.interface import Gate, Operators, Projection
+from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
 from services.engine.model.operators.native_operators import NativeGate, NativeOperators
+from services.engine.model.operators.recording import Recording
 from services.engine.model.operators.torch_operators import TorchGate, join_biases
 
 __all__ = ["GroupedOperators", "RoundedOperators"]
@@ -72,7 +76,12 @@ class GroupedOperators(NativeOperators):
         product = self.grouped_projection([gate] if up is None else [gate, up], bias)
         if activation != SWIGLU:
             return TorchGate(product, 1 if up is None else 2, activation, self)
+        if isinstance(product, _GroupedProjection):
+            return _GroupedGate(self._native, product, self._code)
         return NativeGate(self._native, product, self._code)
+
+    def recording(self) -> Recording:
+        return Recording(self._native, only_decodes=True)
 
 
 class RoundedOperators(GroupedOperators):
@@ -87,6 +96,20 @@ class RoundedOperators(GroupedOperators):
         if weight.shape[1] % _BLOCK:
             return super().projection(weight, bias)
         return self.grouped_projection([rounded(weight, self._bits, _BLOCK)], bias)
+
+    def gate(
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
+    ) -> Gate:
+        if gate.shape[1] % _BLOCK:
+            return super().gate(gate, up, gate_bias, up_bias, activation)
+        first = rounded(gate, self._bits, _BLOCK)
+        second = None if up is None else rounded(up, self._bits, _BLOCK)
+        return self.grouped_gate(first, second, gate_bias, up_bias, activation)
 
     def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return NativeOperators.projection(self, weight, bias)
@@ -112,12 +135,57 @@ class _GroupedProjection(Projection):
         self.weight_bytes = sum(run.num_bytes for _, run in self._runs)
 
     def into(self, rows: Tensor, out: Tensor) -> None:
+        target = _Target(out.data_ptr(), out.stride(0), DTYPES[out.dtype])
         for first, run in self._runs:
-            run.multiply(rows, out, first, adds=False)
+            run.multiply(rows, target, first, adds=False)
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
+        target = _Target(out.data_ptr(), out.stride(0), DTYPES[out.dtype])
         for first, run in self._runs:
-            run.multiply(rows, out, first, adds=True)
+            run.multiply(rows, target, first, adds=True)
+
+    def into_gate(self, rows: Tensor) -> None:
+        """Write the product where `Kernel.GATE` reads it."""
+        width = sum(run.outputs for _, run in self._runs)
+        target = _Target(None, width, DTYPES[rows.dtype])
+        for first, run in self._runs:
+            run.multiply(rows, target, first, adds=False)
+
+
+class _GroupedGate(Gate):
+    """A SwiGLU of one grouped product that holds both factors."""
+
+    def __init__(self, native: Native, product: _GroupedProjection, code: int) -> None:
+        self._native = native
+        self._product = product
+        self._code = code
+        self._delta: Delta | None = None
+        self.weight_bytes = product.weight_bytes
+
+    def adapt(self, delta: Delta) -> None:
+        self._delta = delta
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        both = None
+        if self._delta is None or not self._delta.is_active:
+            self._product.into_gate(rows)
+        else:
+            both = out.new_empty((out.shape[0], 2 * out.shape[1]))
+            self._product.into(rows, both)
+            self._delta.add_to(rows, both)
+        place = None if both is None else both.data_ptr()
+        self._native.run(Kernel.GATE, GateCall(place, out.data_ptr(), *out.shape, self._code))
+
+
+class _Target(NamedTuple):
+    """Where products go."""
+
+    place: int | None
+    """Address of the first row; None = where `Kernel.GATE` reads it"""
+    stride: int
+    """Numbers between two rows"""
+    dtype: int
+    """enum tw_dtype"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +235,13 @@ class _Run:
             packed += native.grouped_bytes(call)
         call.outputs = self.outputs
 
-    def multiply(self, rows: Tensor, out: Tensor, first: int, *, adds: bool) -> None:
+    def multiply(self, rows: Tensor, out: _Target, first: int, *, adds: bool) -> None:
         """Write the products, or add them, to the outputs from `first` on."""
         call = self._call
-        call.rows, call.out = rows.data_ptr(), out.data_ptr() + first * out.element_size()
-        call.num_rows, call.out_stride = rows.shape[0], out.stride(0)
-        call.dtype, call.out_dtype = DTYPES[rows.dtype], DTYPES[out.dtype]
-        call.adds = adds
-        self._native.grouped_linear(call)
+        call.rows, call.num_rows, call.dtype = rows.data_ptr(), rows.shape[0], DTYPES[rows.dtype]
+        call.out, call.out_stride, call.out_dtype = out
+        call.first_output, call.adds = first, adds
+        self._native.run(Kernel.GROUPED, call)
 
 
 def _runs(weights: Iterable[_Stored]) -> Iterator[Sequence[_Stored]]:

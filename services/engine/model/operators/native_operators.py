@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import DTYPES, Kernel, Native, RotationCall
+from services.engine.kernels.library import DTYPES, Kernel, Native, RotationCall, RowNormCall
 from services.engine.kernels.memory import allocate
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
@@ -53,15 +53,10 @@ class NativeOperators(TorchOperators):
         out += rows
 
     def _norm_rows(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        self._native.rms_norm(
-            self._code,
-            rows.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            rows.shape[0],
-            rows.shape[1],
-            epsilon,
+        call = RowNormCall(
+            rows.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows.shape, epsilon, self._code
         )
+        self._native.run(Kernel.ROW_NORM, call)
 
     def rotate(
         self,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
+from torch.nn.functional import silu
 
 from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, Numbers
@@ -16,7 +17,7 @@ from services.engine.model.checkpoint.gguf_groups import read_groups
 from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight, rounded
 from services.engine.model.loader import load_model
 from services.engine.model.operators.grouped_operators import GroupedOperators
-from services.engine.model.operators.interface import ExpertWeights
+from services.engine.model.operators.interface import Delta, ExpertWeights
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
 from tests.unit.engine.gguf_checkpoints import random_blocks
@@ -209,6 +210,48 @@ def test_gate_and_experts_equal_those_of_the_decoded_weights(
     operators.mixture(experts, 3, 2, SWIGLU).add_to(x, chosen, factors, ours)
     exact.mixture(experts, 3, 2, SWIGLU).add_to(x, chosen, factors, theirs)
     assert (ours - theirs).abs().mean() < 0.04 * theirs.std()
+
+
+class _Shift(Delta):
+    """Adds 1 to every output."""
+
+    is_active = True
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        out += 1
+
+
+def test_adapter_of_a_gate_changes_what_is_activated(operators: GroupedOperators) -> None:
+    gate, up = random_weight(96, 64, 4, 32), random_weight(96, 64, 6, 32)
+    made, delta = operators.grouped_gate(gate, up, None, None), _Shift()
+    made.adapt(delta)
+    x, out = torch.randn(5, 64), torch.empty(5, 96)
+    first, second = (rounded_rows(x) @ each.decode().T for each in (gate, up))
+    made.into(x, out)
+    assert_near(out, silu(first + 1) * (second + 1))
+    delta.is_active = False
+    made.into(x, out)
+    assert_near(out, silu(first) * second)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3, tied", "mistral"])
+def test_replayed_decodes_compute_what_single_kernels_do(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CONFIGS[family])
+    logits = []
+    with restrict_kernels(InstructionSet.AVX2) as native:
+        for replays in (True, False):
+            decoder = load_model(tmp_path, torch.float32, weights="int8")
+            recording, decoder._recording = decoder._recording, None
+            driver = Driver(decoder, [random_tokens(40, 1), random_tokens(40, 2)])
+            driver.step([(0, 20)])
+            decoder._recording = recording if replays else None
+            for rows in ([(0, 1)], [(0, 1)], [(0, 1), (1, 25)], [(0, 1), (1, 1)], [(1, 1)]):
+                driver.step(rows)
+            assert recording is not None
+            assert (recording._operations is not None) is replays
+            logits.append(torch.cat(list(driver.logits)))
+        native.use_pool(0)
+    assert torch.equal(*logits)
 
 
 def test_parts_of_a_weight_decode_to_parts_of_its_numbers() -> None:
