@@ -150,13 +150,13 @@ async def running_service(
 class MortalEngine:
     """A float32 engine that tests kill and start again at the same address."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *flags: str) -> None:
         [port] = free_ports(1)
         self.target = f"127.0.0.1:{port}"
         self._model = model
         self._command = [
             *(sys.executable, "-m", "services.engine", "--port", str(port), "--dtype", "float32"),
-            *("--kv-memory", "64MiB", "--model"),
+            *("--kv-memory", "64MiB", *flags, "--model"),
         ]
         self._process: asyncio.subprocess.Process | None = None
 
@@ -196,9 +196,9 @@ class MortalEngine:
 
 
 @asynccontextmanager
-async def mortal_engine(model: Path) -> AsyncIterator[MortalEngine]:
+async def mortal_engine(model: Path, *flags: str) -> AsyncIterator[MortalEngine]:
     """Start an engine and kill it at the end. It may not be ready yet when it is yielded."""
-    engine = MortalEngine(model)
+    engine = MortalEngine(model, *flags)
     await engine.start()
     try:
         yield engine

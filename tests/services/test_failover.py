@@ -10,10 +10,13 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from tests.services.shim import running_shim
 from tests.stack import MortalEngine, free_ports, mortal_engine, running_service
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 from tests.unit.engine.vision_checkpoints import png
 from tests.vision import write_whole
 from tokenwire.channel import connect
@@ -73,6 +76,26 @@ async def test_stream_survives_repeated_losses_of_the_engine(
                     session.send(more)
         await session.close()
         assert not losses
+        assert text == calm.text
+
+
+async def test_stream_of_an_adapter_survives_the_loss_of_the_engine(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    base = LlamaForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
+    make_adapter(base, tmp_path / "one", 0, rank=8, lora_alpha=32.0)
+    asked: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    async with (
+        mortal_engine(embedded_model, "--adapters", f"one={tmp_path / 'one'}") as engine,
+        tokenizer_of(embedded_model, engine, tmp_path / "log") as client,
+    ):
+        calm = await client.complete("import", model="one", **asked)
+        assert calm.text != (await client.complete("import", **asked)).text
+        async with client.stream("import", model="one", **asked) as stream:
+            text = (await anext(aiter(stream))).text
+            await engine.kill()
+            await engine.start()
+            text += "".join([delta.text async for delta in stream])
         assert text == calm.text
 
 

@@ -1,9 +1,14 @@
 """Speculative decoding (`--speculate ngram`) under a grammar."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+from transformers import LlamaForCausalLM
+
 from tests.stack import metrics_of, running_service
+from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 from tokenwire.channel import connect
 from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest, SequenceFinished
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
@@ -31,16 +36,17 @@ def request(grammar: GrammarSpec, temperature: float) -> GenerateRequest:
     )
 
 
-async def run(model: Path, grammar: str, speculate: str, log: Path) -> tuple[list[object], float]:
-    """Run the requests one after the other; return their outputs and the number of steps."""
+async def run(
+    model: Path, requests: Iterable[GenerateRequest], log: Path, *options: str
+) -> tuple[list[object], float]:
+    """Run requests one after the other; return their outputs and the number of steps."""
     arguments = ("--model", str(model), "--dtype", "float32", "--kv-memory", "128MiB")
-    options = ("--grammar", grammar, "--speculate", speculate)
     outputs: list[object] = []
     async with (
         running_service("engine", *arguments, *options, log=log) as engine,
         connect(engine.target) as channel,
     ):
-        for each in (request(g, temperature) for g in GRAMMARS for temperature in (0, 1)):
+        for each in requests:
             ids: dict[int, list[int]] = {}
             ends: dict[int, SequenceFinished] = {}
             async for event in EngineServiceStub(channel).Generate(each):
@@ -58,7 +64,39 @@ async def test_draft_tokens_under_a_grammar_save_steps_and_keep_the_output(
 ) -> None:
     log = tmp_path / "grammar.log"
     async with running_service("grammar", "--model", str(embedded_model), log=log) as grammar:
-        plain, steps = await run(embedded_model, grammar.target, "off", tmp_path / "plain.log")
-        guessed, fewer = await run(embedded_model, grammar.target, "ngram", tmp_path / "guess.log")
+        requests = [request(each, temperature) for each in GRAMMARS for temperature in (0, 1)]
+        (plain, steps), (guessed, fewer) = [
+            await run(
+                *(embedded_model, requests, tmp_path / speculate),
+                *("--grammar", grammar.target, "--speculate", speculate),
+            )
+            for speculate in ("off", "ngram")
+        ]
     assert guessed == plain
+    assert fewer < 0.8 * steps
+
+
+async def test_draft_tokens_of_an_adapter_save_steps_and_keep_the_output(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    base = LlamaForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
+    make_adapter(base, tmp_path / "one", 0, rank=8, lora_alpha=32.0)
+    requests = [
+        GenerateRequest(
+            model=model,
+            prompts=[TokenIds(ids=[40, 41, 42, 43] * 8)],
+            sampling=SamplingParams(temperature=0),
+            stopping=StoppingParams(max_tokens=120, ignore_eos=True),
+        )
+        for model in ("one", "", "one")
+    ]
+    (plain, steps), (guessed, fewer) = [
+        await run(
+            *(embedded_model, requests, tmp_path / f"{speculate}.log"),
+            *("--adapters", f"one={tmp_path / 'one'}", "--speculate", speculate),
+        )
+        for speculate in ("off", "ngram")
+    ]
+    assert guessed == plain
+    assert plain[0] != plain[2]
     assert fewer < 0.8 * steps
