@@ -109,6 +109,11 @@ class GroupNumbers:
         levels = self.each.float().view(outputs, count, -1)
         return (levels * self.factors.float()[..., None]).view(self.each.shape)
 
+    def contiguous(self) -> "GroupNumbers":
+        """Return them one after the other in memory."""
+        factors = None if self.factors is None else self.factors.contiguous()
+        return GroupNumbers(self.each.contiguous(), factors)
+
     def rows(self, index: Tensor | slice) -> "GroupNumbers":
         """Return those of some outputs."""
         factors = None if self.factors is None else _rows(self.factors, index)

@@ -267,9 +267,9 @@ def _stored(weight: QuantizedWeight) -> _Stored:
 def _alike(numbers: Sequence[GroupNumbers]) -> tuple[Numbers, Sequence[GroupNumbers]]:
     """Return scales, and offsets if there are any, in the smallest form that holds all of them."""
     if all(each.factors is not None for each in numbers):
-        return Numbers.LEVELS, numbers
+        return Numbers.LEVELS, [each.contiguous() for each in numbers]
     if all(each.each.dtype == torch.float16 for each in numbers):
-        return Numbers.HALVES, [GroupNumbers(each.each.contiguous()) for each in numbers]
+        return Numbers.HALVES, [each.contiguous() for each in numbers]
     floats = [each.float().contiguous() for each in numbers]
     halves = [each.half() for each in floats]
     if all(torch.equal(half.float(), each) for half, each in zip(halves, floats, strict=True)):

@@ -149,6 +149,11 @@ def test_codes_are_packed_from_the_blocks_of_a_file(
     x, out = torch.randn(3, INPUTS), torch.empty(3, 57)
     operators.grouped_projection(weights, None).into(x, out)
     assert_near(out, rounded_rows(x) @ torch.cat([each.decode() for each in weights]).T)
+    part = weight.columns(1, 3)  # of a rank
+    assert part is not None
+    x, out = torch.randn(3, INPUTS // 3), torch.empty(3, 40)
+    operators.grouped_projection([part], None).into(x, out)
+    assert_near(out, rounded_rows(x) @ part.decode().T)
 
 
 def test_product_of_a_row_is_independent_of_other_rows(operators: GroupedOperators) -> None:
