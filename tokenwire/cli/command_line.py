@@ -4,8 +4,9 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from tokenwire.cli import generation, health, keys, pull, serve, shell_completion, text
 from tokenwire.cli.arguments import tls_of
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        return asyncio.run(options.command(options))  # type: ignore[no-any-return]
+        return asyncio.run(_interruptible(options.command(options)))
     except ServiceError as error:
         print_error(_sentence(options, error))
         return 1
@@ -60,6 +61,13 @@ def _run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:  # of an extra
         print_error(f"{error.name} is not installed; `pip install 'tokenwire[all]'` installs it.")
         return 2
+
+
+async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
+    """Run a command. Ctrl-C during its last write counts too."""
+    code = await command
+    await asyncio.sleep(0)  # where the interrupt is raised
+    return code
 
 
 def _sentence(options: argparse.Namespace, error: ServiceError) -> str:
