@@ -13,10 +13,16 @@ from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.documentation.openapi import openapi
 from services.http_shim.documentation.pages import PAGES, page_routes
 from services.http_shim.endpoints.adapters import Adapters
-from services.http_shim.endpoints.generation import CHAT, COMPLETIONS, GenerationEndpoint
+from services.http_shim.endpoints.generation import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    GenerationEndpoint,
+)
 from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
 from services.http_shim.endpoints.probes import Probes
+from services.http_shim.endpoints.token_counting import TokenCounting
 from services.http_shim.endpoints.tokenization import Tokenization
 from services.http_shim.http.access import AccessMiddleware
 from services.http_shim.http.body import BodyReader
@@ -47,6 +53,8 @@ def create_app(
     stall = settings.stall_seconds
     completions = GenerationEndpoint(COMPLETIONS, models, gate, bodies, fetcher, stall)
     chat = GenerationEndpoint(CHAT, models, gate, bodies, fetcher, stall)
+    messages = GenerationEndpoint(MESSAGES, models, gate, bodies, fetcher, stall)
+    token_counting = TokenCounting(models, bodies, fetcher)
     multi_completion = MultiCompletion(models, gate, bodies)
     model_cards = Models(models)
     tokenization = Tokenization(models, bodies, fetcher)
@@ -57,6 +65,8 @@ def create_app(
         Route("/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/chat/completions", chat, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", token_counting.count, methods=["POST"]),
         Route("/v1/completion", multi_completion, methods=["POST"]),
         Route("/v1/models", model_cards.all),
         Route("/v1/models/{model:path}", model_cards.one),

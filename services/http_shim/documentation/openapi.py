@@ -18,6 +18,7 @@ from services.http_shim.documentation.openapi_fields import (
 )
 from services.http_shim.documentation.operations import OPERATIONS, Operation
 from services.http_shim.errors import ErrorBody
+from services.http_shim.formats.anthropic.message_responses import MessageError
 from services.http_shim.formats.foreign_fields import ForeignFields
 from services.http_shim.formats.request_bodies import GenerationBody
 
@@ -74,7 +75,7 @@ def document() -> Json:
     """Return the OpenAPI 3.1 document."""
     types = [part for each in OPERATIONS for part in (each.body, each.answer, each.chunk)]
     _, schemas = msgspec.json.schema_components(
-        [*dict.fromkeys(each for each in types if each is not None), ErrorBody],
+        [*dict.fromkeys(each for each in types if each is not None), ErrorBody, MessageError],
         ref_template="#/components/schemas/{name}",
     )
     bodies = {each.body: each.required for each in OPERATIONS if each.body is not None}
@@ -124,9 +125,7 @@ def _operation(operation: Operation) -> Json:
     described: Json = {
         "operationId": operation.name,
         "summary": operation.summary,
-        "responses": {
-            str(status): {"$ref": f"#/components/responses/{status}"} for status in operation.errors
-        },
+        "responses": {str(status): _refusal(operation, status) for status in operation.errors},
     }
     if operation.parameters:
         described["parameters"] = list(operation.parameters)
@@ -139,6 +138,13 @@ def _operation(operation: Operation) -> Json:
     if not operation.needs_key:
         described["security"] = []
     return described
+
+
+def _refusal(operation: Operation, status: int) -> Json:
+    if operation.error is ErrorBody:
+        return {"$ref": f"#/components/responses/{status}"}
+    content = {"application/json": {"schema": _reference(operation.error)}}
+    return {"description": _ERRORS[status], "content": content}
 
 
 def _answer(operation: Operation) -> Json:
@@ -154,8 +160,7 @@ def _answer(operation: Operation) -> Json:
             "schema": {"type": "object"} if answer is None else _reference(answer)
         }
     if operation.chunk is not None:
-        events = "The data of each event; the last event's data is [DONE]."
-        schema = {**_reference(operation.chunk), "description": events}
+        schema = {**_reference(operation.chunk), "description": operation.last_event}
         content["text/event-stream"] = {"schema": schema}
     return {
         "description": operation.summary,

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from services.common import contract
+from services.http_shim.formats.anthropic.message_requests import CountTokensBody, MessagesBody
 from services.http_shim.formats.chat_messages import CalledFunction, Message, MessageCall
 from services.http_shim.formats.constraint_fields import StructuralTagFormat, StructuredOutputs
 from services.http_shim.formats.request_bodies import (
@@ -200,7 +201,36 @@ FIELDS: Mapping[str, Field] = {
     "return_token_strs": ("Return the tokens' texts.", _FLAG),
     "tokens": ("Token ids.", {"maxItems": contract.MAX_DECODED_IDS}),
 }
+_MESSAGE_PROMPT: Mapping[str, Field] = {
+    "messages": ("The conversation. A last message of the assistant is continued.", _MESSAGES[1]),
+    "system": ("Instructions.", {}),
+    "tools": (
+        "Tools that the client runs. Those of Anthropic's own servers are left out, and named in "
+        "x-tokenwire-ignored.",
+        {"maxItems": contract.MAX_TOOLS},
+    ),
+    "tool_choice": ("Whether a tool must be called; default auto.", {}),
+    "thinking": (
+        "Whether the model reasons first, for templates with that choice. The budget has no "
+        "effect.",
+        {},
+    ),
+    "output_config": ("A schema for the answer, and the amount of reasoning.", {}),
+    "output_format": ("A schema for the answer.", {}),
+    "cache_control": ("No effect: all prefixes are cached.", {}),
+    "context_management": ("No effect.", {}),
+    "betas": ("No effect.", {}),
+}
 OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
+    CountTokensBody: _MESSAGE_PROMPT,
+    MessagesBody: {
+        **_MESSAGE_PROMPT,
+        "max_tokens": ("Most tokens of the answer, with its reasoning.", {"minimum": 1}),
+        "stop_sequences": ("Strings that end the answer.", {}),
+        "metadata": ("`user_id` is a label for logs.", {}),
+        "service_tier": ("No effect.", {}),
+        "inference_geo": ("No effect.", {}),
+    },
     ChatBody: {
         "max_tokens": (f"{_MAX_TOKENS}; absent = the rest of the context.", {"minimum": 1}),
         "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 1}),

@@ -9,11 +9,21 @@ from msgspec import UNSET, Struct, UnsetType
 
 from services.http_shim.endpoints.multi_completion import MultiAnswer
 from services.http_shim.endpoints.probes import State, Version
+from services.http_shim.endpoints.token_counting import TokenCount
 from services.http_shim.endpoints.tokenization import (
     AppliedTemplate,
     Detokenized,
     Tokenized,
     TokenizerInfo,
+)
+from services.http_shim.errors import ErrorBody
+from services.http_shim.formats.anthropic.message_requests import CountTokensBody, MessagesBody
+from services.http_shim.formats.anthropic.message_responses import (
+    AnswerBlock,
+    ErrorDetail,
+    MessageAnswer,
+    MessageError,
+    MessageUsage,
 )
 from services.http_shim.formats.chat_responses import ChatChoice, ChatChunkChoice
 from services.http_shim.formats.completion_responses import Choice
@@ -52,6 +62,18 @@ class ChatCompletion(AnswerHead):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class MessageEvent(Struct):
+    """An event of a streamed message."""
+
+    type: str
+    message: MessageAnswer | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: AnswerBlock | UnsetType = UNSET
+    delta: Json | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+    error: ErrorDetail | UnsetType = UNSET
+
+
 class ChatCompletionChunk(AnswerHead):
     """A chunk of a streamed chat, with one choice at most."""
 
@@ -77,8 +99,11 @@ class Operation:
     """Media types of the answer; any but JSON is text"""
     chunk: type[Struct] | None = None
     """Data of a stream's events"""
+    last_event: str = "The data of each event; the last event's data is [DONE]."
     errors: Sequence[int] = ()
     """HTTP statuses of errors"""
+    error: type[Struct] = ErrorBody
+    """JSON of an error"""
     parameters: Sequence[Json] = ()
     example: Json | None = None
     """Example of a body"""
@@ -107,6 +132,7 @@ _post = partial(
     errors=(400, 401, 403, 404, 408, 413, 429, 431, 499, 500, 501, 503, 504),
 )
 _generate = partial(_post, counts_tokens=True, parameters=_SCHEDULING)
+_message = partial(_post, error=MessageError)
 _get = partial(Operation, method="get")
 _probe = partial(_get, needs_key=False)
 
@@ -149,6 +175,35 @@ OPERATIONS: Sequence[Operation] = (
                 "max_tokens": 100,
             },
         )
+    ),
+    _message(
+        path="/v1/messages",
+        name="createMessage",
+        summary="Continue a conversation, as in Anthropic's Messages API.",
+        body=MessagesBody,
+        required=("max_tokens", "messages"),
+        answer=MessageAnswer,
+        chunk=MessageEvent,
+        last_event="The data of each event, whose name is its type; the last is message_stop.",
+        counts_tokens=True,
+        parameters=_SCHEDULING,
+        example={
+            "model": "default",
+            "max_tokens": 100,
+            "messages": [{"role": "user", "content": "What is a mutex?"}],
+        },
+    ),
+    _message(
+        path="/v1/messages/count_tokens",
+        name="countMessageTokens",
+        summary="Count the tokens of a message's prompt.",
+        body=CountTokensBody,
+        required=("messages",),
+        answer=TokenCount,
+        example={
+            "model": "default",
+            "messages": [{"role": "user", "content": "What is a mutex?"}],
+        },
     ),
     _generate(
         path="/v1/completion",

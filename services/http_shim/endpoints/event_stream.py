@@ -7,6 +7,7 @@ from typing import Generic
 from msgspec import UNSET, UnsetType
 
 from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.endpoints.sent_tokens import SentTokens
 from services.http_shim.errors import error_body, http_status
 from services.http_shim.formats.request_bodies import StreamOptions
 from services.http_shim.formats.responses import (
@@ -18,7 +19,6 @@ from services.http_shim.formats.responses import (
     usage_of,
 )
 from services.http_shim.http.exchange import Exchange
-from services.http_shim.metrics import FIRST_TOKEN_SECONDS, INTER_TOKEN_SECONDS
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["EventStream"]
@@ -46,18 +46,19 @@ class EventStream(Generic[Delta]):
         self._envelope = envelope
         self._exchange = exchange
         self._name_of = name_of
-        self._first_token_seconds = FIRST_TOKEN_SECONDS.labels(exchange.model)
-        self._inter_token_seconds = INTER_TOKEN_SECONDS.labels(exchange.model)
+        self._sent = SentTokens(exchange)
         self._unfinished = len(self._prompts) * formatter.choices_per_prompt
         self._held_finish: completion_pb2.ChoiceFinished | None = None
-        self._tokens: dict[int, int] = {}  # tokens sent, by choice
-        self._times: dict[int, float] = {}  # time of the last token sent, by choice
         self._begun: set[int] = set()  # choices with at least one chunk
         self._usage_on_finish = options is None
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         exchange.prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
-        self.max_choice_tokens = 0  # tokens sent of the choice with the most
+
+    @property
+    def max_choice_tokens(self) -> int:
+        """Tokens sent of the choice with the most."""
+        return self._sent.most
 
     def take(self) -> bytes:
         """Return the events of pending output, with the deltas of each choice merged.
@@ -70,15 +71,14 @@ class EventStream(Generic[Delta]):
         events = []
         for index, deltas in pending.items():
             opening = self._usage()
-            self._count(index, deltas, now)
+            self._sent.count(index, self._formatter.tokens_in(deltas), now)
             if index not in finished:
                 events.append(self._event(index, deltas, None, opening, self._usage()))
         has_usage = self._usage_on_finish and collector.usage is not None and not self._unfinished
         carrier = next(reversed(finished), None) if has_usage else None
         for index, end in finished.items():
             opening = self._usage()
-            self._exchange.completion_tokens += end.completion_tokens - self._tokens.get(index, 0)
-            self._tokens[index] = end.completion_tokens
+            self._sent.end(index, end.completion_tokens)
             usage = self._final_usage() if index == carrier else self._usage()
             events.append(self._event(index, pending.get(index, []), end, opening, usage))
         return b"".join(events)
@@ -110,21 +110,6 @@ class EventStream(Generic[Delta]):
             finished[self._held_finish.index] = self._held_finish
             self._held_finish = None
         return finished
-
-    def _count(self, index: int, deltas: Sequence[Delta], now: float) -> None:
-        new = self._formatter.tokens_in(deltas)
-        if not new:
-            return
-        before = self._times.get(index)
-        if before is not None:
-            self._inter_token_seconds.observe((now - before) / new)
-        elif not self._times:
-            self._first_token_seconds.observe(now - self._exchange.began)
-        self._times[index] = now
-        self._exchange.completion_tokens += new
-        total = self._tokens[index] = self._tokens.get(index, 0) + new
-        if total > self.max_choice_tokens:
-            self.max_choice_tokens = total
 
     def _event(
         self,

@@ -1,8 +1,6 @@
-"""Endpoints that generate: POST /v1/completions and POST /v1/chat/completions."""
+"""Endpoints that generate: POST /v1/completions, /v1/chat/completions and /v1/messages."""
 
 import asyncio
-import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +14,17 @@ from services.common.accounts.account import GenerationRequest
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
-from services.http_shim.endpoints.event_stream import EventStream
+from services.http_shim.endpoints.answer_format import AnswerFormat, ChoicesFormat, MessageFormat
 from services.http_shim.endpoints.stream_sender import CREDIT, send_stream
 from services.http_shim.errors import ClientGoneError, client_field_names
+from services.http_shim.formats.anthropic.blocks import take_block_images
+from services.http_shim.formats.anthropic.message_requests import (
+    MessagesBody,
+    ignored_tools,
+    message_param_of,
+    message_schema_param,
+    to_message_request,
+)
 from services.http_shim.formats.chat_messages import take_message_images
 from services.http_shim.formats.chat_requests import chat_param_of, to_chat_request
 from services.http_shim.formats.chat_responses import ChatFormatter
@@ -35,13 +41,7 @@ from services.http_shim.formats.request_bodies import (
     GenerationBody,
     parse,
 )
-from services.http_shim.formats.responses import (
-    ChoiceFormatter,
-    Delta,
-    Envelope,
-    prompt_logprobs_of,
-    usage_of,
-)
+from services.http_shim.formats.responses import Delta
 from services.http_shim.http.access import assign_model, charged, reserve
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
@@ -50,12 +50,11 @@ from services.http_shim.http.scheduling import priority_of
 from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["CHAT", "COMPLETIONS", "GenerationEndpoint", "watch_for_disconnect"]
+__all__ = ["CHAT", "COMPLETIONS", "MESSAGES", "GenerationEndpoint", "watch_for_disconnect"]
 
 _INLINE = 256 * 1024  # bytes of output; a larger answer is put together in a thread
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=GenerationBody | MessagesBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,11 @@ class GenerationApi(Generic[Body, Delta]):
     """Converts a body; raises INVALID_ARGUMENT for what the proto can't express"""
     param_of: Callable[[str, Body], str]
     """Returns the client's name of a field of the request"""
-    formatter_of: Callable[[Body], ChoiceFormatter[Delta]]
+    format_of: Callable[[Body], AnswerFormat[Delta]]
+    schema_param: Callable[[str, Body], str]
+    """Returns the client's name of a path into a schema"""
+    ignored: Callable[[Body], list[str]] = lambda _: []
+    """Returns the paths of parts that have no effect, besides unknown fields"""
 
 
 COMPLETIONS: GenerationApi[CompletionBody, completion_pb2.ChoiceDelta] = GenerationApi(
@@ -77,14 +80,25 @@ COMPLETIONS: GenerationApi[CompletionBody, completion_pb2.ChoiceDelta] = Generat
     take_images,
     to_complete_request,
     param_of,
-    CompletionFormatter.of,
+    lambda body: ChoicesFormat(CompletionFormatter.of(body), body.stream_options),
+    schema_param,
 )
 CHAT: GenerationApi[ChatBody, completion_pb2.ChatDelta] = GenerationApi(
     msgspec.json.Decoder(ChatBody),
     lambda body: take_message_images(body.messages),
     to_chat_request,
     chat_param_of,
-    ChatFormatter.of,
+    lambda body: ChoicesFormat(ChatFormatter.of(body), body.stream_options),
+    schema_param,
+)
+MESSAGES: GenerationApi[MessagesBody, completion_pb2.ChatDelta] = GenerationApi(
+    msgspec.json.Decoder(MessagesBody),
+    lambda body: take_block_images(body.messages),
+    to_message_request,
+    message_param_of,
+    lambda _: MessageFormat(),
+    message_schema_param,
+    ignored_tools,
 )
 
 
@@ -131,7 +145,9 @@ class GenerationEndpoint(Generic[Body, Delta]):
                     images=asked.images,
                     on_admitted=held.release,
                 )
-                answer = _Answer(body, exchange, model, collector, self._api.formatter_of(body))
+                format_ = self._api.format_of(body)
+                locate = partial(self._schema_param, body)
+                answer = _Answer(exchange, model, collector, format_, locate)
                 watch = asyncio.ensure_future(watch_for_disconnect(receive, collector))
                 try:
                     if body.stream:
@@ -151,8 +167,12 @@ class GenerationEndpoint(Generic[Body, Delta]):
     def _param_of(self, body: Body, path: str) -> str:
         return self._api.param_of(path, body)
 
+    def _schema_param(self, body: Body, path: str) -> str:
+        return self._api.schema_param(path, body)
+
     def _parse(self, encoded: bytes) -> "_Asked[Body]":
         body, ignored = parse(self._api.decoder, encoded)
+        ignored += self._api.ignored(body)
         images = self._api.take_images(body)
         return _Asked(body, ignored, self._api.to_request(body), images)
 
@@ -172,11 +192,11 @@ class _Asked(Generic[Body]):
 class _Answer(Generic[Delta]):
     """The answer to one request, made of the output that its collector gathers."""
 
-    body: GenerationBody
     exchange: Exchange
     model: ServedModel
     collector: OutputCollector[Delta]
-    formatter: ChoiceFormatter[Delta]
+    format: AnswerFormat[Delta]
+    schema_param: Callable[[str], str]
 
     async def stream(
         self,
@@ -187,15 +207,8 @@ class _Answer(Generic[Delta]):
         stall_seconds: float,
     ) -> None:
         """Send the answer as server-sent events; `name_of` gives the client's name of a field."""
-        envelope = self._envelope(await self._admitted())
-        events = EventStream(
-            self.collector,
-            self.formatter,
-            self.body.stream_options,
-            envelope,
-            self.exchange,
-            name_of,
-        )
+        accepted = await self._admitted()
+        events = self.format.events(self.collector, accepted, self.exchange, name_of)
         await send_stream(
             scope, send, self.collector, submission, events, stall_seconds=stall_seconds
         )
@@ -204,58 +217,35 @@ class _Answer(Generic[Delta]):
         """Wait for the end of the request, and return the answer as one JSON object."""
         usage = await self.collector.completed()
         accepted = await self._admitted()
+        self.exchange.prompt_tokens = usage.prompt_tokens
+        self.exchange.completion_tokens = usage.completion_tokens
         if self._output_bytes() < _INLINE:
-            return self._response(accepted, usage)
-        return await asyncio.to_thread(self._response, accepted, usage)
+            encoded = self.format.whole(self.collector, accepted, usage)
+        else:
+            encoded = await asyncio.to_thread(self.format.whole, self.collector, accepted, usage)
+        used = usage.prompt_tokens + usage.completion_tokens
+        return Response(
+            encoded, headers={"x-tokens-used": str(used)}, media_type="application/json"
+        )
 
     def count_unsent_tokens(self) -> None:
         """Count the tokens that were generated but not sent before the client left."""
         pending = self.collector.pending.values()
-        self.exchange.completion_tokens += sum(map(self.formatter.tokens_in, pending))
+        self.exchange.completion_tokens += sum(map(self.format.tokens_in, pending))
 
     async def _admitted(self) -> completion_pb2.CompleteAccepted:
         """Wait for the admission; note the model, and for the header the ignored parts."""
         accepted = await self.collector.admitted()
-        self.exchange.ignored += [schema_param(path, self.body) for path in accepted.ignored]
+        self.exchange.ignored += [self.schema_param(path) for path in accepted.ignored]
         if self.model.id:
             accepted.model = self.model.id
         self.exchange.model = accepted.model
         return accepted
 
-    def _envelope(self, accepted: completion_pb2.CompleteAccepted) -> Envelope:
-        identity = f"{self.formatter.id_prefix}-{uuid.uuid4().hex}"
-        return Envelope(identity, int(time.time()), accepted, self.formatter)
-
     def _output_bytes(self) -> int:
         deltas = (delta for choice in self.collector.pending.values() for delta in choice)
         runs = (run for prompt in self.collector.prompt_logprobs.values() for run in prompt)
         return sum(delta.ByteSize() for delta in deltas) + sum(run.ByteSize() for run in runs)
-
-    def _response(
-        self, accepted: completion_pb2.CompleteAccepted, usage: types_pb2.Usage
-    ) -> Response:
-        collector, formatter = self.collector, self.formatter
-        self.exchange.prompt_tokens = usage.prompt_tokens
-        self.exchange.completion_tokens = usage.completion_tokens
-        choices = [
-            formatter.choice(
-                index,
-                collector.pending.get(index, []),
-                collector.finished[index],
-                accepted.prompts[index // formatter.choices_per_prompt],
-            )
-            for index in sorted(collector.finished)
-        ]
-        total, more = usage_of(usage), None
-        if formatter.prompt_logprobs:
-            runs = collector.prompt_logprobs
-            prompts = [prompt_logprobs_of(runs.get(i, ())) for i in range(len(accepted.prompts))]
-            more = formatter.add_prompt_logprobs(choices, prompts)
-        return Response(
-            self._envelope(accepted).whole(choices, total, more),
-            headers={"x-tokens-used": str(total.total_tokens)},
-            media_type="application/json",
-        )
 
 
 async def watch_for_disconnect(receive: Receive, *collectors: OutputCollector[Any]) -> None:

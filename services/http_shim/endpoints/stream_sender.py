@@ -2,18 +2,16 @@
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Message, Scope, Send
 
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
-from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.errors import ClientGoneError
-from services.http_shim.formats.responses import Delta
 from services.http_shim.http.exchange import exchange_of
 
-__all__ = ["CREDIT", "send_stream"]
+__all__ = ["CREDIT", "Events", "send_stream"]
 
 _LOG = logging.getLogger("stream")
 CREDIT = 1024
@@ -26,12 +24,26 @@ _HEADERS = (
 _TRAILER = b"x-tokens-used"
 
 
+class Events(Protocol):
+    """The server-sent events of an answer."""
+
+    @property
+    def max_choice_tokens(self) -> int:
+        """Tokens sent of the choice with the most."""
+
+    def take(self) -> bytes:
+        """Return the events of pending output; some of it may wait for the next call."""
+
+    def tail(self) -> bytes:
+        """Return the last events, after the end of the request."""
+
+
 async def send_stream(
     scope: Scope,
     send: Send,
-    collector: OutputCollector[Delta],
+    collector: OutputCollector[Any],
     submission: Submission,
-    events: EventStream[Delta],
+    events: Events,
     *,
     stall_seconds: float,
     ping_seconds: float = 10.0,
@@ -70,9 +82,9 @@ def _start(*, has_trailers: bool) -> Message:
 
 async def _send_events(
     send: Send,
-    collector: OutputCollector[Delta],
+    collector: OutputCollector[Any],
     submission: Submission,
-    events: EventStream[Delta],
+    events: Events,
     timer: "_StreamTimer",
 ) -> None:
     """Send the body of a stream, and grant credit for the tokens that were sent."""
@@ -91,7 +103,7 @@ async def _send_events(
 
 
 async def _next_body(
-    collector: OutputCollector[Delta], events: EventStream[Delta], timer: "_StreamTimer"
+    collector: OutputCollector[Any], events: Events, timer: "_StreamTimer"
 ) -> tuple[bytes, bool]:
     """Wait for the next bytes of a stream; return them, and whether they are the last."""
     while True:

@@ -296,7 +296,7 @@ _INDEX = re.compile(r"\[\d+\]")
 _MAX_UNKNOWN = 1_000  # unknown fields that are collected
 _PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
-_DEEP = frozenset({"images", "messages", "structured_outputs", "tools"})
+_DEEP = frozenset({"images", "messages", "structured_outputs", "system", "tools"})
 """Fields within which `param` is a path"""
 
 

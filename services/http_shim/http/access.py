@@ -40,7 +40,7 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            account = self._keyring.account(Headers(scope=scope).get("authorization"))
+            account = self._keyring.account(_shown_key(Headers(scope=scope)))
         except ServiceError as error:
             await error_response(scope, error)(scope, receive, send)
             return
@@ -58,6 +58,12 @@ class AccessMiddleware:
             await error_response(scope, error)(scope, receive, send_on)
             return
         await self._app(scope, receive, send_on)
+
+
+def _shown_key(headers: Headers) -> str | None:
+    """Return the authorization; Anthropic's clients send the key alone, in a header of its own."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
 async def authorized_model(

@@ -15,18 +15,29 @@ from services.http_shim.errors import (
     other_error,
     to_response,
 )
+from services.http_shim.formats.anthropic.message_responses import (
+    message_error,
+    other_message_error,
+)
 from services.http_shim.http.exchange import exchange_of
 from tokenwire.errors import ServiceError
 
 __all__ = ["FailureMiddleware", "error_response", "exception_handlers"]
 
 _LOG = logging.getLogger("http")
+_MESSAGES = "/v1/messages"
+"""Path of the API whose errors have Anthropic's form, and of those below it"""
+_FAILED = "The server failed; its log has the details."
 
 
 def error_response(scope: Scope, error: ServiceError) -> Response:
     """Return the response for a request that the API or a service refuses."""
-    exchange_of(scope).note_failure(error.reason, error.message)
-    return to_response(error)
+    exchange = exchange_of(scope)
+    exchange.note_failure(error.reason, error.message)
+    response = to_response(error)
+    if _speaks_messages(scope):
+        response = _as_message_error(response, message_error(error, exchange.request_id))
+    return response
 
 
 class FailureMiddleware:
@@ -45,7 +56,7 @@ class FailureMiddleware:
             exchange_of(scope).span.fail("INTERNAL")
             if exchange_of(scope).status:
                 raise  # the response has started: only a broken connection shows the failure
-            await internal_error()(scope, receive, send)
+            await _shaped(scope, internal_error(), _FAILED)(scope, receive, send)
 
 
 def exception_handlers() -> dict[Any, Any]:
@@ -79,4 +90,23 @@ def _other(
     request: Request, status: int, message: str, code: str, headers: dict[str, str] | None = None
 ) -> Response:
     exchange_of(request.scope).note_failure(code.upper(), message)
-    return other_error(status, message, code, headers)
+    return _shaped(request.scope, other_error(status, message, code, headers), message)
+
+
+def _shaped(scope: Scope, response: Response, message: str) -> Response:
+    """Return the response for a failure in the form of the path's API."""
+    if not _speaks_messages(scope):
+        return response
+    identity = exchange_of(scope).request_id
+    return _as_message_error(response, other_message_error(response.status_code, message, identity))
+
+
+def _speaks_messages(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+
+
+def _as_message_error(response: Response, body: bytes) -> Response:
+    kept = ("retry-after", "www-authenticate", "allow")
+    headers = {name: value for name, value in response.headers.items() if name in kept}
+    return Response(body, response.status_code, headers, media_type="application/json")

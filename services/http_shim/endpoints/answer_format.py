@@ -1,0 +1,135 @@
+"""Forms of an answer: what an API makes of the output of a request."""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic
+
+import msgspec
+
+from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.endpoints.event_stream import EventStream
+from services.http_shim.endpoints.message_stream import MessageStream
+from services.http_shim.endpoints.stream_sender import Events
+from services.http_shim.formats.anthropic.message_responses import message_usage, whole_message
+from services.http_shim.formats.request_bodies import StreamOptions
+from services.http_shim.formats.responses import (
+    ChoiceFormatter,
+    Delta,
+    Envelope,
+    prompt_logprobs_of,
+    usage_of,
+)
+from services.http_shim.http.exchange import Exchange
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = ["AnswerFormat", "ChoicesFormat", "MessageFormat"]
+
+
+class AnswerFormat(ABC, Generic[Delta]):
+    """The form that a request asks for."""
+
+    @abstractmethod
+    def events(
+        self,
+        collector: OutputCollector[Delta],
+        accepted: completion_pb2.CompleteAccepted,
+        exchange: Exchange,
+        name_of: Callable[[str], str],
+    ) -> Events:
+        """Return the events of a stream; `name_of` gives the client's name of a field."""
+
+    @abstractmethod
+    def whole(
+        self,
+        collector: OutputCollector[Delta],
+        accepted: completion_pb2.CompleteAccepted,
+        usage: types_pb2.Usage,
+    ) -> bytes:
+        """Return the answer as JSON."""
+
+    @abstractmethod
+    def tokens_in(self, deltas: list[Delta]) -> int:
+        """Return the number of generated tokens."""
+
+
+class ChoicesFormat(AnswerFormat[Delta]):
+    """Choices, as in OpenAI's completions and chats."""
+
+    def __init__(self, formatter: ChoiceFormatter[Delta], options: StreamOptions | None) -> None:
+        self._formatter: ChoiceFormatter[Delta] = formatter
+        self._options = options
+
+    def events(
+        self,
+        collector: OutputCollector[Delta],
+        accepted: completion_pb2.CompleteAccepted,
+        exchange: Exchange,
+        name_of: Callable[[str], str],
+    ) -> Events:
+        envelope = self._envelope(accepted)
+        return EventStream(collector, self._formatter, self._options, envelope, exchange, name_of)
+
+    def whole(
+        self,
+        collector: OutputCollector[Delta],
+        accepted: completion_pb2.CompleteAccepted,
+        usage: types_pb2.Usage,
+    ) -> bytes:
+        formatter = self._formatter
+        choices = [
+            formatter.choice(
+                index,
+                collector.pending.get(index, []),
+                collector.finished[index],
+                accepted.prompts[index // formatter.choices_per_prompt],
+            )
+            for index in sorted(collector.finished)
+        ]
+        more = None
+        if formatter.prompt_logprobs:
+            runs = collector.prompt_logprobs
+            prompts = [prompt_logprobs_of(runs.get(i, ())) for i in range(len(accepted.prompts))]
+            more = formatter.add_prompt_logprobs(choices, prompts)
+        return self._envelope(accepted).whole(choices, usage_of(usage), more)
+
+    def tokens_in(self, deltas: list[Delta]) -> int:
+        return self._formatter.tokens_in(deltas)
+
+    def _envelope(self, accepted: completion_pb2.CompleteAccepted) -> Envelope:
+        identity = f"{self._formatter.id_prefix}-{uuid.uuid4().hex}"
+        return Envelope(identity, int(time.time()), accepted, self._formatter)
+
+
+class MessageFormat(AnswerFormat[completion_pb2.ChatDelta]):
+    """One message, as in Anthropic's Messages API."""
+
+    def events(
+        self,
+        collector: OutputCollector[completion_pb2.ChatDelta],
+        accepted: completion_pb2.CompleteAccepted,
+        exchange: Exchange,
+        name_of: Callable[[str], str],
+    ) -> Events:
+        return MessageStream(collector, _message_id(), accepted, exchange)
+
+    def whole(
+        self,
+        collector: OutputCollector[completion_pb2.ChatDelta],
+        accepted: completion_pb2.CompleteAccepted,
+        usage: types_pb2.Usage,
+    ) -> bytes:
+        deltas, finished = collector.pending.get(0, []), collector.finished[0]
+        total = message_usage(usage)
+        return msgspec.json.encode(
+            whole_message(_message_id(), accepted.model, deltas, finished, total)
+        )
+
+    def tokens_in(self, deltas: list[completion_pb2.ChatDelta]) -> int:
+        return sum(len(delta.token_ids) for delta in deltas)
+
+
+def _message_id() -> str:
+    return f"msg_{uuid.uuid4().hex}"

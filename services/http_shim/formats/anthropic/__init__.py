@@ -1,0 +1,1 @@
+"""Formats of Anthropic's Messages API."""
