@@ -90,9 +90,12 @@ def test_stream_equals_the_whole_answer(client: Anthropic, fields: dict[str, Any
 
 
 def test_answer_ends_for_the_reason_that_it_names(client: Anthropic) -> None:
-    cut = created(client)
-    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 12)
+    cut = created(client, max_tokens=5)
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 5)
     text = text_of(cut)
+    ended = created(client, max_tokens=200)
+    assert ended.stop_reason == "end_turn"
+    assert text_of(ended).startswith(text)
     stop = text[len(text) // 2 :][:3]
     stopped = created(client, stop_sequences=[stop])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)

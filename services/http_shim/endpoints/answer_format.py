@@ -113,7 +113,7 @@ class MessageFormat(AnswerFormat[completion_pb2.ChatDelta]):
         exchange: Exchange,
         name_of: Callable[[str], str],
     ) -> Events:
-        return MessageStream(collector, _message_id(), accepted, exchange)
+        return MessageStream(collector, _message_id(), accepted, exchange, name_of)
 
     def whole(
         self,

@@ -1,6 +1,7 @@
 """Server-sent events of a streamed message, as in Anthropic's Messages API."""
 
 import time
+from collections.abc import Callable
 
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.sent_tokens import SentTokens
@@ -31,9 +32,12 @@ class MessageStream:
         identity: str,
         accepted: completion_pb2.CompleteAccepted,
         exchange: Exchange,
+        name_of: Callable[[str], str],
     ) -> None:
+        """`name_of` gives the client's name of a field."""
         self._collector = collector
         self._exchange = exchange
+        self._name_of = name_of
         self._sent = SentTokens(exchange)
         self._blocks = BlockEvents()
         exchange.prompt_tokens = sum(len(prompt.ids) for prompt in accepted.prompts)
@@ -65,11 +69,12 @@ class MessageStream:
         if error is not None:
             exchange.status = http_status(error.code)  # as if it had failed before the stream
             exchange.note_failure(error.reason, error.message)
+            error.field = self._name_of(error.field) if error.field else ""
             return b"event: error\ndata: %b\n\n" % message_error(error, exchange.request_id)
         usage, finished = self._collector.usage, self._finished
         if usage is None or finished is None:
             return b""  # the client left
-        reason, sequence = stop_of(finished)
+        reason, sequence = stop_of(finished, has_calls=self._blocks.has_calls)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         last = event("message_delta", delta=delta, usage=message_usage(usage))
         return last + event("message_stop")

@@ -27,10 +27,6 @@ __all__ = [
 ]
 
 _encode = msgspec.json.Encoder().encode
-_STOP_REASONS = {
-    types_pb2.FINISH_REASON_LENGTH: "max_tokens",
-    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_use",
-}
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -114,16 +110,20 @@ def whole_message(
     usage: MessageUsage,
 ) -> MessageAnswer:
     """Return an answer; it may be the empty one that begins a stream."""
-    reason, sequence = (None, None) if finished is None else stop_of(finished)
     content = list(_blocks(deltas))
+    has_calls = any(isinstance(block, AnswerToolUse) for block in content)
+    reason, sequence = (None, None) if finished is None else stop_of(finished, has_calls=has_calls)
     return MessageAnswer(identity, "message", "assistant", model, content, reason, sequence, usage)
 
 
-def stop_of(finished: completion_pb2.ChoiceFinished) -> tuple[str, str | None]:
-    """Return stop_reason and stop_sequence."""
+def stop_of(finished: completion_pb2.ChoiceFinished, *, has_calls: bool) -> tuple[str, str | None]:
+    """Return stop_reason and stop_sequence of a message with calls of tools or without."""
+    if has_calls and finished.reason != types_pb2.FINISH_REASON_LENGTH:
+        return "tool_use", None
     if finished.match.WhichOneof("match") == "stop_string":
         return "stop_sequence", finished.match.stop_string
-    return _STOP_REASONS.get(finished.reason, "end_turn"), None
+    is_cut = finished.reason == types_pb2.FINISH_REASON_LENGTH
+    return "max_tokens" if is_cut else "end_turn", None
 
 
 def message_usage(usage: types_pb2.Usage) -> MessageUsage:
@@ -134,8 +134,11 @@ def message_usage(usage: types_pb2.Usage) -> MessageUsage:
 
 
 def message_error(error: ServiceError, request_id: str) -> bytes:
-    """Return the JSON body of an error."""
-    return other_message_error(http_status(error.code), error.message, request_id)
+    """Return the JSON body of an error, whose message names the field at fault."""
+    message = error.message
+    if error.field and error.field not in message:
+        message = f"{error.field}: {message}"
+    return other_message_error(http_status(error.code), message, request_id)
 
 
 def other_message_error(status: int, message: str, request_id: str) -> bytes:
@@ -182,6 +185,8 @@ class BlockEvents:
         """Of the open block, or of the last one"""
         self._open: tuple[str, int] | None = None
         """Kind of the open block, and for a tool call its index among the calls"""
+        self.has_calls = False
+        """True if a block was the call of a tool"""
 
     def of(self, delta: completion_pb2.ChatDelta) -> Iterator[bytes]:
         """Yield the events of a delta."""
@@ -192,6 +197,7 @@ class BlockEvents:
             yield from self._opened(("text", 0), AnswerText(""))
             yield self._delta(type="text_delta", text=delta.content)
         for call in delta.tool_calls:
+            self.has_calls = True
             block = AnswerToolUse(call.id, call.name, _EMPTY_OBJECT)
             yield from self._opened(("tool_use", call.index), block)
             if call.arguments_json:
