@@ -91,6 +91,18 @@ async def test_key_can_lower_but_not_raise_the_priority(shim: Shim, keys: Path) 
             assert refused.json()["error"]["param"] == "priority"
 
 
+async def test_anthropics_header_carries_a_key(shim: Shim, keys: Path) -> None:
+    body = {"messages": [HELLO], "max_tokens": 1}
+    async with await client_of(shim, keys, "default") as http:
+        secret = http.headers.pop("authorization").removeprefix("Bearer ")
+        refused = await http.post("/v1/messages", json=body)
+        assert refused.status_code == 401
+        assert refused.json()["error"]["type"] == "authentication_error"
+        assert refused.json()["type"] == "error"
+        answer = await http.post("/v1/messages", json=body, headers={"x-api-key": secret})
+        assert (answer.status_code, answer.json()["model"]) == (200, "m")
+
+
 async def test_every_route_except_probes_and_pages_needs_a_key(shim: Shim) -> None:
     async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
         for path in (
@@ -101,6 +113,7 @@ async def test_every_route_except_probes_and_pages_needs_a_key(shim: Shim) -> No
         for method, path in (
             ("POST", "/v1/completions"), ("POST", "/completions"), ("POST", "/v1/completion"),
             ("POST", "/v1/chat/completions"), ("POST", "/chat/completions"),
+            ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
             ("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/tokenize"),
             ("POST", "/detokenize"), ("POST", "/apply-template"), ("GET", "/tokenizer_info"),
             ("GET", "/status.json"), ("GET", "/nowhere"),

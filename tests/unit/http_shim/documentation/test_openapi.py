@@ -16,6 +16,7 @@ from services.http_shim.backends.catalog import Catalog
 from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
 from services.http_shim.formats import chat_messages, request_bodies
+from services.http_shim.formats.anthropic import message_requests
 from services.http_shim.http.gate import Gate
 from services.http_shim.settings import HttpShimSettings
 
@@ -59,7 +60,8 @@ def bodies() -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "example"), bodies())
 def test_parser_accepts_the_examples(name: str, example: dict[str, object]) -> None:
-    decoder = msgspec.json.Decoder(getattr(request_bodies, name))
+    body = getattr(request_bodies, name, None) or getattr(message_requests, name)
+    decoder = msgspec.json.Decoder(body)
     _, ignored = request_bodies.parse(decoder, json.dumps(example).encode())
     assert ignored == []
     assert set(DOCUMENT["components"]["schemas"][name]["required"]) <= set(example)

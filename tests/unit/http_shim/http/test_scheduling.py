@@ -18,7 +18,7 @@ async def scheduled(
     """Return the exchange that an endpoint sees, and the status of a refusal, else 0."""
     named = [(f"x-{name}".encode(), value.encode()) for name, value in headers.items()]
     exchange = Exchange("request", 0.0, account=account)
-    scope: Scope = {"type": "http", "headers": named, "exchange": exchange}
+    scope: Scope = {"type": "http", "path": "/", "headers": named, "exchange": exchange}
     statuses = [0]
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
