@@ -100,7 +100,7 @@ async def test_request_can_be_stopped(reference: Page) -> None:
     await form.get_by_role("button", name="Send").click()
     await expect(form.locator(".answer")).to_contain_text("data: ", timeout=WAIT_MILLISECONDS)
     await form.get_by_role("button", name="Stop").click()
-    await expect(form.locator("[role=status]")).to_have_text("Stopped.")
+    await expect(form.locator("[role=status]")).to_have_text("Stopped.", timeout=WAIT_MILLISECONDS)
 
 
 async def test_page_fits_a_phone(browser: Browser, stack: Stack) -> None:
