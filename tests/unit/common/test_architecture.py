@@ -32,6 +32,7 @@ LAYERS = {
         "endpoints",
         "http",
         "backends",
+        "formats.anthropic",
         "formats",
         "images",
     ],
