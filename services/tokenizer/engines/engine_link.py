@@ -13,6 +13,7 @@ from services.tokenizer import metrics
 from services.tokenizer.engines.cached_blocks import CachedBlocks, CacheEventError
 from services.tokenizer.engines.engine_load import EngineLoad
 from services.tokenizer.engines.placement import Need, Placement
+from services.tokenizer.engines.shared_count import SharedCount
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -82,10 +83,10 @@ class EngineLink:
         self.cached = CachedBlocks(owner.on_cache_changed)
         self.num_requests = 0
         """Requests of this process on the engine"""
-        self._sent_sequences = 0
-        """Sequences of these requests"""
-        self._sent_tokens = 0
-        """Tokens of their prompts that are not computed yet"""
+        self._sequences = SharedCount()
+        """Sequences that run or wait"""
+        self._tokens = SharedCount()
+        """Tokens of prompts that are not computed yet"""
         self._owner = owner
         self._load = engine_pb2.Load()
         self._channel = connect(target, lost_seconds, tls, server_name, shown(token))
@@ -148,14 +149,13 @@ class EngineLink:
 
     @property
     def sequences(self) -> int:
-        """Running and waiting sequences, as reported, or as this process has sent since."""
-        reported = self._load.running_sequences + self._load.waiting_sequences
-        return max(reported, self._sent_sequences)
+        """Running and waiting sequences."""
+        return self._sequences.total
 
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that the engine must compute before those of a new request."""
-        return max(self._load.queued_tokens, self._sent_tokens)
+        return self._tokens.total
 
     def missing_tokens(self, need: Need) -> float:
         """Return the prompt tokens of a request that the engine would have to compute.
@@ -178,8 +178,8 @@ class EngineLink:
     def enter(self, placement: Placement) -> None:
         """Count a request as the engine's."""
         self.num_requests += 1
-        self._sent_sequences += placement.sequences
-        self._sent_tokens += placement.waiting_tokens
+        self._sequences.add(placement.sequences)
+        self._tokens.add(placement.waiting_tokens)
 
     def on_admitted(self, promised: int, found: int) -> None:
         """Note the prompt tokens that the engine had, of those that it had reported."""
@@ -194,12 +194,12 @@ class EngineLink:
 
     def on_computed(self, tokens: int) -> None:
         """Count these prompt tokens no more."""
-        self._sent_tokens -= tokens
+        self._tokens.add(-tokens)
 
     def leave(self, placement: Placement) -> None:
         """Count a request no more."""
         self.num_requests -= 1
-        self._sent_sequences -= placement.sequences
+        self._sequences.add(-placement.sequences)
         if not self.num_requests:
             self._owner.on_idle(self)
 
@@ -381,9 +381,15 @@ class EngineLink:
         request = engine_pb2.WatchLoadRequest(interval_seconds=_WATCH_SECONDS)
         try:
             async for answer in self._control.WatchLoad(request):
-                self._load = answer.load
+                self._take(answer.load)
         finally:
-            self._load = engine_pb2.Load()
+            self._take(engine_pb2.Load())
+
+    def _take(self, load: engine_pb2.Load) -> None:
+        """Take a report of the engine's load."""
+        self._load = load
+        self._sequences.report(load.running_sequences + load.waiting_sequences)
+        self._tokens.report(load.queued_tokens)
 
     async def _watch_adapters(self) -> None:
         async for answer in self._control.WatchAdapters(engine_pb2.WatchAdaptersRequest()):
