@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.roofline import Bandwidth, ByteFloor, RooflineError, measure_bandwidth
 from benchmarks.tables import markdown
+from services.common.checkpoint import opened_checkpoint
 from services.engine.frontend.child_process import limit_thread_spinning
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a Hugging Face directory, or a GGUF file"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--weights", default="full", choices=("full", "decoded", "int4", "int8"))
     parser.add_argument("--batches", type=_numbers, default=BATCHES, metavar="1,2,…")
@@ -153,6 +156,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="duration of each decode case")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    with opened_checkpoint(arguments.model) as directory:
+        _measure(arguments, directory)
+
+
+def _measure(arguments: argparse.Namespace, directory: Path) -> None:
     limit_thread_spinning()
     from benchmarks.engine import MeasuredEngine
 
@@ -160,7 +168,7 @@ def main() -> None:
     # Each sequence needs a spare block, and blocks for the tokens that it generates.
     longest = max(arguments.contexts) + 2 * MOST_STEPS + max(arguments.batches) + 64
     tokens = max(max(arguments.batches) * longest, 2 * max(arguments.prompts))
-    engine = MeasuredEngine(arguments.model, arguments.dtype, tokens, weights=arguments.weights)
+    engine = MeasuredEngine(directory, arguments.dtype, tokens, weights=arguments.weights)
     try:
         bandwidth = measure_bandwidth()
     except RooflineError as error:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from tokenwire.errors import ServiceError
 
 __all__ = [
+    "INTERNAL",
     "BodyTooLargeError",
     "ClientGoneError",
     "ErrorBody",
@@ -48,6 +49,7 @@ _TYPES = {
 
 _LOST = frozenset({"UNREACHABLE", "SESSION_LOST", "ENGINE_LOST"})
 _UNREACHABLE = "The model can't be reached now; try again."  # gRPC's message has inner addresses
+INTERNAL = "The server failed; its log has the details."
 _UNTYPED = "The model's services failed to answer; the server's log may have the details."
 
 
@@ -113,7 +115,7 @@ def to_response(error: ServiceError) -> Response:
 
 def internal_error() -> Response:
     """Return the response for an unexpected exception."""
-    return other_error(500, "The server failed; its log has the details.", "internal")
+    return other_error(500, INTERNAL, "internal")
 
 
 def refusal(status: int, message: str, code: str) -> bytes:

@@ -53,7 +53,7 @@ class AdapterRegistry:
 
     @property
     def named(self) -> Mapping[str, Adapter]:
-        """Those that requests may ask for, by name."""
+        """Adapters that requests may ask for, by name."""
         return self._named
 
     async def changes(self) -> AsyncIterator[Sequence[Adapter]]:

@@ -67,7 +67,7 @@ class Epilogue(IntEnum):
 
 
 class Numbers(IntEnum):
-    """How scales and offsets of groups are stored; enum of TW_FLOATS."""
+    """Forms of the scales and offsets of groups; enum of TW_FLOATS."""
 
     FLOATS = 0
     HALVES = 1
@@ -392,9 +392,6 @@ class Native:
         self.limit_instruction_set = function("tw_limit_instruction_set", c_int32, c_int32)
         self.use_pool = function("tw_use_pool", None, size)
         self.rotate = function("tw_rotate", None, POINTER(RotationCall))
-        self.silu_multiply = function(
-            "tw_silu_multiply", None, c_int32, c_void_p, c_void_p, size, size
-        )
         self.draw_tokens = function("tw_draw_tokens", None, POINTER(DrawCall), size, size)
         self.score_tokens = function("tw_score_tokens", None, POINTER(ScoreCall), size, size, size)
         self.adapt = function("tw_adapt_rows", None, POINTER(AdaptCall))

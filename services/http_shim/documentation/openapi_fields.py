@@ -218,8 +218,6 @@ _MESSAGE_PROMPT: Mapping[str, Field] = {
     "output_config": ("A schema for the answer, and the amount of reasoning.", {}),
     "output_format": ("A schema for the answer.", {}),
     "cache_control": ("No effect: all prefixes are cached.", {}),
-    "context_management": ("No effect.", {}),
-    "betas": ("No effect.", {}),
 }
 OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
     CountTokensBody: _MESSAGE_PROMPT,
@@ -228,8 +226,6 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
         "max_tokens": ("Most tokens of the answer, with its reasoning.", {"minimum": 1}),
         "stop_sequences": ("Strings that end the answer.", {}),
         "metadata": ("`user_id` is a label for logs.", {}),
-        "service_tier": ("No effect.", {}),
-        "inference_geo": ("No effect.", {}),
     },
     ChatBody: {
         "max_tokens": (f"{_MAX_TOKENS}; absent = the rest of the context.", {"minimum": 1}),

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.http_shim.errors import (
+    INTERNAL,
     BodyTooLargeError,
     ClientGoneError,
     internal_error,
@@ -27,7 +28,6 @@ __all__ = ["FailureMiddleware", "error_response", "exception_handlers"]
 _LOG = logging.getLogger("http")
 _MESSAGES = "/v1/messages"
 """Path of the API whose errors have Anthropic's form, and of those below it"""
-_FAILED = "The server failed; its log has the details."
 
 
 def error_response(scope: Scope, error: ServiceError) -> Response:
@@ -56,7 +56,7 @@ class FailureMiddleware:
             exchange_of(scope).span.fail("INTERNAL")
             if exchange_of(scope).status:
                 raise  # the response has started: only a broken connection shows the failure
-            await _shaped(scope, internal_error(), _FAILED)(scope, receive, send)
+            await _shaped(scope, internal_error(), INTERNAL)(scope, receive, send)
 
 
 def exception_handlers() -> dict[Any, Any]:

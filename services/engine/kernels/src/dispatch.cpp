@@ -74,17 +74,9 @@ int32_t tw_limit_instruction_set(int32_t highest) {
   return in_use;
 }
 
-void tw_rms_norm(int32_t dtype, const void *rows, const void *weight, void *out, int64_t num_rows,
-                 int64_t width, float epsilon) {
-  portable().rms_norm(dtype, rows, weight, out, num_rows, width, epsilon);
-}
+void tw_norm_rows(const tw_row_norm *norm) { portable().norm_rows(norm); }
 
 void tw_rotate(const tw_rotation *rotation) { portable().rotate(rotation); }
-
-void tw_silu_multiply(int32_t dtype, const void *both, void *out, int64_t num_rows,
-                      int64_t width) {
-  portable().silu_multiply(dtype, both, out, num_rows, width);
-}
 
 void tw_adapt_rows(const tw_adapt *adapt) { portable().adapt_rows(adapt); }
 
@@ -119,13 +111,8 @@ void tw_grouped_linear(const tw_grouped *grouped) {
 }
 
 void tw_gate_rows(const tw_gate *gate) {
-  const int64_t element = gate->dtype == TW_FLOAT32 ? 4 : 2;
-  const void *both = gate->both;
-  if (!both) both = ungated.reserve(gate->num_rows * 2 * gate->width * element);
-  portable().silu_multiply(gate->dtype, both, gate->out, gate->num_rows, gate->width);
-}
-
-void tw_norm_rows(const tw_row_norm *norm) {
-  portable().rms_norm(norm->dtype, norm->rows, norm->weight, norm->out, norm->num_rows, norm->width,
-                      norm->epsilon);
+  tw_gate call = *gate;
+  const int64_t element = call.dtype == TW_FLOAT32 ? 4 : 2;
+  if (!call.both) call.both = ungated.reserve(call.num_rows * 2 * call.width * element);
+  portable().gate_rows(&call);
 }

@@ -30,8 +30,17 @@ void tw_use_pool(int64_t threads);
 
 // ---- float32 and bfloat16, any instruction set ----
 
-void tw_rms_norm(int32_t dtype, const void *rows, const void *weight, void *out, int64_t num_rows,
-                 int64_t width, float epsilon);
+// RMSNorm of rows.
+struct tw_row_norm {
+  const void *rows;    // [num_rows, width]
+  const void *weight;  // [width]
+  void *out;           // [num_rows, width]
+  int64_t num_rows;
+  int64_t width;
+  float epsilon;
+  int32_t dtype;
+};
+void tw_norm_rows(const tw_row_norm *norm);
 
 // Applies RoPE to queries and keys in place, after an RMSNorm of each head if a norm is not null.
 struct tw_rotation {
@@ -50,20 +59,15 @@ struct tw_rotation {
 };
 void tw_rotate(const tw_rotation *rotation);
 
-// out [rows, width] = silu(both[:, :width]) * both[:, width:]
-void tw_silu_multiply(int32_t dtype, const void *both, void *out, int64_t num_rows, int64_t width);
-
-// The arguments of tw_rms_norm.
-struct tw_row_norm {
-  const void *rows;
-  const void *weight;
-  void *out;
+// SiLU of a row's first half times its second half.
+struct tw_gate {
+  const void *both;  // [num_rows, 2 * width]; null = what tw_grouped_linear wrote last in this thread
+  void *out;         // [num_rows, width]
   int64_t num_rows;
   int64_t width;
-  float epsilon;
   int32_t dtype;
 };
-void tw_norm_rows(const tw_row_norm *norm);
+void tw_gate_rows(const tw_gate *gate);
 
 // What an adapter adds to some neighbouring outputs of a product.
 struct tw_low_rank {
@@ -190,16 +194,6 @@ struct tw_grouped {
   int32_t out_dtype;    // likewise
 };
 void tw_grouped_linear(const tw_grouped *grouped);
-
-// SiLU of a row's first half times its second half.
-struct tw_gate {
-  const void *both;  // [num_rows, 2 * width]; null = what tw_grouped_linear wrote last in this thread
-  void *out;         // [num_rows, width]
-  int64_t num_rows;
-  int64_t width;
-  int32_t dtype;
-};
-void tw_gate_rows(const tw_gate *gate);
 
 // Bytes of packed weights. Reads only the fields that describe weights.
 int64_t tw_grouped_bytes(const tw_grouped *grouped);

@@ -68,11 +68,10 @@ void for_rows(int64_t num_rows, const Body &body) {
 }
 
 template <typename T>
-void rms_norm(const void *rows, const void *weight, void *out, int64_t num_rows, int64_t width,
-              float epsilon) {
-  for_rows(num_rows, [=](int64_t row) {
-    rms_norm_row(static_cast<const T *>(rows) + row * width, static_cast<const T *>(weight),
-                 static_cast<T *>(out) + row * width, width, epsilon);
+void norm_rows(const tw_row_norm &n) {
+  for_rows(n.num_rows, [=](int64_t row) {
+    rms_norm_row(static_cast<const T *>(n.rows) + row * n.width, static_cast<const T *>(n.weight),
+                 static_cast<T *>(n.out) + row * n.width, n.width, n.epsilon);
   });
 }
 
@@ -100,12 +99,12 @@ void rotate(const tw_rotation &r) {
 }
 
 template <typename T>
-void silu_multiply(const void *both, void *out, int64_t num_rows, int64_t width) {
-  for_rows(num_rows, [=](int64_t row) {
-    const T *gate = static_cast<const T *>(both) + row * 2 * width, *up = gate + width;
-    T *to = static_cast<T *>(out) + row * width;
+void gate_rows(const tw_gate &g) {
+  for_rows(g.num_rows, [=](int64_t row) {
+    const T *gate = static_cast<const T *>(g.both) + row * 2 * g.width, *up = gate + g.width;
+    T *to = static_cast<T *>(g.out) + row * g.width;
 #pragma omp simd
-    for (int64_t i = 0; i < width; i++) {
+    for (int64_t i = 0; i < g.width; i++) {
       float x = load(gate[i]);
       store(to + i, x / (1.0f + exponential(-x)) * load(up[i]));
     }
@@ -379,17 +378,14 @@ void adapt_rows(const tw_adapt &a) {
 }  // namespace
 
 const PortableKernels TW_TABLE = {
-    [](int32_t dtype, const void *rows, const void *weight, void *out, int64_t num_rows,
-       int64_t width, float epsilon) {
-      (dtype == TW_FLOAT32 ? rms_norm<float> : rms_norm<bfloat16>)(rows, weight, out, num_rows,
-                                                                   width, epsilon);
+    [](const tw_row_norm *n) {
+      (n->dtype == TW_FLOAT32 ? norm_rows<float> : norm_rows<bfloat16>)(*n);
     },
     [](const tw_rotation *r) {
       (r->dtype == TW_FLOAT32 ? rotate<float> : rotate<bfloat16>)(*r);
     },
-    [](int32_t dtype, const void *both, void *out, int64_t num_rows, int64_t width) {
-      (dtype == TW_FLOAT32 ? silu_multiply<float> : silu_multiply<bfloat16>)(both, out, num_rows,
-                                                                             width);
+    [](const tw_gate *g) {
+      (g->dtype == TW_FLOAT32 ? gate_rows<float> : gate_rows<bfloat16>)(*g);
     },
     [](const tw_attention *a) {
       (a->dtype == TW_FLOAT32 ? paged_decode<float> : paged_decode<bfloat16>)(*a);

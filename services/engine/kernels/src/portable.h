@@ -4,9 +4,9 @@
 #include "kernels.h"
 
 struct PortableKernels {
-  decltype(&tw_rms_norm) rms_norm;
+  decltype(&tw_norm_rows) norm_rows;
   decltype(&tw_rotate) rotate;
-  decltype(&tw_silu_multiply) silu_multiply;
+  decltype(&tw_gate_rows) gate_rows;
   decltype(&tw_paged_decode) paged_decode;
   decltype(&tw_adapt_rows) adapt_rows;
 };

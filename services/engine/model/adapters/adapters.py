@@ -37,7 +37,7 @@ class Site:
     norm_bias: Tensor | None = None
     """[inputs], a bias of the inputs that the product's own bias contains; None = none"""
     fold: Callable[[Tensor], Tensor] | None = None
-    """What was done to the weight [outputs, inputs]; None = nothing"""
+    """Applied to the weight [outputs, inputs] when it was read; None = nothing was"""
 
 
 class Adapters:
@@ -58,7 +58,7 @@ class Adapters:
         self._deltas: list[_SiteDelta] = []
         self._kept: RowGroups | None = None
         self.rows: RowGroups | None = None
-        """Those of the product that is computed now; None = no row has an adapter"""
+        """Rows of the present product by adapter; None = no row has one"""
 
     def delta(self, site: Site) -> Delta:
         """Make what adapters add to a product."""
@@ -149,7 +149,7 @@ class Adapters:
 
 
 class _SiteDelta(Delta):
-    """What the adapters add to one product."""
+    """Additions of the adapters to one product."""
 
     def __init__(self, adapters: Adapters, site: Site, operators: Operators) -> None:
         self._adapters = adapters

@@ -35,7 +35,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 @dataclass(frozen=True, slots=True)
 class LowRankPair:
-    """What an adapter adds to a linear layer: scale * (up @ down)."""
+    """Addition of an adapter to a linear layer: scale * (up @ down)."""
 
     down: Tensor
     """[rank, inputs]"""

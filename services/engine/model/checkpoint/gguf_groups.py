@@ -40,7 +40,7 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """How a block stores its codes and the numbers of its groups."""
+    """Form of a block: its codes, and the numbers of its groups."""
 
     bits: int
     """Of the codes in memory"""

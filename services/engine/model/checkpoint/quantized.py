@@ -37,13 +37,13 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How the blocks of a file store codes."""
+    """Layout of codes in the blocks of a file."""
 
     num_bytes: int
     num_codes: int
     planes: Sequence[Plane]
     values: Sequence[int]
-    """What the bits of a code stand for, 256 numbers below 256; empty = the code itself"""
+    """The code that the bits stand for, 256 numbers below 256; empty = the bits themselves"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from torch import Tensor
 from services.engine.kernels.library import (
     DTYPES,
     CodesCall,
-    GateCall,
     GroupedCall,
     Kernel,
     Native,
@@ -152,33 +151,28 @@ class _GroupedProjection(Projection):
             run.multiply(rows, target, first, adds=False)
 
 
-class _GroupedGate(Gate):
-    """A SwiGLU of one grouped product that holds both factors."""
+class _GroupedGate(NativeGate):
+    """A SwiGLU of one grouped product, which needs no tensor of its own without an adapter."""
 
     def __init__(self, native: Native, product: _GroupedProjection, code: int) -> None:
-        self._native = native
-        self._product = product
-        self._code = code
+        super().__init__(native, product, code)
+        self._grouped = product
         self._delta: Delta | None = None
-        self.weight_bytes = product.weight_bytes
 
     def adapt(self, delta: Delta) -> None:
+        super().adapt(delta)
         self._delta = delta
 
     def into(self, rows: Tensor, out: Tensor) -> None:
-        both = None
-        if self._delta is None or not self._delta.is_active:
-            self._product.into_gate(rows)
-        else:
-            both = out.new_empty((out.shape[0], 2 * out.shape[1]))
-            self._product.into(rows, both)
-            self._delta.add_to(rows, both)
-        place = None if both is None else both.data_ptr()
-        self._native.run(Kernel.GATE, GateCall(place, out.data_ptr(), *out.shape, self._code))
+        if self._delta is not None and self._delta.is_active:
+            super().into(rows, out)
+            return
+        self._grouped.into_gate(rows)
+        self._run(None, out)
 
 
 class _Target(NamedTuple):
-    """Where products go."""
+    """The place that products go to."""
 
     place: int | None
     """Address of the first row; None = where `Kernel.GATE` reads it"""
@@ -201,7 +195,7 @@ class _Stored:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """What weights of a run have in common."""
+        """Weights of a run have this in common."""
         return self.codes.shape[1], self.bits, self.group, self.numbers, self.offsets is None
 
 

@@ -58,7 +58,7 @@ class Projection(ABC):
 
 
 class Delta(ABC):
-    """What adapters add to one product, for some rows of a step."""
+    """Additions of adapters to one product, for some rows of a step."""
 
     @property
     @abstractmethod

@@ -11,7 +11,7 @@ __all__ = ["LowRank", "LowRankProduct", "RowGroup", "RowGroups", "TorchLowRankPr
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to some neighbouring outputs of a product."""
+    """Addition of one adapter to some neighbouring outputs of a product."""
 
     down: Tensor
     """[rank, inputs]"""
@@ -47,7 +47,7 @@ class RowGroups:
 
 
 class LowRankProduct(ABC):
-    """What all adapters add to one product."""
+    """Additions of all adapters to one product."""
 
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor, groups: RowGroups) -> None:

@@ -5,7 +5,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import DTYPES, Kernel, Native, RotationCall, RowNormCall
+from services.engine.kernels.library import (
+    DTYPES,
+    GateCall,
+    Kernel,
+    Native,
+    RotationCall,
+    RowNormCall,
+)
 from services.engine.kernels.memory import allocate
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
@@ -104,6 +111,8 @@ class NativeGate(Gate):
     def into(self, rows: Tensor, out: Tensor) -> None:
         both = out.new_empty((out.shape[0], 2 * out.shape[1]))
         self._product.into(rows, both)
-        self._native.silu_multiply(
-            self._code, both.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1]
-        )
+        self._run(both.data_ptr(), out)
+
+    def _run(self, both: int | None, out: Tensor) -> None:
+        """Activate a product at this address; None = the last grouped product into no tensor."""
+        self._native.run(Kernel.GATE, GateCall(both, out.data_ptr(), *out.shape, self._code))

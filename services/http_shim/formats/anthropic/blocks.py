@@ -26,7 +26,6 @@ class TextBlock(_Block, tag="text"):
 
     text: str
     cache_control: Any = None
-    citations: Any = None
 
 
 class ImageSource(Struct):
@@ -59,7 +58,6 @@ class DocumentBlock(_Block, tag="document"):
     source: DocumentSource
     title: str | None = None
     context: str | None = None
-    citations: Any = None
     cache_control: Any = None
 
 

@@ -52,10 +52,6 @@ class ToolDefinition(Struct):
     input_schema: JsonObject | None = None
     strict: bool | None = None
     cache_control: Any = None
-    defer_loading: Any = None
-    input_examples: Any = None
-    eager_input_streaming: Any = None
-    allowed_callers: Any = None
 
 
 class AutoChoice(Struct, tag_field="type", tag="auto"):
@@ -86,7 +82,6 @@ class Thinking(Struct):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: str | None = None
 
 
 class OutputFormat(Struct, tag_field="type", tag="json_schema"):
@@ -120,8 +115,6 @@ class PromptBody(Struct):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     cache_control: Any = None
-    context_management: Any = None
-    betas: Any = None
 
 
 class CountTokensBody(PromptBody):
@@ -138,8 +131,6 @@ class MessagesBody(PromptBody):
     top_p: float | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None
     metadata: Metadata | None = None
-    service_tier: Any = None
-    inference_geo: Any = None
     # our own
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
 
